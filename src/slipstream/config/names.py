@@ -1,0 +1,198 @@
+"""Names that are not options: features that are not there yet, variables of our own, and spelling mistakes.
+
+`unknown_name` answers every name that `OPTIONS` does not hold, wherever it stood: with the feature it belongs to, when that
+is known and not available in this version; otherwise with the nearest names that exist. Values are never shown here: what
+was given to a name we do not know may be a secret.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from slipstream.config.option import Kind, Origin, flag_names, negative_flag_names
+from slipstream.config.schema import OPTIONS
+from slipstream.errors import ConfigError
+
+__all__ = [
+    "FEATURES",
+    "INTERNAL_VARIABLES",
+    "Feature",
+    "is_internal",
+    "missing_feature",
+    "nearest",
+    "not_available",
+    "unknown_flag",
+    "unknown_name",
+    "variable_names",
+]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that this version does not have, and the names that ask for it."""
+
+    title: str
+    names: tuple[str, ...]
+    """Whole names, or the start of names when they end with a star."""
+    instead: str
+
+    def claims(self, name: str) -> bool:
+        return any(name.startswith(one[:-1]) if one.endswith("*") else name == one for one in self.names)
+
+
+_PLAIN: Final = "Leave it out: the processes then train replicas of the model."
+
+FEATURES: Final = (
+    Feature("Sharded training (FSDP)", ("use_fsdp", "fsdp_*"), _PLAIN),
+    Feature(
+        "DeepSpeed",
+        (
+            "use_deepspeed",
+            "deepspeed_*",
+            "zero_stage",
+            "zero3_*",
+            "offload_optimizer_*",
+            "offload_param_*",
+            "gradient_clipping",
+        ),
+        _PLAIN,
+    ),
+    Feature("Megatron-LM", ("use_megatron_lm", "megatron_lm_*"), _PLAIN),
+    Feature("A mesh of parallel axes", ("use_parallelism_config", "parallelism_config", "parallelism_config_*"), _PLAIN),
+    Feature("8-bit training recipes", ("fp8_*",), "Leave it out, and use mixed_precision bf16."),
+    Feature(
+        "Launching on TPU hosts",
+        ("tpu", "tpu_*", "no_tpu_cluster", "vm", "env", "main_training_function", "downcast_bf16", "command_file", "commands"),
+        "Leave it out, and start the script on every host yourself.",
+    ),
+    Feature("Launching through mpirun", ("mpirun_*",), "Start the script with mpirun directly: its rank variables are understood."),
+    Feature("Binding processes to CPU cores", ("enable_cpu_affinity",), "Leave it out, or start the launcher under numactl or taskset."),
+    Feature(
+        "Submitting jobs to SageMaker",
+        (
+            "aws_*",
+            "sagemaker_*",
+            "ec2_instance_type",
+            "iam_role_name",
+            "image_uri",
+            "profile",
+            "region",
+            "base_job_name",
+            "pytorch_version",
+            "transformers_version",
+            "py_version",
+            "additional_args",
+        ),
+        "Leave it out, and submit the job with SageMaker's own tools: a script started there finds its processes.",
+    ),
+)
+
+INTERNAL_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "SLIPSTREAM_CONFIG": "the resolved configuration, from the launcher to its workers",
+        "SLIPSTREAM_HOME": "the folder of the default configuration file",
+    }
+)
+_INTERNAL_PREFIXES: Final = ("SLIPSTREAM_INTERNAL_", "SLIPSTREAM_TEST_")
+"""Variables with these beginnings pass between our own processes; nobody sets them by hand."""
+
+
+def is_internal(variable: str) -> bool:
+    return variable in INTERNAL_VARIABLES or variable.startswith(_INTERNAL_PREFIXES)
+
+
+def missing_feature(name: str) -> Feature | None:
+    """The feature that a name belongs to, when this version does not have it.
+
+    >>> missing_feature("fsdp_version").title
+    'Sharded training (FSDP)'
+    >>> missing_feature("num_processes") is None
+    True
+    """
+    if name in OPTIONS:
+        return None
+    return next((feature for feature in FEATURES if feature.claims(name)), None)
+
+
+def not_available(what: str, feature: Feature) -> ConfigError:
+    """`what` is the flag, "key in file" or variable that asks for the feature."""
+    return ConfigError(f"{what} asks for something that is not available in this version: {feature.title}.\n{feature.instead}")
+
+
+def variable_names() -> list[str]:
+    """Every variable that a person may set."""
+    return [option.variable for option in OPTIONS.values() if option.variable] + ["SLIPSTREAM_HOME"]
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three known names that look like `name`, best first.
+
+    >>> nearest("num_procs", ["num_processes", "num_machines", "cpu"])[0]
+    'num_processes'
+    """
+    known = list(known)
+    folded = {re.sub("[-_ ]", "", one).lower(): one for one in reversed(known)}
+    short = re.sub("[-_ ]", "", name).lower()
+    inside = [one for key, one in folded.items() if len(short) >= 3 and (short in key or key in short) and len(key) >= 3]
+    close = difflib.get_close_matches(short, list(folded), n=3, cutoff=0.6)
+    found = [folded[one] for one in close] + sorted(inside, key=len)
+    return list(dict.fromkeys(found))[:3]
+
+
+def unknown_name(name: str, origin: Origin) -> ConfigError:
+    """The error for a name that is no option: as a flag, in a file or as a variable."""
+    bare = name.removeprefix("SLIPSTREAM_").lower() if origin.kind == "environment" else name
+    shown = _shown(name, origin)
+    feature = missing_feature(bare)
+    if feature:
+        return not_available(shown, feature)
+    if bare in OPTIONS and not OPTIONS[bare].in_file:
+        return ConfigError(f"{shown} cannot be used here: it belongs to one command line.\nWrite it as a flag: --{bare}")
+    candidates = _candidates(origin.kind)
+    near = [candidates[one] for one in nearest(bare, candidates)]
+    hint = f"Did you mean {' or '.join(near)}?" if near else _where_listed(origin.kind)
+    return ConfigError(f"{shown} is not an option of Slipstream.\n{hint}")
+
+
+def _shown(name: str, origin: Origin) -> str:
+    if origin.kind == "file":
+        path, _, _ = origin.where.rpartition(": ")
+        return f"The key {name} (in {path})"
+    if origin.kind == "constructor":
+        return f"The argument {origin.where}"
+    return origin.where
+
+
+def _candidates(kind: Kind) -> dict[str, str]:
+    """What a misspelt name may have meant, as it is compared, and how to write it in this kind of source."""
+    options = OPTIONS.values()
+    if kind == "environment":
+        return {one.removeprefix("SLIPSTREAM_").lower(): one for one in variable_names()}
+    if kind == "flag":
+        return {flag.lstrip("-"): flag for one in options for flag in (flag_names(one)[0], *negative_flag_names(one)[:1])}
+    return {one.name: one.name for one in options if one.in_file}
+
+
+def _where_listed(kind: Kind) -> str:
+    return {
+        "flag": "`slipstream launch --help` lists the options.",
+        "environment": "`slipstream launch --help` lists the options; a variable is SLIPSTREAM_ and the option's name in capitals.",
+    }.get(kind, "`slipstream launch --help` lists the options; take the key out.")
+
+
+def unknown_flag(flag: str) -> ConfigError:
+    """The error for a flag as the user typed it, with its dashes and without its value.
+
+    >>> print(unknown_flag("--num-procs"))
+    --num-procs is not an option of Slipstream.
+    Did you mean --num_processes?
+    >>> print(str(unknown_flag("--use-fsdp")).splitlines()[0])
+    --use-fsdp asks for something that is not available in this version: Sharded training (FSDP).
+    """
+    typed = flag.partition("=")[0]
+    return unknown_name(typed.lstrip("-").replace("-", "_"), Origin("flag", typed))

@@ -1,0 +1,281 @@
+"""What an option is: one declaration, from which flags, file keys, variables, interview, documentation and checks derive.
+
+An option is declared once, as a field of a section in `schema.py`, with `declare(...)`. This module holds the record that
+such a field becomes (`Option`), the record of where a value came from (`Origin`) and `parse`, which turns what a person
+wrote into a value of the declared type, or says in a sentence why it cannot.
+
+It never reads a file, a variable or a command line, and it knows no particular option.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Final, Literal
+
+from slipstream.errors import ConfigError
+
+__all__ = ["Kind", "Option", "Origin", "Value", "declare", "flag_names", "from_field", "negative_flag_names", "parse", "spelled"]
+
+Value = bool | int | float | str | None
+Kind = Literal["constructor", "flag", "environment", "file", "default"]
+
+_PREFIX: Final = "SLIPSTREAM_"
+_TRUE: Final = frozenset({"true", "yes", "on", "1"})
+_FALSE: Final = frozenset({"false", "no", "off", "0"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from; reads well after the value.
+
+    >>> print("num_processes=4", Origin("flag", "--num_processes"))
+    num_processes=4 from --num_processes
+    >>> print("timeout=1800", Origin("default"))
+    timeout=1800 by default
+    """
+
+    kind: Kind
+    where: str = ""
+    """The flag, the variable, "path: key" of a file, or the call with its argument; empty for a default."""
+
+    def __str__(self) -> str:
+        return f"from {self.where}" if self.where else "by default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """Everything that is known of one option; made by `declare` in a section of `schema.py`.
+
+    >>> from slipstream.config import OPTIONS
+    >>> OPTIONS["timeout"].variable, OPTIONS["timeout"].default, OPTIONS["cpu"].keys
+    ('SLIPSTREAM_TIMEOUT', 1800.0, ('cpu', 'use_cpu'))
+    """
+
+    name: str
+    section: str
+    type: type[bool] | type[int] | type[float] | type[str]
+    default: Value
+    help: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    above: float | None = None
+    """Like `minimum`, but the bound itself is not allowed."""
+    maximum: float | None = None
+    check: Callable[[str], str | None] | None = None
+    """For text: says what is wrong with it ("is not ..."), or None when it is fine."""
+    example: str = ""
+    """A value to show in messages; derived from the type when empty."""
+    short: str | None = None
+    file_aliases: tuple[str, ...] = ()
+    """Further keys that mean this option in a file (the spelling of related tools)."""
+    question: str | None = None
+    """What the interview asks; None: not asked."""
+    asked_when: Callable[[Mapping[str, Value]], bool] | None = None
+    """Looks at the answers so far and says whether the question matters; None: always."""
+    in_file: bool = True
+    """False for what belongs to one command line only: no file key, and no variable unless `in_environment`."""
+    in_environment: bool = True
+
+    @property
+    def variable(self) -> str | None:
+        """The name of the environment variable, or None where there is none."""
+        return _PREFIX + self.name.upper() if self.in_environment else None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that name this option in a file; the first is the one we write."""
+        return (self.name, *self.file_aliases) if self.in_file else ()
+
+    @property
+    def is_switch(self) -> bool:
+        return self.type is bool
+
+    @property
+    def has_negative(self) -> bool:
+        """A yes-or-no option that can be in a file needs a flag that says no, or a flag could not overrule the file."""
+        return self.is_switch and self.in_file
+
+    @property
+    def shown_example(self) -> str:
+        if self.example:
+            return self.example
+        if self.is_switch:
+            return "true"
+        if self.choices:
+            return self.choices[-1] if self.default != self.choices[-1] else self.choices[0]
+        lowest = self.minimum if self.minimum is not None else 1
+        return {int: f"{max(int(lowest), 1)}", float: "60"}.get(self.type, "text")
+
+    @property
+    def wanted(self) -> str:
+        """What may be written, as the end of a sentence: "a whole number of at least 1"."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        noun = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.type]
+        if self.minimum is not None and self.maximum is not None:
+            return f"{noun} from {self.minimum:g} to {self.maximum:g}"
+        if self.minimum is not None:
+            return f"{noun} of at least {self.minimum:g}"
+        if self.above is not None:
+            return f"{noun} above {self.above:g}"
+        return noun
+
+
+def declare(default: Value, **details: Any) -> Any:
+    """A field of a section that is an option; `details` are the further fields of `Option`.
+
+    Typed as Any, like `dataclasses.field`, so that the annotation of the field says the type.
+    """
+    return field(default=default, metadata={"option": details})
+
+
+def from_field(name: str, section: str, hint: Any, default: object, details: Mapping[str, Any]) -> Option:
+    """The option that a declared field stands for; `hint` is its annotation, `T` or `T | None`."""
+    members = [member for member in getattr(hint, "__args__", (hint,)) if member is not type(None)]
+    if len(members) != 1 or members[0] not in (bool, int, float, str) or default is MISSING:
+        raise TypeError(f"option {name}: declare it as bool, int, float or str (or that and None), with a default")
+    return Option(name=name, section=section, type=members[0], default=default, **details)  # type: ignore[arg-type]
+
+
+def flag_names(option: Option) -> list[str]:
+    """The flags that set an option, in both spellings; for a yes-or-no option the ones that say yes.
+
+    >>> from slipstream.config import OPTIONS
+    >>> flag_names(OPTIONS["num_processes"])
+    ['--num_processes', '--num-processes']
+    >>> flag_names(OPTIONS["tee"])
+    ['--tee', '-t']
+    """
+    return _both_spellings("--" + option.name) + ([option.short] if option.short else [])
+
+
+def negative_flag_names(option: Option) -> list[str]:
+    """The flags that say no, for a yes-or-no option that can also be set elsewhere; otherwise none.
+
+    >>> from slipstream.config import OPTIONS
+    >>> negative_flag_names(OPTIONS["cpu"]), negative_flag_names(OPTIONS["quiet"])
+    (['--no_cpu', '--no-cpu'], [])
+    """
+    return _both_spellings("--no_" + option.name) if option.has_negative else []
+
+
+def _both_spellings(flag: str) -> list[str]:
+    return list(dict.fromkeys([flag, flag.replace("_", "-")]))
+
+
+def spelled(option: Option, value: object, kind: Kind) -> str:
+    """How to write a value of an option in one kind of source: what an error suggests to write instead."""
+    text = _text(value)
+    if kind == "environment" and option.variable:
+        return f"{option.variable}={text}"
+    if kind == "file" and option.in_file:
+        return f"{option.name}: {text}"
+    if kind == "constructor":
+        return f"{option.name}={value!r}" if not isinstance(value, str) or option.type is str else f"{option.name}={text}"
+    if option.is_switch:
+        yes = text in _TRUE
+        return (flag_names(option) if yes or not option.has_negative else negative_flag_names(option))[0]
+    return f"--{option.name} {text}"
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse(option: Option, raw: object, origin: Origin) -> Value:
+    """The value that `raw` stands for, or a ConfigError that says what was given, where, why not, and what to write.
+
+    >>> from slipstream.config import OPTIONS
+    >>> parse(OPTIONS["num_processes"], "4", Origin("flag", "--num_processes"))
+    4
+    """
+    try:
+        return _within(option, _READERS[option.type](option, raw))
+    except _Unfit as unfit:
+        shown = _text(raw) if isinstance(raw, (str, int, float)) else repr(raw)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        suggestion = spelled(option, option.shown_example, origin.kind)
+        hint = f"Write {option.wanted}, for example: {suggestion}"
+        raise ConfigError(f"{option.name}={shown} ({origin}) {unfit}.\n{hint}") from None
+
+
+class _Unfit(Exception):
+    """Why a text is not a value of an option: the end of a sentence that starts with the value."""
+
+
+def _read_bool(option: Option, raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    word = str(raw).strip().lower()
+    if isinstance(raw, (str, int)) and word in _TRUE | _FALSE:
+        return word in _TRUE
+    raise _Unfit("is neither yes nor no")
+
+
+def _read_int(option: Option, raw: object) -> int:
+    if isinstance(raw, str):
+        text = raw.strip()
+        if text.lstrip("+-").isascii() and text.lstrip("+-").isdigit() and len(text) < 20:
+            return int(text)
+        raise _Unfit("is not a whole number")
+    if isinstance(raw, bool):
+        raise _Unfit("is not a whole number")
+    try:
+        return operator.index(raw)  # type: ignore[arg-type]
+    except TypeError:
+        raise _Unfit("is not a whole number") from None
+
+
+def _read_float(option: Option, raw: object) -> float:
+    if isinstance(raw, bool) or not (isinstance(raw, str) or hasattr(raw, "__float__")):
+        raise _Unfit("is not a number")
+    try:
+        number = float(raw)
+    except (ValueError, OverflowError):
+        raise _Unfit("is not a number") from None
+    if not math.isfinite(number):
+        raise _Unfit("is not a finite number")
+    return number
+
+
+def _read_str(option: Option, raw: object) -> str:
+    if isinstance(raw, bool) and option.choices:
+        raw = "yes" if raw else "no"  # YAML reads a bare `no` as false; for a choice named "no" it was meant as the word
+    if isinstance(raw, bool) or not isinstance(raw, (str, int)):
+        raise _Unfit("is not text")
+    text = str(raw)
+    if "\0" in text or "\n" in text:
+        raise _Unfit("holds a line break or a NUL character")
+    if not option.choices:
+        return text
+    for choice in option.choices:
+        if choice.lower() == text.strip().lower():
+            return choice
+    raise _Unfit("is not one of the choices")
+
+
+def _within(option: Option, value: bool | int | float | str) -> Value:
+    if isinstance(value, str):
+        complaint = option.check(value) if option.check else None
+        if complaint:
+            raise _Unfit(complaint)
+        return value
+    if option.minimum is not None and value < option.minimum:
+        raise _Unfit(f"is less than {option.minimum:g}")
+    if option.above is not None and value <= option.above:
+        raise _Unfit(f"is not above {option.above:g}")
+    if option.maximum is not None and value > option.maximum:
+        raise _Unfit(f"is more than {option.maximum:g}")
+    return value
+
+
+_READERS: Final[Mapping[type, Callable[[Option, object], bool | int | float | str]]] = {
+    bool: _read_bool,
+    int: _read_int,
+    float: _read_float,
+    str: _read_str,
+}

@@ -1,0 +1,127 @@
+"""From the sources to one configuration: constructor > flags > environment > file > default, with the origin of every value.
+
+`resolve` is for commands: it is handed the flags and may read the user's default file. `for_worker` is for scripts: it takes
+what the launcher sent, lets variables that are set now overrule the launcher's file, and lets the arguments of the call
+overrule everything. Each source becomes a layer (a mapping of name to value and origin); the strongest layer that has a
+name wins. None, and an empty variable, mean "not given" everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from slipstream.config import transport
+from slipstream.config.checks import Choice
+from slipstream.config.files import Reading, understand
+from slipstream.config.names import is_internal, unknown_name
+from slipstream.config.option import Kind, Origin, parse
+from slipstream.config.resolved import Config, build, parse_constructor
+from slipstream.config.schema import OPTIONS
+from slipstream.config.sources import default_file_path, environment, read_file
+
+__all__ = ["for_worker", "resolve"]
+
+Layer = Mapping[str, Choice]
+
+
+def resolve(
+    *,
+    constructor: Mapping[str, object] | None = None,
+    flags: Mapping[str, object] | None = None,
+    config_file: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    default_file: bool = False,
+    caller: str = "Accelerator",
+) -> Config:
+    """The configuration that these sources give together.
+
+    `flags` holds what was typed, by option name (as text or as values); `config_file` is the same as a flag of that name.
+    Without either the file is the one of SLIPSTREAM_CONFIG_FILE, else, with `default_file`, that of the user if there is one.
+    `caller` names the call whose arguments `constructor` holds, for messages.
+
+    >>> config = resolve(flags={"num_processes": 4}, environ={"SLIPSTREAM_NUM_PROCESSES": "2", "SLIPSTREAM_DEBUG": "yes"})
+    >>> config.launch.num_processes, config.safety.debug
+    (4, True)
+    """
+    environ = environment() if environ is None else environ
+    flag_layer = _flag_layer({**(flags or {}), **({"config_file": os.fspath(config_file)} if config_file is not None else {})})
+    environment_layer = _environment_layer(environ)
+    file = _file(flag_layer, environment_layer, default_file_path(environ) if default_file else None)
+    constructor_layer = parse_constructor(constructor or {}, caller)
+    return build(_strongest(constructor_layer, flag_layer, environment_layer, file.choices), file.unused)
+
+
+def for_worker(
+    constructor: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, caller: str = "Accelerator"
+) -> Config:
+    """The configuration inside a script: what the launcher sent, if there was one, and what is set here.
+
+    Never reads the user's default file: that is for commands, and a script started by hand should not depend on it.
+
+    >>> for_worker({"cpu": True}, environ={}).device.cpu
+    True
+    """
+    environ = environment() if environ is None else environ
+    text = environ.get(transport.VARIABLE)
+    if not text:
+        return resolve(constructor=constructor, environ=environ, caller=caller)
+    sent = transport.load(text).given()
+    return build(
+        _strongest(
+            parse_constructor(constructor or {}, caller),
+            _of_kind(sent, "constructor"),
+            _of_kind(sent, "flag"),
+            _environment_layer(environ),
+            _of_kind(sent, "environment"),
+            _of_kind(sent, "file"),
+        )
+    )
+
+
+def _strongest(*layers: Layer) -> dict[str, Choice]:
+    """One layer from several, the first being the strongest."""
+    merged: dict[str, Choice] = {}
+    for layer in reversed(layers):
+        merged.update(layer)
+    return merged
+
+
+def _of_kind(layer: Layer, kind: Kind) -> Layer:
+    return {name: choice for name, choice in layer.items() if choice.origin.kind == kind}
+
+
+def _flag_layer(flags: Mapping[str, object]) -> dict[str, Choice]:
+    layer: dict[str, Choice] = {}
+    for name, raw in flags.items():
+        if raw is None:
+            continue
+        origin = Origin("flag", f"--{name}")
+        if name not in OPTIONS:
+            raise unknown_name(name, origin)
+        layer[name] = Choice(parse(OPTIONS[name], raw, origin), origin)
+    return layer
+
+
+def _environment_layer(environ: Mapping[str, str]) -> dict[str, Choice]:
+    by_variable = {option.variable: option for option in OPTIONS.values() if option.variable}
+    layer: dict[str, Choice] = {}
+    for variable, raw in environ.items():
+        if not variable.startswith("SLIPSTREAM_") or is_internal(variable):
+            continue
+        origin = Origin("environment", variable)
+        option = by_variable.get(variable)
+        if option is None:
+            raise unknown_name(variable, origin)
+        if raw != "":
+            layer[option.name] = Choice(parse(option, raw, origin), origin)
+    return layer
+
+
+def _file(flags: Layer, variables: Layer, default: os.PathLike[str] | None) -> Reading:
+    chosen = flags.get("config_file") or variables.get("config_file")
+    if chosen:
+        return understand(read_file(str(chosen.value)), str(chosen.value))
+    if default is not None and os.path.exists(default):
+        return understand(read_file(default), os.fspath(default))
+    return Reading({}, ())
