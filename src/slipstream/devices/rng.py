@@ -1,0 +1,163 @@
+"""Random states as plain data: capture, restore, seed and compare them.
+
+A state is made of numbers, lists, dicts and byte tensors only, so it can be stored as safetensors and JSON; no pickle is needed
+to write or to read one. Nothing here talks to other processes: the rank is passed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from slipstream.devices.table import CPU, FAMILIES, Family
+from slipstream.errors import ConfigError
+
+__all__ = ["capture", "default_kinds", "fingerprint", "restore", "set_seed"]
+
+_LARGEST_SEED = 2**64 - 1
+_HOST_KINDS = ("python", "numpy", "torch")
+
+
+def default_kinds(families: tuple[Family, ...] = FAMILIES) -> tuple[str, ...]:
+    """The kinds of random state that this process has: Python's, numpy's, torch's, and those of devices it has used."""
+    used = (family.type for family in families if family is not CPU and family.may_be_used())
+    return (*_HOST_KINDS, *used)
+
+
+def capture(kinds: Iterable[str] | None = None, *, families: tuple[Family, ...] = FAMILIES) -> dict[str, Any]:
+    """The random states of these kinds ("python", "numpy", "torch", a device type), as plain data.
+
+    >>> state = capture(["python"])
+    >>> first = random.random()
+    >>> restore(state)
+    ()
+    >>> random.random() == first
+    True
+    """
+    return {kind: _capture(kind, families) for kind in (default_kinds(families) if kinds is None else kinds)}
+
+
+def _capture(kind: str, families: tuple[Family, ...]) -> Any:
+    if kind == "python":
+        version, words, gauss = random.getstate()
+        return {"version": version, "words": list(words), "gauss": gauss}
+    if kind == "numpy":
+        import numpy
+
+        return _plain(numpy.random.get_state(legacy=False))
+    if kind == "torch":
+        import torch
+
+        return torch.get_rng_state()
+    return _device_states(_device_family(kind, families))
+
+
+def restore(state: Mapping[str, Any], *, families: tuple[Family, ...] = FAMILIES) -> tuple[str, ...]:
+    """Put captured states back; the result names those that this process has no place for (a device that is not here)."""
+    return tuple(kind for kind, value in state.items() if not _restore(kind, value, families))
+
+
+def _restore(kind: str, value: Any, families: tuple[Family, ...]) -> bool:
+    if kind == "python":
+        random.setstate((value["version"], tuple(value["words"]), value["gauss"]))
+        return True
+    if kind == "numpy":
+        import numpy
+
+        numpy.random.set_state(value)
+        return True
+    if kind == "torch":
+        import torch
+
+        torch.set_rng_state(value)
+        return True
+    return _restore_devices(_device_family(kind, families), value)
+
+
+def set_seed(
+    seed: int,
+    device_specific: bool = False,
+    deterministic: bool = False,
+    rank: int = 0,
+    *,
+    families: tuple[Family, ...] = FAMILIES,
+) -> int:
+    """Seed Python, numpy, torch and every device; the result is the seed that was used.
+
+    `device_specific` adds the rank, so that processes draw different numbers. `deterministic` lets torch refuse operations that
+    have no deterministic form; some device libraries want a variable set before they start as well, and torch names it then.
+
+    >>> set_seed(42), set_seed(42, device_specific=True, rank=3)
+    (42, 45)
+    """
+    offset = rank if device_specific else 0
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed + offset <= _LARGEST_SEED:
+        raise ConfigError(f"seed {seed!r} (with {offset} added) cannot be used: seeds are whole numbers from 0 to 2**64 - 1; write e.g. 42")
+    used = seed + offset
+    import numpy
+    import torch
+
+    random.seed(used)
+    # numpy takes 32 bits as a number and more as a list of them.
+    numpy.random.seed(used if used < 2**32 else [used % 2**32, used >> 32])
+    torch.manual_seed(used)
+    for family in families:
+        if family is not CPU and family.plugin is not None and family.is_loaded():  # torch seeds the families it knows itself
+            family.ask("manual_seed_all", used)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    return used
+
+
+def fingerprint(kinds: Iterable[str] | None = None, *, families: tuple[Family, ...] = FAMILIES) -> bytes:
+    """Sixteen bytes that are equal exactly if the random states are: a cheap thing to compare between processes.
+
+    >>> fingerprint(["torch"]) == fingerprint(["torch"])
+    True
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for kind, value in capture(kinds, families=families).items():
+        digest.update(kind.encode() + b"\0")
+        for tensor in value if isinstance(value, list) else [value]:
+            data = json.dumps(tensor, sort_keys=True).encode() if isinstance(tensor, dict) else tensor.cpu().numpy().tobytes()
+            digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def _device_family(kind: str, families: tuple[Family, ...]) -> Family:
+    family = next((row for row in families if row.type == kind and row is not CPU), None)
+    if family is None:
+        known = ", ".join((*_HOST_KINDS, *(row.type for row in families if row is not CPU)))
+        raise ConfigError(f"random state {kind!r} is not one of {known}")
+    return family
+
+
+def _device_states(family: Family) -> list[Any]:
+    """One state per device that this process sees."""
+    namespace = family.module()
+    if hasattr(namespace, "get_rng_state_all"):
+        return list(namespace.get_rng_state_all())
+    return [namespace.get_rng_state()] if hasattr(namespace, "get_rng_state") else []
+
+
+def _restore_devices(family: Family, states: list[Any]) -> bool:
+    count = family.count()
+    if count == 0 or len(states) > count:
+        return False
+    namespace = family.module()
+    for index, state in enumerate(states):
+        if family.indexed:
+            namespace.set_rng_state(state, index)
+        else:
+            namespace.set_rng_state(state)
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """numpy's arrays and numbers as lists and numbers of Python."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value

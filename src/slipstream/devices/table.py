@@ -1,0 +1,443 @@
+"""The device table: one row per family of devices, and the functions that choose among the rows.
+
+This is the only file that names a family. What another room needs to know of one is a column here, so a new family is a new
+row. CPU is what this project runs; every other row follows the vendor's documentation and is tested through fakes.
+Importing this module imports no torch; functions that need torch import it when called, and none of them starts a device
+runtime if that can be helped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, EnumMeta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.devices.adapter import LazyRuntime
+from slipstream.devices.family import Family, files, import_plugin, torch_namespace
+from slipstream.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CPU", "FAMILIES", "DistributedType", "Family", "RNGType",
+    "best_family", "count_without_torch", "device_for", "family_of", "family_types", "initialised_family", "set_device",
+    "is_bf16_available", "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available",
+    "is_mps_available", "is_musa_available", "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available",
+    "is_torch_xla_available", "is_xccl_available", "is_xpu_available",
+]
+
+
+# --- the names that users know -------------------------------------------------------------------------------------------
+
+
+class _ValuesToo(EnumMeta):
+    """Makes `"MULTI_CPU" in DistributedType` true on every Python that we support."""
+
+    def __contains__(cls, item: object) -> bool:
+        return any(item == member for member in cls)
+
+    def __iter__(cls) -> Iterator[Any]:
+        return super().__iter__()
+
+
+class _Names(str, Enum, metaclass=_ValuesToo):
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Every value, in the order of the declaration."""
+        return [str(member.value) for member in cls]
+
+
+class DistributedType(_Names):
+    """How the processes of a job work together: what `PartialState.distributed_type` says.
+
+    >>> "MULTI_CPU" in DistributedType, DistributedType("NO") == "NO"
+    (True, True)
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+
+
+class RNGType(_Names):
+    """The streams of random numbers that can be captured and made equal between processes.
+
+    >>> RNGType.list()[:3]
+    ['python', 'numpy', 'torch']
+    """
+
+    PYTHON = "python"
+    NUMPY = "numpy"
+    TORCH = "torch"
+    CUDA = "cuda"
+    MPS = "mps"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"
+
+
+# --- what a row needs and cannot say in one line ---------------------------------------------------------------------------
+
+
+def _has_devices(namespace: Any) -> bool:
+    # Counting goes through the driver's management library where it can and leaves fork safe; `is_available` may not.
+    return bool(namespace.device_count() > 0)
+
+
+def _apple_silicon(_: Path) -> int:
+    return int(sys.platform == "darwin" and os.uname().machine == "arm64")
+
+
+def _nvidia_or_amd(root: Path) -> int:
+    nvidia = files("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*")(root)
+    nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # processors are nodes too, with the id 0
+    return nvidia or sum(node.read_text().strip() not in ("", "0") for node in nodes)
+
+
+def _intel(root: Path) -> int:
+    vendors = root.glob("sys/class/drm/renderD*/device/vendor")
+    return sum(vendor.read_text().strip() == "0x8086" for vendor in vendors)
+
+
+def _xla_namespace() -> Any:
+    if not import_plugin("torch_xla"):
+        return None
+    return LazyRuntime(*map(importlib.import_module, ("torch_xla", "torch_xla.runtime", "torch_xla.core.xla_model")))
+
+
+def _mps_bf16(_: Any) -> bool:
+    return bool(importlib.import_module("torch").backends.mps.is_macos_or_newer(14, 0))
+
+
+# --- the rows, the first choice first --------------------------------------------------------------------------------------
+
+CPU = Family(
+    type="cpu",
+    backend="gloo",
+    multi="MULTI_CPU",
+    module=torch_namespace("cpu"),
+    builds=("",),
+    indexed=False,
+    fork_safe=True,
+    out_of_memory=("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
+    prefixes=("OMP_", "MKL_", "KMP_", "GLOO_"),
+)
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        type="mps",
+        backend="gloo",
+        multi="NO",
+        module=torch_namespace("mps"),
+        entries=_apple_silicon,
+        builds=("",),
+        indexed=False,
+        many_per_host=False,
+        bf16=_mps_bf16,
+        # Both come as a plain RuntimeError; the second is an allocation above the largest buffer that Metal allows.
+        out_of_memory=("MPS backend out of memory", "Invalid buffer size: "),
+        prefixes=("PYTORCH_MPS_", "PYTORCH_ENABLE_MPS_"),
+    ),
+    Family(
+        type="mlu",
+        backend="cncl",
+        multi="MULTI_MLU",
+        module=torch_namespace("mlu", "torch_mlu"),
+        plugin="torch_mlu",
+        visible="MLU_VISIBLE_DEVICES",
+        entries=files("dev/cambricon_dev[0-9]*"),
+        out_of_memory=("MLU out of memory",),
+        prefixes=("MLU_", "CNCL_"),
+    ),
+    Family(
+        type="sdaa",
+        backend="tccl",
+        multi="MULTI_SDAA",
+        module=torch_namespace("sdaa", "torch_sdaa"),
+        plugin="torch_sdaa",
+        visible="SDAA_VISIBLE_DEVICES",
+        entries=files("dev/tcaicard[0-9]*"),
+        out_of_memory=("SDAA out of memory",),
+        prefixes=("SDAA_", "TCCL_"),
+    ),
+    Family(
+        type="musa",
+        backend="mccl",
+        multi="MULTI_MUSA",
+        module=torch_namespace("musa", "torch_musa"),
+        plugin="torch_musa",
+        visible="MUSA_VISIBLE_DEVICES",
+        entries=files("dev/mtgpu.[0-9]*"),
+        out_of_memory=("MUSA out of memory",),
+        prefixes=("MUSA_", "MCCL_"),
+    ),
+    Family(
+        type="npu",
+        backend="hccl",
+        multi="MULTI_NPU",
+        module=torch_namespace("npu", "torch_npu"),
+        plugin="torch_npu",
+        visible="ASCEND_RT_VISIBLE_DEVICES",
+        entries=files("dev/davinci[0-9]*"),
+        out_of_memory=("NPU out of memory",),
+        prefixes=("ASCEND_", "HCCL_"),
+    ),
+    Family(
+        type="hpu",
+        backend="hccl",
+        multi="MULTI_HPU",
+        module=torch_namespace("hpu", "habana_frameworks.torch"),
+        plugin="habana_frameworks.torch",
+        backend_plugin="habana_frameworks.torch.distributed.hccl",
+        visible="HABANA_VISIBLE_MODULES",
+        entries=files("dev/accel/accel[0-9]*"),
+        out_of_memory=("HPU out of memory", "Allocation failed for size"),
+        prefixes=("HABANA_", "PT_HPU_", "HCCL_"),
+    ),
+    Family(
+        type="cuda",
+        backend="nccl",
+        multi="MULTI_GPU",
+        module=torch_namespace("cuda"),
+        visible="CUDA_VISIBLE_DEVICES",
+        also_visible=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        entries=_nvidia_or_amd,
+        builds=("cu", "rocm"),
+        probe=_has_devices,
+        fork_safe=True,
+        out_of_memory=("CUDA out of memory", "HIP out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_ALLOC_FAILED"),
+        prefixes=("CUDA_", "NCCL_", "NVIDIA_", "HIP_", "ROCR_", "RCCL_", "HSA_"),
+    ),
+    Family(
+        type="xpu",
+        backend="xccl",
+        multi="MULTI_XPU",
+        module=torch_namespace("xpu"),
+        visible="ZE_AFFINITY_MASK",
+        entries=_intel,
+        builds=("xpu",),
+        fork_safe=True,
+        out_of_memory=("XPU out of memory",),
+        prefixes=("ZE_", "CCL_", "SYCL_"),
+    ),
+    Family(
+        type="neuron",
+        backend="neuron",
+        multi="MULTI_NEURON",
+        module=torch_namespace("neuron", "torch_neuronx"),
+        plugin="torch_neuronx",
+        visible="NEURON_RT_VISIBLE_CORES",
+        entries=files("sys/devices/virtual/neuron_device/neuron[0-9]*/neuron_core[0-9]*", "dev/neuron[0-9]*"),
+        prefixes=("NEURON_",),
+    ),
+    Family(
+        type="xla",
+        backend="xla",
+        multi="XLA",
+        module=_xla_namespace,
+        plugin="torch_xla",
+        visible="TPU_VISIBLE_CHIPS",
+        entries=files("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
+        indexed=False,
+        out_of_memory=("RESOURCE_EXHAUSTED",),
+        prefixes=("XLA_", "PJRT_", "TPU_"),
+    ),
+    CPU,
+)
+
+
+# --- choosing among them -----------------------------------------------------------------------------------------------------
+
+
+def best_family(cpu: bool = False, *, distributed: bool = False, families: tuple[Family, ...] = FAMILIES) -> Family:
+    """The first family of the table with a device here; `cpu` stops at the processor, `distributed` leaves out families
+    whose devices several processes cannot share.
+
+    >>> best_family(cpu=True).type
+    'cpu'
+    """
+    if cpu:
+        return CPU
+    usable = (family for family in families if not (distributed and family.multi == DistributedType.NO))
+    return next((family for family in usable if family.is_available()), CPU)
+
+
+def device_for(family: Family, local_rank: int = 0, override: str | None = None) -> torch.device:
+    """The device of a process: its local rank modulo the number of devices, unless `override` names another.
+
+    >>> device_for(CPU, local_rank=3)
+    device(type='cpu')
+    """
+    import torch
+
+    if override is not None:
+        try:
+            return torch.device(override)
+        except RuntimeError as error:
+            known = ", ".join(family_types())
+            raise ConfigError(f"device {override!r} is not one that torch knows here; write one of {known}, or type:number") from error
+    if not family.indexed:
+        return torch.device(family.type)
+    count = family.count()
+    if count == 0:
+        narrowed = f"; {family.visible} may hide them" if family.visible else ""
+        raise StateError(f"torch sees no {family.type} device in this process{narrowed}; use cpu=True to run without")
+    return torch.device(family.type, local_rank % count)
+
+
+def set_device(device: torch.device) -> None:
+    """Make a device the current one of its family, where the family has a current device."""
+    family = family_of(device)
+    if family.indexed and device.index is not None:
+        family.ask("set_device", device.index)
+
+
+def family_of(device: torch.device | str) -> Family:
+    """The row of a device.
+
+    >>> family_of("cpu") is CPU
+    True
+    """
+    kind = str(device).partition(":")[0]
+    row = next((family for family in FAMILIES if family.type == kind), None)
+    if row is None:
+        raise StateError(f"device {str(device)!r} belongs to no family that Slipstream knows; it knows {', '.join(family_types())}")
+    return row
+
+
+def family_types() -> tuple[str, ...]:
+    """The device type of every row, the first choice first."""
+    return tuple(family.type for family in FAMILIES)
+
+
+def initialised_family(families: tuple[Family, ...] = FAMILIES) -> Family | None:
+    """The family whose runtime this process has started, so that it must not fork; None if it has touched no device."""
+    return next((family for family in families if family is not CPU and family.is_initialised()), None)
+
+
+def count_without_torch(
+    environ: Mapping[str, str], *, root: Path = Path("/"), families: tuple[Family, ...] = FAMILIES
+) -> tuple[Family, int]:
+    """The family that a worker would take, and how many devices it would see, from device files and variables alone.
+
+    `(CPU, 0)` means that no accelerator is known of; it starts no process and imports nothing. A family counts only if the
+    installed torch has it, so a processor-only build on a machine with accelerators gives 0 too.
+    """
+    from slipstream.devices.packages import version_of
+
+    installed = version_of("torch")
+    for family in families:
+        if family is not CPU and family.installed(installed) and (count := family.count_files(environ, root)):
+            return family, count
+    return CPU, 0
+
+
+# --- one question per family -------------------------------------------------------------------------------------------------
+
+
+def _available(kind: str, check_device: bool = False) -> bool:
+    family = family_of(kind)
+    try:
+        return family.is_available() and (not check_device or family.count() > 0)
+    except RuntimeError:  # the driver refuses: there is no device that can be used, which is what was asked
+        return False
+
+
+def _question(kind: str, device: str) -> Callable[..., bool]:
+    def ask(check_device: bool = False) -> bool:
+        return _available(kind, check_device)
+
+    ask.__name__ = ask.__qualname__ = f"is_{kind}_available"
+    ask.__doc__ = f"Whether torch sees {device}; `check_device` also counts the devices."
+    return ask
+
+
+is_xpu_available = _question("xpu", "an Intel GPU")
+is_npu_available = _question("npu", "an Ascend NPU")
+is_mlu_available = _question("mlu", "a Cambricon MLU")
+is_musa_available = _question("musa", "a Moore Threads GPU")
+is_sdaa_available = _question("sdaa", "a Tecorigin card")
+is_neuron_available = _question("neuron", "an AWS Neuron core")
+
+
+def is_cuda_available() -> bool:
+    """Whether torch sees a CUDA or ROCm device; starts no device runtime where the driver can be asked without."""
+    return _available("cuda")
+
+
+def is_rocm_available() -> bool:
+    """Whether torch was built for ROCm."""
+    return importlib.import_module("torch").version.hip is not None
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether torch sees an Apple GPU, and is at least of a version."""
+    from slipstream.devices.packages import is_torch_version
+
+    return is_torch_version(">=", min_version) and _available("mps")
+
+
+def is_xccl_available() -> bool:
+    """Whether torch was built with the communication library for Intel GPUs."""
+    distributed = importlib.import_module("torch.distributed")
+    return bool(distributed.is_available() and distributed.is_xccl_available())
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Whether torch sees an Intel Gaudi; `init_hccl` also imports its communication backend."""
+    plugin = family_of("hpu").backend_plugin
+    return _available("hpu") and (not init_hccl or (plugin is not None and import_plugin(plugin)))
+
+
+def is_habana_gaudi1() -> bool:
+    """Whether the device is a first-generation Gaudi, which computes no float16."""
+    if not is_hpu_available():
+        return False
+    experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Whether torch_xla is there; optionally only if it drives a TPU, or a GPU."""
+    if check_is_tpu and check_is_gpu:
+        raise ConfigError("check_is_tpu and check_is_gpu cannot both hold; ask for one of them")
+    wanted = ("TPU",) if check_is_tpu else ("CUDA", "GPU") if check_is_gpu else None
+    namespace = family_of("xla").module()
+    return namespace is not None and (wanted is None or namespace.hardware() in wanted)
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether the device that would be chosen here computes in bfloat16."""
+    families = tuple(family for family in FAMILIES if not (ignore_tpu and family.type == "xla"))
+    family = best_family(families=families)
+    return family.bf16(family.module())
+
+
+def is_fp16_available() -> bool:
+    """Whether the device that would be chosen here computes in float16."""
+    return not is_habana_gaudi1()

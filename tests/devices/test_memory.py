@@ -1,0 +1,157 @@
+"""Memory: what is left, what is given back, and what an out-of-memory error looks like."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from fakes import FakeMetal, FakeNamespace, fake
+
+from slipstream.devices import memory, table
+from slipstream.devices.host import cores, host_memory, memory_limit
+from slipstream.devices.memory import available_memory, clear_device_cache, convert_bytes, release_memory, should_reduce_batch_size
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("Tried to allocate"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 0 bytes, max allowed: 242.48 MiB). Tried to allocate 256.00 MiB"),
+        RuntimeError("Invalid buffer size: 19.38 GiB"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
+        RuntimeError("XPU out of memory. Tried to allocate"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+    ],
+    ids=str,
+)
+def test_an_error_about_memory_is_recognised(error: Exception) -> None:
+    assert should_reduce_batch_size(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("CUDA out of memory."), KeyError("out of memory")], ids=str)
+def test_other_errors_are_left_alone(error: Exception) -> None:
+    assert not should_reduce_batch_size(error)
+
+
+def test_what_the_allocator_of_this_machine_raises_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    assert should_reduce_batch_size(caught.value)
+
+
+def test_released_objects_are_gone() -> None:
+    class Thing:
+        pass
+
+    thing = Thing()
+    thing.itself = thing  # type: ignore[attr-defined]
+    reference = weakref.ref(thing)
+    gc.disable()
+    try:
+        (thing,) = release_memory(thing)  # type: ignore[assignment]
+        assert thing is None
+        clear_device_cache(garbage_collection=True)
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_the_cache_is_emptied_where_devices_were_used() -> None:
+    used, unused, metal = FakeNamespace(initialised=True), FakeNamespace(), FakeMetal()
+    clear_device_cache(families=(fake("cuda", used), fake("xpu", unused), fake("mps", metal), table.CPU))
+    assert used.calls == [("empty_cache",)]
+    assert unused.calls == []
+    assert metal.emptied == 1
+
+
+def test_free_device_memory_is_asked_of_the_namespace() -> None:
+    assert memory._free_on(fake("cuda", FakeNamespace(free=7)), "cuda:0") == 7
+    assert memory._free_on(fake("mps", FakeMetal()), "mps") == 30
+    assert memory._free_on(fake("npu", object()), "npu:0") is None
+
+
+def test_the_processor_has_what_the_host_has_left() -> None:
+    free = available_memory("cpu")
+    assert free is not None
+    assert 0 < free <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 bytes"), (1024, "1.0 KB"), (5 * 2**40, "5.0 TB"), (2**60, "1024.0 PB")])
+def test_sizes_in_words(size: int, text: str) -> None:
+    assert convert_bytes(size) == text
+
+
+# --- control groups --------------------------------------------------------------------------------------------------------
+
+
+
+
+def _version_two(root: Path, limit: str, used: int, cached: int = 0) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/job/step\n")
+    group = root / "sys/fs/cgroup/job"
+    (group / "step").mkdir(parents=True)
+    (group / "memory.max").write_text(limit + "\n")
+    (group / "memory.current").write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+    (group / "cpu.max").write_text("150000 100000\n")
+    (group / "step/memory.max").write_text("max\n")
+    (group / "step/memory.current").write_text("1\n")
+    (group / "step/cpu.max").write_text("max 100000\n")
+    return root
+
+
+def test_a_limit_of_an_outer_group_counts(tmp_path: Path) -> None:
+    root = _version_two(tmp_path, limit="1000", used=700, cached=200)
+    assert memory_limit(root) == 1000
+    assert host_memory(root).available == 500
+
+
+def test_no_limit_leaves_what_the_host_has(tmp_path: Path) -> None:
+    root = _version_two(tmp_path, limit="max", used=700)
+    found = host_memory(root)
+    assert found.limit is None
+    assert found.available > 2**20
+
+
+def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    assert host_memory(_version_two(tmp_path, limit="1000", used=2000)).available == 0
+
+
+def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n")
+    memory_group, cpu_group = tmp_path / "sys/fs/cgroup/memory", tmp_path / "sys/fs/cgroup/cpu"
+    memory_group.mkdir(parents=True)
+    cpu_group.mkdir()
+    (memory_group / "memory.limit_in_bytes").write_text("4000")
+    (memory_group / "memory.usage_in_bytes").write_text("1000")
+    (cpu_group / "cpu.cfs_quota_us").write_text("100000")
+    (cpu_group / "cpu.cfs_period_us").write_text("100000")
+    assert host_memory(tmp_path).available == 3000
+    assert cores(tmp_path) == 1
+
+
+def test_the_old_spelling_of_no_limit_is_understood(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/\n")
+    group = tmp_path / "sys/fs/cgroup/memory"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("9223372036854771712")
+    (group / "memory.usage_in_bytes").write_text("1000")
+    assert memory_limit(tmp_path) is None
+
+
+def test_a_quota_of_one_and_a_half_cores_is_two_cores_at_most(tmp_path: Path) -> None:
+    assert cores(_version_two(tmp_path, limit="max", used=1)) <= 2
+
+
+def test_without_control_groups_the_affinity_counts(tmp_path: Path) -> None:
+    assert cores(tmp_path) == len(psutil.Process().cpu_affinity())

@@ -1,0 +1,155 @@
+"""Random states: plain data, captured and put back exactly."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from fakes import FakeMetal, FakeNamespace, fake
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.devices import rng, table
+from slipstream.devices.rng import capture, fingerprint, restore, set_seed
+from slipstream.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _own_states() -> Iterator[None]:
+    python, array, tensor = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(python)
+    numpy.random.set_state(array)
+    torch.set_rng_state(tensor)
+
+
+def _draw() -> tuple[float, float, float, float]:
+    return random.gauss(0, 1), random.random(), float(numpy.random.standard_normal()), float(torch.randn(1))
+
+
+def _through_files(state: object) -> object:
+    """The state as it would come back from JSON and tensors files."""
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict) and any(isinstance(value, torch.Tensor | list) for value in state.values()):
+        return {key: _through_files(value) for key, value in state.items()}
+    return json.loads(json.dumps(state))
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 3))
+def test_restored_states_draw_the_same_numbers(seed: int, drawn: int) -> None:
+    set_seed(seed)
+    for _ in range(drawn):
+        _draw()
+    state = capture(["python", "numpy", "torch"])
+    expected = [_draw() for _ in range(3)]
+    assert restore(_through_files(state)) == ()
+    assert [_draw() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
+def test_a_kind_is_restored_alone(kind: str) -> None:
+    set_seed(1)
+    state = capture([kind])
+    first = _draw()
+    restore(state)
+    second = _draw()
+    changed = {"python": (0, 1), "numpy": (2,), "torch": (3,)}
+    same = changed[kind]
+    assert all((first[position] == second[position]) == (position in same) for position in range(4))
+
+
+def test_by_default_the_states_of_used_devices_come_along() -> None:
+    rows = (fake("cuda", FakeNamespace(initialised=True)), fake("xpu", FakeNamespace()), fake("mps", FakeMetal()), table.CPU)
+    assert rng.default_kinds(rows) == ("python", "numpy", "torch", "cuda", "mps")
+    assert list(capture(families=rows)) == ["python", "numpy", "torch", "cuda", "mps"]
+
+
+def test_device_states_are_put_back_device_by_device() -> None:
+    namespace, metal = FakeNamespace(initialised=True), FakeMetal()
+    rows = (fake("cuda", namespace), fake("mps", metal), table.CPU)
+    state = capture(["cuda", "mps"], families=rows)
+    namespace.states = [torch.full((4,), 9, dtype=torch.uint8)] * 2
+    metal.state = torch.full((4,), 9, dtype=torch.uint8)
+    assert restore(state, families=rows) == ()
+    assert [int(held[0]) for held in namespace.states] == [0, 1]
+    assert int(metal.state[0]) == 0
+
+
+def test_states_of_devices_that_are_not_here_are_named() -> None:
+    state = capture(["cuda", "torch"], families=(fake("cuda", FakeNamespace(initialised=True)), table.CPU))
+    assert restore(state, families=(fake("cuda", FakeNamespace(count=1)), table.CPU)) == ("cuda",)
+    assert restore(state, families=(fake("cuda", FakeNamespace(count=0)), table.CPU)) == ("cuda",)
+
+
+def test_an_unknown_kind_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="'dice'.*python"):
+        capture(["dice"])
+
+
+def test_the_same_seed_draws_the_same_numbers() -> None:
+    set_seed(7)
+    first = _draw()
+    set_seed(7)
+    assert _draw() == first
+
+
+def test_device_specific_seeds_differ_between_ranks_only() -> None:
+    assert set_seed(7, rank=3) == 7
+    assert set_seed(7, device_specific=True, rank=3) == 10
+    drawn = _draw()
+    set_seed(10)
+    assert _draw() == drawn
+
+
+def test_large_seeds_differ_for_numpy_too() -> None:
+    set_seed(5)
+    small = numpy.random.random()
+    set_seed(5 + 2**32)
+    assert numpy.random.random() != small
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "3", True, None])
+def test_a_seed_that_is_not_one_is_an_error(seed: object) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        set_seed(seed)  # type: ignore[arg-type]
+
+
+def test_deterministic_is_passed_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch imports its compiler here, which sets this if it is not set
+    set_seed(1)
+    assert not torch.are_deterministic_algorithms_enabled()
+    set_seed(1, deterministic=True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_plugins_are_seeded_and_their_absence_is_not_an_import() -> None:
+    namespace = FakeNamespace()
+    set_seed(11, families=(fake("npu", namespace), table.CPU))
+    assert namespace.calls == [("manual_seed_all", 11)]
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
+def test_a_fingerprint_follows_its_kind(kind: str) -> None:
+    set_seed(3)
+    before = {one: fingerprint([one]) for one in ("python", "numpy", "torch")}
+    {"python": random.random, "numpy": numpy.random.random, "torch": lambda: torch.rand(1)}[kind]()
+    after = {one: fingerprint([one]) for one in before}
+    assert [one for one in before if before[one] != after[one]] == [kind]
+
+
+def test_a_fingerprint_sees_device_states() -> None:
+    namespace = FakeNamespace(initialised=True)
+    rows = (fake("cuda", namespace), table.CPU)
+    before = fingerprint(families=rows)
+    namespace.states[1] += 1
+    assert fingerprint(families=rows) != before
+    assert len(before) == 16
