@@ -2,8 +2,8 @@
 
 Each check looks at a resolved configuration and returns a sentence about the contradiction, naming both values and where
 each came from, with what to write instead; or None. `contradiction` gives the first one. Single values were checked before,
-by `option.parse`. Nothing here decides what a cluster or a machine would have to say: `require_main_process` is for the
-launcher to call once it knows that no cluster names the machines.
+by `option.parse`. Nothing here decides what a cluster or a machine would have to say: `missing_main_process` is for the
+launcher to ask once it knows that no cluster names the machines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from slipstream.config.option import Origin, Value
 from slipstream.config.schema import split_pairs
 
-__all__ = ["Choice", "contradiction", "device_ids"]
+__all__ = ["Choice", "contradiction", "device_ids", "missing_main_process", "said"]
 
 
 class Choice(NamedTuple):
@@ -50,7 +50,7 @@ def _machine_rank(choices: Choices) -> str | None:
         return None
     return (
         f"{said(choices, 'machine_rank')} contradicts {said(choices, 'num_machines')}.\n"
-        f"Ranks are counted from 0: write a machine_rank from 0 to {machines - 1}, or a larger num_machines."
+        f"Ranks are counted from 0, so the highest is {machines - 1} here: write that or less, or a larger num_machines."
     )
 
 

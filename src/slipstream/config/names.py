@@ -7,7 +7,6 @@ was given to a name we do not know may be a secret.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -135,6 +134,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     >>> nearest("num_procs", ["num_processes", "num_machines", "cpu"])[0]
     'num_processes'
     """
+    import difflib  # only here: names are right most of the time
+
     known = list(known)
     folded = {re.sub("[-_ ]", "", one).lower(): one for one in reversed(known)}
     short = re.sub("[-_ ]", "", name).lower()
@@ -144,8 +145,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))[:3]
 
 
-def unknown_name(name: str, origin: Origin) -> ConfigError:
-    """The error for a name that is no option: as a flag, in a file or as a variable."""
+def unknown_name(name: str, origin: Origin, also: Iterable[str] = ()) -> ConfigError:
+    """The error for a name that is no option: as a flag, in a file or as a variable; `also` are further names that it may have meant."""
     bare = name.removeprefix("SLIPSTREAM_").lower() if origin.kind == "environment" else name
     shown = _shown(name, origin)
     feature = missing_feature(bare)
@@ -153,7 +154,7 @@ def unknown_name(name: str, origin: Origin) -> ConfigError:
         return not_available(shown, feature)
     if bare in OPTIONS and not OPTIONS[bare].in_file:
         return ConfigError(f"{shown} cannot be used here: it belongs to one command line.\nWrite it as a flag: --{bare}")
-    candidates = _candidates(origin.kind)
+    candidates = _candidates(origin.kind) | {one: one for one in also}
     near = [candidates[one] for one in nearest(bare, candidates)]
     hint = f"Did you mean {' or '.join(near)}?" if near else _where_listed(origin.kind)
     return ConfigError(f"{shown} is not an option of Slipstream.\n{hint}")

@@ -75,6 +75,8 @@ class Option:
     """What the interview asks; None: not asked."""
     asked_when: Callable[[Mapping[str, Value]], bool] | None = None
     """Looks at the answers so far and says whether the question matters; None: always."""
+    unset: str = "none"
+    """The word that leaves the option unset when the interview asks for it; for options that have no default."""
     in_file: bool = True
     """False for what belongs to one command line only: no file key, and no variable unless `in_environment`."""
     in_environment: bool = True

@@ -124,4 +124,4 @@ def _file(flags: Layer, variables: Layer, default: os.PathLike[str] | None) -> R
         return understand(read_file(str(chosen.value)), str(chosen.value))
     if default is not None and os.path.exists(default):
         return understand(read_file(default), os.fspath(default))
-    return Reading({}, ())
+    return Reading({})

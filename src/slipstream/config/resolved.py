@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from slipstream.config.checks import Choice, contradiction, missing_main_process
+from slipstream.config.checks import Choice, contradiction, missing_main_process, said
 from slipstream.config.names import unknown_name
 from slipstream.config.option import Origin, Value, parse
 from slipstream.config.schema import OPTIONS, SECTIONS, Command, Compute, Device, Launch, Safety
@@ -63,8 +62,7 @@ class Config:
 
     def said(self, name: str) -> str:
         """An option with its value and origin, for messages: "num_processes=2 (from --num_processes)"."""
-        value = self.value(name)
-        return f"{name}={str(value).lower() if isinstance(value, bool) else value} ({self.origin(name)})"
+        return said(self.choices(), name)
 
     def choices(self) -> dict[str, Choice]:
         """Every option by name with its value and origin."""
@@ -116,5 +114,5 @@ def build(choices: Mapping[str, Choice], unused: tuple[Unused, ...] = ()) -> Con
     for name, option in OPTIONS.items():
         values[option.section][name] = complete[name].value
     sections: dict[str, Any] = {section: declared(**values[section]) for section, declared in SECTIONS.items()}
-    origins = MappingProxyType({name: choice.origin for name, choice in complete.items()})
+    origins = {name: choice.origin for name, choice in complete.items()}
     return Config(**sections, origins=origins, unused=unused)

@@ -115,7 +115,7 @@ class Launch:
         check=_complaint_host,
         example="10.0.0.1",
         help="Host name or address of machine 0, as the other machines reach it.",
-        question="Under which host name or address do the others reach machine 0?",
+        question="Under which host name or address do the others reach machine 0 (none: the cluster says it)?",
         asked_when=_several_machines,
     )
     main_process_port: int | None = declare(
@@ -124,7 +124,8 @@ class Launch:
         maximum=65535,
         example="29500",
         help="Port on machine 0 where the processes meet; 0 takes any free one, which only works on one machine.",
-        question="On which port?",
+        question="On which port (auto: the usual one)?",
+        unset="auto",
         asked_when=_several_machines,
     )
     same_network: bool = declare(
@@ -154,7 +155,8 @@ class Launch:
         minimum=1,
         example="2",
         help="Processes in total, over all machines. Without it: one per visible accelerator, or one process where there is none.",
-        question="How many processes in total, over all machines (empty: one per accelerator)?",
+        question="How many processes in total, over all machines (auto: one per accelerator)?",
+        unset="auto",
     )
     gpu_ids: str | None = declare(
         None,
@@ -162,6 +164,7 @@ class Launch:
         example="0,1",
         help="Which accelerators of this machine may be used: all, or their numbers separated by commas.",
         question="Which accelerators of this machine (all, or numbers separated by commas)?",
+        unset="all",
         asked_when=_on_accelerators,
     )
     num_cpu_threads_per_process: int | None = declare(

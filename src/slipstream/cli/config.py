@@ -1,0 +1,230 @@
+"""`slipstream config`: makes and changes configuration files.
+
+    slipstream config                      asks questions and writes the answers
+    slipstream config --set name=value     sets options in the file without asking; nothing after = takes one out
+    slipstream config default              writes a minimal file
+    slipstream config update               rewrites an older file, or one of `accelerate config`, as ours
+
+The questions are those that the options declare, asked only where earlier answers make them matter, and each answer is
+checked at once. A file is written whole or not at all. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+import click
+
+from slipstream.config.checks import Choice
+from slipstream.config.files import Reading, understand
+from slipstream.config.names import unknown_name
+from slipstream.config.option import Option, Origin, Value, parse
+from slipstream.config.resolved import build
+from slipstream.config.schema import OPTIONS
+from slipstream.config.sources import default_file_path, environment, read_file
+from slipstream.config.write import back_up, file_text, write_file
+from slipstream.errors import ConfigError
+
+__all__ = ["command", "interview"]
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+Ask = Callable[[str, str, Callable[[str], Value]], Value]
+"""Asks a question: its text, the default as text, and what makes a value of the answer or raises ConfigError."""
+
+_ANSWER: Final = Origin("file", "your answer")
+_SETTING: Final = Origin("constructor", "--set")  # written name=value, like an argument of a call
+
+
+class _Refusal(click.ClickException):
+    """A ConfigError on its way through click: a few lines on stderr and exit code 2."""
+
+    exit_code = 2
+
+
+def _refusing(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    @functools.wraps(function)
+    def wrapped(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            raise _Refusal(str(error)) from error
+
+    return wrapped
+
+
+def _file_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    text = "The file to write; without it, the one that `slipstream launch` reads by itself."
+    return click.option("--config_file", "--config-file", "config_file", metavar="FILE", help=text)(function)
+
+
+@click.group(name="config", invoke_without_command=True, short_help="Make or change a configuration file.")
+@_file_option
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set an option without asking; NAME= takes it out.")
+@click.pass_context
+@_refusing
+def command(context: click.Context, config_file: str | None, settings: tuple[str, ...]) -> None:
+    """Make or change a configuration file.
+
+    Asks questions and writes the answers, or sets options with --set without asking.
+    """
+    if context.invoked_subcommand is not None:
+        if settings:
+            raise ConfigError(f"--set does not go with `config {context.invoked_subcommand}`.\nWrite slipstream config --set ...")
+        context.obj = config_file
+        return
+    path = _place(config_file)
+    values = _existing(path)
+    if settings:
+        values = _with_settings(values, settings)
+    elif sys.stdin is not None and sys.stdin.isatty():
+        click.echo(f"The answers go to {path}. Enter keeps what stands in brackets.\n")
+        values = interview(_prompt, values)
+    else:
+        raise ConfigError(
+            "`slipstream config` asks questions, and there is no terminal to ask on.\n"
+            "Give the answers: slipstream config --set num_processes=2 --set mixed_precision=bf16"
+        )
+    _report(write_file(path, values, overwrite=True))
+
+
+@command.command(name="default", short_help="Write a minimal file.")
+@_file_option
+@click.option("--mixed_precision", "--mixed-precision", "mixed_precision", metavar="FORMAT", help=OPTIONS["mixed_precision"].help)
+@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@click.pass_obj
+@_refusing
+def default(outer_file: str | None, config_file: str | None, mixed_precision: str | None, overwrite: bool) -> None:
+    """Write a minimal file.
+
+    The number of processes is left out: `slipstream launch` then starts one per accelerator.
+    """
+    option = OPTIONS["mixed_precision"]
+    given = option.default if mixed_precision is None else parse(option, mixed_precision, Origin("flag", "--mixed_precision"))
+    _report(write_file(_place(config_file or outer_file), {option.name: given}, overwrite=overwrite))
+
+
+@command.command(name="update", short_help="Rewrite an older file, or one of `accelerate config`, as ours.")
+@_file_option
+@click.pass_obj
+@_refusing
+def update(outer_file: str | None, config_file: str | None) -> None:
+    """Rewrite an older file, or one of `accelerate config`, as ours.
+
+    The old one is kept beside it. Keys that have no effect are dropped, and named.
+    """
+    path = _place(config_file or outer_file)
+    reading = understand(read_file(path), str(path))
+    build(reading.choices)
+    values = {name: choice.value for name, choice in reading.choices.items()}
+    if Path(path).read_text("utf-8-sig") == file_text(values, as_json=path.suffix == ".json"):
+        click.echo(f"{path} is up to date.")
+        return
+    copy = back_up(path)
+    written = write_file(path, values, overwrite=True)
+    for key, why in reading.unused:
+        click.echo(f"dropped {key}: {why}")
+    click.echo(f"Kept the old file as {copy}.")
+    _report(written)
+
+
+def interview(ask: Ask, existing: Mapping[str, Value]) -> dict[str, Value]:
+    """Ask what the options declare, each with the value of `existing` or its default, and return what the file should hold.
+
+    An option that is never asked keeps its existing value; one whose question does not matter after the answers is left out.
+    """
+    answers: dict[str, Value] = {name: value for name, value in existing.items() if OPTIONS[name].question is None}
+    for option in OPTIONS.values():
+        if option.question is None or (option.asked_when is not None and not option.asked_when(answers)):
+            continue
+        current = existing.get(option.name, option.default)
+        reader = functools.partial(_answer, option, dict(answers))
+        answers[option.name] = ask(_question(option), _shown(option, current), reader)
+    return answers
+
+
+def _answer(option: Option, answers: Mapping[str, Value], text: str) -> Value:
+    """The value that an answer stands for; it must fit the answers before it too."""
+    if option.default is None and text.strip().lower() == option.unset:
+        return None
+    value = parse(option, text.strip(), _ANSWER)
+    build(_choices({**answers, option.name: value}, _ANSWER))
+    return value
+
+
+def _question(option: Option) -> str:
+    choices = f" ({', '.join(option.choices)})" if option.choices else " (yes, no)" if option.is_switch else ""
+    return f"{option.question}{choices}"
+
+
+def _shown(option: Option, value: Value) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return option.unset if value is None else str(value)
+
+
+def _prompt(question: str, default_text: str, reader: Callable[[str], Value]) -> Value:
+    def checked(text: str) -> Value:
+        try:
+            return reader(text)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None  # click prints it and asks again
+
+    return click.prompt(question, default=default_text, show_default=default_text != "", value_proc=checked)
+
+
+def _choices(values: Mapping[str, Value], origin: Origin) -> dict[str, Choice]:
+    return {name: Choice(value, origin) for name, value in values.items() if value is not None}
+
+
+def _place(config_file: str | None) -> Path:
+    environ = environment()
+    chosen = config_file or environ.get(str(OPTIONS["config_file"].variable))
+    return Path(os.path.expanduser(chosen)) if chosen else default_file_path(environ)
+
+
+def _existing(path: Path) -> dict[str, Value]:
+    """What the file sets already; a file of another tool is not changed in passing."""
+    if not path.exists():
+        return {}
+    reading: Reading = understand(read_file(path), str(path))
+    if reading.foreign:
+        raise ConfigError(
+            f"The file {path} is one of `accelerate config`.\nTurn it into one of ours first: slipstream config update --config_file {path}"
+        )
+    return {name: choice.value for name, choice in reading.choices.items()}
+
+
+def _with_settings(existing: Mapping[str, Value], settings: Iterable[str]) -> dict[str, Value]:
+    """The existing values with `name=value` settings applied; an empty value takes the option out."""
+    values = dict(existing)
+    given: set[str] = set()
+    for setting in settings:
+        typed, equals, text = setting.partition("=")
+        name = typed.strip().replace("-", "_")
+        if not equals:
+            raise ConfigError(f"--set {setting} has no = in it.\nWrite --set name=value, for example --set num_processes=2")
+        option = OPTIONS.get(name)
+        if option is None or not option.in_file:
+            raise unknown_name(name, Origin("file", f"--set: {name}"))
+        if name in given:
+            raise ConfigError(f"--set {name} is given twice.\nKeep one of them.")
+        given.add(name)
+        values[name] = parse(option, text.strip(), _SETTING) if text.strip() else None
+    origins = {name: _SETTING if name in given else Origin("file", "the file") for name in values}
+    build({name: Choice(value, origins[name]) for name, value in values.items() if value is not None})
+    return values
+
+
+def _report(written: Path) -> None:
+    click.echo(f"Wrote {written}.")
+    if written == default_file_path(environment()):
+        click.echo("`slipstream launch` reads it by itself.")
+    else:
+        click.echo(f"Use it with: slipstream launch --config_file {written} script.py")

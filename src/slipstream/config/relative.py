@@ -1,0 +1,144 @@
+"""The files of `accelerate config`, read as what they ask for.
+
+Keys with the same meaning become options. Keys that ask for a feature we do not have are errors. Keys that ask for nothing
+(null, false, an empty block, a block whose `distributed_type` is not chosen) are collected with the reason, so that a
+command can print them: nothing is dropped silently. Keys that neither tool knows are errors in `files.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from slipstream.config.names import missing_feature, nearest, not_available
+from slipstream.config.resolved import Unused
+from slipstream.errors import ConfigError
+
+__all__ = ["KEYS", "recognise", "translate"]
+
+Entry = tuple[str, Any, str]
+"""The key of an option, what it was given, and the key as the file has it."""
+
+_BLOCKS: Final = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config")
+_TPU_KEYS: Final = ("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
+_SINGLE_KEYS: Final = (*_TPU_KEYS, "command_file", "commands", "enable_cpu_affinity", "main_training_function")
+KEYS: Final = ("compute_environment", "distributed_type", "use_cpu", "dynamo_config", *_BLOCKS, *_SINGLE_KEYS)
+"""Keys that only files of `accelerate config` have."""
+
+_ENGINES: Final = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
+_BLOCK_NEEDS: Final = {"fp8_config": ("mixed_precision", "FP8")} | {block: ("distributed_type", kind) for kind, block in _ENGINES.items()}
+_COMPUTE: Final = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
+
+
+def recognise(data: Mapping[str, Any]) -> bool:
+    """Whether a mapping looks like a file of `accelerate config`: it has one of its keys, and no version of ours."""
+    return "version" not in data and any(key in KEYS for key in data)
+
+
+def translate(data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[Unused]]:
+    """The entries that are options, and the keys that have no effect here."""
+    _check_compute_environment(data, path)
+    entries, unused = _distributed_type(data, path)
+    for key, raw in data.items():
+        if key in ("compute_environment", "distributed_type"):
+            continue
+        if key == "dynamo_config":
+            entries += _nested_options(key, raw, path)
+        elif key in _BLOCKS or key in _SINGLE_KEYS:
+            unused.append(Unused(key, _why_unused(key, raw, data, path)))
+        elif key == "num_processes" and raw == -1:
+            unused.append(Unused(key, "-1 leaves the number to the command line"))
+        elif not (key == "use_cpu" and any(name == "cpu" for name, _, _ in entries)):
+            entries.append((key, raw, key))
+    return entries, unused
+
+
+def _check_compute_environment(data: Mapping[str, Any], path: str) -> None:
+    given = _word(data.get("compute_environment", "LOCAL_MACHINE"))
+    if given == "AMAZON_SAGEMAKER":
+        raise _asks(f"compute_environment: {given}", "sagemaker_job", path)
+    if given not in _COMPUTE:
+        near = nearest(given, _COMPUTE)
+        raise ConfigError(
+            f"compute_environment={given} (from {path}: compute_environment) is not known.\nWrite {near[0] if near else 'LOCAL_MACHINE'}."
+        )
+
+
+def _distributed_type(data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[Unused]]:
+    """What the one word that mixes hardware, engine and "distributed or not" says about our separate options."""
+    raw = data.get("distributed_type")
+    if raw is None:
+        return [], []
+    kind = _word(raw)
+    on_cpu = _truth(data.get("use_cpu"))
+    if kind in _ENGINES:
+        raise _asks(f"distributed_type: {kind}", _ENGINES[kind], path)
+    if kind == "NO":
+        _check_one_process(data, path)
+        return [], []
+    if kind == "MULTI_CPU":
+        if on_cpu is False:
+            raise _contradict(path, "distributed_type: MULTI_CPU", "use_cpu: false", "Write use_cpu: true, or another distributed_type.")
+        return [("cpu", True, "distributed_type")], []
+    if kind.startswith("MULTI_"):
+        if on_cpu:
+            raise _contradict(path, f"distributed_type: {kind}", "use_cpu: true", "Write use_cpu: false, or distributed_type: MULTI_CPU.")
+        return [], [Unused("distributed_type", f"{kind}: num_processes says how many start, and they take the accelerators that are here")]
+    raise ConfigError(
+        f"distributed_type={kind} (from {path}: distributed_type) is not available in this version.\n"
+        "Write one of NO, MULTI_CPU, MULTI_GPU, or leave the key out."
+    )
+
+
+def _check_one_process(data: Mapping[str, Any], path: str) -> None:
+    for key in ("num_processes", "num_machines"):
+        number = data.get(key)
+        if isinstance(number, int) and number > 1:
+            advice = f"Write distributed_type: MULTI_GPU (or MULTI_CPU), or {key}: 1."
+            raise _contradict(path, "distributed_type: NO", f"{key}: {number}", advice)
+
+
+def _nested_options(block: str, raw: Any, path: str) -> list[Entry]:
+    if raw is None:
+        return []
+    if not isinstance(raw, dict):
+        raise ConfigError(f"The key {block} (in {path}) holds no keys of its own.\nWrite them below it, indented, or leave it out.")
+    return [(str(key), value, f"{block}.{key}") for key, value in raw.items()]
+
+
+def _why_unused(key: str, raw: Any, data: Mapping[str, Any], path: str) -> str:
+    """Why a key asks for nothing here; when it does ask for something, that is an error."""
+    if _asks_nothing(raw):
+        return "asks for nothing"
+    if key == "main_training_function":
+        return "scripts are started whole; no function is picked"
+    other, needed = _BLOCK_NEEDS.get(key, ("", ""))
+    if other and _word(data.get(other, "NO")) != needed:
+        return f"{other} is not {needed}"
+    raise _asks(key, key, path)
+
+
+def _asks_nothing(raw: Any) -> bool:
+    if isinstance(raw, dict):
+        return all(_asks_nothing(value) for value in raw.values())
+    return raw is None or raw is False or raw == [] or (isinstance(raw, str) and raw.strip().lower() in ("", "no", "false"))
+
+
+def _asks(what: str, name: str, path: str) -> ConfigError:
+    feature = missing_feature(name)
+    assert feature is not None, f"{name} is not listed in FEATURES"
+    return not_available(f"{what} (in {path})", feature)
+
+
+def _contradict(path: str, one: str, other: str, advice: str) -> ConfigError:
+    return ConfigError(f"{one} contradicts {other} (both from {path}).\n{advice}")
+
+
+def _word(raw: Any) -> str:
+    """YAML reads a bare NO as false."""
+    return "NO" if raw is False or raw is None else str(raw).strip().upper()
+
+
+def _truth(raw: Any) -> bool | None:
+    words: Iterable[tuple[bool, tuple[str, ...]]] = ((True, ("true", "yes", "1")), (False, ("false", "no", "0")))
+    return next((value for value, spellings in words if str(raw).strip().lower() in spellings), None)

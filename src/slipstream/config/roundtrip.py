@@ -1,0 +1,62 @@
+"""Proof that an option means the same wherever it is written; for tests of the declarations.
+
+`travel` gives a value to one option as a flag, in a file, in a variable and through the launcher's variable, and returns what
+arrived in each place. It writes one file into the folder it is given, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from slipstream.config import transport
+from slipstream.config.checks import Choice
+from slipstream.config.option import Option, Origin, Value, parse
+from slipstream.config.resolve import for_worker, resolve
+from slipstream.config.write import write_file
+
+__all__ = ["COMPANIONS", "samples", "travel", "written"]
+
+COMPANIONS: Final[Mapping[str, Mapping[str, Value]]] = {"machine_rank": {"num_machines": 2}}
+"""What must be said along with an option so that it contradicts nothing."""
+
+
+def samples(option: Option) -> list[Value]:
+    """Values of an option that are not its default: one of each kind that matters."""
+    if option.is_switch:
+        return [not option.default]
+    candidates = list(option.choices) or [option.shown_example]
+    values = [parse(option, candidate, Origin("default")) for candidate in candidates]
+    return [value for value in values if value != option.default]
+
+
+def written(value: Value) -> str:
+    """A value as a person writes it in a flag or a variable."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def travel(option: Option, value: Value, folder: Path) -> dict[str, Choice]:
+    """What arrives when `value` is given in each place that the option can be given in, by kind of place.
+
+    >>> import tempfile
+    >>> from slipstream.config import OPTIONS
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     arrived = travel(OPTIONS["timeout"], 60.0, Path(folder))
+    >>> {place: choice.value for place, choice in arrived.items()}
+    {'constructor': 60.0, 'flag': 60.0, 'environment': 60.0, 'file': 60.0, 'transport': 60.0, 'worker': 60.0}
+    """
+    given: dict[str, Value] = {**COMPANIONS.get(option.name, {}), option.name: value}
+    configs = {
+        "constructor": resolve(constructor=given, environ={}),
+        "flag": resolve(flags={name: written(one) for name, one in given.items()}, environ={}),
+    }
+    if option.variable:
+        configs["environment"] = resolve(environ={f"SLIPSTREAM_{name.upper()}": written(one) for name, one in given.items()})
+    if option.in_file:
+        path = write_file(folder / f"{option.name}.yaml", given, overwrite=True)
+        configs["file"] = resolve(config_file=path, environ={})
+        sent = transport.dump(configs["flag"])
+        configs["transport"] = transport.load(sent)
+        configs["worker"] = for_worker(environ={transport.VARIABLE: sent})
+    return {place: Choice(config.value(option.name), config.origin(option.name)) for place, config in configs.items()}
