@@ -1,0 +1,141 @@
+"""What a test must not leave behind: a process group, a thread, a variable, a child process.
+
+`observe()` before, `wait_for_none(before)` after: things that are about to end get a short moment, what is still there is named in words.
+`leaks.restore(before)` undoes what can be undone, so that one leaking test fails alone. It never ends a process that it has not seen begin.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import psutil
+
+from slipstream.testing import environment
+
+__all__ = ["Before", "observe", "restore", "wait_for_none"]
+
+_SET_BY_THE_TEST_RUNNER = frozenset({"PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS", "LINES"})
+_THREADS_OF_OTHERS = ("tqdm",)  # tqdm keeps one monitor thread for the whole process, by design
+_PROGRAMS_OF_OTHERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # one for each interpreter, as long as it lives
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was there when the test began."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    variables: Mapping[str, str] = field(repr=False)
+    group: bool
+    """A process group was open already."""
+
+
+def observe(variables: Mapping[str, str] | None = None) -> Before:
+    """Look at this process now.
+
+    >>> before = observe()
+    >>> still_running = threading.Event()
+    >>> thread = threading.Thread(target=still_running.wait, name="left behind")
+    >>> thread.start()
+    >>> wait_for_none(before, seconds=0.05)
+    ["thread 'left behind' (started by threading)"]
+    >>> still_running.set()
+    >>> wait_for_none(before)
+    []
+    """
+    return Before(
+        threads=frozenset(threading.enumerate()),
+        children=frozenset(child.pid for child in _children()),
+        variables=environment.snapshot() if variables is None else variables,
+        group=_group_is_open(),
+    )
+
+
+def wait_for_none(before: Before, *, seconds: float = 2.0, expected: Collection[int] = ()) -> list[str]:
+    """What is left that was not there before, in words; waits up to `seconds` for it to end. `expected` are process ids that may stay."""
+    deadline = time.monotonic() + seconds
+    pause = 0.001
+    while True:
+        ending = [*_threads(before), *_processes(before, expected)]
+        if not ending or time.monotonic() > deadline:
+            return [*_group(before), *_variables(before), *ending]
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def restore(before: Before, *, expected: Collection[int] = ()) -> None:
+    """Close a leaked group, put the variables back, and end leaked children (threads cannot be ended)."""
+    if _group_is_open() and not before.group:
+        sys.modules["torch.distributed"].destroy_process_group()
+    now = environment.snapshot()
+    environment.replace({**{name: now[name] for name in _SET_BY_THE_TEST_RUNNER if name in now}, **_lasting(before.variables)})
+    for child in _new_children(before, expected):
+        child.kill()
+        child.wait(timeout=5)
+
+
+def _group(before: Before) -> Iterable[str]:
+    if _group_is_open() and not before.group:
+        yield "torch.distributed process group (call destroy_process_group)"
+
+
+def _group_is_open() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+
+
+def _lasting(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in _SET_BY_THE_TEST_RUNNER}
+
+
+def _variables(before: Before) -> Iterable[str]:
+    """Names alone: a value may be a secret."""
+    was, now = _lasting(before.variables), _lasting(environment.snapshot())
+    for name in sorted(was.keys() | now.keys()):
+        if was.get(name) != now.get(name):
+            change = "set" if name not in was else "removed" if name not in now else "changed"
+            yield f"environment variable {name} ({change})"
+
+
+def _threads(before: Before) -> Iterable[str]:
+    for thread in threading.enumerate():
+        module = type(thread).__module__
+        if thread not in before.threads and module.partition(".")[0] not in _THREADS_OF_OTHERS:
+            yield f"thread {thread.name!r} (started by {getattr(getattr(thread, '_target', None), '__module__', module)})"
+
+
+def _processes(before: Before, expected: Collection[int]) -> Iterable[str]:
+    for child in _new_children(before, expected):
+        try:
+            yield f"child process {child.pid} ({' '.join(child.cmdline()) or child.name()})"
+        except psutil.Error:
+            continue  # it has ended between the two looks, which is what we wait for
+
+
+def _new_children(before: Before, expected: Collection[int]) -> list[psutil.Process]:
+    return [child for child in _children() if child.pid not in before.children and child.pid not in expected and not _of_others(child)]
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children() if _has_children() else []
+
+
+def _has_children() -> bool:
+    """A system call instead of a walk through the process table: most tests have no child at all."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _of_others(child: psutil.Process) -> bool:
+    try:
+        return child.status() == psutil.STATUS_ZOMBIE or any(word in part for part in child.cmdline() for word in _PROGRAMS_OF_OTHERS)
+    except psutil.Error:
+        return True

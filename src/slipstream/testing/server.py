@@ -1,0 +1,190 @@
+"""The interpreter that the ranks of a pool are forked from: fresh, with torch and Slipstream imported once.
+
+It is started by `RankPool` as a process of its own, because forking the test process (which has threads) is not safe. It forks the ranks,
+serves one loopback-only store for each run, writes the notice of a rank that ended (as the launcher's agent does, so that survivors can
+name it) and tells the test process. It ends when the test process does, and its ranks with it. It never listens on anything but 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from slipstream.launch import contract
+from slipstream.testing import environment, wire
+
+__all__ = ["serve"]
+
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def serve(control_descriptor: int, size: int, run_id: str, preload: Sequence[str]) -> None:
+    """Answer the pool's commands until it goes away."""
+    environment.replace({**environment.snapshot(), **environment.rank_variables(0, size, run_id=run_id, attempt=0, port=0)})
+    for name in preload:
+        importlib.import_module(name)
+    server = _Server(control=socket.socket(fileno=control_descriptor), size=size, run_id=run_id)
+    try:
+        server.loop()
+    finally:
+        server.stop()
+
+
+@dataclass
+class _Server:
+    control: socket.socket
+    size: int
+    run_id: str
+    attempt: int = 0
+    store: Any = None
+    """The `TCPStore` of the current run."""
+    pids: dict[int, int] = field(default_factory=dict)
+    """Process id to rank, of the ranks that live."""
+
+    def loop(self) -> None:
+        children, wakeup = socket.socketpair()
+        for end in (children, wakeup):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wakeup.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.control, selectors.EVENT_READ)
+            selector.register(children, selectors.EVENT_READ)
+            wire.send(self.control, {"kind": "ready"})
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                # Commands first: "begin" of the run in which a rank ended was sent before the rank could end.
+                if self.control in ready and not self.obey():
+                    return
+                if children in ready:
+                    children.recv(4096)
+                    self.reap()
+
+    def obey(self) -> bool:
+        try:
+            command, _ = wire.receive(self.control)
+        except (EOFError, ConnectionError):
+            return False
+        getattr(self, f"on_{command.pop('kind')}")(**command)
+        return True
+
+    def on_start(self) -> None:
+        """Fork every rank, and hand their channels and outputs to the test process."""
+        self.stop()
+        gc.collect()
+        gc.freeze()  # so that a collection in a rank looks at what the rank made, and copies no page of ours
+        channels = [socket.socketpair() for _ in range(self.size)]
+        outputs = [_output() for _ in range(self.size)]
+        for rank in range(self.size):
+            pid = os.fork()
+            if pid == 0:
+                self.become(rank, channels, outputs[rank].fileno())
+            self.pids[pid] = rank
+        wire.send(self.control, {"kind": "started", "pids": {rank: pid for pid, rank in self.pids.items()}})
+        socket.send_fds(self.control, [b"!"], [*(mine.fileno() for mine, _ in channels), *(output.fileno() for output in outputs)])
+        for mine, theirs in channels:
+            mine.close()
+            theirs.close()
+        for output in outputs:
+            output.close()
+
+    def become(self, rank: int, channels: list[tuple[socket.socket, socket.socket]], output: int) -> None:
+        """The first and last lines of a forked rank: it never returns."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _end_with_parent()
+            self.control.close()
+            for other, (mine, theirs) in enumerate(channels):
+                mine.close()
+                if other != rank:
+                    theirs.close()
+            from slipstream.testing import worker
+
+            worker.live(worker.Rank(rank, self.size, self.run_id, channels[rank][1], output, environment.snapshot(), os.getcwd()))
+            code = 0
+        finally:
+            if code:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def on_begin(self, attempt: int) -> None:
+        """A fresh store for one run: plain `init_process_group` keys would otherwise meet those of the run before."""
+        distributed: Any = sys.modules["torch.distributed"]
+        self.store, self.attempt = None, attempt
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        self.store = distributed.TCPStore("127.0.0.1", port, None, True, master_listen_fd=listener.detach(), wait_for_workers=False)
+        wire.send(self.control, {"kind": "begun", "port": port})
+
+    def on_failed(self, rank: int, reason: str) -> None:
+        """The function of a rank raised: under the launcher its process would have ended now."""
+        pid = next((pid for pid, of in self.pids.items() if of == rank), 0)
+        self.give_notice(rank, pid, 1, reason)
+
+    def on_stacks(self, ranks: list[int]) -> None:
+        from slipstream.testing.worker import STACKS_SIGNAL
+
+        for pid, rank in self.pids.items():
+            if rank in ranks:
+                os.kill(pid, STACKS_SIGNAL)
+        wire.send(self.control, {"kind": "asked"})
+
+    def on_stop(self) -> None:
+        self.stop()
+        wire.send(self.control, {"kind": "stopped"})
+
+    def reap(self) -> None:
+        for pid in list(self.pids):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                rank, code = self.pids.pop(pid), os.waitstatus_to_exitcode(status)
+                notice = self.give_notice(rank, pid, code, "")
+                wire.send(self.control, {"kind": "ended", "notice": notice.to_json()})
+
+    def give_notice(self, rank: int, pid: int, exit_code: int, reason: str) -> contract.ExitNotice:
+        notice = contract.ExitNotice(rank=rank, host=socket.gethostname(), pid=pid, exit_code=exit_code, reason=reason)
+        if self.store is not None:
+            prefix = contract.attempt_prefix(self.run_id, self.attempt)
+            self.store.set(f"{prefix}/{contract.exit_key(rank)}", notice.to_json())
+            self.store.add(f"{prefix}/{contract.ALARM_KEY}", 1)
+        return notice
+
+    def stop(self) -> None:
+        """End every rank that lives (a stopped one too), and forget the store, so that a fork finds no thread of it."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+        self.pids.clear()
+        self.store = None
+
+
+def _output() -> IO[bytes]:
+    """A file that takes what a rank prints; it is read, and emptied, by the test process."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by the caller, once the ranks have it)
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+    return file
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to end this rank with its server; elsewhere a rank ends when its channel closes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)

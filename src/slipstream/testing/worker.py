@@ -1,0 +1,155 @@
+"""One rank of the pool: runs what it is sent, one function at a time, and is as good as new afterwards.
+
+Promises: an exception becomes an outcome and never ends the rank; what the function printed is kept; before the next run the library's
+runtime and torch's process group are closed, variables, working directory and random states are put back, and what is left behind
+(a thread, a child process) is named. It never returns into the interpreter it was forked from: the server ends it with `os._exit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib.util
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.testing import environment, leaks, wire
+
+__all__ = ["STACKS_SIGNAL", "Rank", "live"]
+
+STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+"""Asks a rank for the stacks of its threads. A late number, so that a library under test keeps the usual ones."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Who a forked process is, and what it speaks through."""
+
+    rank: int
+    size: int
+    run_id: str
+    channel: socket.socket
+    output: int
+    variables: Mapping[str, str]
+    """The variables that every run starts from."""
+    folder: str
+    """The working directory that every run starts in."""
+
+
+def live(me: Rank) -> None:
+    """Serve runs until the test process closes the channel."""
+    os.dup2(me.output, 1)
+    os.dup2(me.output, 2)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
+    with contextlib.suppress(EOFError, ConnectionError):  # the test process has closed the pool, or ended: so do we
+        while True:
+            _one_run(me)
+
+
+def _one_run(me: Rank) -> None:
+    header, body = wire.receive(me.channel)
+    own = rank_environment(me, header)
+    environment.replace(own)
+    os.chdir(me.folder)
+    _seed()
+    before = leaks.observe(variables=own)
+    reply, result = _attempt(body)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    wire.send(me.channel, reply, result)
+    if reply["kind"] == "value":
+        wire.receive(me.channel)  # every rank has finished: until then a peer may still need this one's half of a collective
+        trouble = _close_runtime()
+    else:
+        trouble = _close_runtime()  # at once: peers that wait for this rank learn that it is gone
+        wire.receive(me.channel)
+    gc.collect()
+    left = leaks.wait_for_none(before)
+    wire.send(me.channel, {"kind": "clean", "trouble": trouble, "left": left})
+
+
+def rank_environment(me: Rank, header: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of one run: what the server had, what makes a rank, and what the test asked for."""
+    made = environment.rank_variables(me.rank, me.size, run_id=me.run_id, attempt=header["attempt"], port=header["port"])
+    return {**me.variables, **made, **header["environ"]}
+
+
+def _attempt(body: bytes) -> tuple[dict[str, Any], bytes]:
+    import cloudpickle
+
+    try:
+        function, args, kwargs = cloudpickle.loads(body)
+        value = function(*args, **kwargs)
+    except BaseException as error:  # whatever a test raises, SystemExit included, is its outcome
+        text = "".join(traceback.format_exception(type(error), error, _their_frames(error)))
+        return _error_header(error, text), _travelling_error(error)
+    return _packed_value(value)
+
+
+def _error_header(error: BaseException, text: str) -> dict[str, Any]:
+    return {"kind": "error", "when": time.monotonic(), "text": text, "summary": f"{type(error).__qualname__}: {error}"}
+
+
+def _their_frames(error: BaseException) -> Any:
+    return error.__traceback__.tb_next if error.__traceback__ is not None else None
+
+
+def _packed_value(value: Any) -> tuple[dict[str, Any], bytes]:
+    import cloudpickle
+
+    try:
+        return {"kind": "value", "when": time.monotonic()}, cloudpickle.dumps(value)
+    except Exception as error:
+        text = f"the function returned {type(value).__qualname__}, which cannot travel to the test ({error}); return plain data or tensors"
+        return _error_header(TypeError(text), text), cloudpickle.dumps(TypeError(text))
+
+
+def _travelling_error(error: BaseException) -> bytes:
+    """The exception as bytes if it survives the journey, or nothing: some exceptions cannot be built again from their arguments."""
+    import cloudpickle
+
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        cloudpickle.loads(data)
+    except Exception:
+        return b""
+    return data
+
+
+def _seed() -> None:
+    random.seed(0)
+    sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _close_runtime() -> str:
+    """Close what the run opened; the text of what went wrong, or nothing."""
+    try:
+        _library_reset()()
+        distributed = sys.modules["torch.distributed"]
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def _library_reset() -> Callable[[], None]:
+    if importlib.util.find_spec("slipstream.runtime.current") is None:
+        return lambda: None
+    from slipstream.runtime import current
+
+    return current.reset

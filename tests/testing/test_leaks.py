@@ -1,0 +1,143 @@
+"""`no_leaks` fails the test that leaves something behind, says what, and spares the next."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import psutil
+import pytest
+
+
+@pytest.fixture
+def session(pytester):
+    """Runs the text of a test file in a session of its own, every test held to `no_leaks`; gives back the result."""
+    pytester.makeconftest(
+        """
+        import pytest
+        pytest_plugins = ["slipstream.testing.plugin"]
+
+        @pytest.fixture(autouse=True)
+        def clean(no_leaks): ...
+        """
+    )
+
+    def run(text):
+        pytester.makepyfile(text)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider")
+
+    return run
+
+
+def test_a_clean_test_passes(session):
+    session(
+        """
+        import os, subprocess, sys, threading
+
+        def test_clean(monkeypatch):
+            monkeypatch.setenv("FOR_THIS_TEST", "1")
+            thread = threading.Thread(target=lambda: None)
+            thread.start()
+            subprocess.run([sys.executable, "-c", ""])
+        """
+    ).assert_outcomes(passed=1)
+
+
+def test_something_about_to_end_is_given_a_moment(session):
+    session(
+        """
+        import threading, time
+
+        def test_ends_soon():
+            threading.Thread(target=time.sleep, args=(0.2,)).start()
+        """
+    ).assert_outcomes(passed=1)
+
+
+def test_a_thread_is_named(session):
+    threading.let_go = threading.Event()
+    try:
+        result = session(
+            """
+            import threading
+
+            def test_leaks():
+                threading.Thread(target=threading.let_go.wait, name="forgotten").start()
+            """
+        )
+        result.assert_outcomes(passed=1, errors=1)
+        result.stdout.fnmatch_lines(["this test left behind:", "  thread 'forgotten'*"])
+    finally:
+        threading.let_go.set()
+        del threading.let_go
+
+
+@pytest.mark.parametrize(
+    ("statement", "change"),
+    [
+        ("os.environ['LEAKED'] = 'secret'", "LEAKED (set)"),
+        ("os.environ['LANG'] = 'x'", "LANG (changed)"),
+        ("del os.environ['LANG']", "LANG (removed)"),
+    ],
+)
+def test_a_variable_is_named_without_its_value_and_put_back(session, monkeypatch, statement, change):
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    result = session(
+        f"""
+        import os
+
+        def test_leaks():
+            {statement}
+
+        def test_is_spared():
+            assert os.environ["LANG"] == "C.UTF-8"
+            assert "LEAKED" not in os.environ
+        """
+    )
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines([f"  environment variable {change}"])
+    assert os.environ["LANG"] == "C.UTF-8"
+    assert "secret" not in "".join(line for line in result.outlines if "left behind" in line or "variable" in line)
+
+
+def test_a_child_process_is_named_and_ended(session):
+    result = session(
+        """
+        import subprocess, sys
+
+        def test_leaks():
+            test_leaks.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+            print("pid", test_leaks.child.pid)
+            assert False, "so that the output is shown"
+        """
+    )
+    result.assert_outcomes(failed=1, errors=1)
+    pid = int(next(line.split()[1] for line in result.outlines if line.startswith("pid ")))
+    result.stdout.fnmatch_lines([f"  child process {pid} ({sys.executable} *time.sleep(300)*"])
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_process_group_is_named_and_closed(session):
+    result = session(
+        """
+        import torch.distributed as dist
+
+        def test_leaks():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+        def test_is_spared():
+            assert not dist.is_initialized()
+        """
+    )
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["  torch.distributed process group*"])
+
+
+def test_the_pools_of_the_session_are_no_leak(session):
+    session(
+        """
+        def test_runs(ranks):
+            assert ranks(1).run(lambda: 5) == [5]
+        """
+    ).assert_outcomes(passed=1)
