@@ -1,0 +1,293 @@
+"""The beacon: where every rank is, kept in the rendezvous store, for the report of a wait that takes too long.
+
+The thread that calls collectives notes what it enters and leaves in memory (`enter`, `leave`: two assignments). A daemon thread
+publishes that note once a second with a beat that goes up, reads what others have posted, and, while this rank waits, samples
+the notes of the others. How fresh a note is, is judged by this process's own clock, so clocks need not agree between hosts.
+
+Events that concern everybody (a rank ended, left or gave up; a stack is wanted) raise the alarm counter; a waiting rank looks
+at it several times a second. The thread never raises into the program: what it finds stands in `loss` for the waiting thread to
+raise, and a store that does not answer is part of the report.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.launch.contract import ALARM_KEY, ExitNotice, exit_key
+from slipstream.comm.sites import user_frames
+from slipstream.comm.stack import StackSignal, process_state, signalled_stack
+
+__all__ = ["Beacon", "Here", "Peer"]
+
+
+@dataclass(frozen=True)
+class Here:
+    """What this rank is doing: waiting in a collective, or on its way after one."""
+
+    generation: int = 0
+    sequence: int = 0
+    operation: str = ""
+    site: str = ""
+    waiting: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+    def note(self) -> dict[str, Any]:
+        waited = time.monotonic() - self.since
+        return {"generation": self.generation, "sequence": self.sequence, "operation": self.operation, "site": self.site, "waiting": self.waiting, "seconds": waited}
+
+
+@dataclass
+class Peer:
+    """What is known of another rank, by this process's own clock."""
+
+    note: dict[str, Any] = field(default_factory=dict)
+    beat: int = -1
+    heard: float = field(default_factory=time.monotonic)
+    stack: list[str] = field(default_factory=list)
+    stack_asked: float | None = None
+
+    def hear(self, note: dict[str, Any]) -> None:
+        if note["beat"] != self.beat:
+            self.beat, self.heard = note["beat"], time.monotonic()
+        self.note = note
+
+    @property
+    def silent(self) -> float:
+        """Seconds since its beat last went up."""
+        return time.monotonic() - self.heard
+
+
+class Beacon:
+    """Publishes where this rank is, and knows where the others are. One for each connection to the store.
+
+    `store` must be a connection of its own (TCPStore.clone()): a blocking call on a shared one would stop the beats.
+    """
+
+    PUBLISH_EVERY = 1.0
+    LOOK_EVERY = 0.2
+    SILENT_AFTER = 5.0
+
+    def __init__(self, store: Any, rank: int, world_size: int, host: str, pid: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.here = Here()
+        self.stack_after = 7.0
+        """Seconds of waiting after which the stacks of ranks that are elsewhere are asked for."""
+        self.loss: str | None = None
+        """Why a collective that is under way cannot complete, as found in the store; None while all is well."""
+        self.store_trouble: str | None = None
+        self.peers = {other: Peer() for other in range(world_size) if other != rank}
+        self._store = store
+        self._identity = {"host": host, "pid": pid}
+        self._beat = 0
+        self._alarm_seen = 0
+        self._events_seen = 0
+        self._last_publish = 0.0
+        self._last_sample = 0.0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._signal = StackSignal()
+        self._main_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="slipstream-beacon", daemon=True)
+
+    # -- the calling thread ---------------------------------------------------------------------------------------
+
+    def enter(self, generation: int, sequence: int, operation: str, site: str) -> None:
+        self._main_thread = threading.get_ident()
+        self.here = Here(generation, sequence, operation, site, True)
+
+    def leave(self) -> None:
+        here = self.here
+        self.here = Here(here.generation, here.sequence, here.operation, here.site, False)
+
+    def start(self) -> None:
+        self._signal.install()
+        self._identity.update(self._signal.note())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; safe to call twice."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+        self._signal.remove()
+
+    def new_generation(self) -> None:
+        """Forgets losses that belonged to the group before; a rank that ended stays lost."""
+        self.loss = None
+        with self._lock:
+            self._read_exits()
+
+    def post(self, kind: str, **details: Any) -> None:
+        """Tells every rank about an event. Never raises: the store may be gone already, which `store_trouble` then says."""
+        event = {"kind": kind, "rank": self.rank, **details}
+        with self._lock:
+            try:
+                number = self._store.add("events", 1)
+                self._store.set(f"event/{number}", json.dumps(event))
+                self._store.add(ALARM_KEY, 1)
+            except RuntimeError as error:
+                self.store_trouble = str(error).splitlines()[0]
+
+    def exit_notice(self, wait: float = 0.0) -> ExitNotice | None:
+        """How another rank ended, if the launcher has said so; looks for up to `wait` seconds."""
+        deadline = time.monotonic() + wait
+        while True:
+            with self._lock:
+                notice = self._read_exits()
+            if notice is not None or time.monotonic() >= deadline:
+                return notice
+            time.sleep(0.05)
+
+    # -- the beacon's own thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.LOOK_EVERY if self.here.waiting else self.PUBLISH_EVERY):
+            try:
+                with self._lock:
+                    self._tick()
+                self.store_trouble = None
+            except RuntimeError as error:  # torch's store errors: the report shows them, and the next tick tries again
+                self.store_trouble = str(error).splitlines()[0]
+                if self._stop.wait(self.PUBLISH_EVERY):
+                    return
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self._last_publish >= self.PUBLISH_EVERY * 0.9:
+            self._last_publish = now
+            self._publish()
+        alarm = self._store.add(ALARM_KEY, 0)
+        if alarm > self._alarm_seen:
+            self._alarm_seen = alarm
+            self._read_exits()
+            self._read_events()
+        here = self.here
+        if here.waiting and now - here.since > 1.0 and now - self._last_sample >= min(1.0, self.stack_after / 4):
+            self._last_sample = now
+            self._sample(now - here.since)
+
+    def _publish(self) -> None:
+        self._beat += 1
+        note = {"beat": self._beat, **self._identity, **self.here.note()}
+        self._store.set(f"beacon/{self.rank}", json.dumps(note))
+
+    def _read_exits(self) -> ExitNotice | None:
+        for other in self.peers:
+            if self._store.check([exit_key(other)]):
+                notice = ExitNotice.from_json(self._store.get(exit_key(other)).decode())
+                if notice.exit_code != 0:
+                    self.loss = str(notice)
+                    return notice
+        return None
+
+    def _read_events(self) -> None:
+        count = self._store.add("events", 0)
+        for number in range(self._events_seen + 1, count + 1):
+            if not self._store.check([f"event/{number}"]):
+                return  # its writer is between the two steps: the alarm that follows brings us back
+            self._events_seen = number
+            event = json.loads(self._store.get(f"event/{number}").decode())
+            handler: Callable[[dict[str, Any]], None] | None = {"left": self._on_left, "gave_up": self._on_gave_up, "stack_wanted": self._on_stack_wanted}.get(
+                event["kind"]
+            )
+            if handler is not None and event["rank"] != self.rank:
+                handler(event)
+
+    def _on_left(self, event: dict[str, Any]) -> None:
+        here = self.here
+        if event["generation"] == here.generation and (not here.waiting or event["sequence"] < here.sequence):
+            self.loss = f"rank {event['rank']} left the group after {event['sequence']} collectives ({event['site']})"
+
+    def _on_gave_up(self, event: dict[str, Any]) -> None:
+        if event["generation"] == self.here.generation:
+            self.loss = f"rank {event['rank']} gave up waiting in {event['operation']} number {event['sequence']} at {event['site']}"
+
+    def _on_stack_wanted(self, event: dict[str, Any]) -> None:
+        if event["of"] == self.rank:
+            frames = user_frames(sys._current_frames().get(self._main_thread))
+            self._store.set(f"stack/{self.rank}", json.dumps(frames))
+
+    # -- watching the others while waiting ------------------------------------------------------------------------
+
+    def _sample(self, waited: float) -> None:
+        keys = [f"beacon/{other}" for other in self.peers]
+        present = [key for key in keys if self._store.check([key])]
+        for key, data in zip(present, self._store.multi_get(present) if present else [], strict=True):
+            self.peers[int(key.rpartition("/")[2])].hear(json.loads(data.decode()))
+        if waited < self.stack_after:
+            return
+        for other, peer in self.peers.items():
+            if not self._is_with_us(peer):
+                self._ask_for_stack(other, peer)
+
+    def _is_with_us(self, peer: Peer) -> bool:
+        here, note = self.here, peer.note
+        same = note.get("sequence") == here.sequence and note.get("generation") == here.generation
+        return bool(note.get("waiting")) and same and peer.silent < self.SILENT_AFTER
+
+    def _ask_for_stack(self, other: int, peer: Peer) -> None:
+        if peer.stack_asked is None or time.monotonic() - peer.stack_asked > 30:
+            peer.stack_asked = time.monotonic()
+            number = self._store.add("events", 1)
+            self._store.set(f"event/{number}", json.dumps({"kind": "stack_wanted", "rank": self.rank, "of": other}))
+            self._store.add(ALARM_KEY, 1)
+        elif self._store.check([f"stack/{other}"]):
+            peer.stack = json.loads(self._store.get(f"stack/{other}").decode())
+        elif time.monotonic() - peer.stack_asked > 1.5 and peer.note.get("host") == self._identity["host"]:
+            peer.stack = signalled_stack(peer.note)
+
+    # -- the report -----------------------------------------------------------------------------------------------
+
+    def is_lowest_waiting(self) -> bool:
+        """Whether no lower rank waits in the same call: only one process prints the table."""
+        return not any(self._is_with_us(peer) for other, peer in self.peers.items() if other < self.rank)
+
+    def missing(self) -> list[int]:
+        """The ranks that are not in the call that this rank waits in."""
+        return [other for other, peer in self.peers.items() if not self._is_with_us(peer)]
+
+    def all_missing_silent(self, seconds: float) -> bool:
+        """Whether every rank that we wait for has shown no sign of life for so long (stopped, or its interpreter held)."""
+        missing = self.missing()
+        return bool(missing) and all(self.peers[other].silent > seconds for other in missing)
+
+    def table(self) -> str:
+        """Where every rank is, one line each, with the stacks that could be had."""
+        here = self.here
+        rows = [(self.rank, str(self._identity["host"]), _state({**here.note(), "heard": True}), [])]
+        rows += [(other, str(peer.note.get("host", "?")), self._peer_state(peer), self._peer_stack(peer)) for other, peer in self.peers.items()]
+        lines = []
+        for rank, host, state, stack in sorted(rows):
+            lines.append(f"  rank {rank} (host {host}): {state}")
+            lines.extend(f"      {line}" for line in stack)
+        if self.store_trouble:
+            lines.append(f"  The rendezvous store does not answer ({self.store_trouble}), so this may be out of date.")
+        return "\n".join(lines)
+
+    def _peer_state(self, peer: Peer) -> str:
+        state = _state(peer.note)
+        if not peer.note or peer.silent < self.SILENT_AFTER:
+            return state
+        condition = process_state(peer.note) if peer.note.get("host") == self._identity["host"] else None
+        return f"no sign of life for {peer.silent:.0f} s{f' ({condition})' if condition else ''}; before that {state}"
+
+    def _peer_stack(self, peer: Peer) -> list[str]:
+        return [] if self._is_with_us(peer) else peer.stack
+
+
+def _state(note: dict[str, Any]) -> str:
+    if not note:
+        return "nothing heard of it yet"
+    call = f"{note['operation']} number {note['sequence']} at {note['site']}"
+    if note["waiting"]:
+        return f"waits {note['seconds']:.0f} s in {call}"
+    if not note["operation"]:
+        return f"in no collective yet, for {note['seconds']:.0f} s"
+    return f"in no collective for {note['seconds']:.0f} s; the last was {call}"

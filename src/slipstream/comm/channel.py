@@ -1,0 +1,295 @@
+"""The channel: one generation of the process group, as the collectives see it.
+
+A `Turn` is one guarded call. It sends the header (and a body that fits) to everyone in a single all-gather on the control group,
+a gloo group of its own whose time limits are ours; if all ranks agree, bodies that did not fit follow in one second
+collective. Waiting happens in short slices, so that Ctrl-C works, a lost rank is noticed, the table of ranks is printed after
+`hang_warning` seconds and the wait ends with an exception at the limit. Nothing here knows tensors' meaning: `ops.py` does.
+
+`Solo` is the channel of a single process: the same interface, and nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+from slipstream.errors import DistributedOperationException, MismatchError
+from slipstream.comm.beacon import Beacon
+from slipstream.comm.verify import HEADER_SIZE, Call, Header, explain_mismatch
+from slipstream.comm.vigil import Limits, Vigil
+
+__all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn"]
+
+_SLICE = timedelta(milliseconds=200)
+Array = Any
+"""A one-dimensional numpy array of bytes."""
+
+
+class Body:
+    """Bytes to send, in parts, each at an offset that is aligned for every type of tensor."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, Array]] = []
+        self.length = 0
+
+    def add(self, part: Array) -> int:
+        """Appends bytes and says where they begin."""
+        start = -(-self.length // 16) * 16
+        if part.size:
+            self._parts.append((start, part))
+        self.length = start + part.size
+        return start
+
+    def write_to(self, target: Array) -> None:
+        for start, part in self._parts:
+            target[start : start + part.size] = part
+
+
+class Turn(Protocol):
+    """One guarded call under way: the header exchange comes first, then any payload on the data group."""
+
+    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[torch.Tensor]:
+        """The bodies of all ranks (of `sender` only, or only on `receiver`; others get empty ones) as tensors of bytes.
+
+        They may lie in a buffer that the next call overwrites: copy what is kept.
+        """
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str) -> None: ...
+
+    def broadcast(self, tensor: torch.Tensor, sender: int) -> None: ...
+
+
+class Channel(Protocol):
+    """What the collectives need of a process group."""
+
+    rank: int
+    world_size: int
+    room: int
+    """Bytes that ride in the header, so that a call costs one collective."""
+
+    def turn(self, call: Call, limits: Limits, *, patient: bool = False) -> _TurnContext: ...
+
+
+class _TurnContext(Protocol):
+    def __enter__(self) -> Turn: ...
+
+    def __exit__(self, *details: object) -> None: ...
+
+
+class Solo:
+    """One process: everything arrives at once, and what is sent is what comes back."""
+
+    rank = 0
+    world_size = 1
+    room = sys.maxsize
+
+    def turn(self, call: Call, limits: Limits, *, patient: bool = False) -> Solo:
+        return self
+
+    def __enter__(self) -> Solo:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        return None
+
+    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[torch.Tensor]:
+        own = torch.empty(body.length, dtype=torch.uint8)
+        body.write_to(own.numpy())
+        return [own]
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str) -> None:
+        return None
+
+    def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
+        return None
+
+
+class GroupChannel:
+    """Several processes over a control group (gloo) and a data group (the device's backend)."""
+
+    def __init__(self, *, control: Any, data: Any, beacon: Beacon, rank: int, world_size: int, generation: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.generation = generation
+        self.sequence = 0
+        self.broken: str | None = None
+        """Why this generation can no longer be used; the next call opens another."""
+        self.beacon = beacon
+        self._control = control
+        self._data = data
+        self._block = max(256, min(4096, 262144 // world_size))
+        self._send = torch.zeros(self._block, dtype=torch.uint8)
+        self._receive = torch.zeros((world_size, self._block), dtype=torch.uint8)
+        self._send_bytes: Array = self._send.numpy()
+        self._receive_bytes: Array = self._receive.numpy()
+        self.room = self._block - HEADER_SIZE
+        self._lock = threading.RLock()
+        self._sites_warned: set[tuple[bytes, ...]] = set()
+
+    def turn(self, call: Call, limits: Limits, *, patient: bool = False) -> _GroupTurn:
+        """Begins a guarded call; `patient` waits as long as the others show signs of life, up to `barrier_timeout`."""
+        return _GroupTurn(self, call, limits, patient)
+
+    def release(self) -> tuple[Any, Any]:
+        """Gives the groups back to their owner, who closes them."""
+        groups = self._control, self._data
+        self._control = self._data = None
+        return groups
+
+    # -- used by a turn -------------------------------------------------------------------------------------------
+
+    def begin(self, call: Call) -> None:
+        self._lock.acquire()
+        try:
+            if self.beacon.loss is not None:
+                self.broken = "a rank is gone"
+                Vigil(self.beacon, call.operation, call.site, Limits()).lose()
+            self.sequence += 1
+            self.beacon.enter(self.generation, self.sequence, call.operation, call.site)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def end(self) -> None:
+        self.beacon.leave()
+        self._lock.release()
+
+    def gather_headers(self, turn: _GroupTurn, body: Body) -> list[Header]:
+        """One all-gather of every rank's block: the header, and the body behind it if it fits."""
+        header = Header.of(turn.call, self.sequence, body.length)
+        self._send_bytes[:HEADER_SIZE] = numpy.frombuffer(header.pack(), dtype=numpy.uint8)
+        if body.length <= self.room:
+            body.write_to(self._send_bytes[HEADER_SIZE:])
+        turn.wait(self._control._allgather_base(self._receive.view(-1), self._send))
+        return [Header.unpack(memoryview(row)) for row in self._receive_bytes]
+
+    def check(self, turn: _GroupTurn, headers: Sequence[Header]) -> None:
+        own = headers[self.rank]
+        if not all(own.agrees(other) for other in headers):
+            text = f"{turn.call.describe()} at {turn.call.site}".encode()[: self._block]
+            self._send_bytes[:] = 0
+            self._send_bytes[: len(text)] = numpy.frombuffer(text, dtype=numpy.uint8)
+            turn.wait(self._control._allgather_base(self._receive.view(-1), self._send))
+            texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in self._receive_bytes]
+            raise MismatchError(f"{explain_mismatch(texts, own.sequence)}\n(raised on rank {self.rank})")
+        sites = tuple(header.site for header in headers)
+        if any(site != own.site for site in sites) and sites not in self._sites_warned:
+            self._sites_warned.add(sites)
+            others = [rank for rank, header in enumerate(headers) if header.site != own.site]
+            warnings.warn(
+                f"{turn.call.operation} number {own.sequence} was called at {turn.call.site} on rank {self.rank} and from another line on rank "
+                f"{', '.join(map(str, others))}. If these are not meant to be one call, a process misses a call and results are mixed up.",
+                stacklevel=2,
+            )
+
+    def bodies(self, turn: _GroupTurn, headers: Sequence[Header], body: Body, sender: int | None, receiver: int | None) -> list[torch.Tensor]:
+        lengths = [header.body_length for header in headers]
+        longest = max(lengths)
+        if longest <= self.room:
+            return [row[HEADER_SIZE : HEADER_SIZE + length] for row, length in zip(self._receive, lengths, strict=True)]
+        padded = torch.empty(longest, dtype=torch.uint8)
+        body.write_to(padded.numpy())
+        if sender is not None:
+            turn.wait(self._control.broadcast([padded], _root(torch.distributed.BroadcastOptions, sender)))
+            return [padded if rank == sender else padded[:0] for rank in range(self.world_size)]
+        if receiver is not None:
+            rows = [torch.empty_like(padded) for _ in lengths] if self.rank == receiver else []
+            turn.wait(self._control.gather([rows] if rows else [], [padded], _root(torch.distributed.GatherOptions, receiver)))
+            return [row[:length] for row, length in zip(rows, lengths, strict=True)] if rows else [padded[:0] for _ in lengths]
+        everything = torch.empty((self.world_size, longest), dtype=torch.uint8)
+        turn.wait(self._control._allgather_base(everything.view(-1), padded))
+        return [row[:length] for row, length in zip(everything, lengths, strict=True)]
+
+    def data_group(self, tensor: torch.Tensor) -> Any:
+        """Host memory goes over the control group, device memory over the data group."""
+        return self._control if tensor.device.type == self._send.device.type else self._data
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def wait(self, work: Any, turn: _GroupTurn) -> None:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError as error:
+            if work.is_completed():
+                self._connection_lost(turn, error)
+        vigil = turn.vigil()
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    self._connection_lost(turn, error)
+            try:
+                vigil.look()
+            except DistributedOperationException as error:
+                self.broken = str(error).splitlines()[0]
+                raise
+
+    def _connection_lost(self, turn: _GroupTurn, error: RuntimeError) -> None:
+        """gloo says only that a connection broke: the launcher, or the others' silence, says whose."""
+        self.broken = "a connection broke"
+        notice = self.beacon.exit_notice(wait=1.5)
+        self.beacon.loss = str(notice) if notice else self.beacon.loss or f"the connection to another rank broke ({str(error).splitlines()[0]})"
+        turn.vigil().lose()
+
+
+class _GroupTurn:
+    """A call under way on a `GroupChannel`."""
+
+    def __init__(self, channel: GroupChannel, call: Call, limits: Limits, patient: bool) -> None:
+        self.channel = channel
+        self.call = call
+        self.limits = limits
+        self.patient = patient
+
+    def __enter__(self) -> _GroupTurn:
+        self.channel.begin(self.call)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.channel.end()
+
+    def wait(self, work: Any) -> None:
+        self.channel.wait(work, self)
+
+    def vigil(self) -> Vigil:
+        return Vigil(self.channel.beacon, self.call.operation, self.call.site, self.limits, patient=self.patient)
+
+    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[torch.Tensor]:
+        channel = self.channel
+        headers = channel.gather_headers(self, body)
+        channel.check(self, headers)
+        return channel.bodies(self, headers, body, sender, receiver)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = tensor.new_empty((self.channel.world_size * tensor.numel(),))
+        self.wait(self.channel.data_group(tensor)._allgather_base(gathered, tensor))
+        return gathered
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str) -> None:
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = getattr(torch.distributed.ReduceOp, operation.upper())
+        self.wait(self.channel.data_group(tensor).allreduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
+        self.wait(self.channel.data_group(tensor).broadcast([tensor], _root(torch.distributed.BroadcastOptions, sender)))
+
+
+def _root(options: Callable[[], Any], rank: int) -> Any:
+    made = options()
+    made.rootRank = rank
+    return made

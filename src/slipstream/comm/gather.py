@@ -1,0 +1,168 @@
+"""Gather: the leaves of all ranks joined in the order of the ranks, in one guarded call for the whole tree.
+
+Tensors and arrays are joined along the first dimension, which may differ between ranks; a tensor without dimensions counts as one
+row. Lists and tuples without tensors in them (texts, ids, records) are concatenated. Any other leaf becomes a list of one value
+per rank. `arrange` puts samples into another order and drops repeated ones (see `runtime/split.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from slipstream.comm import codec, tree
+from slipstream.comm.channel import Body, Channel, Limits, Turn
+from slipstream.comm.guarded import Reader, announce, refuse
+from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, spell_tensor, to_bytes
+
+__all__ = ["Arrange", "gather", "gather_objects"]
+
+Arrange = Callable[[Sequence[int]], "list[int] | None"]
+"""Given how many samples each rank brought: positions in their concatenation, in the order wanted; None if it does not apply."""
+
+
+def gather_objects(channel: Channel, limits: Limits, value: Any, *, dst: int | None = None, operation: str = "gather_object") -> list[Any] | None:
+    """The values of all ranks as a list, in the order of the ranks; with `dst`, only there."""
+    body = Body()
+    try:
+        body.add(numpy.frombuffer(codec.encode(value), dtype=numpy.uint8))
+    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
+        raise refuse(channel, limits, operation, error) from None
+    target = "" if dst is None else f" to rank {dst}"
+    with channel.turn(announce(operation, target, lambda: f"{type(value).__name__}{target}"), limits) as turn:
+        bodies = turn.exchange(body, receiver=dst)
+        return [codec.decode(data.numpy().tobytes()) for data in bodies] if dst in (None, channel.rank) else None
+
+
+def gather(channel: Channel, limits: Limits, data: Any, *, dst: int | None = None, arrange: Arrange | None = None, operation: str = "gather") -> Any:
+    """The same structure with the leaves of all ranks joined; with `dst`, only on that rank, and None elsewhere."""
+    leaves = tree.flatten(data, is_items)
+    try:
+        packed = [Packed(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
+        body = _body(leaves, packed)
+    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
+        raise refuse(channel, limits, operation, error) from None
+    target = "" if dst is None else f" to rank {dst}"
+    call = announce(operation, tree.spell(data, _open, is_items) + target, lambda: tree.spell(data, _full, is_items) + target)
+    tensors = [pack for pack in packed if pack is not None]
+    on_host = all(pack.on_host for pack in tensors)
+    with channel.turn(call, limits) as turn:
+        # Device payloads go to every rank, so every rank needs everyone's rows.
+        bodies = turn.exchange(body, receiver=dst if on_host else None)
+        if dst not in (None, channel.rank) and on_host:
+            return None
+        joined = _Joined(turn, bodies, tensors, has_objects=len(tensors) < len(packed))
+    if dst not in (None, channel.rank):
+        return None
+    return tree.unflatten(data, joined.finish(leaves, packed, arrange), is_items)
+
+
+def _open(leaf: Any) -> str:
+    """What has to agree."""
+    if is_tensor_leaf(leaf):
+        return spell_tensor(leaf, ragged=True)
+    return "items" if is_items(leaf) else "object"
+
+
+def _full(leaf: Any) -> str:
+    """What is shown."""
+    if is_tensor_leaf(leaf):
+        return spell_tensor(leaf)
+    return f"{len(leaf)} items" if is_items(leaf) else type(leaf).__name__
+
+
+def _body(leaves: list[Any], packed: list[Packed | None]) -> Body:
+    """The rows of every tensor leaf, then the objects, then the bytes of tensors in host memory."""
+    others = [leaf for leaf, pack in zip(leaves, packed, strict=True) if pack is None]
+    encoded = codec.encode([list(leaf) if is_items(leaf) else leaf for leaf in others]) if others else b""
+    tensors = [pack for pack in packed if pack is not None]
+    body = Body()
+    body.add(numpy.array([*(pack.rows for pack in tensors), len(encoded)], dtype=numpy.int64).view(numpy.uint8))
+    body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
+    for pack in tensors:
+        if pack.on_host:
+            body.add(to_bytes(pack.tensor))
+    return body
+
+
+class _Joined:
+    """What all ranks brought, leaf by leaf: chunks that lie in the channel's buffers until `finish` copies them."""
+
+    def __init__(self, turn: Turn, bodies: list[torch.Tensor], tensors: list[Packed], has_objects: bool) -> None:
+        self.rows: list[list[int]] = []
+        self.objects: list[list[Any]] = []
+        chunks: list[list[torch.Tensor]] = [[] for _ in tensors]
+        for data in bodies:
+            reader = Reader(data)
+            *rows, length = reader.take(8 * (len(tensors) + 1)).view(torch.int64).tolist()
+            encoded = reader.take(length)
+            self.rows.append(rows)
+            self.objects.append(codec.decode(encoded.numpy().tobytes()) if has_objects else [])
+            for pack, count, chunk in zip(tensors, rows, chunks, strict=True):
+                if pack.on_host:
+                    chunk.append(pack.from_bytes(reader.take(count * pack.row_bytes), count))
+        self._gather_device(turn, tensors, chunks)
+        self.tensors = [torch.cat(chunk) for chunk in chunks]
+
+    def _gather_device(self, turn: Turn, tensors: list[Packed], chunks: list[list[torch.Tensor]]) -> None:
+        """Tensors in device memory travel over the device's own backend: one flat payload, padded to the longest."""
+        remote = [(index, pack) for index, pack in enumerate(tensors) if not pack.on_host]
+        if not remote:
+            return
+        flats = []
+        for rows in self.rows:
+            body = Body()
+            for index, pack in remote:
+                body.add(numpy.empty(rows[index] * pack.row_bytes, dtype=numpy.uint8))
+            flats.append(body.length)
+        flat = torch.zeros(max(flats), dtype=torch.uint8, device=remote[0][1].tensor.device)
+        own = Reader(flat)
+        for _, pack in remote:
+            own.take(pack.rows * pack.row_bytes).copy_(pack.tensor.reshape(-1).view(torch.uint8))
+        for rows, data in zip(self.rows, turn.all_gather(flat).view(len(flats), -1), strict=True):
+            reader = Reader(data)
+            for index, pack in remote:
+                chunks[index].append(pack.from_bytes(reader.take(rows[index] * pack.row_bytes), rows[index]))
+
+    def finish(self, leaves: list[Any], packed: list[Packed | None], arrange: Arrange | None) -> list[Any]:
+        results: list[Any] = []
+        counts: list[list[int] | None] = []
+        """How many samples each rank brought; None for a leaf that holds one value per rank."""
+        supply = iter(enumerate(self.tensors))
+        objects = iter(zip(*self.objects, strict=True))
+        for leaf, pack in zip(leaves, packed, strict=True):
+            if pack is not None:
+                index, result = next(supply)
+                results.append(result)
+                counts.append(None if pack.is_scalar else [rows[index] for rows in self.rows])
+            elif is_items(leaf):
+                values = next(objects)
+                results.append([item for value in values for item in value])
+                counts.append([len(value) for value in values])
+            else:
+                results.append(list(next(objects)))
+                counts.append(None)
+        order = _common_order(counts, arrange)
+        return [
+            _finish_leaf(leaf, pack, result, None if count is None else order)
+            for leaf, pack, result, count in zip(leaves, packed, results, counts, strict=True)
+        ]
+
+
+def _common_order(counts: list[list[int] | None], arrange: Arrange | None) -> list[int] | None:
+    """The arrangement, if every leaf that holds samples fits it."""
+    if arrange is None:
+        return None
+    orders = [arrange(count) for count in counts if count is not None]
+    return orders[0] if orders and all(order is not None for order in orders) else None
+
+
+def _finish_leaf(leaf: Any, pack: Packed | None, result: Any, order: list[int] | None) -> Any:
+    if pack is not None:
+        return pack.finish(result if order is None else result[torch.tensor(order, dtype=torch.long, device=result.device)])
+    if order is not None:
+        result = [result[position] for position in order]
+    return tuple(result) if isinstance(leaf, tuple) else result

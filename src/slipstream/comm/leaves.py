@@ -1,0 +1,106 @@
+"""What the ends of nested data are to a collective, and how they become bytes.
+
+A leaf is a tensor or array (gathered along its first dimension), a number, a batch of items (a list or tuple without tensors
+in it, such as texts: concatenated), or any other object (one per rank). Structure is everything above the leaves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+
+from slipstream.comm.tree import is_namedtuple, is_node, children
+
+__all__ = ["Packed", "is_items", "is_tensor_leaf", "numbers_as_tensors", "spell_tensor", "to_bytes"]
+
+
+def is_tensor_leaf(value: object) -> bool:
+    """Whether this leaf has a first dimension and a type that all processes can share."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc")
+
+
+def _holds_tensor(value: object) -> bool:
+    if is_tensor_leaf(value):
+        return True
+    return is_node(value) and any(_holds_tensor(item) for _, item in children(value))
+
+
+def is_items(node: object) -> bool:
+    """Whether a container is a batch of items rather than structure: texts, ids, records, without tensors.
+
+    >>> is_items(["a", "b"]), is_items(("a", "b")), is_items((["a"], ["b"])), is_items([torch.ones(2)]), is_items([])
+    (True, True, False, False, True)
+    """
+    if isinstance(node, list):
+        return not any(_holds_tensor(item) for item in node)
+    if isinstance(node, tuple) and not is_namedtuple(node):
+        return not any(is_node(item) or is_tensor_leaf(item) for item in node)
+    return False
+
+
+def spell_tensor(value: Any, *, ragged: bool = False) -> str:
+    """`float32(2, 3)`; with `ragged`, the first dimension may differ between processes and is left open.
+
+    >>> spell_tensor(torch.ones(2, 3)), spell_tensor(torch.ones(2, 3), ragged=True), spell_tensor(numpy.zeros(4))
+    ('float32(2, 3)', 'float32(*, 3)', 'array float64(4,)')
+    """
+    shape = tuple(value.shape)
+    kind = str(value.dtype).removeprefix("torch.")
+    where = f" on {value.device.type}" if isinstance(value, torch.Tensor) and value.device.type != _HOST else ""
+    prefix = "" if isinstance(value, torch.Tensor) else "array "
+    if not ragged:
+        return f"{prefix}{kind}{shape}{where}"
+    rest = "".join(f", {size}" for size in shape[1:])
+    return f"{prefix}{kind}(*{rest}){where}"
+
+
+_HOST = torch.empty(0).device.type
+
+
+class Packed:
+    """A tensor or array leaf, ready to travel: what it was, its rows, and its bytes."""
+
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
+        self.is_array = not isinstance(leaf, torch.Tensor)
+        tensor = torch.from_numpy(numpy.ascontiguousarray(leaf)) if self.is_array else _checked(leaf)
+        self.is_scalar = tensor.dim() == 0
+        self.tensor = (tensor.reshape(1) if self.is_scalar else tensor).contiguous()
+        self.rows = self.tensor.shape[0]
+        self.row_shape = tuple(self.tensor.shape[1:])
+        self.row_bytes = self.tensor.element_size()
+        for size in self.row_shape:
+            self.row_bytes *= size
+        self.on_host = self.tensor.device.type == _HOST
+
+    def from_bytes(self, data: torch.Tensor, rows: int) -> torch.Tensor:
+        """Rows of another process as a tensor of this leaf's type; a view of `data`."""
+        return data.view(self.tensor.dtype).view((rows, *self.row_shape))
+
+    def finish(self, tensor: torch.Tensor) -> Any:
+        """A result in the form that the leaf had."""
+        return tensor.numpy() if self.is_array else tensor
+
+
+def _checked(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device holds no data to send: load or materialise it first")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(f"a tensor of layout {tensor.layout} cannot be sent as rows: convert it first, e.g. with .to_dense()")
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError("a sharded tensor is already spread over the processes: call .full_tensor() first")
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def to_bytes(tensor: torch.Tensor) -> Any:
+    """A contiguous host tensor as a numpy array of bytes that shares its memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, dtype=numpy.uint8)
+
+
+def numbers_as_tensors(leaf: Any) -> Any:
+    """Python and numpy numbers as tensors without dimensions; everything else as it is."""
+    if isinstance(leaf, (bool, int, float, complex, numpy.number, numpy.bool_)):
+        return torch.tensor(leaf if not isinstance(leaf, float) else leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+    return leaf

@@ -1,0 +1,228 @@
+"""The other collectives over nested data: barrier, reduce, broadcast, pad, and sharing what one rank has.
+
+Each is one guarded call (`channel.py`) for the whole tree: one flat payload per type, not one collective per tensor. Results own
+their memory and the data of the user is never changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+
+from slipstream.comm import codec, tree
+from slipstream.comm.channel import Body, Channel, Limits, Turn
+from slipstream.comm.guarded import Reader, announce, refuse
+from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, numbers_as_tensors, spell_tensor, to_bytes
+
+__all__ = ["REDUCTIONS", "barrier", "broadcast", "broadcast_objects", "pad", "reduce", "share"]
+
+REDUCTIONS = ("sum", "mean", "max", "min", "none")
+
+
+def barrier(channel: Channel, limits: Limits, operation: str = "wait_for_everyone", trouble: str = "") -> str:
+    """Returns when every rank has called it. `trouble` is told to the others: what another rank told comes back."""
+    body = Body()
+    body.add(numpy.frombuffer(trouble.encode()[:1024], dtype=numpy.uint8))
+    with channel.turn(announce(operation, "", str), limits, patient=True) as turn:
+        told = [data.numpy().tobytes().decode(errors="replace") for data in turn.exchange(body)]
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text and rank != channel.rank), "")
+
+
+# -- reduce -----------------------------------------------------------------------------------------------------------
+
+
+def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", scale: float = 1.0, *, operation: str = "reduce") -> Any:
+    """Every tensor, array or number combined over the ranks, and then multiplied by `scale`; the same on all of them."""
+    leaves = tree.flatten(data)
+    name = f"{operation}({reduction})" if scale == 1.0 else f"{operation}({reduction}, scale={scale})"
+    try:
+        packed = [_reducible(leaf, reduction) for leaf in leaves]
+    except (TypeError, ValueError) as error:
+        raise refuse(channel, limits, name, error) from None
+    if reduction == "none":
+        return tree.unflatten(data, [_finish_reduced(leaf, pack, pack.tensor.clone(), scale) for leaf, pack in zip(leaves, packed, strict=True)])
+    text = tree.spell(data, lambda leaf: spell_tensor(numbers_as_tensors(leaf)))
+    small = all(pack.on_host for pack in packed) and sum(pack.rows * pack.row_bytes + 16 for pack in packed) <= channel.room
+    body = Body()
+    if small:
+        for pack in packed:
+            body.add(to_bytes(pack.tensor))
+    with channel.turn(announce(name, text, lambda: text), limits) as turn:
+        bodies = turn.exchange(body)
+        results = _combine(bodies, packed, reduction) if small else _all_reduce(turn, packed, reduction, channel.world_size)
+    return tree.unflatten(data, [_finish_reduced(leaf, pack, result, scale) for leaf, pack, result in zip(leaves, packed, results, strict=True)])
+
+
+def _reducible(leaf: Any, reduction: str) -> Packed:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is not known: write one of {', '.join(REDUCTIONS)}")
+    value = numbers_as_tensors(leaf)
+    if not is_tensor_leaf(value):
+        raise TypeError(f"reduce got a {type(leaf).__name__}, which cannot be added up: pass tensors, arrays or numbers, or use gather for objects")
+    pack = Packed(value)
+    if reduction == "mean" and not (pack.tensor.is_floating_point() or pack.tensor.is_complex()):
+        raise TypeError(f"the mean of {spell_tensor(value)} is not a whole number: convert it with .float() first, or use reduction='sum'")
+    if reduction == "sum" and pack.tensor.dtype == torch.bool:
+        raise TypeError(f"{spell_tensor(value)} cannot be added up: convert it with .long() to count, or use 'max' for any and 'min' for all")
+    return pack
+
+
+def _combine(bodies: list[torch.Tensor], packed: list[Packed], reduction: str) -> list[torch.Tensor]:
+    """Everyone's tensors are here already: combined in the order of the ranks, so that all ranks get the same bits."""
+    readers = [Reader(data) for data in bodies]
+    results = []
+    for pack in packed:
+        stacked = torch.stack([pack.from_bytes(reader.take(pack.rows * pack.row_bytes), pack.rows) for reader in readers])
+        combine = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[reduction]
+        results.append(combine(stacked, dim=0).to(pack.tensor.dtype))
+    return results
+
+
+def _all_reduce(turn: Turn, packed: list[Packed], reduction: str, world_size: int) -> list[torch.Tensor]:
+    """One all-reduce for each type and device, over a flat copy of its tensors."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, pack in enumerate(packed):
+        groups.setdefault((pack.tensor.dtype, pack.tensor.device), []).append(index)
+    results: list[torch.Tensor] = [pack.tensor for pack in packed]
+    for (dtype, _), members in groups.items():
+        flat = torch.cat([packed[index].tensor.reshape(-1) for index in members])
+        wire = flat.view(torch.uint8) if dtype == torch.bool else flat
+        turn.all_reduce(wire, "sum" if reduction == "mean" else reduction)
+        if reduction == "mean":
+            flat /= world_size
+        position = 0
+        for index in members:
+            size = packed[index].tensor.numel()
+            results[index] = flat[position : position + size].reshape(packed[index].tensor.shape).clone()
+            position += size
+    return results
+
+
+def _finish_reduced(leaf: Any, pack: Packed, result: torch.Tensor, scale: float) -> Any:
+    if scale != 1.0:
+        result = result * scale
+    if pack.is_scalar:
+        result = result.reshape(())
+    if isinstance(leaf, torch.Tensor):
+        return result
+    return result.numpy() if isinstance(leaf, numpy.ndarray) else result.item()
+
+
+# -- broadcast --------------------------------------------------------------------------------------------------------
+
+
+def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0, *, operation: str = "broadcast") -> Any:
+    """The leaves of one rank on every rank; all ranks pass data of the same structure, types and shapes."""
+    leaves = tree.flatten(data, is_items)
+    name = f"{operation} from rank {from_process}"
+    try:
+        _check_rank(from_process, channel.world_size)
+        packed = [Packed(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
+        body = _broadcast_body(leaves, packed) if channel.rank == from_process else Body()
+    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
+        raise refuse(channel, limits, name, error) from None
+    text = tree.spell(data, lambda leaf: spell_tensor(leaf) if is_tensor_leaf(leaf) else "object", is_items)
+    with channel.turn(announce(name, text, lambda: text), limits) as turn:
+        reader = Reader(turn.exchange(body, sender=from_process)[from_process])
+        objects = iter(_take_objects(reader))
+        results = []
+        for pack in packed:
+            if pack is None:
+                results.append(next(objects))
+            elif pack.on_host:
+                value = pack.from_bytes(reader.take(pack.rows * pack.row_bytes), pack.rows).clone()
+                results.append(pack.finish(value.reshape(()) if pack.is_scalar else value))
+            else:
+                value = pack.tensor.clone()
+                turn.broadcast(value, from_process)
+                results.append(value.reshape(()) if pack.is_scalar else value)
+    return tree.unflatten(data, results, is_items)
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} does not exist: this job has {world_size} processes, 0 to {world_size - 1}")
+
+
+def _broadcast_body(leaves: list[Any], packed: list[Packed | None]) -> Body:
+    encoded = codec.encode([leaf for leaf, pack in zip(leaves, packed, strict=True) if pack is None])
+    body = Body()
+    body.add(numpy.array([len(encoded)], dtype=numpy.int64).view(numpy.uint8))
+    body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
+    for pack in packed:
+        if pack is not None and pack.on_host:
+            body.add(to_bytes(pack.tensor))
+    return body
+
+
+def _take_objects(reader: Reader) -> list[Any]:
+    length = int(reader.take(8).view(torch.int64).item())
+    objects: list[Any] = codec.decode(reader.take(length).numpy().tobytes())
+    return objects
+
+
+def broadcast_objects(channel: Channel, limits: Limits, values: list[Any], from_process: int = 0, *, operation: str = "broadcast_object_list") -> list[Any]:
+    """The list of one rank, of the same length on all of them."""
+    name = f"{operation} from rank {from_process}"
+    body = Body()
+    try:
+        _check_rank(from_process, channel.world_size)
+        if channel.rank == from_process:
+            body.add(numpy.frombuffer(codec.encode(list(values)), dtype=numpy.uint8))
+    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
+        raise refuse(channel, limits, name, error) from None
+    text = f"a list of {len(values)} objects"
+    with channel.turn(announce(name, text, lambda: text), limits) as turn:
+        received: list[Any] = codec.decode(turn.exchange(body, sender=from_process)[from_process].numpy().tobytes())
+    return received
+
+
+def share(channel: Channel, limits: Limits, tensor: torch.Tensor | None, *, operation: str = "copy_tensor_to_devices") -> torch.Tensor:
+    """A tensor that exactly one rank has, on all of them."""
+    body = Body()
+    if tensor is not None:
+        body.add(numpy.frombuffer(codec.encode(tensor), dtype=numpy.uint8))
+    with channel.turn(announce(operation, "", lambda: "None" if tensor is None else spell_tensor(tensor)), limits) as turn:
+        owned = [data.numpy().tobytes() for data in turn.exchange(body) if data.numel()]
+    if len(owned) != 1:
+        raise ValueError(f"{operation} needs one process to pass a tensor and the others None, but {len(owned)} of {channel.world_size} passed one")
+    received: torch.Tensor = codec.decode(owned[0])
+    return received
+
+
+# -- pad --------------------------------------------------------------------------------------------------------------
+
+
+def pad(channel: Channel, limits: Limits, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, operation: str = "pad_across_processes") -> Any:
+    """Every tensor padded along `dim` to the largest size over the ranks; leaves without that dimension stay as they are."""
+    leaves = tree.flatten(data)
+    sizes = [_size_along(leaf, dim) for leaf in leaves]
+    body = Body()
+    body.add(numpy.array([-1 if size is None else size for size in sizes], dtype=numpy.int64).view(numpy.uint8))
+    agreement = f"dim={dim} " + tree.spell(data, lambda leaf: str(leaf.dtype) if is_tensor_leaf(leaf) else "object")
+    call = announce(operation, agreement, lambda: f"dim={dim} " + tree.spell(data, lambda leaf: spell_tensor(leaf) if is_tensor_leaf(leaf) else type(leaf).__name__))
+    with channel.turn(call, limits) as turn:
+        everyone = torch.stack([Reader(received).take(8 * len(leaves)).view(torch.int64) for received in turn.exchange(body)])
+    largest = everyone.amax(dim=0).tolist() if leaves else []
+    return tree.unflatten(
+        data, [leaf if size is None else _padded(leaf, dim, target, pad_index, pad_first) for leaf, size, target in zip(leaves, sizes, largest, strict=True)]
+    )
+
+
+def _size_along(leaf: Any, dim: int) -> int | None:
+    if not is_tensor_leaf(leaf) or not -leaf.ndim <= dim < leaf.ndim:
+        return None
+    return int(leaf.shape[dim])
+
+
+def _padded(leaf: Any, dim: int, target: int, pad_index: float, pad_first: bool) -> Any:
+    if leaf.shape[dim] == target:
+        return leaf
+    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(leaf)
+    shape = list(tensor.shape)
+    shape[dim] = target - shape[dim]
+    filler = tensor.new_full(shape, pad_index)
+    joined = torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)
+    return joined if isinstance(leaf, torch.Tensor) else joined.numpy()

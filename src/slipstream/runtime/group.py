@@ -1,0 +1,185 @@
+"""The process group of this process: opened when it is first needed, closed and opened again any number of times.
+
+The store stays; each opening is a generation with keys of its own, so nothing that a closed group left behind is ever read. A
+generation has two groups: torch's default group with the device's backend (for DDP and for the user's own calls), and a control
+group on gloo for the headers of our collectives, whose waits are timed by us.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from slipstream.comm.beacon import Beacon
+from slipstream.comm.channel import Channel, GroupChannel, Limits
+from slipstream.comm.sites import call_site
+from slipstream.comm.vigil import Vigil
+from slipstream.errors import DistributedOperationException
+from slipstream.runtime.process import Process
+from slipstream.runtime.store import connect, second_connection
+
+__all__ = ["Group", "GroupSettings"]
+
+_FOREVER = timedelta(days=30)
+_SLICE = timedelta(milliseconds=200)
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What torch's default group is opened with."""
+
+    backend: str
+    init_method: str | None = None
+
+
+class Group:
+    """The generations of this job's process group, as seen by one process of several."""
+
+    def __init__(self, process: Process, settings: GroupSettings) -> None:
+        self.process = process
+        self.settings = settings
+        self.generation = 0
+        self._store: Store | None = None
+        self._beacon: Beacon | None = None
+        self._channel: GroupChannel | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._channel is not None and self._channel.broken is None
+
+    def channel(self, limits: Limits) -> Channel:
+        """The present generation; opens one if there is none or the last one broke."""
+        if self._channel is not None and self._channel.broken is not None:
+            self._discard()
+        if self._channel is None:
+            self._channel = self._open(limits)
+        return self._channel
+
+    # -- opening --------------------------------------------------------------------------------------------------
+
+    def _open(self, limits: Limits) -> GroupChannel:
+        process = self.process
+        if self._store is None:
+            self._store = self._find_store()
+        if self._beacon is None:
+            self._beacon = Beacon(second_connection(self._store), process.rank, process.world_size, process.host, os.getpid())
+            self._beacon.start()
+        self.generation += 1
+        store = PrefixStore(f"generation/{self.generation}", self._store)
+        self._meet(store, limits)
+        control = self._control_group(store)
+        data = self._default_group(store, limits)
+        self._beacon.leave()
+        return GroupChannel(control=control, data=data, beacon=self._beacon, rank=process.rank, world_size=process.world_size, generation=self.generation)
+
+    def _find_store(self) -> Store:
+        if dist.is_initialized():  # the user opened torch's group: meet where it met
+            return PrefixStore("slipstream", dist.distributed_c10d._get_default_store())
+        if self.settings.init_method is not None:
+            store, _, _ = next(dist.rendezvous(self.settings.init_method, self.process.rank, self.process.world_size))
+            return PrefixStore("slipstream", store)
+        return connect(self.process)
+
+    def _meet(self, store: Store, limits: Limits) -> None:
+        """Waits until every rank is about to open this generation: what follows is then a matter of milliseconds."""
+        beacon = self._beacon
+        assert beacon is not None
+        site = call_site()
+        beacon.enter(self.generation, 0, "opening the process group", site)
+        beacon.new_generation()
+        vigil = Vigil(beacon, "opening the process group", site, limits)
+        if store.add("arrived", 1) == self.process.world_size:
+            store.set("complete", "")
+        try:
+            while not _arrives(store, "complete"):
+                vigil.look()
+        except DistributedOperationException:
+            beacon.leave()
+            raise
+
+    def _control_group(self, store: Store) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = _FOREVER  # our own vigil decides how long a wait may take
+        if not self.process.one_machine:
+            return dist.ProcessGroupGloo(PrefixStore("control", store), self.process.rank, self.process.world_size, _FOREVER)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return dist.ProcessGroupGloo(PrefixStore("control", store), self.process.rank, self.process.world_size, options)
+
+    def _default_group(self, store: Store, limits: Limits) -> Any:
+        if not dist.is_initialized():
+            dist.init_process_group(
+                self.settings.backend,
+                store=PrefixStore("default", store),
+                rank=self.process.rank,
+                world_size=self.process.world_size,
+                timeout=timedelta(seconds=limits.timeout),
+            )
+        return dist.group.WORLD
+
+    # -- closing --------------------------------------------------------------------------------------------------
+
+    def close(self, reason: str) -> None:
+        """Closes the present generation, if there is one, and tells ranks that still wait in it; the store stays."""
+        channel, self._channel = self._channel, None
+        if channel is None:
+            return
+        assert self._beacon is not None
+        self._beacon.post("left", generation=channel.generation, sequence=channel.sequence, site=reason)
+        groups = channel.release()
+        if channel.broken is not None:
+            _keep_forever(groups)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _discard(self) -> None:
+        channel = self._channel
+        assert channel is not None
+        self.close(channel.broken or "broken")
+
+    def end(self, reason: str) -> None:
+        """Closes the group and the store: for the end of the process, or of a test."""
+        self.close(reason)
+        if self._beacon is not None:
+            self._beacon.stop()
+            self._beacon = None
+        if self._store is not None:
+            self._leave_store(self._store)
+            self._store = None
+
+    def _leave_store(self, store: Store) -> None:
+        """A rank that serves the store waits a moment for the others, so that their last words find it."""
+        try:
+            gone = store.add("gone", 1)
+            deadline = time.monotonic() + 5.0
+            while self.process.rank == 0 and not self.process.agent_store and gone < self.process.world_size and time.monotonic() < deadline:
+                time.sleep(0.02)
+                gone = store.add("gone", 0)
+        except RuntimeError:  # the server has left before us, which is what this rank is about to do
+            return
+
+
+def _arrives(store: Store, key: str) -> bool:
+    try:
+        store.wait([key], _SLICE)
+    except RuntimeError:  # torch's timeout; a store that is gone shows in the beacon, which the vigil reads
+        return False
+    return True
+
+
+def _keep_forever(groups: tuple[Any, ...]) -> None:
+    """A group with an operation that never completes must not be destroyed: its destructor would wait for it, holding the GIL."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def torch_group_is_open() -> bool:
+    """Whether torch's own default group is open, by us or by the user."""
+    return torch.distributed.is_available() and dist.is_initialized()

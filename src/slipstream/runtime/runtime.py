@@ -1,0 +1,78 @@
+"""The runtime: what one process of a job shares, however many state objects look at it.
+
+It knows who this process is and opens the group when a collective first needs it. Settings (precision, limits, device) belong to the
+objects that were given them, not to the runtime, so that one object never changes another's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slipstream.comm.channel import Channel, Limits, Solo
+from slipstream.runtime.group import Group, GroupSettings
+from slipstream.runtime.process import Process
+
+__all__ = ["Runtime"]
+
+Replica = Callable[[], Mapping[str, Any]]
+"""Gives the values by name that should be the same on every rank."""
+
+
+class Runtime:
+    """One per process, held in `current.py`.
+
+    >>> runtime = Runtime(Process())
+    >>> runtime.channel().world_size
+    1
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.pid = os.getpid()
+        self.replicas: dict[str, Replica] = {}
+        """What `debug` compares between ranks at every barrier."""
+        self._solo = Solo()
+        self._group: Group | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the group is open now; a single process needs none."""
+        return self._group is not None and self._group.is_open
+
+    @property
+    def generation(self) -> int:
+        """How many groups were opened so far: a model prepared under another generation is wrapped again."""
+        return self._group.generation if self._group is not None else 0
+
+    def channel(self, limits: Limits | None = None, settings: GroupSettings | None = None) -> Channel:
+        """The way to the other processes; opens the group if it is not open."""
+        if self.process.world_size == 1:
+            return self._solo
+        if self._group is None:
+            self._group = Group(self.process, settings or _default_settings())
+        return self._group.channel(limits or Limits())
+
+    def wait_for_everyone(self) -> None:
+        """A barrier with the default limits; see `runtime/turns.py`."""
+        from slipstream.runtime.turns import wait_for_everyone
+
+        wait_for_everyone(self.channel(), Limits())
+
+    def close(self, reason: str) -> None:
+        """Closes the group; the next call that needs one opens another."""
+        if self._group is not None:
+            self._group.close(reason)
+
+    def end(self, reason: str) -> None:
+        """Closes the group and forgets the store."""
+        if self._group is not None:
+            self._group.end(reason)
+            self._group = None
+
+
+def _default_settings() -> GroupSettings:
+    from slipstream.devices.table import best_family
+
+    return GroupSettings(backend=best_family(distributed=True).backend)

@@ -1,0 +1,56 @@
+"""Taking turns: barriers, main process first, and functions that run on one rank.
+
+All of these are patient: they wait on the control channel with a limit of their own, as long as the others show signs of life.
+An exception inside a turn reaches the processes that wait for it, instead of leaving them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from slipstream.comm.channel import Channel
+from slipstream.comm.ops import barrier
+from slipstream.comm.vigil import Limits
+from slipstream.errors import PeerLostError
+
+__all__ = ["first", "only_if", "wait_for_everyone"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def wait_for_everyone(channel: Channel, limits: Limits, operation: str = "wait_for_everyone") -> None:
+    """Returns when every process has called it."""
+    barrier(channel, limits, operation)
+
+
+@contextmanager
+def first(channel: Channel, limits: Limits, goes_first: bool, operation: str) -> Iterator[None]:
+    """Processes with `goes_first` run the block before the others do."""
+    if not goes_first:
+        trouble = barrier(channel, limits, operation)
+        if trouble:
+            raise PeerLostError(f"the process that goes first failed inside {operation}, so rank {channel.rank} does not go on: {trouble}")
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        barrier(channel, limits, operation, f"{type(error).__name__}: {error}")
+        raise
+    barrier(channel, limits, operation)
+
+
+def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
+    """The function itself where the condition holds; elsewhere one that does nothing and gives None."""
+    if condition:
+        return function
+
+    @wraps(function)
+    def nothing(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return None
+
+    return nothing
