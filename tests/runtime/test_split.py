@@ -55,6 +55,8 @@ class HubRows:
         return {"id": self.ids[index]}
 
     def select(self, indices: Any) -> HubRows:
+        if isinstance(indices, range) and indices.start > max(len(self.ids) - 1, 0):
+            raise IndexError(f"no row {indices.start}")  # the real one does, even for an empty range
         return HubRows([self.ids[index] for index in indices])
 
 

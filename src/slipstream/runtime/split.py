@@ -166,7 +166,8 @@ class Cut:
     @classmethod
     def of(cls, total: int, rank: int, world_size: int, apply_padding: bool) -> Cut:
         counts = real_counts(total, world_size)
-        start = sum(counts[:rank])
+        # Nothing is range(0), not an empty range at the end: a hub dataset refuses a start that it has no row for.
+        start = sum(counts[:rank]) if counts[rank] else 0
         span = range(start, start + counts[rank])
         short = lengths(total, world_size, apply_padding)[rank] - counts[rank]
         last = span[-1] if span else total - 1
