@@ -1,0 +1,89 @@
+"""Keeps secrets out of reports: by the name of a variable, by the form of its value, and by what a URL carries.
+
+Rather too much is hidden than too little: a report is posted in public. Nothing here reads the environment.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Final
+
+__all__ = ["HIDDEN", "redact", "redact_text"]
+
+HIDDEN: Final = "[redacted]"
+_LONGEST: Final = 2000
+
+_WORDS: Final = (
+    r"key|token|secret|passw|passphrase|pwd|credential|cookie|signature|private|bearer|jwt|webhook|certificate|"
+    r"(?<![A-Za-z])(?:auth|authorization|sig|dsn|pat|pin|salt|otp|session)(?![A-Za-z])"
+)
+_SECRET_NAME: Final = re.compile(_WORDS, re.IGNORECASE)
+_USER_INFORMATION: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*://)[^\s/@]*(?:@[^\s/@]*)*@")
+_ASSIGNMENT: Final = re.compile(
+    rf"(?P<name>-[\w.\-]*(?:{_WORDS})[\w.\-]*[\s=:]|[\w.\-]*(?:{_WORDS})[\w.\-]*\s*[=:])(?P<space>\s*)(?:\"[^\"]*\"|'[^']*'|[^\s&]+)",
+    re.IGNORECASE,
+)
+_SCHEME_WORD: Final = re.compile(r"\b(?P<word>bearer|basic|token)\s+[^\s,;\"']+", re.IGNORECASE)
+_KNOWN_TOKEN: Final = re.compile(
+    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|xox[a-z]-|AKIA|ASIA|AIza|ya29\.|eyJ|nvapi-|r8_|dckr_pat_|pypi-|npm_|SG\.)[\w.\-]{6,}"
+)
+_LONG: Final = re.compile(r"[A-Za-z0-9_\-]{20,}")
+_BASE64: Final = re.compile(r"(?<![\w/.~\-])(?=[^\s]*[+/=])[A-Za-z0-9+/_\-]{24,}={0,2}(?![\w/.])")
+
+
+def redact(name: str, value: str) -> str:
+    """The value of a variable as it may be shown.
+
+    >>> redact("WANDB_API_KEY", "abc"), redact("NCCL_DEBUG", "INFO"), redact("HTTPS_PROXY", "http://me:secret@proxy:3128")
+    ('[redacted]', 'INFO', 'http://[redacted]@proxy:3128')
+    """
+    if value and _SECRET_NAME.search(name):
+        return HIDDEN
+    return redact_text(value)
+
+
+def redact_text(text: str) -> str:
+    """A text as it may be shown, whatever it is part of.
+
+    >>> redact_text("endpoint=node0:29400,password=abc")
+    'endpoint=node0:29400,password=[redacted]'
+    """
+    if len(text) > _LONGEST:  # a cut may go through a secret, so the word it goes through is left out as well
+        text = re.sub(r"\S*\Z", "", text[:_LONGEST]) + f"[{len(text)} characters]"
+    shown = _USER_INFORMATION.sub(lambda match: f"{match['scheme']}{HIDDEN}@", text)
+    shown = _SCHEME_WORD.sub(lambda match: f"{match['word']} {HIDDEN}", shown)
+    shown = _ASSIGNMENT.sub(lambda match: f"{match['name']}{match['space']}{HIDDEN}", shown)
+    shown = _KNOWN_TOKEN.sub(HIDDEN, shown)
+    shown = _BASE64.sub(_hide_random, shown)
+    return _LONG.sub(_hide_random, shown)
+
+
+def _hide_random(match: re.Match[str]) -> str:
+    return HIDDEN if _looks_random(match[0]) else match[0]
+
+
+def _looks_random(word: str) -> bool:
+    """Hexadecimal of some length, or letters and digits that change their kind too often for a name."""
+    if re.fullmatch(r"(?=.*\d)(?=.*[a-f])[0-9a-f]{24,}|(?=.*\d)(?=.*[A-F])[0-9A-F]{24,}", word):
+        return True
+    if word.startswith("/") and _entropy(word) < 4.6:  # a path
+        return False
+    kinds = [_kind(character) for character in word]
+    changes = sum(one != other for one, other in zip(kinds, kinds[1:], strict=False))
+    return len(set(kinds) - {"other"}) >= 2 and changes >= 0.3 * len(word) and _entropy(word) >= 3.2
+
+
+def _kind(character: str) -> str:
+    if character.isdigit():
+        return "digit"
+    if character.isalpha():
+        return "upper" if character.isupper() else "lower"
+    return "other"
+
+
+def _entropy(word: str) -> float:
+    """Bits per character."""
+    counts = Counter(word).values()
+    return -sum(count / len(word) * math.log2(count / len(word)) for count in counts)

@@ -1,0 +1,72 @@
+"""`slipstream env`: quick, complete enough, and without secrets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from slipstream.cli.env import command, report
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import sys\nfrom slipstream.cli.env import report\nreport({})\nassert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_installed_versions_are_named() -> None:
+    versions = report({})["versions"]
+    assert {"slipstream", "torch", "numpy", "python"} <= set(versions)
+
+
+def test_only_variables_that_matter_are_reported_and_secrets_are_not() -> None:
+    environ = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_secretvalue", "SLIPSTREAM_TIMEOUT": "60", "DIARY": "mine", "OMP_NUM_THREADS": "2"}
+    assert report(environ)["environment"] == {
+        "HF_TOKEN": "[redacted]", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "SLIPSTREAM_TIMEOUT": "60",
+    }  # fmt: skip
+
+
+def test_the_configuration_in_force_is_shown_with_origins(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("num_processes: 4\n")
+    found = report({"SLIPSTREAM_TIMEOUT": "60"}, config_file=str(file))["configuration"]
+    assert found["num_processes"].startswith("4 (from ")
+    assert "config.yaml" in found["num_processes"]
+    assert found["timeout"] == "60.0 (from SLIPSTREAM_TIMEOUT)"
+
+
+def test_a_configuration_that_cannot_be_read_is_reported_and_not_raised() -> None:
+    assert "SLIPSTREAM_TIMEOUT" in report({"SLIPSTREAM_TIMEOUT": "soon"})["configuration"]["error"]
+
+
+def test_the_home_of_the_user_is_not_named() -> None:
+    found = report({"HOME": "/home/somebody", "PYTHONPATH": "/home/somebody/code"})
+    assert found["environment"]["PYTHONPATH"] == "~/code"
+
+
+def test_secrets_in_rendezvous_settings_are_hidden() -> None:
+    found = report({"SLIPSTREAM_RDZV_CONF": "password=hunter2"})
+    assert "hunter2" not in json.dumps(found)
+
+
+def test_the_text_has_every_section() -> None:
+    result = CliRunner().invoke(command, [])
+    assert result.exit_code == 0
+    assert [line for line in result.output.splitlines() if not line.startswith(" ")] == [
+        "Versions", "System", "Devices", "Configuration", "Environment",
+    ]  # fmt: skip
+
+
+def test_json_is_the_same_report() -> None:
+    result = CliRunner().invoke(command, ["--json"])
+    assert json.loads(result.output)["versions"]["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def test_deep_asks_torch() -> None:
+    result = CliRunner().invoke(command, ["--json", "--deep"])
+    found = json.loads(result.output)["torch"]
+    assert "gloo" in found["backends"]
+    assert "device cpu" in found
