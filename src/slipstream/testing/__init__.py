@@ -3,6 +3,7 @@
 The pytest fixtures are opt-in: `pytest_plugins = ["slipstream.testing.plugin"]` in a conftest.
 """
 
-from slipstream.testing.ranks import Outcome, RankFailure, RankPool, ranks
+from slipstream.testing.outcome import Outcome, RankFailure
+from slipstream.testing.ranks import RankPool, ranks
 
 __all__ = ["Outcome", "RankFailure", "RankPool", "ranks"]

@@ -1,4 +1,4 @@
-"""The environment of a rank: the only file of this room that touches the process's own variables.
+"""The environment of a rank: the only file of this room that changes the process's own variables.
 
 A rank finds itself through the same variables that torch's elastic agent gives its workers, so code under test cannot tell the pool from a
 launched job. Every run starts from the same variables, whatever the run before did to them.
@@ -10,12 +10,14 @@ import os
 import socket
 from collections.abc import Mapping
 
+from slipstream.config import sources
+
 __all__ = ["rank_variables", "replace", "snapshot"]
 
 
 def snapshot() -> dict[str, str]:
     """A copy of this process's variables."""
-    return dict(os.environ)
+    return dict(sources.environment())
 
 
 def replace(variables: Mapping[str, str]) -> None:

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 from slipstream.errors import ConfigError
 from slipstream.testing import parcel, wire
 from slipstream.testing.link import Link
-from slipstream.testing.outcome import Outcome, RankFailure, failure
+from slipstream.testing.outcome import Outcome, failure
 
-__all__ = ["Outcome", "RankFailure", "RankPool", "ranks"]
+__all__ = ["RankPool", "ranks"]
 
 _PRELOAD = ("torch", "torch.distributed", "cloudpickle", "psutil", "slipstream", "slipstream.testing.worker")
 _CLEANING_SECONDS = 20.0
@@ -219,7 +219,7 @@ class _Run:
         if rank in self.link.deaths and not header:
             return replace(base, exit=self.link.deaths[rank], when=0.0)  # a death comes before the failures that it causes
         if header["kind"] == "error":
-            return replace(base, error=_rebuilt(header, body))
+            return replace(base, error=parcel.unpack(body))
         return replace(base, value=parcel.unpack(body))
 
     def _gather(self, into: dict[int, tuple[dict[str, Any], bytes]], deadline: float) -> set[int]:
@@ -246,13 +246,6 @@ class _Run:
             into[rank] = wire.receive(self.link.channels[rank])
             if into[rank][0]["kind"] == "error":
                 self.link.tell("failed", rank=rank, reason=into[rank][0]["summary"])
-
-
-def _rebuilt(header: Mapping[str, Any], body: bytes) -> BaseException:
-    if body:
-        error: BaseException = parcel.unpack(body)
-        return error
-    return RuntimeError(header["summary"])  # the exception could not travel: its type and text are in the message
 
 
 def _name(function: Callable[..., Any]) -> str:

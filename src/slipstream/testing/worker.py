@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib.util
 import os
 import random
 import signal
@@ -18,10 +17,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.runtime.current import reset
 from slipstream.testing import environment, leaks, wire
 
 __all__ = ["STACKS_SIGNAL", "Rank", "live"]
@@ -60,7 +60,7 @@ def live(me: Rank) -> None:
 
 def _one_run(me: Rank) -> None:
     header, body = wire.receive(me.channel)
-    own = rank_environment(me, header)
+    own = _variables_of(me, header)
     environment.replace(own)
     os.chdir(me.folder)
     _seed()
@@ -80,7 +80,7 @@ def _one_run(me: Rank) -> None:
     wire.send(me.channel, {"kind": "clean", "trouble": trouble, "left": left})
 
 
-def rank_environment(me: Rank, header: Mapping[str, Any]) -> dict[str, str]:
+def _variables_of(me: Rank, header: Mapping[str, Any]) -> dict[str, str]:
     """The variables of one run: what the server had, what makes a rank, and what the test asked for."""
     made = environment.rank_variables(me.rank, me.size, run_id=me.run_id, attempt=header["attempt"], port=header["port"])
     return {**me.variables, **made, **header["environ"]}
@@ -117,14 +117,14 @@ def _packed_value(value: Any) -> tuple[dict[str, Any], bytes]:
 
 
 def _travelling_error(error: BaseException) -> bytes:
-    """The exception as bytes if it survives the journey, or nothing: some exceptions cannot be built again from their arguments."""
+    """The exception as bytes; one that does not survive the journey (not every class can be built again) goes as its type and text."""
     import cloudpickle
 
     try:
         data: bytes = cloudpickle.dumps(error)
         cloudpickle.loads(data)
-    except Exception:
-        return b""
+    except Exception as reason:
+        data = cloudpickle.dumps(RuntimeError(f"{type(error).__qualname__}: {error} (it could not travel itself: {reason})"))
     return data
 
 
@@ -138,18 +138,10 @@ def _seed() -> None:
 def _close_runtime() -> str:
     """Close what the run opened; the text of what went wrong, or nothing."""
     try:
-        _library_reset()()
+        reset()
         distributed = sys.modules["torch.distributed"]
         if distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()
     except Exception:
         return traceback.format_exc()
     return ""
-
-
-def _library_reset() -> Callable[[], None]:
-    if importlib.util.find_spec("slipstream.runtime.current") is None:
-        return lambda: None
-    from slipstream.runtime import current
-
-    return current.reset

@@ -1,0 +1,339 @@
+"""The checks of `test_shape.py`: each takes a file's path (below `src/slipstream`, with slashes) and its text, and gives back complaints.
+
+They read the syntax tree and import nothing, so they see every branch. What they know of this project is data at the top.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+Check = Callable[[str, str], Iterable[str]]
+
+PACKAGE = "slipstream"
+FILE_LINES = 450
+FUNCTION_LINES = 60
+
+LAYERS = {
+    "errors": 0,
+    "config": 1,
+    "devices": 2,
+    "launch": 2,
+    "comm": 3,
+    "runtime": 4,
+    "logging": 5,
+    "precision": 5,
+    "track": 5,
+    "offload": 5,
+    "step": 6,
+    "data": 6,
+    "parallel": 6,
+    "strategies": 6,
+    "checkpoint": 6,
+    "accelerator": 7,
+    "notebook": 7,
+    "__init__": 8,
+    "utils": 8,
+    "integrations": 8,
+    "cli": 9,
+    "testing": 9,
+}
+"""A file imports from lower layers and from its own room alone."""
+
+TORCH_FREE = ("config", "launch", "cli")
+
+MAY_TOUCH_VARIABLES = {
+    "config/sources.py": "the one reader: everybody else is handed a mapping",
+    "launch/worker.py": "the first lines of a forked worker: it takes on the variables that the plan composed for it",
+    "testing/environment.py": "a rank of the test pool takes on its variables, and puts them back",
+}
+
+DEVICE_FAMILIES = frozenset({"cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron", "xla"})
+MAY_NAME_DEVICES = {"devices/table.py": "the table itself"}
+MAY_HOLD_STATE = {"runtime/current.py": "the one place where the runtime of this process is kept"}
+
+
+def file_length(path: str, text: str) -> Iterator[str]:
+    lines = text.count("\n")
+    if lines > FILE_LINES:
+        yield f"{lines} lines, more than {FILE_LINES}: split it by what changes together"
+
+
+def function_length(path: str, text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                yield f"line {node.lineno}: {node.name} has {lines} lines, more than {FUNCTION_LINES}"
+
+
+def layers(path: str, text: str) -> Iterator[str]:
+    here = room(path)
+    if here not in LAYERS:
+        yield f"the room {here} has no layer: add it to LAYERS"
+        return
+    for line, target in imports(path, text):
+        there = target.split(".")[0] if target else "__init__"
+        if there == here:
+            continue
+        if there not in LAYERS:
+            yield f"line {line}: imports {target}, whose room has no layer"
+        elif LAYERS[there] >= LAYERS[here]:
+            yield f"line {line}: {here} (layer {LAYERS[here]}) imports {there} (layer {LAYERS[there]})"
+
+
+def variables(path: str, text: str) -> Iterator[str]:
+    if path in MAY_TOUCH_VARIABLES:
+        return
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name) and node.value.id == "os":
+            yield f"line {node.lineno}: os.{node.attr}; take a mapping as an argument (config/sources.py reads it)"
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            for alias in node.names:
+                if alias.name in names:
+                    yield f"line {node.lineno}: from os import {alias.name}; take a mapping as an argument"
+
+
+def torch_at_import(path: str, text: str) -> Iterator[str]:
+    if room(path) not in TORCH_FREE:
+        return
+    for node in at_import(ast.parse(text)):
+        found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        if any(name.split(".")[0] == "torch" for name in found):
+            yield f"line {node.lineno}: imports torch at import time; do it inside the function that needs it"
+
+
+def exports(path: str, text: str) -> Iterator[str]:
+    """`__all__` names what a reader would take for public: no more, no less."""
+    tree = ast.parse(text)
+    defined, imported, declared, lazy = _bindings(tree)
+    if declared is None:
+        if defined:
+            yield f"has no __all__, but defines {', '.join(sorted(defined))}"
+        return
+    if len(declared) != len(set(declared)):
+        yield f"__all__ repeats {', '.join(sorted({name for name in declared if declared.count(name) > 1}))}"
+    visible = defined | imported if path.endswith("__init__.py") else defined
+    if missing := visible - set(declared):
+        yield f"visible but not in __all__: {', '.join(sorted(missing))} (export it, or begin its name with _)"
+    if (extra := set(declared) - defined - imported) and not lazy:  # what __getattr__ offers is checked by importing it
+        yield f"in __all__ but neither defined nor imported here: {', '.join(sorted(extra))}"
+
+
+def device_names(path: str, text: str) -> Iterator[str]:
+    if path in MAY_NAME_DEVICES:
+        return
+    tree = ast.parse(text)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    for node in ast.walk(tree):
+        if id(node) in prose:
+            continue
+        for word in _words(node):
+            if word in DEVICE_FAMILIES:
+                yield f"line {getattr(node, 'lineno', '?')}: names the device family {word}; ask the table of devices"
+
+
+def mutable_state(path: str, text: str) -> Iterator[str]:
+    """Module or class level containers that code could change, and `global`."""
+    if path in MAY_HOLD_STATE:
+        return
+    tree = ast.parse(text)
+    for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+        for statement in scope.body:
+            for name, value in _assignments(statement):
+                if _is_mutable(value) and not name.isupper() and not name.lstrip("_").isupper() and not name.startswith("__"):
+                    yield f"line {statement.lineno}: {name} is state that outlives a call; pass it in, or keep it in runtime/current.py"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield f"line {node.lineno}: global {', '.join(node.names)}"
+
+
+def silent_except(path: str, text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and all(_does_nothing(one) for one in node.body):
+            yield f"line {node.lineno}: a broad except that hides the error"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and any(map(_is_broad, node.args)):
+            yield f"line {node.lineno}: suppresses every exception"
+
+
+def documented(path: str, text: str) -> Iterator[str]:
+    tree = ast.parse(text)
+    _, _, declared, _ = _bindings(tree)
+    if tree.body and ast.get_docstring(tree) is None:
+        yield "the module says nothing about itself: what it is, what it promises, what it never does"
+    for node in tree.body:
+        definition = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name in (declared or ())
+        if definition and ast.get_docstring(node) is None:
+            yield f"line {node.lineno}: {node.name} is public and has no docstring"
+
+
+def no_shell(path: str, text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) in ("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"):
+                yield f"line {node.lineno}: {ast.unparse(node.func)} goes through a shell; use subprocess with a list"
+            if any(one.arg == "shell" and not (isinstance(one.value, ast.Constant) and one.value.value is False) for one in node.keywords):
+                yield f"line {node.lineno}: shell=...; use a list of arguments"
+
+
+CHECKS: tuple[Check, ...] = (
+    file_length,
+    function_length,
+    layers,
+    variables,
+    torch_at_import,
+    exports,
+    device_names,
+    mutable_state,
+    silent_except,
+    documented,
+    no_shell,
+)
+
+
+def cycles(sources: Mapping[str, str]) -> list[str]:
+    """Import cycles between modules, each as `a -> b -> a`; imports inside functions count, those for type checkers do not."""
+    known = {_dotted(path): path for path in sources}
+    graph = {
+        name: sorted({found for _, target in imports(path, sources[path]) if (found := _module(target, known)) not in (None, name)})
+        for name, path in known.items()
+    }
+    done: set[str] = set()
+    found: list[str] = []
+
+    def visit(name: str, trail: list[str]) -> None:
+        if name in trail:
+            found.append(" -> ".join([*trail[trail.index(name) :], name]))
+        elif name not in done:
+            for target in graph[name]:
+                visit(target, [*trail, name])
+            done.add(name)
+
+    for name in graph:
+        visit(name, [])
+    return found
+
+
+def room(path: str) -> str:
+    """The top-level folder or module of a path below the package."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def imports(path: str, text: str) -> Iterator[tuple[int, str]]:
+    """Line and target (dotted, below the package) of every import of our own modules, except those for type checkers."""
+    tree = ast.parse(text)
+    folder = path.split("/")[:-1]
+    unseen = {id(inner) for node in ast.walk(tree) if _for_type_checkers(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in unseen:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.partition(".")[2]) for alias in node.names if alias.name.split(".")[0] == PACKAGE)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = folder[: len(folder) - node.level + 1] + (node.module.split(".") if node.module else [])
+            elif (node.module or "").split(".")[0] == PACKAGE:
+                base = (node.module or "").split(".")[1:]
+            else:
+                continue
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def at_import(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Every statement that runs when the module is imported: not the bodies of functions, not what is for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or _for_type_checkers(node):
+            continue
+        if isinstance(node, ast.stmt):
+            yield node
+        yield from at_import(node)
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _module(target: str, known: Mapping[str, str]) -> str | None:
+    """`comm.ops.gather` is found in `comm.ops`, and a name of the package itself in `__init__`."""
+    parts = target.split(".") if target else []
+    for end in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:end])) in known:
+            return name
+    return "__init__" if "__init__" in known else None
+
+
+def _bindings(tree: ast.Module) -> tuple[set[str], set[str], list[str] | None, bool]:
+    """Public names defined, names imported, `__all__`, and whether the module answers `__getattr__`."""
+    defined: set[str] = set()
+    imported: set[str] = set()
+    declared: list[str] | None = None
+    lazy = False
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            lazy |= node.name == "__getattr__"
+            defined.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == PACKAGE):
+            imported |= {alias.asname or alias.name for alias in node.names}
+        for name, value in _assignments(node):
+            if name == "__all__" and isinstance(value, (ast.List, ast.Tuple)):
+                declared = [str(ast.literal_eval(one)) for one in value.elts if not isinstance(one, ast.Starred)]
+            elif name == "__all__":
+                declared = []
+            if not (isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in ("TypeVar", "ParamSpec")):
+                defined.add(name)
+    return {name for name in defined if not name.startswith("_")}, {name for name in imported if not name.startswith("_")}, declared, lazy
+
+
+def _assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
+    if isinstance(statement, ast.Assign):
+        yield from ((target.id, statement.value) for target in statement.targets if isinstance(target, ast.Name))
+    elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+        yield statement.target.id, statement.value
+
+
+def _is_mutable(value: ast.expr | None) -> bool:
+    made = {"dict", "list", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter", "ChainMap", "local", "WeakKeyDictionary"}
+    made |= {"WeakValueDictionary", "WeakSet", "Lock", "RLock", "Queue", "ContextVar"}
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).split(".")[-1].split("[")[0] in made
+    return isinstance(value, (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp))
+
+
+def _is_broad(kind: ast.expr | None) -> bool:
+    if isinstance(kind, ast.Tuple):
+        return any(map(_is_broad, kind.elts))
+    return kind is None or ast.unparse(kind) in ("Exception", "BaseException")
+
+
+def _does_nothing(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, (ast.Pass, ast.Continue, ast.Break))
+        or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        or (isinstance(statement, ast.Return) and (statement.value is None or isinstance(statement.value, ast.Constant)))
+    )
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """The words in what a node names or says: identifiers split at underscores, text split at everything that is no letter or digit."""
+    texts: list[str] = []
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        texts = [node.value]
+    elif isinstance(node, ast.Attribute):
+        texts = [node.attr]
+    elif isinstance(node, ast.Name):
+        texts = [node.id]
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        texts = [node.name]
+    elif isinstance(node, (ast.arg, ast.keyword)):
+        texts = [node.arg or ""]
+    elif isinstance(node, ast.alias):
+        texts = [node.name, node.asname or ""]
+    for text in texts:
+        yield from re.findall(r"[a-z0-9]+", text.lower())
