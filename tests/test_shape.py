@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import shape_checks as checks
+from slipstream.config import OPTIONS
+from slipstream.config.roundtrip import TRAVELLERS, samples, travel
 
 SOURCE = Path(__file__).parent.parent / "src" / "slipstream"
 SOURCES = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
