@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.launch.contract import ALARM_KEY, ExitNotice, exit_key
 from slipstream.comm.sites import user_frames
 from slipstream.comm.stack import StackSignal, process_state, signalled_stack
+from slipstream.launch.contract import ALARM_KEY, ExitNotice, exit_key
 
 __all__ = ["Beacon", "Here", "Peer"]
 
@@ -39,7 +39,14 @@ class Here:
 
     def note(self) -> dict[str, Any]:
         waited = time.monotonic() - self.since
-        return {"generation": self.generation, "sequence": self.sequence, "operation": self.operation, "site": self.site, "waiting": self.waiting, "seconds": waited}
+        return {
+            "generation": self.generation,
+            "sequence": self.sequence,
+            "operation": self.operation,
+            "site": self.site,
+            "waiting": self.waiting,
+            "seconds": waited,
+        }
 
 
 @dataclass
@@ -194,9 +201,11 @@ class Beacon:
                 return  # its writer is between the two steps: the alarm that follows brings us back
             self._events_seen = number
             event = json.loads(self._store.get(f"event/{number}").decode())
-            handler: Callable[[dict[str, Any]], None] | None = {"left": self._on_left, "gave_up": self._on_gave_up, "stack_wanted": self._on_stack_wanted}.get(
-                event["kind"]
-            )
+            handler: Callable[[dict[str, Any]], None] | None = {
+                "left": self._on_left,
+                "gave_up": self._on_gave_up,
+                "stack_wanted": self._on_stack_wanted,
+            }.get(event["kind"])
             if handler is not None and event["rank"] != self.rank:
                 handler(event)
 
@@ -261,8 +270,10 @@ class Beacon:
     def table(self) -> str:
         """Where every rank is, one line each, with the stacks that could be had."""
         here = self.here
-        rows = [(self.rank, str(self._identity["host"]), _state({**here.note(), "heard": True}), [])]
-        rows += [(other, str(peer.note.get("host", "?")), self._peer_state(peer), self._peer_stack(peer)) for other, peer in self.peers.items()]
+        rows: list[tuple[int, str, str, list[str]]] = [(self.rank, str(self._identity["host"]), _state({**here.note(), "heard": True}), [])]
+        rows += [
+            (other, str(peer.note.get("host", "?")), self._peer_state(peer), self._peer_stack(peer)) for other, peer in self.peers.items()
+        ]
         lines = []
         for rank, host, state, stack in sorted(rows):
             lines.append(f"  rank {rank} (host {host}): {state}")

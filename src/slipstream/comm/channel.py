@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from slipstream.errors import DistributedOperationException, MismatchError
 from slipstream.comm.beacon import Beacon
 from slipstream.comm.verify import HEADER_SIZE, Call, Header, explain_mismatch
 from slipstream.comm.vigil import Limits, Vigil
+from slipstream.errors import DistributedOperationException, MismatchError
 
 __all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn"]
 
@@ -184,17 +184,25 @@ class GroupChannel:
             turn.wait(self._control._allgather_base(self._receive.view(-1), self._send))
             texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in self._receive_bytes]
             raise MismatchError(f"{explain_mismatch(texts, own.sequence)}\n(raised on rank {self.rank})")
-        sites = tuple(header.site for header in headers)
-        if any(site != own.site for site in sites) and sites not in self._sites_warned:
-            self._sites_warned.add(sites)
-            others = [rank for rank, header in enumerate(headers) if header.site != own.site]
-            warnings.warn(
-                f"{turn.call.operation} number {own.sequence} was called at {turn.call.site} on rank {self.rank} and from another line on rank "
-                f"{', '.join(map(str, others))}. If these are not meant to be one call, a process misses a call and results are mixed up.",
-                stacklevel=2,
-            )
+        if any(header.site != own.site for header in headers):
+            self._warn_of_sites(turn.call, headers)
 
-    def bodies(self, turn: _GroupTurn, headers: Sequence[Header], body: Body, sender: int | None, receiver: int | None) -> list[torch.Tensor]:
+    def _warn_of_sites(self, call: Call, headers: Sequence[Header]) -> None:
+        """The same call from different lines may be right (two branches) or a call that one rank misses: said once."""
+        sites = tuple(header.site for header in headers)
+        if sites in self._sites_warned:
+            return
+        self._sites_warned.add(sites)
+        others = ", ".join(str(rank) for rank, site in enumerate(sites) if site != sites[self.rank])
+        warnings.warn(
+            f"{call.operation} number {self.sequence} was called at {call.site} on rank {self.rank}, and at another line on rank {others}. "
+            "If these are not meant to be one call, a process misses a call and results are mixed up.",
+            stacklevel=2,
+        )
+
+    def bodies(
+        self, turn: _GroupTurn, headers: Sequence[Header], body: Body, sender: int | None, receiver: int | None
+    ) -> list[torch.Tensor]:
         lengths = [header.body_length for header in headers]
         longest = max(lengths)
         if longest <= self.room:
@@ -243,7 +251,9 @@ class GroupChannel:
         """gloo says only that a connection broke: the launcher, or the others' silence, says whose."""
         self.broken = "a connection broke"
         notice = self.beacon.exit_notice(wait=1.5)
-        self.beacon.loss = str(notice) if notice else self.beacon.loss or f"the connection to another rank broke ({str(error).splitlines()[0]})"
+        self.beacon.loss = (
+            str(notice) if notice else self.beacon.loss or f"the connection to another rank broke ({str(error).splitlines()[0]})"
+        )
         turn.vigil().lose()
 
 

@@ -57,7 +57,7 @@ def _is_json(value: Any) -> bool:
     if kind in _ATOMS:
         return True
     if kind is int:
-        return -_BIG < value < _BIG
+        return bool(-_BIG < value < _BIG)
     if kind is list:
         return all(map(_is_json, value))
     if kind is dict:
@@ -102,9 +102,17 @@ class _Encoder:
             return {_TAG: "tensor", **self._tensor(value)}
         if isinstance(value, (numpy.ndarray, numpy.generic)) and kind.__module__ == "numpy" and value.dtype.kind in "biufcSUmM":
             data = self._store(numpy.ascontiguousarray(value).tobytes())
-            return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "scalar": isinstance(value, numpy.generic), "at": data}
+            return {
+                _TAG: "array",
+                "dtype": value.dtype.str,
+                "shape": list(value.shape),
+                "scalar": isinstance(value, numpy.generic),
+                "at": data,
+            }
         if self._plain_only:
-            raise TypeError(f"a {kind.__module__}.{kind.__qualname__} is not plain data: pass text, numbers, bytes, arrays or containers of them")
+            raise TypeError(
+                f"a {kind.__module__}.{kind.__qualname__} is not plain data: pass text, numbers, bytes, arrays or containers of them"
+            )
         return {_TAG: "foreign", "at": self._store(pickle.dumps(value))}
 
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
@@ -166,7 +174,9 @@ class _Decoder:
         dtype = getattr(torch, node["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{node['dtype']!r} is not a type of tensor")
-        flat = torch.frombuffer(bytearray(self._bytes(node["at"])), dtype=torch.uint8) if node["at"][1] else torch.empty(0, dtype=torch.uint8)
+        flat = (
+            torch.frombuffer(bytearray(self._bytes(node["at"])), dtype=torch.uint8) if node["at"][1] else torch.empty(0, dtype=torch.uint8)
+        )
         return flat.view(dtype).reshape(node["shape"])
 
     def _make_foreign(self, node: dict[str, Any]) -> Any:

@@ -24,7 +24,9 @@ Arrange = Callable[[Sequence[int]], "list[int] | None"]
 """Given how many samples each rank brought: positions in their concatenation, in the order wanted; None if it does not apply."""
 
 
-def gather_objects(channel: Channel, limits: Limits, value: Any, *, dst: int | None = None, operation: str = "gather_object") -> list[Any] | None:
+def gather_objects(
+    channel: Channel, limits: Limits, value: Any, *, dst: int | None = None, operation: str = "gather_object"
+) -> list[Any] | None:
     """The values of all ranks as a list, in the order of the ranks; with `dst`, only there."""
     body = Body()
     try:
@@ -37,7 +39,9 @@ def gather_objects(channel: Channel, limits: Limits, value: Any, *, dst: int | N
         return [codec.decode(data.numpy().tobytes()) for data in bodies] if dst in (None, channel.rank) else None
 
 
-def gather(channel: Channel, limits: Limits, data: Any, *, dst: int | None = None, arrange: Arrange | None = None, operation: str = "gather") -> Any:
+def gather(
+    channel: Channel, limits: Limits, data: Any, *, dst: int | None = None, arrange: Arrange | None = None, operation: str = "gather"
+) -> Any:
     """The same structure with the leaves of all ranks joined; with `dst`, only on that rank, and None elsewhere."""
     leaves = tree.flatten(data, is_items)
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from slipstream.comm.tree import is_namedtuple, is_node, children
+from slipstream.comm.tree import children, is_namedtuple, is_node
 
 __all__ = ["Packed", "is_items", "is_tensor_leaf", "numbers_as_tensors", "spell_tensor", "to_bytes"]
 

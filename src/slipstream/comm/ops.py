@@ -19,6 +19,7 @@ from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, numbers_as_
 __all__ = ["REDUCTIONS", "barrier", "broadcast", "broadcast_objects", "pad", "reduce", "share"]
 
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
+_COMBINE = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}
 
 
 def barrier(channel: Channel, limits: Limits, operation: str = "wait_for_everyone", trouble: str = "") -> str:
@@ -42,7 +43,9 @@ def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", 
     except (TypeError, ValueError) as error:
         raise refuse(channel, limits, name, error) from None
     if reduction == "none":
-        return tree.unflatten(data, [_finish_reduced(leaf, pack, pack.tensor.clone(), scale) for leaf, pack in zip(leaves, packed, strict=True)])
+        return tree.unflatten(
+            data, [_finish_reduced(leaf, pack, pack.tensor.clone(), scale) for leaf, pack in zip(leaves, packed, strict=True)]
+        )
     text = tree.spell(data, lambda leaf: spell_tensor(numbers_as_tensors(leaf)))
     small = all(pack.on_host for pack in packed) and sum(pack.rows * pack.row_bytes + 16 for pack in packed) <= channel.room
     body = Body()
@@ -52,7 +55,9 @@ def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", 
     with channel.turn(announce(name, text, lambda: text), limits) as turn:
         bodies = turn.exchange(body)
         results = _combine(bodies, packed, reduction) if small else _all_reduce(turn, packed, reduction, channel.world_size)
-    return tree.unflatten(data, [_finish_reduced(leaf, pack, result, scale) for leaf, pack, result in zip(leaves, packed, results, strict=True)])
+    return tree.unflatten(
+        data, [_finish_reduced(leaf, pack, result, scale) for leaf, pack, result in zip(leaves, packed, results, strict=True)]
+    )
 
 
 def _reducible(leaf: Any, reduction: str) -> Packed:
@@ -60,12 +65,16 @@ def _reducible(leaf: Any, reduction: str) -> Packed:
         raise ValueError(f"reduction={reduction!r} is not known: write one of {', '.join(REDUCTIONS)}")
     value = numbers_as_tensors(leaf)
     if not is_tensor_leaf(value):
-        raise TypeError(f"reduce got a {type(leaf).__name__}, which cannot be added up: pass tensors, arrays or numbers, or use gather for objects")
+        raise TypeError(
+            f"reduce got a {type(leaf).__name__}, which cannot be added up: pass tensors, arrays or numbers, or use gather for objects"
+        )
     pack = Packed(value)
     if reduction == "mean" and not (pack.tensor.is_floating_point() or pack.tensor.is_complex()):
         raise TypeError(f"the mean of {spell_tensor(value)} is not a whole number: convert it with .float() first, or use reduction='sum'")
     if reduction == "sum" and pack.tensor.dtype == torch.bool:
-        raise TypeError(f"{spell_tensor(value)} cannot be added up: convert it with .long() to count, or use 'max' for any and 'min' for all")
+        raise TypeError(
+            f"{spell_tensor(value)} cannot be added up: convert it with .long() to count, or use 'max' for any and 'min' for all"
+        )
     return pack
 
 
@@ -75,8 +84,7 @@ def _combine(bodies: list[torch.Tensor], packed: list[Packed], reduction: str) -
     results = []
     for pack in packed:
         stacked = torch.stack([pack.from_bytes(reader.take(pack.rows * pack.row_bytes), pack.rows) for reader in readers])
-        combine = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[reduction]
-        results.append(combine(stacked, dim=0).to(pack.tensor.dtype))
+        results.append(getattr(stacked, _COMBINE[reduction])(dim=0).to(pack.tensor.dtype))
     return results
 
 
@@ -163,7 +171,9 @@ def _take_objects(reader: Reader) -> list[Any]:
     return objects
 
 
-def broadcast_objects(channel: Channel, limits: Limits, values: list[Any], from_process: int = 0, *, operation: str = "broadcast_object_list") -> list[Any]:
+def broadcast_objects(
+    channel: Channel, limits: Limits, values: list[Any], from_process: int = 0, *, operation: str = "broadcast_object_list"
+) -> list[Any]:
     """The list of one rank, of the same length on all of them."""
     name = f"{operation} from rank {from_process}"
     body = Body()
@@ -187,7 +197,9 @@ def share(channel: Channel, limits: Limits, tensor: torch.Tensor | None, *, oper
     with channel.turn(announce(operation, "", lambda: "None" if tensor is None else spell_tensor(tensor)), limits) as turn:
         owned = [data.numpy().tobytes() for data in turn.exchange(body) if data.numel()]
     if len(owned) != 1:
-        raise ValueError(f"{operation} needs one process to pass a tensor and the others None, but {len(owned)} of {channel.world_size} passed one")
+        raise ValueError(
+            f"{operation} needs one process to pass a tensor and the others None, but {len(owned)} of {channel.world_size} passed one"
+        )
     received: torch.Tensor = codec.decode(owned[0])
     return received
 
@@ -195,19 +207,36 @@ def share(channel: Channel, limits: Limits, tensor: torch.Tensor | None, *, oper
 # -- pad --------------------------------------------------------------------------------------------------------------
 
 
-def pad(channel: Channel, limits: Limits, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, operation: str = "pad_across_processes") -> Any:
+def pad(
+    channel: Channel,
+    limits: Limits,
+    data: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    operation: str = "pad_across_processes",
+) -> Any:
     """Every tensor padded along `dim` to the largest size over the ranks; leaves without that dimension stay as they are."""
     leaves = tree.flatten(data)
     sizes = [_size_along(leaf, dim) for leaf in leaves]
     body = Body()
     body.add(numpy.array([-1 if size is None else size for size in sizes], dtype=numpy.int64).view(numpy.uint8))
     agreement = f"dim={dim} " + tree.spell(data, lambda leaf: str(leaf.dtype) if is_tensor_leaf(leaf) else "object")
-    call = announce(operation, agreement, lambda: f"dim={dim} " + tree.spell(data, lambda leaf: spell_tensor(leaf) if is_tensor_leaf(leaf) else type(leaf).__name__))
+    call = announce(
+        operation,
+        agreement,
+        lambda: f"dim={dim} " + tree.spell(data, lambda leaf: spell_tensor(leaf) if is_tensor_leaf(leaf) else type(leaf).__name__),
+    )
     with channel.turn(call, limits) as turn:
         everyone = torch.stack([Reader(received).take(8 * len(leaves)).view(torch.int64) for received in turn.exchange(body)])
     largest = everyone.amax(dim=0).tolist() if leaves else []
     return tree.unflatten(
-        data, [leaf if size is None else _padded(leaf, dim, target, pad_index, pad_first) for leaf, size, target in zip(leaves, sizes, largest, strict=True)]
+        data,
+        [
+            leaf if size is None else _padded(leaf, dim, target, pad_index, pad_first)
+            for leaf, size, target in zip(leaves, sizes, largest, strict=True)
+        ],
     )
 
 

@@ -58,7 +58,12 @@ def process_state(note: dict[str, Any]) -> str | None:
         return f"process {note['pid']} is gone"
     except psutil.AccessDenied:
         return None
-    words = {psutil.STATUS_STOPPED: "stopped by a signal", psutil.STATUS_TRACING_STOP: "held by a debugger", psutil.STATUS_ZOMBIE: "ended", psutil.STATUS_DISK_SLEEP: "in an uninterruptible read or write"}
+    words = {
+        psutil.STATUS_STOPPED: "stopped by a signal",
+        psutil.STATUS_TRACING_STOP: "held by a debugger",
+        psutil.STATUS_ZOMBIE: "ended",
+        psutil.STATUS_DISK_SLEEP: "in an uninterruptible read or write",
+    }
     return words.get(status, "running, but its interpreter does not answer")
 
 
@@ -81,5 +86,3 @@ def signalled_stack(note: dict[str, Any]) -> list[str]:
         return [f"(no stack: {error.strerror})"]
     frames = [line for line in lines if line.startswith("File ")]
     return frames[:8][::-1]
-
-

@@ -14,7 +14,18 @@ import types
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeGuard
 
-__all__ = ["children", "flatten", "honor_type", "is_dataclass_instance", "is_namedtuple", "is_node", "map_leaves", "rebuild", "spell", "unflatten"]
+__all__ = [
+    "children",
+    "flatten",
+    "honor_type",
+    "is_dataclass_instance",
+    "is_namedtuple",
+    "is_node",
+    "map_leaves",
+    "rebuild",
+    "spell",
+    "unflatten",
+]
 
 Leaf = Any
 Tree = Any

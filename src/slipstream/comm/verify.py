@@ -84,7 +84,8 @@ def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
     The processes did not call the same thing as collective number 4, so nothing was transferred:
       ranks 0, 2: gather int64(2,) at a.py:1
       rank 1: reduce(sum) int64(2,) at a.py:9
-    Every process has to make the same call with the same structure, types and shapes, in the same order; look for a call under a condition that is not true everywhere.
+    Every process has to make the same call with the same structure, types and shapes, in the same order.
+    Look for a call under a condition that is not true everywhere.
     """
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
@@ -94,8 +95,8 @@ def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
         [
             f"The processes did not call the same thing as collective number {sequence}, so nothing was transferred:",
             *lines,
-            "Every process has to make the same call with the same structure, types and shapes, in the same order; "
-            "look for a call under a condition that is not true everywhere.",
+            "Every process has to make the same call with the same structure, types and shapes, in the same order.",
+            "Look for a call under a condition that is not true everywhere.",
         ]
     )
 

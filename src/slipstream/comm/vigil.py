@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from slipstream.errors import PeerLostError, WaitTimeoutError
 from slipstream.comm.beacon import Beacon
+from slipstream.errors import PeerLostError, WaitTimeoutError
 
 __all__ = ["Limits", "Vigil"]
 
@@ -46,7 +46,9 @@ class Vigil:
         waited = time.monotonic() - self._beacon.here.since
         if self._beacon.loss is not None:
             self.lose()
-        if waited >= self._limit or (self._patient and waited > self._limits.timeout and self._beacon.all_missing_silent(self._limits.timeout)):
+        if waited >= self._limit or (
+            self._patient and waited > self._limits.timeout and self._beacon.all_missing_silent(self._limits.timeout)
+        ):
             self._give_up(waited)
         if waited >= self._warn_at * 0.95:
             self._warn_at = waited * 2
@@ -72,7 +74,8 @@ class Vigil:
         name = "barrier_timeout" if waited >= self._limits.barrier_timeout and self._patient else "timeout"
         message = (
             f"rank {beacon.rank} waited {waited:.0f} s in {self._call}, and {_ranks(beacon.missing())} did not come:\n{beacon.table()}\n"
-            f"If the work before it may take so long, raise the limit: {name}=... or SLIPSTREAM_{name.upper()}, now {getattr(self._limits, name):.0f} s."
+            f"If the work before it may take so long, raise the limit with {name}=... or SLIPSTREAM_{name.upper()} "
+            f"(now {getattr(self._limits, name):g} s)."
         )
         beacon.post("gave_up", generation=here.generation, sequence=here.sequence, operation=here.operation, site=here.site)
         raise WaitTimeoutError(message)

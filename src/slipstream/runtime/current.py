@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 
+from slipstream.comm.vigil import Limits
+from slipstream.config import for_worker
 from slipstream.config.sources import environment
 from slipstream.runtime.clusters import detect
 from slipstream.runtime.runtime import Runtime
@@ -34,7 +36,8 @@ def current() -> Runtime:
     """
     global _current, _registered
     if current_or_none() is None:
-        _current = Runtime(detect(environment()))
+        safety = for_worker().safety
+        _current = Runtime(detect(environment()), Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning))
         if not _registered:
             _registered = True
             atexit.register(_end_at_exit)

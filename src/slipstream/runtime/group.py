@@ -8,15 +8,18 @@ group on gloo for the headers of our collectives, whose waits are timed by us.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.rendezvous import rendezvous
 
 from slipstream.comm.beacon import Beacon
 from slipstream.comm.channel import Channel, GroupChannel, Limits
@@ -29,7 +32,6 @@ from slipstream.runtime.store import connect, second_connection
 __all__ = ["Group", "GroupSettings"]
 
 _FOREVER = timedelta(days=30)
-_SLICE = timedelta(milliseconds=200)
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,15 @@ class Group:
         control = self._control_group(store)
         data = self._default_group(store, limits)
         self._beacon.leave()
-        return GroupChannel(control=control, data=data, beacon=self._beacon, rank=process.rank, world_size=process.world_size, generation=self.generation)
+        return GroupChannel(
+            control=control, data=data, beacon=self._beacon, rank=process.rank, world_size=process.world_size, generation=self.generation
+        )
 
     def _find_store(self) -> Store:
         if dist.is_initialized():  # the user opened torch's group: meet where it met
             return PrefixStore("slipstream", dist.distributed_c10d._get_default_store())
         if self.settings.init_method is not None:
-            store, _, _ = next(dist.rendezvous(self.settings.init_method, self.process.rank, self.process.world_size))
+            store, _, _ = next(rendezvous(self.settings.init_method, self.process.rank, self.process.world_size))
             return PrefixStore("slipstream", store)
         return connect(self.process)
 
@@ -99,19 +103,23 @@ class Group:
         if store.add("arrived", 1) == self.process.world_size:
             store.set("complete", "")
         try:
-            while not _arrives(store, "complete"):
+            for pause in _pauses():
+                if store.check(["complete"]):
+                    return
                 vigil.look()
+                time.sleep(pause)
         except DistributedOperationException:
             beacon.leave()
             raise
 
     def _control_group(self, store: Store) -> Any:
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = _FOREVER  # our own vigil decides how long a wait may take
+        place = PrefixStore("control", store), self.process.rank, self.process.world_size
         if not self.process.one_machine:
-            return dist.ProcessGroupGloo(PrefixStore("control", store), self.process.rank, self.process.world_size, _FOREVER)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        return dist.ProcessGroupGloo(PrefixStore("control", store), self.process.rank, self.process.world_size, options)
+            return ProcessGroupGloo(*place, _FOREVER)  # our own vigil decides how long a wait may take
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = _FOREVER
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return ProcessGroupGloo(*place, options)
 
     def _default_group(self, store: Store, limits: Limits) -> Any:
         if not dist.is_initialized():
@@ -159,19 +167,19 @@ class Group:
         try:
             gone = store.add("gone", 1)
             deadline = time.monotonic() + 5.0
-            while self.process.rank == 0 and not self.process.agent_store and gone < self.process.world_size and time.monotonic() < deadline:
+            while (
+                self.process.rank == 0 and not self.process.agent_store and gone < self.process.world_size and time.monotonic() < deadline
+            ):
                 time.sleep(0.02)
                 gone = store.add("gone", 0)
         except RuntimeError:  # the server has left before us, which is what this rank is about to do
             return
 
 
-def _arrives(store: Store, key: str) -> bool:
-    try:
-        store.wait([key], _SLICE)
-    except RuntimeError:  # torch's timeout; a store that is gone shows in the beacon, which the vigil reads
-        return False
-    return True
+def _pauses() -> Iterator[float]:
+    """Short looks at first, as the others are mostly about to come; then a few a second."""
+    yield from (0.0005 * 1.5**attempt for attempt in range(14))
+    yield from itertools.repeat(0.15)
 
 
 def _keep_forever(groups: tuple[Any, ...]) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.comm.channel import Channel, Limits, Solo
+from slipstream.devices.table import best_family
 from slipstream.runtime.group import Group, GroupSettings
 from slipstream.runtime.process import Process
+from slipstream.runtime.turns import wait_for_everyone
 
 __all__ = ["Runtime"]
 
@@ -28,8 +30,10 @@ class Runtime:
     1
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, limits: Limits | None = None) -> None:
         self.process = process
+        self.limits = limits or Limits()
+        """The limits of calls that no state object makes."""
         self.pid = os.getpid()
         self.replicas: dict[str, Replica] = {}
         """What `debug` compares between ranks at every barrier."""
@@ -52,13 +56,11 @@ class Runtime:
             return self._solo
         if self._group is None:
             self._group = Group(self.process, settings or _default_settings())
-        return self._group.channel(limits or Limits())
+        return self._group.channel(limits or self.limits)
 
     def wait_for_everyone(self) -> None:
         """A barrier with the default limits; see `runtime/turns.py`."""
-        from slipstream.runtime.turns import wait_for_everyone
-
-        wait_for_everyone(self.channel(), Limits())
+        wait_for_everyone(self.channel(), self.limits)
 
     def close(self, reason: str) -> None:
         """Closes the group; the next call that needs one opens another."""
@@ -73,6 +75,4 @@ class Runtime:
 
 
 def _default_settings() -> GroupSettings:
-    from slipstream.devices.table import best_family
-
     return GroupSettings(backend=best_family(distributed=True).backend)

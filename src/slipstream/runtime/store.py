@@ -10,7 +10,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from slipstream.errors import StateError
 from slipstream.launch.contract import attempt_prefix
@@ -31,8 +31,12 @@ def connect(process: Process, connect_timeout: float = 120.0) -> Store:
     serves = process.rank == 0 and not process.agent_store
     timeout = timedelta(seconds=connect_timeout)
     try:
-        store = _serve(process, timeout) if serves else TCPStore(process.master_addr, process.master_port, None, False, timeout, wait_for_workers=False)
-    except (DistError, OSError, RuntimeError) as error:
+        store = (
+            _serve(process, timeout)
+            if serves
+            else TCPStore(process.master_addr, process.master_port, None, False, timeout, wait_for_workers=False)
+        )
+    except (OSError, RuntimeError) as error:
         raise StateError(_explain(process, serves, connect_timeout, error)) from None
     return PrefixStore(attempt_prefix(process.run_id, process.attempt), store)
 
@@ -56,7 +60,7 @@ def _explain(process: Process, serves: bool, seconds: float, error: Exception) -
     where = f"{process.master_addr}:{process.master_port}"
     cause = str(error).splitlines()[0]
     if serves:
-        return f"rank 0 cannot listen at {where} ({cause}): another job may use this port; set MASTER_PORT to a free one, the same for all ranks"
+        return f"rank 0 cannot listen at {where} ({cause}): set MASTER_PORT to a port that is free, the same for all ranks"
     return (
         f"rank {process.rank} on {process.host} cannot reach the main process at {where} within {seconds:.0f} s ({cause}): "
         "check that rank 0 runs, that the name resolves here and that no firewall is between"

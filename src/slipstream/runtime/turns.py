@@ -6,6 +6,7 @@ An exception inside a turn reaches the processes that wait for it, instead of le
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,7 +17,7 @@ from slipstream.comm.ops import barrier
 from slipstream.comm.vigil import Limits
 from slipstream.errors import PeerLostError
 
-__all__ = ["first", "only_if", "wait_for_everyone"]
+__all__ = ["first", "leave_together", "only_if", "wait_for_everyone"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,3 +55,12 @@ def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
         return None
 
     return nothing
+
+
+def leave_together(channel: Channel, limits: Limits) -> None:
+    """Closing the group is a call that all make: a rank that is elsewhere shows here.
+
+    While an exception is on its way nobody is waited for: the others learn that this rank has left.
+    """
+    if sys.exc_info()[0] is None:
+        barrier(channel, limits, "destroy_process_group")

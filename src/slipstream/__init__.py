@@ -1,0 +1,88 @@
+"""Slipstream: plain PyTorch scripts, run distributed.
+
+    from slipstream import PartialState
+
+    state = PartialState()
+    with state.split_between_processes(prompts) as mine:
+        texts = generate(mine)
+    everything = state.gather(texts)
+
+The public names are found when they are first used, so `import slipstream` imports no torch. Helpers are in `slipstream.utils`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.accelerator import Accelerator as Accelerator
+    from slipstream.devices.packages import is_rich_available as is_rich_available
+    from slipstream.devices.table import DistributedType as DistributedType
+    from slipstream.errors import ConfigError as ConfigError
+    from slipstream.errors import DistributedOperationException as DistributedOperationException
+    from slipstream.errors import LaunchError as LaunchError
+    from slipstream.errors import MismatchError as MismatchError
+    from slipstream.errors import PeerLostError as PeerLostError
+    from slipstream.errors import SlipstreamError as SlipstreamError
+    from slipstream.errors import StateError as StateError
+    from slipstream.errors import WaitTimeoutError as WaitTimeoutError
+    from slipstream.notebook import debug_launcher as debug_launcher
+    from slipstream.notebook import notebook_launcher as notebook_launcher
+    from slipstream.runtime.state import AcceleratorState as AcceleratorState
+    from slipstream.runtime.state import PartialState as PartialState
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "slipstream.accelerator": ("Accelerator",),
+    "slipstream.devices.packages": ("is_rich_available",),
+    "slipstream.devices.table": ("DistributedType",),
+    "slipstream.errors": (
+        "ConfigError",
+        "DistributedOperationException",
+        "LaunchError",
+        "MismatchError",
+        "PeerLostError",
+        "SlipstreamError",
+        "StateError",
+        "WaitTimeoutError",
+    ),
+    "slipstream.notebook": (
+        "debug_launcher",
+        "notebook_launcher",
+    ),
+    "slipstream.runtime.state": (
+        "AcceleratorState",
+        "PartialState",
+    ),
+}
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorState",
+    "ConfigError",
+    "DistributedOperationException",
+    "DistributedType",
+    "LaunchError",
+    "MismatchError",
+    "PartialState",
+    "PeerLostError",
+    "SlipstreamError",
+    "StateError",
+    "WaitTimeoutError",
+    "debug_launcher",
+    "is_rich_available",
+    "notebook_launcher",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

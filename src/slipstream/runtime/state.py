@@ -1,0 +1,319 @@
+"""`PartialState` and `AcceleratorState`: views of the one runtime of this process, each with settings of its own.
+
+Any number of them may exist; they see the same rank, world and group, and none changes another's precision, limits or device. Making
+one opens the process group if there are several processes; after `destroy_process_group()` the next call that needs the
+group opens a fresh one by itself.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from slipstream.comm import gather as gathering
+from slipstream.comm import ops
+from slipstream.comm.agree import check_agreement
+from slipstream.comm.channel import Channel, Limits
+from slipstream.comm.differentiable import gather_with_gradient
+from slipstream.comm.sites import call_site
+from slipstream.config import Config, for_worker
+from slipstream.config.sources import environment
+from slipstream.devices.table import DistributedType, best_family, device_for, set_device
+from slipstream.runtime.arrange import arrangement
+from slipstream.runtime.current import current, current_or_none
+from slipstream.runtime.group import GroupSettings, torch_group_is_open
+from slipstream.runtime.split import Part, split
+from slipstream.runtime.turns import first, leave_together, only_if, wait_for_everyone
+
+__all__ = ["AcceleratorState", "PartialState", "is_initialized"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_initialized() -> bool:
+    """Whether this process has a runtime already.
+
+    >>> state = PartialState()
+    >>> is_initialized()
+    True
+    """
+    return current_or_none() is not None
+
+
+class PartialState:
+    """Which process this is, on which device, and how it talks to the others.
+
+    Keyword arguments: `timeout` (timedelta or seconds), `backend` and `init_method` for the process group, and the safety
+    options `debug`, `hang_warning` and `barrier_timeout`.
+
+    >>> state = PartialState()
+    >>> state.num_processes, state.is_main_process, state.gather(["a"])
+    (1, True, ['a'])
+    """
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        backend, init_method = kwargs.pop("backend", None), kwargs.pop("init_method", None)
+        self._config: Config = for_worker(_constructor_values(cpu, kwargs))
+        safety = self._config.safety
+        self._limits = Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning)
+        self._runtime = current()
+        self.debug: bool = safety.debug
+        self.fork_launched: bool = environment().get("FORK_LAUNCHED") == "1"
+        self._family = best_family(self._config.device.cpu, distributed=self._runtime.process.world_size > 1)
+        self.device: torch.device = device_for(self._family, self._runtime.process.local_rank)
+        self._settings = GroupSettings(backend or self._family.backend, init_method)
+        self._part: Part | None = None
+        self._triggered = False
+        self.set_device()
+        self._channel()
+
+    def _channel(self) -> Channel:
+        return self._runtime.channel(self._limits, self._settings)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, local {self.local_process_index}, "
+            f"device {self.device}, {self.distributed_type.value}, backend {self.backend})"
+        )
+
+    # -- who this is ----------------------------------------------------------------------------------------------
+
+    @property
+    def initialized(self) -> bool:
+        """True: a state object exists."""
+        return True
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes this job has, on all machines."""
+        return self._runtime.process.world_size
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process among all."""
+        return self._runtime.process.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its machine."""
+        return self._runtime.process.local_rank
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._runtime.process.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its machine."""
+        return self._runtime.process.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return self._runtime.process.is_last
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What kind of several processes these are: `NO` for one."""
+        return DistributedType(self._family.multi) if self.use_distributed else DistributedType.NO
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the process group; None for one process."""
+        return self._settings.backend if self.use_distributed else None
+
+    @property
+    def default_device(self) -> torch.device:
+        """The best device of this machine, whatever this object was told to use."""
+        return device_for(best_family(), self.local_process_index)
+
+    def set_device(self) -> None:
+        """Makes `device` the current one of its kind in torch."""
+        if self.device.type == self._family.type:
+            set_device(self.device)
+
+    # -- taking turns (runtime/turns.py) --------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Returns when every process has called it; with `debug`, also checks that registered replicas agree."""
+        wait_for_everyone(self._channel(), self._limits)
+        if self.debug:
+            for name, values in self._runtime.replicas.items():
+                check_agreement(self._channel(), self._limits, name, values())
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """The main process runs the block before the others do."""
+        return first(self._channel(), self._limits, self.is_main_process, "main_process_first")
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The first process of each machine runs the block before the others do."""
+        return first(self._channel(), self._limits, self.is_local_main_process, "local_main_process_first")
+
+    def on_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on the main process only; elsewhere it gives None."""
+        return self._only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on the first process of each machine only."""
+        return self._only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on the last process only."""
+        return self._only_if(self.is_last_process, function)
+
+    def on_process(self, function: Callable[P, R] | None = None, process_index: int | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on one process only (0 if none is named)."""
+        return self._only_if(self.process_index == (process_index or 0), function)
+
+    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on one process of each machine only (0 if none is named)."""
+        return self._only_if(self.local_process_index == (local_process_index or 0), function)
+
+    def _only_if(self, condition: bool, function: Callable[P, R] | None) -> Callable[..., Any]:
+        return partial(only_if, condition) if function is None else only_if(condition, function)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints once for each machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def set_trigger(self) -> None:
+        """Raises a flag on this process; `check_trigger` sees it on all."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised its flag since the last check; all processes have to call it, and it lowers the flags."""
+        raised = ops.reduce(self._channel(), self._limits, int(self._triggered), "max", operation="check_trigger")
+        if raised:
+            self._triggered = False
+        return bool(raised)
+
+    # -- sharing work (runtime/split.py) --------------------------------------------------------------------------
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of a list, tuple, dict, tensor, array, range, dataset or iterable.
+
+        With `apply_padding` every process gets the same count, the last item repeated; a `gather` of one result per item drops
+        the repeated ones again, and gives the results of a dealt-out iterable in the order of the input.
+        """
+        self._part = split(inputs, self.process_index, self.num_processes, apply_padding)
+        yield self._part.value
+
+    # -- collectives (comm/) --------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any, dst: int | None = None, with_gradient: bool = False) -> Any:
+        """The data of all processes, joined in the order of the ranks; with `dst`, only there; see `comm/gather.py`."""
+        if with_gradient:
+            if dst is not None:
+                raise ValueError(f"gather(with_gradient=True, dst={dst}): gradients come from every process, so all need the result; leave out dst")
+            return gather_with_gradient(self._channel(), self._limits, tensor)
+        return gathering.gather(self._channel(), self._limits, tensor, dst=dst, arrange=arrangement(self._part))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without what only padded a part; `use_gather_object` concatenates lists of any objects, tensors included."""
+        if use_gather_object:
+            return self.gather_object(input_data)
+        return gathering.gather(self._channel(), self._limits, input_data, arrange=arrangement(self._part), operation="gather_for_metrics")
+
+    def gather_object(self, object: Any, dst: int | None = None) -> Any:
+        """The objects of all processes as one list, lists and tuples concatenated; with `dst`, only there."""
+        values = gathering.gather_objects(self._channel(), self._limits, object, dst=dst)
+        if values is not None and isinstance(object, (list, tuple)):
+            return [item for value in values for item in value]
+        return values
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors, arrays or numbers combined over the processes: sum, mean, max or min; see `comm/ops.py`."""
+        return ops.reduce(self._channel(), self._limits, tensor, reduction, scale)
+
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """The data of one process on all of them; all pass the same structure, types and shapes."""
+        return ops.broadcast(self._channel(), self._limits, tensor, from_process)
+
+    def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
+        """The list of one process on all of them, written into the list that was passed."""
+        object_list[:] = ops.broadcast_objects(self._channel(), self._limits, object_list, from_process)
+        return object_list
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors padded along `dim` to the largest size over the processes."""
+        return ops.pad(self._channel(), self._limits, tensor, dim, pad_index, pad_first)
+
+    def verify_replicas(self, **values: Any) -> None:
+        """Raises on every process unless the named values (modules, tensors, plain data) are the same on all of them.
+
+        >>> PartialState().verify_replicas(model=torch.nn.Linear(2, 2), step=3)
+        """
+        for name, value in values.items():
+            check_agreement(self._channel(), self._limits, name, _by_name(value))
+
+    def expect_equal(self, name: str, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Names values that `wait_for_everyone` compares between the processes in debug mode."""
+        self._runtime.replicas[name] = values
+
+    # -- the process group (runtime/group.py) ---------------------------------------------------------------------
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Closes the process group (or only `group`, one of the user's); the next call that needs it opens a fresh one."""
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
+            return
+        if self.use_distributed and self._runtime.is_open:
+            leave_together(self._channel(), self._limits)
+            self._runtime.close(f"destroy_process_group at {call_site()}")
+        elif torch_group_is_open():
+            torch.distributed.destroy_process_group()
+
+
+class AcceleratorState(PartialState):
+    """`PartialState` with the precision that was asked for.
+
+    >>> AcceleratorState(mixed_precision="bf16").mixed_precision, AcceleratorState().mixed_precision
+    ('bf16', 'no')
+    """
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        if mixed_precision is not None:
+            kwargs["mixed_precision"] = str(getattr(mixed_precision, "value", mixed_precision)).lower()
+        super().__init__(cpu, **kwargs)
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of this object: no, fp16, bf16 or fp8."""
+        return self._config.compute.mixed_precision
+
+
+_CONSTRUCTOR_OPTIONS = ("debug", "timeout", "barrier_timeout", "hang_warning", "mixed_precision", "gradient_accumulation_steps")
+
+
+def _constructor_values(cpu: bool, kwargs: dict[str, Any]) -> dict[str, object]:
+    unknown = sorted(set(kwargs) - set(_CONSTRUCTOR_OPTIONS))
+    if unknown:
+        known = ", ".join(("cpu", "backend", "init_method", *_CONSTRUCTOR_OPTIONS))
+        raise TypeError(f"unknown argument {', '.join(unknown)}: a state takes {known}")
+    values: dict[str, object] = {name: value for name, value in kwargs.items() if value is not None}
+    if isinstance(values.get("timeout"), timedelta):
+        values["timeout"] = kwargs["timeout"].total_seconds()
+    if cpu:
+        values["cpu"] = True
+    return values
+
+
+def _by_name(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, torch.nn.Module):
+        return {name: tensor.cpu() for name, tensor in value.state_dict().items()}
+    return value if isinstance(value, Mapping) else {"value": value}
