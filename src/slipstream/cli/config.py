@@ -145,7 +145,7 @@ def interview(ask: Ask, existing: Mapping[str, Value]) -> dict[str, Value]:
             continue
         current = existing.get(option.name, option.default)
         reader = functools.partial(_answer, option, dict(answers))
-        answers[option.name] = ask(_question(option), _shown(option, current), reader)
+        answers[option.name] = ask(_question(option), _current(option, current), reader)
     return answers
 
 
@@ -163,7 +163,7 @@ def _question(option: Option) -> str:
     return f"{option.question}{choices}"
 
 
-def _shown(option: Option, value: Value) -> str:
+def _current(option: Option, value: Value) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return option.unset if value is None else str(value)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from slipstream.config.option import Kind, Origin, flag_names, negative_flag_names
+from slipstream.config.option import Kind, Origin, flag_names, negative_flag_names, shown
 from slipstream.config.schema import OPTIONS
 from slipstream.errors import ConfigError
 
@@ -101,6 +101,22 @@ _INTERNAL_PREFIXES: Final = ("SLIPSTREAM_INTERNAL_", "SLIPSTREAM_TEST_")
 """Variables with these beginnings pass between our own processes; nobody sets them by hand."""
 
 
+_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "nproc": "num_processes",
+        "nprocs": "num_processes",
+        "nproc_per_node": "num_processes",
+        "world_size": "num_processes",
+        "nnodes": "num_machines",
+        "node_rank": "machine_rank",
+        "master_addr": "main_process_ip",
+        "master_port": "main_process_port",
+        "rdzv_endpoint": "main_process_ip",
+    }
+)
+"""What other launchers call an option of ours."""
+
+
 def is_internal(variable: str) -> bool:
     return variable in INTERNAL_VARIABLES or variable.startswith(_INTERNAL_PREFIXES)
 
@@ -136,37 +152,43 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """
     import difflib  # only here: names are right most of the time
 
-    known = list(known)
-    folded = {re.sub("[-_ ]", "", one).lower(): one for one in reversed(known)}
-    short = re.sub("[-_ ]", "", name).lower()
-    inside = [one for key, one in folded.items() if len(short) >= 3 and (short in key or key in short) and len(key) >= 3]
-    close = difflib.get_close_matches(short, list(folded), n=3, cutoff=0.6)
-    found = [folded[one] for one in close] + sorted(inside, key=len)
-    return list(dict.fromkeys(found))[:3]
+    typed = _folded(name)
+    scores = {one: difflib.SequenceMatcher(None, typed, _folded(one)).ratio() for one in known}
+    best = max(scores.values(), default=0.0)
+    close = [one for one, score in scores.items() if score >= max(0.6, best - 0.1)]
+    if not close and len(typed) >= 3:
+        close = [one for one in scores if typed in _folded(one)]
+    return sorted(close, key=lambda one: -scores[one])[:3]
+
+
+def _folded(name: str) -> str:
+    """A name without what people write differently."""
+    return re.sub("[-_ ]", "", name).lower()
 
 
 def unknown_name(name: str, origin: Origin, also: Iterable[str] = ()) -> ConfigError:
     """The error for a name that is no option: as a flag, in a file or as a variable; `also` are further names that it may have meant."""
     bare = name.removeprefix("SLIPSTREAM_").lower() if origin.kind == "environment" else name
-    shown = _shown(name, origin)
+    place = _place(name, origin)
     feature = missing_feature(bare)
     if feature:
-        return not_available(shown, feature)
+        return not_available(place, feature)
     if bare in OPTIONS and not OPTIONS[bare].in_file:
-        return ConfigError(f"{shown} cannot be used here: it belongs to one command line.\nWrite it as a flag: --{bare}")
+        return ConfigError(f"{place} cannot be used here: it belongs to one command line.\nWrite it as a flag: --{bare}")
     candidates = _candidates(origin.kind) | {one: one for one in also}
-    near = [candidates[one] for one in nearest(bare, candidates)]
+    near = [candidates[one] for one in ([_ELSEWHERE[bare]] if bare in _ELSEWHERE else nearest(bare, candidates))]
     hint = f"Did you mean {' or '.join(near)}?" if near else _where_listed(origin.kind)
-    return ConfigError(f"{shown} is not an option of Slipstream.\n{hint}")
+    return ConfigError(f"{place} is not an option of Slipstream.\n{hint}")
 
 
-def _shown(name: str, origin: Origin) -> str:
+def _place(name: str, origin: Origin) -> str:
+    """The name and where it stood, as the start of a sentence."""
     if origin.kind == "file":
         path, _, _ = origin.where.rpartition(": ")
-        return f"The key {name} (in {path})"
+        return f"The key {shown(name)} (in {path})"
     if origin.kind == "constructor":
         return f"The argument {origin.where}"
-    return origin.where
+    return shown(origin.where)
 
 
 def _candidates(kind: Kind) -> dict[str, str]:

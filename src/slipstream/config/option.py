@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from slipstream.errors import ConfigError
 
-__all__ = ["Kind", "Option", "Origin", "Value", "declare", "flag_names", "from_field", "negative_flag_names", "parse", "spelled"]
+__all__ = ["Kind", "Option", "Origin", "Value", "declare", "flag_names", "from_field", "negative_flag_names", "parse", "shown", "spelled"]
 
 Value = bool | int | float | str | None
 Kind = Literal["constructor", "flag", "environment", "file", "default"]
@@ -176,7 +176,7 @@ def spelled(option: Option, value: object, kind: Kind) -> str:
     if kind == "file" and option.in_file:
         return f"{option.name}: {text}"
     if kind == "constructor":
-        return f"{option.name}={value!r}" if not isinstance(value, str) or option.type is str else f"{option.name}={text}"
+        return f"{option.name}={text!r}" if option.type is str else f"{option.name}={text.capitalize()}"
     if option.is_switch:
         yes = text in _TRUE
         return (flag_names(option) if yes or not option.has_negative else negative_flag_names(option))[0]
@@ -185,6 +185,16 @@ def spelled(option: Option, value: object, kind: Kind) -> str:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def shown(text: str) -> str:
+    """What somebody wrote, fit for one line of a message.
+
+    >>> shown("2"), shown("two\\nlines")
+    ('2', "'two\\\\nlines'")
+    """
+    line = text if text.isprintable() else repr(text)
+    return line if len(line) <= 80 else line[:77] + "..."
 
 
 def parse(option: Option, raw: object, origin: Origin) -> Value:
@@ -197,12 +207,10 @@ def parse(option: Option, raw: object, origin: Origin) -> Value:
     try:
         return _within(option, _READERS[option.type](option, raw))
     except _Unfit as unfit:
-        shown = _text(raw) if isinstance(raw, (str, int, float)) else repr(raw)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
+        given = shown(_text(raw) if isinstance(raw, (str, int, float)) else repr(raw))
         suggestion = spelled(option, option.shown_example, origin.kind)
         hint = f"Write {option.wanted}, for example: {suggestion}"
-        raise ConfigError(f"{option.name}={shown} ({origin}) {unfit}.\n{hint}") from None
+        raise ConfigError(f"{option.name}={given} ({origin}) {unfit}.\n{hint}") from None
 
 
 class _Unfit(Exception):

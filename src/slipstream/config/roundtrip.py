@@ -6,6 +6,7 @@ arrived in each place. It writes one file into the folder it is given, and nothi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -14,20 +15,28 @@ from slipstream.config import transport
 from slipstream.config.checks import Choice
 from slipstream.config.option import Option, Origin, Value, parse
 from slipstream.config.resolve import for_worker, resolve
+from slipstream.config.schema import OPTIONS
 from slipstream.config.write import write_file
+from slipstream.errors import ConfigError
 
-__all__ = ["COMPANIONS", "samples", "travel", "written"]
+__all__ = ["COMPANIONS", "TRAVELLERS", "samples", "travel", "written"]
 
-COMPANIONS: Final[Mapping[str, Mapping[str, Value]]] = {"machine_rank": {"num_machines": 2}}
+COMPANIONS: Final[Mapping[str, Mapping[str, Value]]] = {"machine_rank": {"num_machines": 100}}
 """What must be said along with an option so that it contradicts nothing."""
+
+TRAVELLERS: Final = tuple(option for option in OPTIONS.values() if option.name != "config_file")
+"""The options that `travel` takes: all but the one whose value must be a file that exists."""
 
 
 def samples(option: Option) -> list[Value]:
-    """Values of an option that are not its default: one of each kind that matters."""
+    """Values of an option that are not its default: every choice, or an example and where possible another one."""
     if option.is_switch:
         return [not option.default]
-    candidates = list(option.choices) or [option.shown_example]
-    values = [parse(option, candidate, Origin("default")) for candidate in candidates]
+    example = option.shown_example
+    values: list[Value] = []
+    for candidate in option.choices or (example, example + "2", "7"):
+        with contextlib.suppress(ConfigError):
+            values.append(parse(option, candidate, Origin("default")))
     return [value for value in values if value != option.default]
 
 

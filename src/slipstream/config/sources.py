@@ -100,8 +100,7 @@ def _parse_yaml(text: str, shown: str) -> Any:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                     if key.value in seen:
                         raise ConfigError(
-                            f"The file {shown} has the key {key.value} twice, again in line {key.start_mark.line + 1}.\n"
-                            "Keep one of them."
+                            f"The file {shown} has the key {key.value} twice, again in line {key.start_mark.line + 1}.\nKeep one of them."
                         )
                     seen.add(key.value)
             return super().construct_mapping(node, deep)

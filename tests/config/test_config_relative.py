@@ -1,0 +1,194 @@
+"""The files of `accelerate config`: what they ask for is done, refused, or listed as not used; never dropped silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slipstream.config import Config, ConfigError, resolve
+
+ONE_DEVICE: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "NO",
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "gpu_ids": "all",
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "mixed_precision": "bf16",
+    "num_machines": 1,
+    "num_processes": 1,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
+}
+SEVERAL = {**ONE_DEVICE, "distributed_type": "MULTI_GPU", "num_processes": 4}
+
+
+def reading(tmp_path: Path, data: dict[str, Any], **more: Any) -> Config:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return resolve(config_file=path, environ={}, **more)
+
+
+def complaint(tmp_path: Path, data: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        reading(tmp_path, data)
+    assert "default_config.yaml" in str(caught.value)
+    assert 1 <= len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+def test_a_usual_file_is_used_and_the_rest_is_listed(tmp_path: Path) -> None:
+    config = reading(tmp_path, SEVERAL)
+    assert (config.launch.num_processes, config.launch.gpu_ids) == (4, "all")
+    assert (config.compute.mixed_precision, config.device.cpu) == ("bf16", False)
+    assert str(config.origin("cpu")) == f"from {tmp_path / 'default_config.yaml'}: use_cpu"
+    assert {key for key, _ in config.unused} == {
+        "distributed_type",
+        "downcast_bf16",
+        "enable_cpu_affinity",
+        "main_training_function",
+        "tpu_env",
+        "tpu_use_cluster",
+        "tpu_use_sudo",
+    }
+    assert all(why for _, why in config.unused)
+
+
+def test_every_key_is_an_option_or_listed(tmp_path: Path) -> None:
+    config = reading(tmp_path, ONE_DEVICE)
+    used = {choice.origin.where.rpartition(": ")[2] for choice in config.given().values()}
+    checked = {"compute_environment", "distributed_type"}
+    assert used - {"--config_file"} | {key for key, _ in config.unused} | checked == set(ONE_DEVICE)
+
+
+def test_many_processes_on_the_cpu(tmp_path: Path) -> None:
+    config = reading(tmp_path, {**ONE_DEVICE, "distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2})
+    assert (config.device.cpu, config.launch.num_processes) == (True, 2)
+
+
+def test_the_word_for_many_processes_on_the_cpu_is_enough(tmp_path: Path) -> None:
+    config = reading(tmp_path, {"distributed_type": "MULTI_CPU", "num_processes": 2})
+    assert config.device.cpu is True
+    assert config.origin("cpu").where.endswith(": distributed_type")
+
+
+def test_a_bare_no_that_yaml_reads_as_false_is_the_word(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nmixed_precision: no\ndowncast_bf16: no\n")
+    assert resolve(config_file=path, environ={}).compute.mixed_precision == "no"
+
+
+def test_the_nested_block_of_the_compiler_is_used(tmp_path: Path) -> None:
+    block = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune", "dynamo_use_dynamic": True, "dynamo_use_fullgraph": False}
+    config = reading(tmp_path, {**SEVERAL, "dynamo_config": block})
+    compute = config.compute
+    assert (compute.dynamo_backend, compute.dynamo_mode, compute.dynamo_use_dynamic) == ("inductor", "max-autotune", True)
+    assert config.origin("dynamo_mode").where.endswith(": dynamo_config.dynamo_mode")
+
+
+@pytest.mark.parametrize("block", [None, {}])
+def test_an_empty_block_of_the_compiler_says_nothing(block: object, tmp_path: Path) -> None:
+    assert reading(tmp_path, {**SEVERAL, "dynamo_config": block}).compute.dynamo_backend == "no"
+
+
+def test_flags_overrule_the_file_without_contradicting_it(tmp_path: Path) -> None:
+    assert reading(tmp_path, SEVERAL, flags={"cpu": True, "num_processes": "1"}).device.cpu is True
+    assert reading(tmp_path, ONE_DEVICE, flags={"num_processes": "2"}).launch.num_processes == 2
+
+
+def test_minus_one_leaves_the_number_of_processes_open(tmp_path: Path) -> None:
+    config = reading(tmp_path, {**SEVERAL, "num_processes": -1})
+    assert config.launch.num_processes is None
+    assert "num_processes" in {key for key, _ in config.unused}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"fsdp_config": {}}, "fsdp_config"),
+        ({"fsdp_config": {"fsdp_version": 2}}, "fsdp_config"),
+        ({"deepspeed_config": {"zero_stage": 3}}, "deepspeed_config"),
+        ({"megatron_lm_config": {"megatron_lm_tp_degree": 2}}, "megatron_lm_config"),
+        ({"fp8_config": {"backend": "TE"}}, "fp8_config"),
+        ({"mpirun_config": {"mpirun_hostfile": None}}, "mpirun_config"),
+        ({"parallelism_config": {}}, "parallelism_config"),
+        ({"tpu_name": None}, "tpu_name"),
+        ({"commands": None}, "commands"),
+    ],
+)
+def test_a_block_that_asks_for_nothing_is_listed_with_the_reason(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+    assert dict(reading(tmp_path, {**SEVERAL, **changes}).unused)[key]
+
+
+@pytest.mark.parametrize(
+    ("changes", "feature"),
+    [
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "FSDP"),
+        ({"distributed_type": "FSDP"}, "FSDP"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}, "DeepSpeed"),
+        ({"distributed_type": "MEGATRON_LM"}, "Megatron-LM"),
+        ({"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}, "8-bit"),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "mesh"),
+        ({"mpirun_config": {"mpirun_hostfile": "/hosts"}}, "mpirun"),
+        ({"enable_cpu_affinity": True}, "CPU cores"),
+        ({"downcast_bf16": True}, "TPU"),
+        ({"tpu_use_cluster": True}, "TPU"),
+        ({"tpu_env": ["A=1"]}, "TPU"),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, "SageMaker"),
+        ({"ec2_instance_type": "ml.p3"}, "SageMaker"),
+    ],
+)
+def test_a_key_that_asks_for_a_feature_that_is_not_there_is_an_error(changes: dict[str, Any], feature: str, tmp_path: Path) -> None:
+    text = complaint(tmp_path, {**SEVERAL, **changes})
+    assert "not available in this version" in text
+    assert feature in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"distributed_type": "NO", "num_processes": 4}, ["distributed_type: NO", "num_processes: 4"]),
+        ({"distributed_type": "NO", "num_processes": 1, "num_machines": 2}, ["distributed_type: NO", "num_machines: 2"]),
+        ({"distributed_type": "MULTI_CPU", "use_cpu": False}, ["distributed_type: MULTI_CPU", "use_cpu: false"]),
+        ({"distributed_type": "MULTI_GPU", "use_cpu": True}, ["distributed_type: MULTI_GPU", "use_cpu: true"]),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_an_error_that_names_both_keys(changes: dict[str, Any], named: list[str], tmp_path: Path) -> None:
+    text = complaint(tmp_path, {**SEVERAL, **changes})
+    assert all(one in text for one in named)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_proceses": 2}, "Did you mean num_processes?"),
+        ({"dynamo_confg": {}}, "Did you mean dynamo_config?"),
+        ({"dynamo_config": {"dynamo_bakend": "INDUCTOR"}}, "Did you mean dynamo_backend?"),
+        ({"dynamo_config": "inductor"}, "The key dynamo_config"),
+        ({"dynamo_config": {"dynamo_backend": "ONNXRT"}}, "is not one of the choices"),
+        ({"dynamo_backend": "eager", "dynamo_config": {"dynamo_backend": "eager"}}, "mean the same option"),
+        ({"distributed_type": "PARALLEL"}, "distributed_type=PARALLEL"),
+        ({"compute_environment": "LOCAL"}, "Write LOCAL_MACHINE"),
+        ({"num_processes": "four"}, "num_processes=four"),
+        ({"machine_rank": 1}, "machine_rank=1"),
+    ],
+)
+def test_a_mistake_in_such_a_file_is_an_error(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    assert why in complaint(tmp_path, {**SEVERAL, **changes})
+
+
+def test_the_same_file_as_json(tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "default_config.json"
+    path.write_text(json.dumps(SEVERAL))
+    assert resolve(config_file=path, environ={}).launch.num_processes == 4
