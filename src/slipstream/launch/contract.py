@@ -40,8 +40,8 @@ class ExitNotice:
     rank: int
     host: str
     pid: int
-    exit_code: int
-    """As `subprocess` gives it: negative is the number of the signal."""
+    exit_code: int | None
+    """As `subprocess` gives it: negative is the number of the signal. None: its machine was lost, so nobody knows."""
     reason: str = ""
     """The exception in one line, or what is known of the signal ("the kernel's out-of-memory killer")."""
 
@@ -55,7 +55,7 @@ class ExitNotice:
     @property
     def signal_name(self) -> str | None:
         """SIGKILL for -9; None for an ordinary exit."""
-        if self.exit_code >= 0:
+        if self.exit_code is None or self.exit_code >= 0:
             return None
         try:
             return signal.Signals(-self.exit_code).name
@@ -63,5 +63,9 @@ class ExitNotice:
             return f"signal {-self.exit_code}"
 
     def __str__(self) -> str:
-        how = f"was ended by {self.signal_name}" if self.signal_name else f"ended with exit code {self.exit_code}"
-        return f"rank {self.rank} (host {self.host}, pid {self.pid}) {how}" + (f": {self.reason}" if self.reason else "")
+        if self.exit_code is None:
+            how = "was lost"
+        else:
+            how = f"was ended by {self.signal_name}" if self.signal_name else f"ended with exit code {self.exit_code}"
+        who = f"host {self.host}, pid {self.pid}" if self.pid else f"host {self.host}"
+        return f"rank {self.rank} ({who}) {how}" + (f": {self.reason}" if self.reason else "")

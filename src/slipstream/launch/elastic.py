@@ -1,0 +1,356 @@
+"""The agent: torch's elastic agent, with workers that are forked, watched and stopped by us.
+
+torch's `SimpleElasticAgent` runs the loop: meet, start workers, look at them, restart or finish. The verbs it leaves open are
+here. A worker's end is noticed at once; the notice goes to the store before anything else, so that the survivors can raise by
+themselves, naming the lost rank; they get a moment for that, then a signal, then SIGKILL. Nothing is printed from in here
+but notes about restarts: the caller prints the report from `failures`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from slipstream.errors import LaunchError
+from slipstream.launch.contract import ALARM_KEY, ExitNotice, attempt_prefix, exit_key
+from slipstream.launch.foreign import ForeignRendezvous
+from slipstream.launch.logs import Folder, Outlet, Tee
+from slipstream.launch.plan import Plan
+from slipstream.launch.processes import KILL_AFTER, Crew, End
+from slipstream.launch.rendezvous import OwnRendezvous
+from slipstream.launch.report import Failure, lost_machine, read_confession, render
+from slipstream.launch.signals import Requests
+from slipstream.launch.system import memory_kills, open_files
+from slipstream.launch.worker import CONFESSION, STACK, Worker
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as _Agent
+    from torch.distributed.elastic.agent.server.api import Worker as Rank
+else:
+    _Agent = object
+
+__all__ = ["Agent", "fork_is_unsafe", "make_agent"]
+
+_GRACE: Final = 1.0
+"""Seconds in which survivors of a failure may raise by themselves."""
+_GRACE_BEFORE_RESTART: Final = 0.3
+_PATIENCE: Final = {signal.SIGINT: 5.0}
+_USUAL_PATIENCE: Final = 10.0
+"""Seconds that workers get to end after a signal to the launcher was passed on to them."""
+
+
+class Agent(_Agent):
+    """The verbs of an elastic agent; `make_agent` joins them with torch's class."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        plan: Plan,
+        meeting: OwnRendezvous | ForeignRendezvous,
+        requests: Requests,
+        folder: Folder,
+        inherited: frozenset[int],
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__(spec)
+        self._plan = plan
+        self._meeting = meeting
+        self._requests = requests
+        self._folder = folder
+        self._inherited = inherited
+        self._note = note
+        self._host = socket.gethostname()
+        self._crew = Crew()
+        self._tee = Tee()
+        self._outlets: dict[int, Outlet] = {}
+        self._kills: dict[str, int] = {}
+        self._seen = 0
+        self._reported_done = False
+        self.failures: list[Failure] = []
+        """How the processes of this machine failed in the last attempt."""
+
+    @property
+    def attempt(self) -> int:
+        return max(0, self._meeting.generation)
+
+    def everybody(self) -> list[list[Failure]]:
+        """The failures of the last attempt, one list for each machine, the first to fail first."""
+        told = self._meeting.reported()
+        return told or ([self.failures] if self.failures else [])
+
+    # what torch's agent asks
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._crew, self.failures, self._seen, self._reported_done = Crew(), [], 0, False
+        self._kills = memory_kills()
+        if isinstance(self._meeting, OwnRendezvous):  # a failure anywhere costs every machine one attempt
+            self._remaining_restarts = self._plan.max_restarts - self.attempt
+        for rank in worker_group.workers:
+            self._start(rank, worker_group)
+        return dict(self._crew.pids)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+        self._crew.wait(self._plan.monitor_interval, self._requests.wake)
+        self._tee.pump()
+        self.check_requests()
+        self._write_down(self._crew.poll(), worker_group)
+        self._meeting.beat()
+        self._notice_lost(worker_group)
+        if self.failures or (self._meeting.look() and self._meeting.reported()):
+            self._let_the_others_raise(worker_group)
+            return RunResult(state=WorkerState.FAILED)
+        if not self._crew.running and self._all_finished():
+            return RunResult(state=WorkerState.SUCCEEDED)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """End what still runs. `timeout` is torch's idea of patience; ours depends on the signal."""
+        asked = self._requests.stop is not None
+        patience = _PATIENCE.get(death_sig, _USUAL_PATIENCE) if asked else KILL_AFTER
+        self._crew.stop(signum=death_sig, patience=patience, hurry=self._requests.hurry, wake=self._requests.wake)
+        self._tee.finish()
+
+    def _exit_barrier(self) -> None:
+        if isinstance(self._meeting, ForeignRendezvous):
+            super()._exit_barrier()  # with our own rendezvous `_all_finished` has already waited
+
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Rank]:
+        if isinstance(self._meeting, ForeignRendezvous):
+            ranks: list[Rank] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+            return ranks
+        from torch.distributed.elastic.agent.server.api import Worker as Rank
+
+        here, world = spec.local_world_size, spec.local_world_size * group_world_size
+        first = group_rank * here
+        return [Rank(local, first + local, first + local, world, world) for local in range(here)]
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        """torch's event records look up the host's full name, which may take seconds, for a handler that drops them."""
+
+    @contextlib.contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
+        yield
+
+    def _construct_event(self, state: str, source: Any, *_: Any, **__: Any) -> Any:
+        from torch.distributed.elastic.events import Event
+
+        return Event(state, source=source)
+
+    # starting
+
+    def _start(self, rank: Rank, group: WorkerGroup) -> None:
+        outlet = self._folder.outlet(self.attempt, rank.global_rank, rank.local_rank)
+        self._outlets[rank.local_rank] = outlet
+        environment = {**os.environ, **self._rank_environment(rank, group)}
+        environment[CONFESSION], environment[STACK] = str(outlet.confession), str(outlet.stack)
+        silent = self._plan.console == "main" and rank.global_rank != 0
+        stdout, stderr = (_create(path or os.devnull) if path or silent else None for path in (outlet.stdout, outlet.stderr))
+        if self._plan.start_method == "fork":
+            self._crew.fork(rank.local_rank, self._forked(environment, stdout, stderr).live)
+        else:
+            self._crew.execute(rank.local_rank, self._plan.command, environment, stdout, stderr)
+        for path, file, terminal in ((outlet.stdout, stdout, 1), (outlet.stderr, stderr, 2)):
+            if file is not None:
+                os.close(file)
+            if path is not None and not silent:
+                self._tee.follow(path, f"[{self._plan.role}{rank.global_rank}]:", terminal)
+
+    def _forked(self, environment: dict[str, str], stdout: int | None, stderr: int | None) -> Worker:
+        return Worker(
+            target=self._plan.target,
+            environment=environment,
+            stdout=stdout,
+            stderr=stderr,
+            foreign=open_files() - self._inherited,
+            handlers=self._requests.previous,
+            blocked=frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            parent=os.getpid(),
+        )
+
+    def _rank_environment(self, rank: Rank, group: WorkerGroup) -> dict[str, str]:
+        found = {
+            "RANK": rank.global_rank,
+            "LOCAL_RANK": rank.local_rank,
+            "WORLD_SIZE": rank.world_size,
+            "LOCAL_WORLD_SIZE": group.spec.local_world_size,
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "ROLE_NAME": group.spec.role,
+            "ROLE_RANK": rank.role_rank,
+            "ROLE_WORLD_SIZE": rank.role_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self.attempt,
+            "TORCHELASTIC_MAX_RESTARTS": self._plan.max_restarts,
+            "TORCHELASTIC_RUN_ID": self._meeting.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": bool(self._meeting.use_agent_store),
+        }
+        if self._meeting.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            found["GLOO_SOCKET_IFNAME"] = self._meeting.interface
+        return {name: str(value) for name, value in found.items()}
+
+    # watching
+
+    def check_requests(self) -> None:
+        """Raise when the launcher was asked to stop."""
+        if self._requests.stop is not None:
+            from torch.distributed.elastic.multiprocessing import SignalException
+
+            raise SignalException("asked to stop", self._requests.stop)
+
+    def _write_down(self, ends: Sequence[End], group: WorkerGroup) -> None:
+        """Tell the survivors at once, then keep what is known for the report."""
+        fresh = [self._failure(end, group) for end in ends]
+        for end, failure in zip(ends, fresh, strict=True):
+            self._tell_survivors(failure, alarm=end.exit_code != 0)
+        failed = [failure for failure in fresh if failure.exit_code != 0]
+        self.failures += failed
+        if failed:
+            self._meeting.post(self.failures)
+
+    def _failure(self, end: End, group: WorkerGroup) -> Failure:
+        outlet = self._outlets[end.local_rank]
+        self._seen += 1
+        return Failure(
+            rank=group.workers[end.local_rank].global_rank,
+            host=self._host,
+            pid=end.pid,
+            exit_code=end.exit_code,
+            seen=end.seen,
+            order=self._seen,
+            confession=read_confession(outlet.confession),
+            detail=self._known_of_signal(end.exit_code),
+            stack=_read(outlet.stack) if end.exit_code < 0 else "",
+            log=str(outlet.log) if outlet.log else None,
+        )
+
+    def _known_of_signal(self, exit_code: int) -> str:
+        if exit_code != -signal.SIGKILL:
+            return ""
+        now = memory_kills()
+        grown = {scope for scope, count in now.items() if count > self._kills.get(scope, count)}
+        if "here" in grown:
+            return "The kernel's out-of-memory killer ended it: this job used more memory than it may."
+        if "host" in grown:
+            return "The kernel's out-of-memory killer was at work on this host at the time, so it was probably out of memory."
+        if not now:
+            return "SIGKILL was sent from outside; whether by the kernel's out-of-memory killer is not known here."
+        return "SIGKILL was sent from outside; the kernel's out-of-memory killer has not recorded anything."
+
+    def _tell_survivors(self, failure: Failure, *, alarm: bool) -> None:
+        store = self._meeting.raw_store
+        if store is None or failure.exit_code is None:
+            return
+        from torch.distributed import PrefixStore
+
+        notice = ExitNotice(failure.rank, failure.host, failure.pid, failure.exit_code, failure.reason)
+        with contextlib.suppress(RuntimeError):  # a store that is gone has nobody waiting at it
+            keys = PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), store)
+            keys.set(exit_key(failure.rank), notice.to_json())
+            if alarm:
+                keys.add(ALARM_KEY, 1)
+
+    def _notice_lost(self, group: WorkerGroup) -> None:
+        """Machines that are gone take their ranks with them, and there is no next attempt without them."""
+        here = group.spec.local_world_size
+        for machine, host, reason in self._meeting.lost_machines():
+            ranks = range(machine * here, (machine + 1) * here)
+            if any(failure.rank in ranks for failure in self.failures):
+                continue
+            lost = lost_machine(ranks, host, reason, time.time())
+            for failure in lost:
+                self._tell_lost(failure)
+            self.failures += lost
+            self._remaining_restarts = 0
+            self._meeting.post(self.failures)
+
+    def _tell_lost(self, failure: Failure) -> None:
+        from torch.distributed import PrefixStore
+
+        notice = ExitNotice(failure.rank, failure.host, 0, None, failure.detail)
+        if self._meeting.raw_store is not None:
+            keys = PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), self._meeting.raw_store)
+            keys.set(exit_key(failure.rank), notice.to_json())
+            keys.add(ALARM_KEY, 1)
+
+    def _let_the_others_raise(self, group: WorkerGroup) -> None:
+        """After a failure somewhere: a moment for the survivors, then the end of this attempt."""
+        restarting = self._remaining_restarts > 0
+        deadline = time.monotonic() + (_GRACE_BEFORE_RESTART if restarting else _GRACE)
+        while self._crew.running and time.monotonic() < deadline and self._requests.stop is None:
+            self._crew.wait(deadline - time.monotonic(), self._requests.wake)
+            self._write_down(self._crew.poll(), group)
+            self._tee.pump()
+        self._shutdown()
+        self._append_tracebacks()
+        if restarting:
+            self._note(render(self.everybody(), world_size=group.workers[0].world_size))
+            self._note(f"slipstream: starting all processes again: attempt {self.attempt + 2} of {self._plan.max_restarts + 1}")
+
+    def _append_tracebacks(self) -> None:
+        """A rank's own log ends with its own traceback; the terminal shows only the first one."""
+        for failure in self.failures:
+            if failure.log and failure.confession and failure.confession.traceback:
+                with contextlib.suppress(OSError), open(failure.log, "a", encoding="utf-8", errors="replace") as file:
+                    file.write(failure.confession.traceback)
+
+    def _all_finished(self) -> bool:
+        if not self._reported_done:
+            self._meeting.finished()
+            self._reported_done = True
+        return self._meeting.all_finished()
+
+
+def make_agent(plan: Plan, meeting: OwnRendezvous | ForeignRendezvous, **parts: Any) -> Agent:
+    """The agent, as a subclass of torch's; made here so that this room does not import torch before it must."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
+
+    spec = WorkerSpec(
+        role=plan.role,
+        local_world_size=plan.local_processes,
+        rdzv_handler=meeting,  # type: ignore[arg-type] # a foreign one answers the same questions
+        entrypoint=plan.target.kind,
+        max_restarts=plan.max_restarts,
+        monitor_interval=1e-4,  # torch's loop sleeps this long; the real wait is in `_monitor_workers`, and wakes early
+    )
+    made: Agent = type("ElasticAgent", (Agent, SimpleElasticAgent), {})(spec, plan=plan, meeting=meeting, **parts)
+    return made
+
+
+def fork_is_unsafe() -> str | None:
+    """Why workers must not be forked from this process, now that torch is imported; None when they may."""
+    if threading.active_count() > 1:
+        return f"{threading.active_count()} threads are running in the launcher"
+    for name, part in list(vars(sys.modules["torch"]).items()):
+        # each device family that cannot be forked once its driver is up is a module that can say so; asking does not start it
+        names = vars(part) if isinstance(part, ModuleType) else {}
+        if "_is_in_bad_fork" in names and names.get("is_initialized", bool)():
+            return f"importing torch has initialised torch.{name}"
+    return None
+
+
+def _create(path: str | os.PathLike[str]) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _read(path: os.PathLike[str]) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,292 @@
+"""What `launch` is going to do, decided before anything is started: configuration and target in, `Plan` out.
+
+Everything that can be refused is refused here, with a message and exit code 2. The functions are pure but for one look at the
+file system (is the script there?); machine, platform and environment are arguments. `describe` is what `--show` prints.
+Nothing here starts a process or imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from slipstream.config import Config
+from slipstream.config.schema import split_pairs
+from slipstream.config.transport import VARIABLE, dump
+from slipstream.errors import ConfigError
+from slipstream.launch.target import Target
+
+__all__ = ["LOOPBACK", "Accelerators", "Machine", "Meeting", "Plan", "check_target", "describe", "make_plan"]
+
+LOOPBACK: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 29500
+StartMethod = Literal["exec", "fork", "spawn"]
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """What a look at this machine without torch found."""
+
+    count: int = 0
+    variable: str | None = None
+    """The environment variable that limits which of them a process sees."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine that the plan is for."""
+
+    accelerators: Accelerators = Accelerators()
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    platform: str = sys.platform
+    interpreter: tuple[str, ...] = field(default_factory=lambda: (sys.executable, *_interpreter_flags()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where and how the processes find each other."""
+
+    backend: str
+    host: str
+    port: int | None
+    """None: any free one, which is taken by binding it."""
+    settings: Mapping[str, str]
+
+    @property
+    def is_own(self) -> bool:
+        """Met through our own store, with machine ranks that are given; otherwise through one of torch's backends."""
+        return self.backend == "static"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that the launcher on this machine does."""
+
+    target: Target
+    num_machines: int
+    machine_rank: int
+    local_processes: int
+    environment: Mapping[str, str]
+    """What every process on this machine gets in addition to the launcher's own environment."""
+    command: tuple[str, ...]
+    """What one process runs; with fork, what it would run if it had to be a fresh interpreter."""
+    start_method: StartMethod
+    reason: str
+    """Why it is started this way."""
+    forced: bool
+    """The user named the start method."""
+    meeting: Meeting
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    role: str = "default"
+    tee: str = "0"
+    log_dir: str | None = None
+    quiet: bool = False
+    console: Literal["all", "main"] = "all"
+    """Whose output the terminal shows: that of all processes, or of rank 0 alone."""
+
+    @property
+    def single(self) -> bool:
+        """One process takes the launcher's place; nothing stays behind to watch it."""
+        return self.start_method == "exec"
+
+    @property
+    def num_processes(self) -> int:
+        return self.local_processes * self.num_machines
+
+    @property
+    def hosts_store(self) -> bool:
+        """The store of the job is served by the launcher on this machine."""
+        return self.machine_rank == 0
+
+
+def make_plan(config: Config, target: Target, environ: Mapping[str, str], machine: Machine | None = None) -> Plan:
+    """The plan for this machine.
+
+    >>> from slipstream.config import resolve
+    >>> config = resolve(flags={"cpu": True, "num_processes": 2}, environ={})
+    >>> plan = make_plan(config, Target("module", "timeit"), {}, Machine(cores=2, platform="linux", interpreter=("python",)))
+    >>> plan.local_processes, plan.start_method, plan.meeting.host, plan.environment["OMP_NUM_THREADS"]
+    (2, 'fork', '127.0.0.1', '1')
+    """
+    machine = machine or Machine()
+    check_target(target)
+    local_processes = _local_processes(config, machine.accelerators)
+    start_method, reason = _start_method(config, target, machine, local_processes)
+    if start_method == "exec":
+        _refuse_half_a_rank(environ)
+    return Plan(
+        target=target,
+        num_machines=config.launch.num_machines,
+        machine_rank=config.launch.machine_rank,
+        local_processes=local_processes,
+        environment=_environment(config, environ, machine, local_processes),
+        command=_command(target, machine, start_method),
+        start_method=start_method,
+        reason=reason,
+        forced=config.launch.start_method != "auto",
+        meeting=_meeting(config),
+        max_restarts=config.launch.max_restarts,
+        monitor_interval=config.launch.monitor_interval,
+        role=config.launch.role,
+        tee=_tee(config),
+        log_dir=config.launch.log_dir,
+        quiet=config.command.quiet,
+    )
+
+
+def check_target(target: Target) -> None:
+    """Raise when what is to be run is not there or cannot be read."""
+    if target.kind == "module":
+        return
+    if target.kind == "executable":
+        if shutil.which(target.name) is None:
+            raise ConfigError(f"The program {target.name} (after --no_python) is not on the PATH or cannot be executed.\nGive its full path.")
+        return
+    if not os.path.exists(target.name):
+        hint = "To run a module by its name, write -m before it." if "." in target.name or os.sep not in target.name else "Check the path."
+        raise ConfigError(f"The script {target.name} does not exist (looked in {os.getcwd()}).\n{hint}")
+    if os.path.isdir(target.name):
+        raise ConfigError(f"The script {target.name} is a folder.\nGive the path of a file with Python code, or a module with -m.")
+    if not os.access(target.name, os.R_OK):
+        raise ConfigError(f"The script {target.name} cannot be read: permission denied.\nMake it readable for this user.")
+
+
+def _local_processes(config: Config, accelerators: Accelerators) -> int:
+    usable = 0 if config.device.cpu else accelerators.count
+    if config.launch.gpu_ids is not None and not config.device.cpu:
+        if not accelerators.count:
+            raise ConfigError(f"{config.said('gpu_ids')}, but no accelerator was found on this machine.\nLeave it out.")
+        if config.launch.gpu_ids.strip().lower() != "all":
+            usable = min(usable, len(config.launch.gpu_ids.split(",")))
+    wanted = config.launch.num_processes
+    if wanted is None:
+        return max(1, usable)
+    return wanted // config.launch.num_machines
+
+
+def _start_method(config: Config, target: Target, machine: Machine, local_processes: int) -> tuple[StartMethod, str]:
+    wanted = config.launch.start_method
+    needs_launcher = [name for name in ("max_restarts", "log_dir", "tee") if config.value(name) not in (0, None, "0")]
+    if local_processes * config.launch.num_machines == 1 and not needs_launcher and config.launch.rdzv_backend == "static":
+        return "exec", "one process takes the launcher's place"
+    if target.kind == "executable":
+        return "spawn", "a program of its own cannot be forked"
+    if wanted == "fork":
+        return "fork", config.said("start_method")
+    if wanted == "spawn":
+        return "spawn", config.said("start_method")
+    if machine.platform != "linux":
+        return "spawn", f"fork is not safe on {machine.platform}"
+    if config.launch.rdzv_backend != "static":
+        return "spawn", f"{config.said('rdzv_backend')} keeps a thread, with which fork is not safe"
+    return "fork", "safe here, and torch is imported once for all processes"
+
+
+def _environment(config: Config, environ: Mapping[str, str], machine: Machine, local_processes: int) -> dict[str, str]:
+    found = {VARIABLE: dump(config)}
+    threads = config.launch.num_cpu_threads_per_process
+    if threads is None and local_processes > 1 and "OMP_NUM_THREADS" not in environ:
+        threads = max(1, machine.cores // local_processes)
+    if threads is not None:
+        found["OMP_NUM_THREADS"] = str(threads)
+    ids = config.launch.gpu_ids
+    if ids is not None and ids.strip().lower() != "all" and machine.accelerators.variable and not config.device.cpu:
+        found[machine.accelerators.variable] = ",".join(entry.strip() for entry in ids.split(","))
+    if config.launch.num_machines == 1 and local_processes > 1:
+        found["GLOO_SOCKET_IFNAME"] = "lo" if machine.platform == "linux" else "lo0"
+    return found
+
+
+def _command(target: Target, machine: Machine, start_method: StartMethod) -> tuple[str, ...]:
+    if target.kind == "executable":
+        return (target.name, *target.arguments)
+    if start_method != "exec":
+        return (*machine.interpreter, "-m", "slipstream.launch.worker", target.kind, target.name, *target.arguments)
+    if target.kind == "module":
+        return (*machine.interpreter, "-m", target.name, *target.arguments)
+    # a name that starts with a dash would be an option to the interpreter
+    name = os.path.join(os.curdir, target.name) if target.name.startswith("-") else target.name
+    return (*machine.interpreter, name, *target.arguments)
+
+
+def _meeting(config: Config) -> Meeting:
+    launch = config.launch
+    settings = split_pairs(launch.rdzv_conf)
+    own = launch.rdzv_backend == "static"
+    if launch.num_machines == 1:
+        return Meeting(backend=launch.rdzv_backend, host=LOOPBACK, port=launch.main_process_port or None, settings=settings)
+    config.require_main_process()
+    host = launch.main_process_ip or ""
+    port = launch.main_process_port if launch.main_process_port is not None else DEFAULT_PORT if own or host else None
+    return Meeting(backend=launch.rdzv_backend, host=host.strip("[]"), port=port, settings=settings)
+
+
+def _tee(config: Config) -> str:
+    """A folder for logs without a word on what goes there means: everything, and the terminal as before."""
+    if config.launch.log_dir is not None and config.origin("tee").kind == "default":
+        return "3"
+    return config.launch.tee
+
+
+def _refuse_half_a_rank(environ: Mapping[str, str]) -> None:
+    """A process with a rank but no world (or the reverse) was meant to be one of several; alone it would train something else."""
+    pair = ("RANK", "WORLD_SIZE")
+    missing = [name for name in pair if not environ.get(name)]
+    if len(missing) == 1:
+        given = next(name for name in pair if name not in missing)
+        raise ConfigError(
+            f"{given}={environ[given]} is set in the environment, but {missing[0]} is not.\n"
+            f"Set {missing[0]} too, or unset {given}; to start several processes here, write --num_processes."
+        )
+
+
+def _interpreter_flags() -> Sequence[str]:
+    """The flags that this interpreter was started with (-X, -W, -O ...), so that a fresh one behaves alike."""
+    flags: Sequence[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def describe(plan: Plan, config: Config) -> str:
+    """The plan for a person: what would be started, and where every option that matters came from."""
+    here = f"{plan.local_processes} on this machine" + (f", {plan.num_processes} in total" if plan.num_machines > 1 else "")
+    port = "a free port" if plan.meeting.port is None else f"port {plan.meeting.port}"
+    where = f"{plan.meeting.host}, {port}" + (", served by this launcher" if plan.hosts_store else ", served by the launcher of machine 0")
+    rows = [
+        ("run", f"{plan.target.kind} {_quoted(plan.target.name)}"),
+        ("arguments", " ".join(_quoted(argument) for argument in plan.target.arguments) or "none"),
+        ("processes", here),
+        ("machine", f"{plan.machine_rank} of {plan.num_machines}"),
+        ("started by", f"{plan.start_method}: {plan.reason}"),
+        ("command", " ".join(_quoted(word) for word in plan.command)),
+    ]
+    if not plan.single:
+        rows += [("meeting", where if plan.meeting.is_own else f"through {plan.meeting.backend} at {plan.meeting.host}")]
+        rows += [("restarts", str(plan.max_restarts)), ("tee", plan.tee), ("logs", plan.log_dir or "none")]
+    lines = _table(rows)
+    lines += ["", "environment of every process, in addition to this one's"]
+    lines += [f"  {name}={value}" for name, value in sorted(plan.environment.items())]
+    lines += ["", "options that are set"]
+    given = [(name, f"{_shown(choice.value)}  {choice.origin}") for name, choice in config.given().items()]
+    lines += ["  " + line for line in _table(given)] or ["  none"]
+    lines += [f"  not used: {unused}" for unused in config.unused]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:<{width}}  {text}" for name, text in rows]
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _quoted(word: str) -> str:
+    """A word as it is, or in quotes and escaped where a person could misread it."""
+    return word if word and word.isprintable() and not any(mark in word for mark in " '\"\\") else ascii(word)

@@ -1,0 +1,258 @@
+"""How workers failed: the record a worker leaves behind, which of several failures came first, and what the user reads.
+
+A worker that fails writes a `Confession` (one JSON file in a private folder). The launcher joins it with what the system says
+of the process into a `Failure`, chooses the first, and prints the others as one line each and the first one last, once, with
+the frames of the user's code. Nothing here starts or stops anything, and nothing here imports torch.
+
+Which failure came first is decided by time, with two rules. A process that stopped because another was lost is never the
+first. And a process that a signal ended cannot say when: if it was seen to end before another one that failed within the last
+moments, it was the cause of that failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+__all__ = ["Confession", "Failure", "first_failure", "first_of_all", "lost_machine", "outcome", "read_confession", "render", "signal_name", "write_confession"]
+
+_LONGEST: Final = 64 * 1024
+_REACTION: Final = 0.5
+"""Seconds within which the loss of a process shows up in the others, before the launcher itself has seen it."""
+_LINE: Final = 200
+_BROKEN_CONNECTION: Final = re.compile(r"gloo/transport/.*(Connection (closed|reset) by peer|Broken pipe|Socket closed)", re.DOTALL)
+"""What torch's gloo backend says when a process at the other end is gone."""
+_MANY: Final = 8
+"""With more failures than this, the others are summed up."""
+
+Kind = Literal["exception", "config", "peer", "exit", "interrupt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confession:
+    """What a failing worker says about itself."""
+
+    kind: Kind
+    """exception · config (a ConfigError: no traceback, exit code 2) · peer (stopped because another process was lost) ·
+    exit (sys.exit with a message) · interrupt (KeyboardInterrupt)"""
+    type: str
+    message: str
+    traceback: str
+    """The user's frames and the exception, as Python prints them; empty where it would say nothing."""
+    when: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How one process of the job failed."""
+
+    rank: int
+    host: str
+    pid: int
+    exit_code: int | None
+    """As `subprocess` gives it; None: the machine was lost, so nobody knows."""
+    seen: float
+    order: int = 0
+    """The place in the order in which the launcher saw the processes end."""
+    confession: Confession | None = None
+    detail: str = ""
+    """What is known of a signal ("the kernel's out-of-memory killer"), or of a lost machine."""
+    stack: str = ""
+    """The stack of the moment, where the process could still write one (a segmentation fault)."""
+    log: str | None = None
+    """Where its output was written, when it was."""
+
+    @property
+    def consequence(self) -> bool:
+        """It says itself that another process was the cause, or its connection to another one broke."""
+        return self.confession is not None and (self.confession.kind == "peer" or bool(_BROKEN_CONNECTION.search(self.confession.message)))
+
+    @property
+    def reason(self) -> str:
+        """In one line: the exception, or what is known of the end."""
+        if self.confession is not None and self.confession.kind != "interrupt":
+            name = self.confession.type if self.confession.kind != "exit" else ""
+            first = self.confession.message.strip().splitlines()[:1]
+            line = ": ".join(part for part in (name, *first) if part)
+            return line if len(line) <= _LINE else line[: _LINE - 3] + "..."
+        return self.detail
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Failure:
+        known = dict(data)
+        confession = known.pop("confession", None)
+        return cls(**known, confession=Confession(**confession) if confession else None)
+
+
+def write_confession(path: str, confession: Confession) -> None:
+    """Leave the record where the launcher looks for it; whole, or not at all."""
+    shortened = replace(confession, message=_shorten(confession.message), traceback=_shorten(confession.traceback))
+    folder = os.path.dirname(path)
+    handle, temporary = tempfile.mkstemp(prefix=".part-", dir=folder)
+    with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump(asdict(shortened), file)
+    os.replace(temporary, path)
+
+
+def read_confession(path: str | os.PathLike[str]) -> Confession | None:
+    """The record of a worker, or None when it left none."""
+    try:
+        return Confession(**json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The one that the others follow from.
+
+    >>> killed = Failure(rank=1, host="a", pid=11, exit_code=-9, seen=10.0)
+    >>> lost = Confession(kind="peer", type="PeerLostError", message="rank 1 died", traceback="", when=9.9)
+    >>> survivor = Failure(rank=0, host="a", pid=10, exit_code=1, seen=10.2, order=1, confession=lost)
+    >>> first_failure([survivor, killed]).rank
+    1
+    """
+    causes = [failure for failure in failures if not failure.consequence] or list(failures)
+    return min(causes, key=lambda failure: (_moment(failure, causes), failure.order, failure.rank))
+
+
+def _moment(failure: Failure, others: Sequence[Failure]) -> float:
+    """When it happened: what the process said, or for one that could not say, before whatever it may have caused."""
+    if failure.confession is not None:
+        return failure.confession.when
+    caused = [
+        other.confession.when
+        for other in others
+        if other.confession is not None and other.order >= failure.order and other.confession.when > failure.seen - _REACTION
+    ]
+    return min([failure.seen, *caused]) - 1e-6
+
+
+def outcome(exit_code: int | None) -> int:
+    """What the command line returns for a process that ended this way: its exit code, or 128 and the signal's number.
+
+    >>> outcome(3), outcome(-9), outcome(None)
+    (3, 137, 1)
+    """
+    if exit_code is None:
+        return 1
+    return 128 - exit_code if exit_code < 0 else exit_code
+
+
+def signal_name(exit_code: int) -> str:
+    """
+    >>> signal_name(-9), signal_name(-35)[:6]
+    ('SIGKILL', 'signal')
+    """
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def lost_machine(ranks: Sequence[int], host: str, reason: str, seen: float) -> list[Failure]:
+    """The failures that stand for the processes of a machine that can no longer be reached."""
+    return [Failure(rank=rank, host=host, pid=0, exit_code=None, seen=seen, detail=reason) for rank in ranks]
+
+
+def first_of_all(machines: Sequence[Sequence[Failure]]) -> Failure:
+    """The first failure of the job: that of the machine that was the first to tell, unless it only followed from another's.
+
+    Clocks of machines differ, so between them the order of telling counts.
+    """
+    firsts = [first_failure(failures) for failures in machines if failures]
+    return next((failure for failure in firsts if not failure.consequence), firsts[0])
+
+
+def render(machines: Sequence[Sequence[Failure]], *, world_size: int, attempts: int = 1) -> str:
+    """What the user reads at the end: the other failures in one line each, then the first one.
+
+    `machines` holds the failures of each machine, in the order in which the machines told.
+    """
+    first = first_of_all(machines)
+    lines = _followers(first, [failure for failures in machines for failure in failures if failure is not first])
+    lines.append("")
+    lines += _headline(first, world_size, attempts)
+    lines += _account(first)
+    if first.log:
+        lines.append(f"Its output: {first.log}")
+    return "\n".join(lines).strip("\n")
+
+
+def _followers(first: Failure, others: Sequence[Failure]) -> list[str]:
+    lines: list[str] = []
+    alike: dict[str, list[Failure]] = {}
+    brief = len(others) > _MANY
+    for failure in sorted(others, key=lambda one: one.rank):
+        alike.setdefault(_follower(first, failure, brief), []).append(failure)
+    for text, group in alike.items():
+        ranks = [failure.rank for failure in group]
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + _ranges(ranks)
+        lines.append(f"{who} {text}")
+    return lines
+
+
+def _follower(first: Failure, failure: Failure, brief: bool) -> str:
+    if first.confession and failure.confession and first.reason == failure.reason:
+        return f"failed the same way: {first.confession.type}"
+    how = "stopped because of it" if failure.consequence else f"{_ending(failure)}, after that"
+    return f"{how}: {failure.reason}" if failure.reason and not brief else how
+
+
+def _ending(failure: Failure) -> str:
+    if failure.exit_code is None:
+        return "was lost"
+    if failure.exit_code < 0:
+        return f"was ended by {signal_name(failure.exit_code)}"
+    return f"failed with exit code {failure.exit_code}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """
+    >>> _ranges([0, 2, 3, 4, 7])
+    '0, 2-4, 7'
+    """
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _headline(first: Failure, world_size: int, attempts: int) -> list[str]:
+    where = f"host {first.host}, pid {first.pid}" if first.pid else f"host {first.host}"
+    who = f"rank {first.rank} of {world_size} ({where})"
+    tries = f", in attempt {attempts}" if attempts > 1 else ""
+    return [f"slipstream: {who} {_ending(first)}{tries}."]
+
+
+def _account(first: Failure) -> list[str]:
+    confession = first.confession
+    if confession is not None and confession.kind in ("config", "exit"):
+        return [confession.message.rstrip()]
+    if confession is not None and confession.kind == "peer":
+        return [f"{confession.type}: {confession.message.rstrip()}"]
+    if confession is not None and confession.traceback:
+        return [confession.traceback.rstrip()]
+    told = [first.detail] if first.detail else []
+    if first.stack:
+        told += ["Where it was:", first.stack.rstrip()]
+    return told

@@ -1,0 +1,266 @@
+"""Carrying out a plan: one process takes this one's place; several run under the agent, here or in a process of its own.
+
+`launch` is what the command line calls, `launch_function` what notebooks and tests call. Both come back with everything that
+was started gone again. The environment of this process changes only where it becomes the launcher (`run_agent`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.config import Config
+from slipstream.config.sources import environment
+from slipstream.errors import ConfigError, LaunchError
+from slipstream.launch.foreign import ForeignRendezvous
+from slipstream.launch.logs import Folder, parse_tee
+from slipstream.launch.plan import Machine, Plan, make_plan
+from slipstream.launch.processes import end_descendants
+from slipstream.launch.rendezvous import MachineLost, OwnRendezvous
+from slipstream.launch.report import Failure, first_of_all, outcome, render
+from slipstream.launch.signals import Requests, listening
+from slipstream.launch.store import Place, listen
+from slipstream.launch.system import adopt_orphans, open_files
+from slipstream.launch.target import Target
+
+__all__ = ["Result", "launch", "launch_function", "run_agent"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended on this machine."""
+
+    exit_code: int
+    report: str = ""
+    """For the user; empty when all went well."""
+    failures: Sequence[Failure] = field(default=())
+
+
+def launch(plan: Plan) -> int:
+    """Carry out a plan and print the report, if there is one to print; returns the exit code. One process does not come back."""
+    if plan.single:
+        replace_this_process(plan)
+    result = run_agent(plan)
+    if result.report:
+        sys.stdout.flush()
+        print(result.report, file=sys.stderr, flush=True)
+    return result.exit_code
+
+
+def replace_this_process(plan: Plan) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(plan.command[0], plan.command, {**environment(), **plan.environment})
+    except OSError as error:
+        raise ConfigError(f"{plan.command[0]} cannot be started: {error.strerror}.") from None
+
+
+def run_agent(plan: Plan) -> Result:
+    """Become the launcher: start the processes of this machine, watch them until all have ended, and end what they left."""
+    tee = parse_tee(plan.tee, plan.local_processes)
+    listener = _early_listener(plan)
+    os.environ.update(plan.environment)  # before torch is imported: the number of threads is read then
+    plan = _import_torch(plan)
+    folder = Folder(plan.log_dir, f"run-{os.getpid()}", tee)
+    adopt_orphans()
+    inherited = open_files() - ({listener[0].fileno()} if listener else set())
+    try:
+        with listening() as requests:
+            return _run(plan, requests, folder, inherited, listener)
+    finally:
+        left = end_descendants()
+        folder.remove()
+        if left:
+            _note(plan)(f"slipstream: ended what the processes had left behind: {', '.join(left)}")
+
+
+def _early_listener(plan: Plan) -> tuple[socket.socket, Place] | None:
+    """Take the port before torch is imported, so that a port in use is refused at once."""
+    if not (plan.hosts_store and plan.meeting.is_own):
+        return None
+    return listen(plan.meeting.host, plan.meeting.port, "main_process_port")
+
+
+def _note(plan: Plan) -> Callable[[str], None]:
+    def note(text: str) -> None:
+        if not plan.quiet:
+            sys.stdout.flush()
+            print(text, file=sys.stderr, flush=True)
+
+    return note
+
+
+def _import_torch(plan: Plan) -> Plan:
+    """Import torch once for all workers; the plan that comes back starts fresh interpreters if fork turned out to be unsafe."""
+    gc.disable()  # the import makes very many objects and no garbage
+    import torch.distributed.elastic.agent.server.api  # noqa: F401
+    import torch.distributed.elastic.rendezvous  # noqa: F401
+
+    gc.enable()
+    gc.freeze()  # a collection in a worker would otherwise copy the pages that all workers share
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    if plan.start_method != "fork":
+        return plan
+    from slipstream.launch.elastic import fork_is_unsafe
+
+    reason = fork_is_unsafe()
+    if reason is None:
+        return plan
+    if plan.forced:
+        _note(plan)(f"slipstream: forking as asked, although {reason}")
+        return plan
+    _note(plan)(f"slipstream: starting fresh interpreters instead of forking, because {reason}")
+    return replace(plan, start_method="spawn", reason=reason)
+
+
+def _run(plan: Plan, requests: Requests, folder: Folder, inherited: frozenset[int], listener: tuple[socket.socket, Place] | None) -> Result:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from slipstream.launch.elastic import make_agent
+
+    note = _note(plan)
+    meeting = _meeting(plan, requests, note, listener)
+    agent = make_agent(plan, meeting, requests=requests, folder=folder, inherited=inherited, note=note)
+    try:
+        result = agent.run()
+        told = agent.everybody() if result is not None and result.is_failed() else []
+    except SignalException as stop:
+        return _stopped(plan, stop.sigval)
+    except MachineLost as lost:
+        return Result(lost.exit_code, f"slipstream: {lost}")
+    finally:
+        meeting.shutdown()
+    if not told:
+        return Result(0)
+    attempts = agent.attempt + 1
+    report = render(told, world_size=plan.num_processes, attempts=attempts)
+    failures = [failure for failures in told for failure in failures]
+    return Result(outcome(first_of_all(told).exit_code), report, failures)
+
+
+def _meeting(
+    plan: Plan, requests: Requests, note: Callable[[str], None], listener: tuple[socket.socket, Place] | None
+) -> OwnRendezvous | ForeignRendezvous:
+    from slipstream.launch.foreign import foreign_rendezvous
+    from slipstream.launch.rendezvous import own_rendezvous
+
+    def check() -> None:
+        if requests.stop is not None:
+            from torch.distributed.elastic.multiprocessing import SignalException
+
+            raise SignalException("asked to stop", requests.stop)
+
+    if plan.meeting.is_own:
+        return own_rendezvous(plan, check, lambda text: note(f"slipstream: {text}"), listener)
+    return foreign_rendezvous(plan, check)
+
+
+def _stopped(plan: Plan, signum: signal.Signals) -> Result:
+    count = f"{plan.local_processes} process{'es' if plan.local_processes > 1 else ''}"
+    return Result(128 + signum, f"slipstream: stopped by {signum.name}; {count} ended.")
+
+
+# functions
+
+
+def launch_function(
+    function: Callable[..., object],
+    arguments: Sequence[object] = (),
+    *,
+    config: Config,
+    machine: Machine | None = None,
+    console: Literal["all", "main"] = "all",
+    output: Callable[[str], object] | None = None,
+) -> None:
+    """Call a function in several processes, from a process that goes on afterwards (a notebook, a test).
+
+    The launcher is a fresh process, so nothing of this one (threads, devices) gets into the workers; the function travels by
+    value, closures included. `config` says how many processes and all the rest. `output` is given the text that the processes
+    print, as it comes; without it they share this process's terminal. Raises LaunchError with the report of the first failure.
+    """
+    with _private_folder() as folder:
+        payload = _pack(function, arguments, folder)
+        plan = make_plan(config, Target("function", str(payload)), environment(), machine)
+        if plan.single:  # a process of its own all the same: the caller's stays as it is
+            plan = replace(plan, start_method="fork" if sys.platform == "linux" else "spawn")
+        (folder / "job.json").write_text(json.dumps({**_job(plan), "console": console}))
+        exit_code = _agent_process(folder, output)
+        result = _read_result(folder)
+    if exit_code != 0:
+        report = str(result.get("report") or f"The launcher ended with exit code {exit_code}.")
+        raise _error(report, exit_code, [Failure.from_json(entry) for entry in result.get("failures", [])])
+
+
+def _error(report: str, exit_code: int, failures: list[Failure]) -> Exception:
+    if exit_code == 2 and not failures:
+        return ConfigError(report)
+    return LaunchError(report, exit_code=exit_code)
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as name:  # made with mode 0700
+        yield Path(name)
+
+
+def _pack(function: Callable[..., object], arguments: Sequence[object], folder: Path) -> Path:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ConfigError("Starting a function in several processes needs cloudpickle.\nInstall it: pip install cloudpickle") from None
+    payload = folder / "function"
+    payload.write_bytes(cloudpickle.dumps((function, tuple(arguments))))
+    return payload
+
+
+def _job(plan: Plan) -> dict[str, Any]:
+    """What the launcher's process is told: the plan's parts that are not derived, and how imports work here."""
+    from slipstream.config.transport import VARIABLE
+
+    return {
+        "config": plan.environment[VARIABLE],
+        "payload": plan.target.name,
+        "start_method": plan.start_method,
+        "local_processes": plan.local_processes,
+        "environment": dict(plan.environment),
+        "path": [entry for entry in sys.path if isinstance(entry, str)],
+        "quiet": plan.quiet,
+    }
+
+
+def _agent_process(folder: Path, output: Callable[[str], object] | None) -> int:
+    command = [sys.executable, "-m", "slipstream.launch.agent_main", str(folder)]
+    capture: Mapping[str, Any] = {} if output is None else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    own = str(Path(__file__).resolve().parents[2])
+    found = os.pathsep.join([own, *filter(None, [environment().get("PYTHONPATH")])])  # the same package, however it was found here
+    with subprocess.Popen(command, env={**environment(), "PYTHONPATH": found}, start_new_session=True, **capture) as process:
+        try:
+            if output is not None and process.stdout is not None:
+                for line in process.stdout:
+                    output(line.decode(errors="replace"))
+            return process.wait()
+        except BaseException:  # a notebook's stop button among them: pass it on, and wait for the end of the workers
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+
+
+def _read_result(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
