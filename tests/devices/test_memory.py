@@ -91,8 +91,6 @@ def test_sizes_in_words(size: int, text: str) -> None:
 # --- control groups --------------------------------------------------------------------------------------------------------
 
 
-
-
 def _version_two(root: Path, limit: str, used: int, cached: int = 0) -> Path:
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("0::/job/step\n")

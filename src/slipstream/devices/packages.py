@@ -30,7 +30,7 @@ __all__ = [
     "is_torchdata_stateful_dataloader_available", "is_torchvision_available", "is_tqdm_available", "is_trackio_available",
     "is_transformer_engine_available", "is_transformer_engine_mxfp8_available", "is_transformers_available",
     "is_triton_available", "is_wandb_available", "is_weights_only_available",
-]
+]  # fmt: skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -101,7 +101,12 @@ _VERSION = re.compile(
 )
 _PRE = {"a": 0, "alpha": 0, "b": 1, "beta": 1, "c": 2, "rc": 2, "pre": 2, "preview": 2}
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">=": operator.ge, ">": operator.gt,
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
 }
 
 

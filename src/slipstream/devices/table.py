@@ -29,7 +29,7 @@ __all__ = [
     "is_bf16_available", "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available",
     "is_mps_available", "is_musa_available", "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available",
     "is_torch_xla_available", "is_xccl_available", "is_xpu_available",
-]
+]  # fmt: skip
 
 
 # --- the names that users know -------------------------------------------------------------------------------------------

@@ -1,0 +1,157 @@
+"""Each check says what it found, how bad that is, and what helps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slipstream.cli.health import checks
+from slipstream.cli.health.checks import CHECKS, Finding, judge
+from slipstream.cli.health.facts import DeviceMemory, Facts, Interface, Requirement
+from slipstream.cli.health.meeting import Machine, Meeting
+from slipstream.cli.health.together import judge_meeting, no_meeting
+from slipstream.devices.host import HostMemory
+
+LO = Interface("lo", True, ("127.0.0.1", "::1"))
+ETH = Interface("eth0", True, ("10.0.0.1",))
+TWO = {
+    "num_machines": 2,
+    "main_process_ip": "10.0.0.1",
+    "main_addresses": ("10.0.0.1",),
+    "interfaces": (LO, ETH),
+    "host_addresses": ("10.0.0.1",),
+}
+
+BAD: list[tuple[str, str, dict[str, Any], str, str]] = [
+    # check, level, facts, part of the finding, part of the remedy
+    ("kernel", "warning", {"kernel": "4.18.0-553.el8_10.x86_64"}, "older than 5.5", "5.5 or newer"),
+    ("kernel", "note", {"kernel": "mystery"}, "cannot be compared", "5.5"),
+    ("kernel", "note", {"system": "Darwin", "kernel": "24.1.0"}, "Darwin", "Linux"),
+    ("versions", "error", {"requirements": (Requirement("torch", "2.8", "2.4.1+cu121"),)}, "torch 2.4.1+cu121 is too old", "'torch>=2.8'"),
+    ("versions", "error", {"requirements": (Requirement("rich", "13.0", None),)}, "rich is missing", "'rich>=13.0'"),
+    ("shared memory", "warning", {"shared_memory": (64 * 2**20, 64 * 2**20), "local_processes": 4}, "4 processes", "--shm-size"),
+    ("shared memory", "note", {"shared_memory": None}, "no /dev/shm", "files"),
+    ("open files", "warning", {"open_files": (256, 4096)}, "256 files", "ulimit -n 4096"),
+    ("open files", "warning", {"open_files": (256, 256)}, "256 files", "limits.conf"),
+    ("open files", "note", {"open_files": None}, "no such limit", "nothing"),
+    ("temporary folder", "error", {"temporary_problem": "Read-only file system"}, "Read-only", "TMPDIR"),
+    ("temporary folder", "warning", {"temporary_free": 2**20}, "1.0 MB", "TMPDIR"),
+    ("memory", "warning", {"memory": HostMemory(total=2**34, available=2**28), "local_processes": 2}, "2 processes", "fewer"),
+    ("memory limit", "note", {"memory": HostMemory(total=2**36, available=2**33, limit=2**34)}, "16.0 GB", "killed"),
+    ("memory limit", "error", {"memory": HostMemory(total=2**36, available=2**28, limit=2**28)}, "too little", "raise"),
+    ("devices", "error", {"devices": 2, "device_type": "npu"}, "torch sees none", "--cpu"),
+    ("devices", "warning", {"devices": 1, "device_type": "npu", "device_memory": (DeviceMemory("npu:0", 2**20),)}, "npu:0", "--gpu_ids"),
+    ("devices", "warning", {"devices": 1, "device_memory": (DeviceMemory("npu:0", None),), "local_processes": 2}, "share", "--cpu"),
+    ("threads", "warning", {"cores": 2, "local_processes": 4}, "take turns", "--num_processes 2"),
+    ("threads", "warning", {"cores": 8, "local_processes": 4, "threads": 8}, "32 threads", "OMP_NUM_THREADS=2"),
+    ("loopback", "error", {"interfaces": (replace(LO, up=False), ETH)}, "is down", "ip link set lo up"),
+    ("loopback", "error", {"interfaces": (ETH,)}, "does not exist", "ip link set lo up"),
+    ("interface", "error", {**TWO, "host_addresses": ("127.0.1.1",), "hostname": "node7"}, "node7", "GLOO_SOCKET_IFNAME=eth0"),
+    ("interface", "error", {**TWO, "host_addresses": ("127.0.0.1",)}, "cannot reach", "GLOO_SOCKET_IFNAME=eth0"),
+    ("interface", "error", {**TWO, "interfaces": (LO, replace(ETH, up=False))}, "eth0", "ip link set eth0 up"),
+    ("interface", "error", {"chosen_interface": "eth9", "interfaces": (LO, ETH)}, "eth9", "lo, eth0"),
+    ("interface", "error", {"chosen_interface": "eth0", "interfaces": (LO, replace(ETH, up=False))}, "is down", "ip link set eth0 up"),
+    ("host name", "warning", {"host_addresses": (), "hostname": "vm", "host_problem": "Name not known"}, "not known", "/etc/hosts"),
+    ("host name", "error", {**TWO, "host_addresses": (), "hostname": "vm"}, "vm", "/etc/hosts"),
+    ("ports", "error", {"main_process_port": 29500, "port_problem": "Address already in use"}, "29500", "another --main_process_port"),
+    ("ports", "warning", {"port_range": (60000, 60100)}, "60000 to 60100", "ip_local_port_range"),
+    ("ports", "note", {**TWO, "main_process_port": 40000, "port_range": (32768, 60999)}, "40000", "below 32768"),
+    ("main process", "error", {**TWO, "main_addresses": (), "main_problem": "Name or service not known"}, "does not resolve", "address"),
+    ("main process", "error", {**TWO, "main_process_ip": "node0", "main_addresses": ("127.0.0.1",)}, "for itself", "machine 0"),
+    ("main process", "warning", {**TWO, "main_addresses": ("10.9.9.9",)}, "no address of this machine", "--machine_rank"),
+]  # fmt: skip
+
+GOOD: list[tuple[str, dict[str, Any], str]] = [
+    ("kernel", {"kernel": "5.5.0"}, "Linux"),
+    ("kernel", {"kernel": "6.18.44-fc-v445"}, "Linux"),
+    ("versions", {"requirements": (Requirement("torch", "2.8", "2.13.0+cpu"),)}, "torch 2.13.0+cpu"),
+    ("shared memory", {"shared_memory": (2**33, 2**33)}, "8.0 GB"),
+    ("open files", {"open_files": (2**62, 2**62)}, "no limit"),
+    ("devices", {"devices": 2, "device_memory": (DeviceMemory("npu:0", 2**34), DeviceMemory("npu:1", None))}, "unknown"),
+    ("devices", {}, "cpu"),
+    ("threads", {"cores": 8, "local_processes": 4}, "each gets 2"),
+    ("threads", {"cores": 8, "local_processes": 4, "threads": 2}, "2 threads each"),
+    ("interface", TWO, "eth0 (10.0.0.1)"),
+    ("interface", {}, "loopback"),
+    ("interface", {"chosen_interface": "eth0", "interfaces": (LO, ETH)}, "GLOO_SOCKET_IFNAME"),
+    ("ports", {"main_process_port": 29500}, "free"),
+    ("main process", TWO, "10.0.0.1"),
+    ("main process", {**TWO, "machine_rank": 1, "main_addresses": ("10.0.0.9",)}, "10.0.0.9"),
+    ("memory limit", {"memory": HostMemory(total=2**34, available=2**33, limit=2**40)}, "no control group"),
+]
+
+
+def _finding(name: str, facts: dict[str, Any]) -> Finding:
+    return next(finding for finding in judge(Facts(**facts)) if finding.name == name)
+
+
+@pytest.mark.parametrize(("name", "level", "facts", "said", "remedy"), BAD)
+def test_what_is_wrong_is_said_with_a_remedy(name: str, level: str, facts: dict[str, Any], said: str, remedy: str) -> None:
+    finding = _finding(name, facts)
+    assert finding.level == level
+    assert said in finding.text
+    assert remedy in finding.remedy
+
+
+@pytest.mark.parametrize(("name", "facts", "said"), GOOD)
+def test_what_is_fine_is_said_to_be(name: str, facts: dict[str, Any], said: str) -> None:
+    finding = _finding(name, facts)
+    assert finding.level == "ok"
+    assert said in finding.text
+
+
+def test_every_check_is_run_and_has_a_bad_case_here() -> None:
+    assert {finding.name for finding in judge(Facts())} == {case[0] for case in BAD}
+    assert len(CHECKS) == len([name for name in vars(checks) if name.startswith("check_")])
+
+
+# --- several machines ------------------------------------------------------------------------------------------------------
+
+
+def _machine(rank: int, skew: float = 0.0, torch: str = "2.13.0", round_trip: float = 0.001) -> Machine:
+    return Machine(machine_rank=rank, host=f"node{rank}", num_machines=2, versions={"torch": torch}, skew=skew, round_trip=round_trip)
+
+
+def test_on_one_machine_the_questions_do_not_apply() -> None:
+    assert all(finding.level == "ok" and "not applicable" in finding.text for finding in no_meeting())
+
+
+@pytest.mark.parametrize(
+    ("skew", "level"), [(0.02, "ok"), (-0.9, "ok"), (3.0, "warning"), (-3.0, "warning"), (20.0, "error"), (-3600.0, "error")]
+)
+def test_clocks_that_are_apart(skew: float, level: str) -> None:
+    finding = next(one for one in judge_meeting(Meeting(machines=(_machine(0), _machine(1, skew)))) if one.name == "clocks")
+    assert finding.level == level
+    assert level == "ok" or "chronyd" in finding.remedy
+
+
+def test_the_two_clocks_farthest_apart_are_named() -> None:
+    machines = (_machine(0), _machine(1, skew=-2.0), _machine(2, skew=2.0))
+    finding = next(one for one in judge_meeting(Meeting(machines=machines)) if one.name == "clocks")
+    assert "machine 2 (node2) is ahead of machine 1 (node1)" in finding.text
+    assert finding.text.startswith("4.000 s")
+
+
+def test_a_slow_network_is_not_blamed_on_the_clocks() -> None:
+    finding = next(
+        one for one in judge_meeting(Meeting(machines=(_machine(0), _machine(1, skew=1.2, round_trip=1.0)))) if one.name == "clocks"
+    )
+    assert finding.level == "ok"
+
+
+def test_different_versions_are_an_error_that_names_the_machines() -> None:
+    findings = list(judge_meeting(Meeting(machines=(_machine(0), _machine(1, torch="2.12.0")))))
+    finding = next(one for one in findings if one.name == "same versions")
+    assert finding.level == "error"
+    assert "machine 0: 2.13.0, machine 1: 2.12.0" in finding.text
+
+
+def test_a_main_process_that_cannot_be_reached_is_reported_with_what_was_tried() -> None:
+    (finding,) = judge_meeting(
+        Meeting(problems=("machine 0 could not be reached within 5 s",), tried=("10.0.0.1 port 29500: Connection refused (9 times)",))
+    )
+    assert finding.level == "error"
+    assert "tried: 10.0.0.1 port 29500: Connection refused (9 times)" in finding.text
+    assert "firewall" in finding.remedy
