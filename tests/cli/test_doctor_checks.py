@@ -104,7 +104,7 @@ def test_what_is_fine_is_said_to_be(name: str, facts: dict[str, Any], said: str)
 
 def test_every_check_is_run_and_has_a_bad_case_here() -> None:
     assert {finding.name for finding in judge(Facts())} == {case[0] for case in BAD}
-    assert len(CHECKS) == len([name for name in vars(checks) if name.startswith("check_")])
+    assert len(CHECKS) == len([name for name in vars(checks) if name.startswith("_check_")])
 
 
 # --- several machines ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from slipstream.devices.adapter import LazyRuntime
 def _runtime(hardware: str | None, started: bool = True) -> LazyRuntime:
     held = {"state": 5}
     return LazyRuntime(
-        SimpleNamespace(_XLAC=SimpleNamespace(_xla_runtime_is_initialized=lambda: started)),
+        lambda: started,
         SimpleNamespace(device_type=lambda: hardware, addressable_device_count=lambda: 4),
         SimpleNamespace(
             get_rng_state=lambda: held["state"],

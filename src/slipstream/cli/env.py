@@ -34,12 +34,12 @@ _PREFIXES: Final = (
 )  # fmt: skip
 _LONGEST_VALUE: Final = 300
 
-Section = dict[str, Any]
+_Section = dict[str, Any]
 
 
-def report(environ: Mapping[str, str], *, config_file: str | None = None, deep: bool = False) -> dict[str, Section]:
+def report(environ: Mapping[str, str], *, config_file: str | None = None, deep: bool = False) -> dict[str, _Section]:
     """The report as plain data, section by section; every text in it is fit to be shown."""
-    sections: dict[str, Section] = {
+    sections: dict[str, _Section] = {
         "versions": _versions(),
         "system": _system(),
         "devices": _devices(environ),
@@ -56,13 +56,13 @@ def _hide_home(value: Any, environ: Mapping[str, str]) -> Any:
     return value.replace(home, "~") if isinstance(value, str) and len(home) > 1 else value
 
 
-def _versions() -> Section:
+def _versions() -> _Section:
     found = {name: version_of(name) for name in _DISTRIBUTIONS}
     python = f"{platform.python_version()} ({platform.python_implementation()})"
     return {**{name: version for name, version in found.items() if version is not None}, "python": python}
 
 
-def _system() -> Section:
+def _system() -> _Section:
     memory = host_memory()
     limit = {} if memory.limit is None else {"memory limit of the control group": convert_bytes(memory.limit)}
     return {
@@ -76,12 +76,12 @@ def _system() -> Section:
     }
 
 
-def _devices(environ: Mapping[str, str]) -> Section:
+def _devices(environ: Mapping[str, str]) -> _Section:
     family, count = count_without_torch(environ)
     return {"type": family.type, "accelerators": count, "backend": family.backend, "found by": "device files and variables"}
 
 
-def _configuration(environ: Mapping[str, str], config_file: str | None) -> Section:
+def _configuration(environ: Mapping[str, str], config_file: str | None) -> _Section:
     try:
         config = resolve(config_file=config_file, environ=environ, default_file=True)
     except ConfigError as error:
@@ -91,7 +91,7 @@ def _configuration(environ: Mapping[str, str], config_file: str | None) -> Secti
     return {**given, **unused} or {"all": "by default"}
 
 
-def _variables(environ: Mapping[str, str]) -> Section:
+def _variables(environ: Mapping[str, str]) -> _Section:
     prefixes = (*_PREFIXES, *(prefix for family in FAMILIES for prefix in family.prefixes))
     names = sorted(name for name in environ if name.upper().startswith(prefixes))
     return {name: _cut(redact(name, environ[name])) for name in names}
@@ -101,7 +101,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
 
 
-def _torch() -> Section:
+def _torch() -> _Section:
     import torch
     import torch.distributed as distributed
 
@@ -124,7 +124,7 @@ def _torch() -> Section:
     }
 
 
-def _as_text(sections: Mapping[str, Section]) -> str:
+def _as_text(sections: Mapping[str, _Section]) -> str:
     lines: list[str] = []
     for title, entries in sections.items():
         width = max((len(key) for key in entries), default=0)

@@ -5,6 +5,7 @@ The modules of the runtime are passed in; nothing here imports or names it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["LazyRuntime"]
@@ -13,8 +14,8 @@ __all__ = ["LazyRuntime"]
 class LazyRuntime:
     """`is_available`, `device_count` and so on, answered by the runtime and model modules of a lazy-tensor package."""
 
-    def __init__(self, package: Any, runtime: Any, model: Any) -> None:
-        self._package = package
+    def __init__(self, started: Callable[[], bool], runtime: Any, model: Any) -> None:
+        self._started = started
         self._runtime = runtime
         self._model = model
 
@@ -30,7 +31,7 @@ class LazyRuntime:
         return int(self._runtime.addressable_device_count())
 
     def is_initialized(self) -> bool:
-        return bool(self._package._XLAC._xla_runtime_is_initialized())
+        return bool(self._started())
 
     def manual_seed_all(self, seed: int) -> None:
         self._model.set_rng_state(seed)

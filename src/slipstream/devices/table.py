@@ -127,7 +127,8 @@ def _intel(root: Path) -> int:
 def _xla_namespace() -> Any:
     if not import_plugin("torch_xla"):
         return None
-    return LazyRuntime(*map(importlib.import_module, ("torch_xla", "torch_xla.runtime", "torch_xla.core.xla_model")))
+    package, runtime, model = map(importlib.import_module, ("torch_xla", "torch_xla.runtime", "torch_xla.core.xla_model"))
+    return LazyRuntime(package._XLAC._xla_runtime_is_initialized, runtime, model)
 
 
 def _mps_bf16(_: Any) -> bool:

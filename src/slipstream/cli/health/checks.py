@@ -42,7 +42,7 @@ def judge(facts: Facts) -> Iterator[Finding]:
     return (check(facts) for check in CHECKS)
 
 
-def check_kernel(facts: Facts) -> Finding:
+def _check_kernel(facts: Facts) -> Finding:
     if facts.system != "Linux":
         return Finding("kernel", "note", f"{facts.system} {facts.kernel}", "Slipstream is tested on Linux; please report what differs here")
     numbers = "".join(facts.kernel.partition("-")[0].partition("+")[0])
@@ -60,7 +60,7 @@ def check_kernel(facts: Facts) -> Finding:
     return Finding("kernel", "ok", f"Linux {facts.kernel}")
 
 
-def check_versions(facts: Facts) -> Finding:
+def _check_versions(facts: Facts) -> Finding:
     missing = [need for need in facts.requirements if need.found is None]
     old = [need for need in facts.requirements if need.found is not None and parse_version(need.found) < parse_version(need.wanted)]
     if missing or old:
@@ -71,7 +71,7 @@ def check_versions(facts: Facts) -> Finding:
     return Finding("versions", "ok", f"Python {facts.python}" + (f", {shown}" if shown else ""))
 
 
-def check_shared_memory(facts: Facts) -> Finding:
+def _check_shared_memory(facts: Facts) -> Finding:
     if facts.shared_memory is None:
         return Finding("shared memory", "note", "this system has no /dev/shm", "loader workers will pass batches through files")
     free, total = facts.shared_memory
@@ -87,7 +87,7 @@ def check_shared_memory(facts: Facts) -> Finding:
     return Finding("shared memory", "ok", text)
 
 
-def check_open_files(facts: Facts) -> Finding:
+def _check_open_files(facts: Facts) -> Finding:
     if facts.open_files is None:
         return Finding("open files", "note", "this system has no such limit", "nothing to do")
     soft, hard = facts.open_files
@@ -102,7 +102,7 @@ def check_open_files(facts: Facts) -> Finding:
     return Finding("open files", "ok", "no limit per process" if soft >= 2**62 else f"{soft} per process")
 
 
-def check_ports(facts: Facts) -> Finding:
+def _check_ports(facts: Facts) -> Finding:
     if facts.port_problem is not None:
         return Finding(
             "ports",
@@ -131,7 +131,7 @@ def check_ports(facts: Facts) -> Finding:
     return Finding("ports", "ok", free)
 
 
-def check_loopback(facts: Facts) -> Finding:
+def _check_loopback(facts: Facts) -> Finding:
     loopback = next((interface for interface in facts.interfaces if interface.loopback), None)
     if loopback is None or not loopback.up:
         state = "is down" if loopback else "has no address or does not exist"
@@ -139,7 +139,7 @@ def check_loopback(facts: Facts) -> Finding:
     return Finding("loopback", "ok", f"{loopback.name} is up")
 
 
-def check_interface(facts: Facts) -> Finding:
+def _check_interface(facts: Facts) -> Finding:
     """Which interface gloo takes: the one it is told, else the one that has the address of the host name."""
     if facts.chosen_interface is not None:
         return _chosen(facts, facts.chosen_interface)
@@ -168,7 +168,7 @@ def _chosen(facts: Facts, name: str) -> Finding:
     return Finding("interface", "ok", f"gloo takes {name}, from GLOO_SOCKET_IFNAME")
 
 
-def check_hostname(facts: Facts) -> Finding:
+def _check_hostname(facts: Facts) -> Finding:
     if facts.host_addresses:
         return Finding("host name", "ok", f"{facts.hostname} is {', '.join(facts.host_addresses[:3])}")
     level: Level = "warning" if facts.num_machines == 1 else "error"
@@ -180,7 +180,7 @@ def check_hostname(facts: Facts) -> Finding:
     )
 
 
-def check_main_process(facts: Facts) -> Finding:
+def _check_main_process(facts: Facts) -> Finding:
     if facts.num_machines == 1 or facts.main_process_ip is None:
         return Finding("main process", "ok", "not applicable: one machine")
     if not facts.main_addresses:
@@ -206,7 +206,7 @@ def check_main_process(facts: Facts) -> Finding:
     return Finding("main process", "ok", shown)
 
 
-def check_threads(facts: Facts) -> Finding:
+def _check_threads(facts: Facts) -> Finding:
     text = f"{_processes(facts)} on {facts.cores} cores"
     if facts.local_processes > facts.cores:
         return Finding("threads", "warning", f"{text}: they take turns", f"--num_processes {facts.cores} would be as fast")
@@ -223,7 +223,7 @@ def check_threads(facts: Facts) -> Finding:
     return Finding("threads", "ok", f"{text} with {facts.threads} threads each")
 
 
-def check_memory(facts: Facts) -> Finding:
+def _check_memory(facts: Facts) -> Finding:
     text = f"{convert_bytes(facts.memory.available)} available of {convert_bytes(facts.memory.total)}"
     needed = _MEMORY_PER_PROCESS * facts.local_processes
     if facts.memory.available < needed:
@@ -236,7 +236,7 @@ def check_memory(facts: Facts) -> Finding:
     return Finding("memory", "ok", text)
 
 
-def check_memory_limit(facts: Facts) -> Finding:
+def _check_memory_limit(facts: Facts) -> Finding:
     limit = facts.memory.limit
     if limit is None or limit >= facts.memory.total:
         return Finding("memory limit", "ok", "no control group sets one below the memory of the machine")
@@ -246,7 +246,7 @@ def check_memory_limit(facts: Facts) -> Finding:
     return Finding("memory limit", "note", text, "processes beyond it are killed without a word; ask for more if the model needs it")
 
 
-def check_devices(facts: Facts) -> Finding:
+def _check_devices(facts: Facts) -> Finding:
     if not facts.devices:
         return Finding("devices", "ok", f"no accelerator is used; processes compute on {facts.device_type}")
     text = f"{facts.devices} x {facts.device_type}"
@@ -272,7 +272,7 @@ def check_devices(facts: Facts) -> Finding:
     return Finding("devices", "ok", f"{text}; free: {free}")
 
 
-def check_temporary(facts: Facts) -> Finding:
+def _check_temporary(facts: Facts) -> Finding:
     if facts.temporary_problem is not None:
         return Finding(
             "temporary folder", "error", f"{facts.temporary} cannot be written to: {facts.temporary_problem}", "set TMPDIR to one that can"
@@ -289,18 +289,18 @@ def _processes(facts: Facts) -> str:
 
 
 CHECKS: Final[tuple[Callable[[Facts], Finding], ...]] = (
-    check_kernel,
-    check_versions,
-    check_shared_memory,
-    check_open_files,
-    check_temporary,
-    check_memory,
-    check_memory_limit,
-    check_devices,
-    check_threads,
-    check_loopback,
-    check_interface,
-    check_hostname,
-    check_ports,
-    check_main_process,
+    _check_kernel,
+    _check_versions,
+    _check_shared_memory,
+    _check_open_files,
+    _check_temporary,
+    _check_memory,
+    _check_memory_limit,
+    _check_devices,
+    _check_threads,
+    _check_loopback,
+    _check_interface,
+    _check_hostname,
+    _check_ports,
+    _check_main_process,
 )

@@ -22,7 +22,7 @@ from slipstream.devices.host import HostMemory, cores, host_memory
 from slipstream.devices.packages import version_of
 from slipstream.devices.table import CPU, count_without_torch
 
-__all__ = ["DeviceMemory", "Facts", "Interface", "Requirement", "collect", "port_problem", "resolve_name"]
+__all__ = ["DeviceMemory", "Facts", "Interface", "Requirement", "collect", "port_problem", "requirements", "resolve_name"]
 
 _NAME_SERVICE_SECONDS: Final = 5.0
 

@@ -27,7 +27,7 @@ _PATIENCE: Final = 5.0
 """Seconds that one answer of one connection may take."""
 _PAUSE: Final = 0.2
 
-Clock = Callable[[], float]
+_Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def listen(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def serve(listener: socket.socket, me: Machine, *, seconds: float, clock: Clock = time.time) -> Meeting:
+def serve(listener: socket.socket, me: Machine, *, seconds: float, clock: _Clock = time.time) -> Meeting:
     """Machine 0's part: wait for the others, for `seconds` at most, and tell everyone who came."""
     deadline = time.monotonic() + seconds
     present: dict[int, Machine] = {me.machine_rank: me}
@@ -117,7 +117,7 @@ def serve(listener: socket.socket, me: Machine, *, seconds: float, clock: Clock 
     return meeting
 
 
-def _welcome(line: _Line, me: Machine, present: dict[int, Machine], clock: Clock) -> Machine:
+def _welcome(line: _Line, me: Machine, present: dict[int, Machine], clock: _Clock) -> Machine:
     hello = line.receive()
     if hello.get("greeting") != _GREETING:
         raise ValueError("it is not a Slipstream doctor of this version")
@@ -155,7 +155,7 @@ def _send_if_there(line: _Line, message: dict[str, Any]) -> None:
         return
 
 
-def join(address: str, port: int, me: Machine, *, seconds: float, clock: Clock = time.time) -> Meeting:
+def join(address: str, port: int, me: Machine, *, seconds: float, clock: _Clock = time.time) -> Meeting:
     """Another machine's part: reach machine 0 within `seconds`, compare clocks, and hear who came."""
     deadline = time.monotonic() + seconds
     connection, tried = _reach(address, port, deadline)
@@ -177,7 +177,7 @@ def join(address: str, port: int, me: Machine, *, seconds: float, clock: Clock =
         line.close()
 
 
-def _measure(line: _Line, clock: Clock) -> tuple[float, float]:
+def _measure(line: _Line, clock: _Clock) -> tuple[float, float]:
     """(how far this clock is ahead, round trip): the other clock is taken to have been read half way."""
     before, started = clock(), time.monotonic()
     line.send({"time": before})
