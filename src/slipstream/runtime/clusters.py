@@ -43,8 +43,8 @@ from slipstream.runtime.variables import (
 
 __all__ = ["CLUSTERS", "Cluster", "Kubernetes", "Lsf", "Mpi", "SageMaker", "Single", "Slurm", "Torchrun", "detect"]
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
 
 
 class Cluster(Protocol):
@@ -164,7 +164,7 @@ class Torchrun:
         local_rank = number(environ, "LOCAL_RANK")
         local_world = number(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", least=1)
         # In a pod, older operators give rank 0 "localhost" although the other ranks are in other pods.
-        loopback = text(environ, "MASTER_ADDR") in LOOPBACK and text(environ, "KUBERNETES_SERVICE_HOST") is None
+        loopback = text(environ, "MASTER_ADDR") in _LOOPBACK and text(environ, "KUBERNETES_SERVICE_HOST") is None
         if world == 1 or loopback or number(environ, "GROUP_WORLD_SIZE", "NNODES", least=1) == 1:
             return rank if local_rank is None else local_rank, local_world or world
         if local_rank is None or local_world is None:
@@ -245,7 +245,7 @@ class Slurm:
     def _is_terminal(self, environ: Environ) -> bool:
         """The shell of `srun --pty bash`: step 0 of a job named after its shell. A `srun` inside that shell is a later step."""
         return (
-            text(environ, "SLURM_JOB_NAME") in SHELLS
+            text(environ, "SLURM_JOB_NAME") in _SHELLS
             and text(environ, "SLURM_PTY_PORT") is not None
             and text(environ, "SLURM_STEP_ID", "SLURM_STEPID") == "0"
         )
@@ -301,7 +301,7 @@ class Kubernetes:
             return False
         if text(environ, "PET_NODE_RANK", "JOB_COMPLETION_INDEX") is not None:
             return True
-        return text(environ, "KUBERNETES_SERVICE_HOST") is not None and text(environ, "MASTER_ADDR") not in (None, *LOOPBACK)
+        return text(environ, "KUBERNETES_SERVICE_HOST") is not None and text(environ, "MASTER_ADDR") not in (None, *_LOOPBACK)
 
     def process(self, environ: Environ) -> Process:
         per_pod = text(environ, "PET_NPROC_PER_NODE") or "1"

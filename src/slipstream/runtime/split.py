@@ -47,7 +47,7 @@ def split(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) 
     if not _has_positions(inputs):
         return _deal(inputs, rank, world_size, apply_padding)
     total = _length(inputs, "")
-    cut = Cut.of(total, rank, world_size, apply_padding)
+    cut = _Cut.of(total, rank, world_size, apply_padding)
     return Part(_take(inputs, cut), rank, world_size, apply_padding, _Tally(total))
 
 
@@ -150,11 +150,11 @@ class Part:
         """Where in the input each item of the piece came from; padding repeats a position."""
         if self.dealt:
             return [*range(self.rank, self.total, self.world_size), *[self.total - 1] * self.padding]
-        return Cut.of(self.total, self.rank, self.world_size, self.apply_padding).indices
+        return _Cut.of(self.total, self.rank, self.world_size, self.apply_padding).indices
 
 
 @dataclass(frozen=True)
-class Cut:
+class _Cut:
     """Which positions of a sliced input a rank gets."""
 
     span: range
@@ -164,7 +164,7 @@ class Cut:
     """Some rank repeats an item, so the piece has to be of a type that can, on every rank."""
 
     @classmethod
-    def of(cls, total: int, rank: int, world_size: int, apply_padding: bool) -> Cut:
+    def of(cls, total: int, rank: int, world_size: int, apply_padding: bool) -> _Cut:
         counts = real_counts(total, world_size)
         # Nothing is range(0), not an empty range at the end: a hub dataset refuses a start that it has no row for.
         start = sum(counts[:rank]) if counts[rank] else 0
@@ -329,7 +329,7 @@ def _common_length(columns: dict[str, Any]) -> int:
 # Taking a piece ---------------------------------------------------------------------------------------------------------
 
 
-def _take_record(record: Any, cut: Cut) -> Any:
+def _take_record(record: Any, cut: _Cut) -> Any:
     taken = {key: _take(column, cut) for key, column in _columns(record).items()}
     if isinstance(record, tuple):
         return type(record)._make(taken.values())  # type: ignore[attr-defined]
@@ -341,16 +341,16 @@ def _take_record(record: Any, cut: Cut) -> Any:
     return piece
 
 
-def _take_range(value: range, cut: Cut) -> Any:
+def _take_range(value: range, cut: _Cut) -> Any:
     return [value[index] for index in cut.indices] if cut.padded_somewhere else value[cut.slice]
 
 
-def _take_rows(value: Any, cut: Cut) -> Any:
+def _take_rows(value: Any, cut: _Cut) -> Any:
     """Tensors and arrays: a view of the rows, or a copy where a row is repeated."""
     return value[cut.indices] if cut.repeated else value[cut.slice]
 
 
-KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Cut], Any]], ...] = (
+_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, _Cut], Any]], ...] = (
     (_is_record, _take_record),
     (lambda value: isinstance(value, list), lambda value, cut: value[cut.slice] + [value[index] for index in cut.repeated]),
     (lambda value: isinstance(value, tuple), lambda value, cut: value[cut.slice] + tuple(value[index] for index in cut.repeated)),
@@ -363,5 +363,5 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Cut], Any]], ...] = (
 """What a piece of each kind of input is; the first that fits."""
 
 
-def _take(value: Any, cut: Cut) -> Any:
-    return next(take for fits, take in KINDS if fits(value))(value, cut)
+def _take(value: Any, cut: _Cut) -> Any:
+    return next(take for fits, take in _KINDS if fits(value))(value, cut)

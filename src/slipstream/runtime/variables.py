@@ -14,7 +14,19 @@ from typing import NoReturn
 
 from slipstream.errors import ConfigError
 
-__all__ = ["Environ", "check_order", "derived_port", "expand_hosts", "given", "half_set", "needed", "number", "task_counts", "text"]
+__all__ = [
+    "MEANING",
+    "Environ",
+    "check_order",
+    "derived_port",
+    "expand_hosts",
+    "given",
+    "half_set",
+    "needed",
+    "number",
+    "task_counts",
+    "text",
+]
 
 Environ = Mapping[str, str]
 
