@@ -116,6 +116,12 @@ def test_a_worker_applies_the_order_again(tmp_path: Path) -> None:
     assert str(config.origin("role")) == f"from {path}: role"
 
 
+def test_a_variable_that_is_set_now_is_stronger_than_what_the_launcher_saw() -> None:
+    sent = transport.dump(resolve(environ={"SLIPSTREAM_TIMEOUT": "1", "SLIPSTREAM_ROLE": "seen"}))
+    config = for_worker(environ={transport.VARIABLE: sent, "SLIPSTREAM_TIMEOUT": "2"})
+    assert (config.safety.timeout, config.launch.role) == (2.0, "seen")
+
+
 def test_a_script_without_launcher_reads_variables_and_never_the_default_file(tmp_path: Path) -> None:
     write_file(tmp_path / "config.yaml", {"debug": True})
     environ = {"SLIPSTREAM_HOME": str(tmp_path), "SLIPSTREAM_TIMEOUT": "7"}
