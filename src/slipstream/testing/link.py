@@ -30,11 +30,7 @@ _START_SECONDS = 240.0  # a cold import of torch on a busy machine
 
 @dataclass
 class Link:
-    """One server and its ranks.
-
-    >>> with_ranks = Link.start(size=1, preload=[])
-    >>> with_ranks.close()
-    """
+    """One server and its ranks."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket

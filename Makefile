@@ -1,0 +1,52 @@
+# `make demo` and `make test` work on a fresh machine that has Python 3.10 or newer: they make .venv and install what they need.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+BENCH := .venv-bench/bin
+BENCH_INSTALLED := .venv-bench/.installed
+PIP := python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
+
+.PHONY: help demo test quick check bench soak clean
+
+help:
+	@echo "make demo     two CPU processes share a job, and a mistake between them is explained"
+	@echo "make test     ruff, mypy, and every test"
+	@echo "make quick    the tests that start no processes"
+	@echo "make check    ruff, mypy, and the shape of the tree"
+	@echo "make bench    measure against plain torch and accelerate, side by side"
+	@echo "make soak     the tests with random faults, many rounds"
+
+demo: $(INSTALLED)
+	$(BIN)/slipstream launch --cpu --num_processes 2 examples/batch_inference.py
+
+test: check
+	$(BIN)/python -m pytest --durations=15 --durations-min=2
+
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not ranks and not launched and not netns"
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_shape.py
+
+bench: $(BENCH_INSTALLED)
+	$(BENCH)/python benchmarks/run.py
+
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest --soak -m soak --timeout=3600
+
+# The stamps are touched last, so an interrupted installation is repeated.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Slipstream needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 demo"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/$(PIP) -e '.[dev]'
+	@touch $@
+
+$(BENCH_INSTALLED): pyproject.toml constraints.txt
+	test -x $(BENCH)/python || $(PYTHON) -m venv .venv-bench
+	$(BENCH)/$(PIP) -e '.[dev,bench]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -1,0 +1,244 @@
+"""A job that checks itself: collectives, a mistake that must be reported, and a training that must equal that of one process.
+
+    slipstream test --cpu --num_processes 2                                     this machine or cluster, as a command
+    slipstream launch --num_processes 2 -m slipstream.testing.selfcheck         the same as an ordinary job
+
+Every process runs every check, then all outcomes come together on the main process, which prints them; `--report` also writes
+them as JSON. Exit code 1 if a check failed anywhere. It needs nothing but torch and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.devices.table import family_of
+from slipstream.errors import DistributedOperationException
+from slipstream.runtime.state import PartialState
+
+__all__ = ["CHECKS", "Outcome", "main", "run"]
+
+_STEPS = 5
+_SAMPLES_PER_PROCESS = 4
+
+
+class _Failed(Exception):
+    """A check saw something else than it expected."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one check: on this process, or, joined, on all of them."""
+
+    name: str
+    problem: str | None
+    """None: it is as it should be."""
+    seconds: float
+
+
+def _expect(found: object, expected: object, what: str) -> None:
+    if found != expected:
+        raise _Failed(f"{what} gave {found!r} instead of {expected!r}")
+
+
+def _on_device(state: PartialState, *values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=state.device)
+
+
+def _check_gather(state: PartialState) -> str | None:
+    """Every rank is there once, and a nested structure comes back in the order of the ranks."""
+    rank, world = state.process_index, state.num_processes
+    found = state.gather({"rank": _on_device(state, rank), "pair": (_on_device(state, rank, -rank), [_on_device(state, 7)])})
+    _expect(found["rank"].tolist(), [float(one) for one in range(world)], "gather of the ranks")
+    _expect(found["pair"][0].tolist(), [float(value) for one in range(world) for value in (one, -one)], "gather of pairs")
+    _expect(found["pair"][1][0].tolist(), [7.0] * world, "gather inside a list")
+
+
+def _check_ragged(state: PartialState) -> str | None:
+    """Processes may bring different numbers of rows, none included."""
+    found = state.gather(torch.full((state.process_index, 2), float(state.process_index), device=state.device))
+    expected = [[float(one)] * 2 for one in range(state.num_processes) for _ in range(one)]
+    _expect(found.tolist(), expected, "gather of uneven rows")
+
+
+def _check_reduce(state: PartialState) -> str | None:
+    """Sums and means over the processes."""
+    world = state.num_processes
+    _expect(state.reduce(_on_device(state, state.process_index + 1)).tolist(), [world * (world + 1) / 2], "reduce to the sum")
+    _expect(state.reduce(_on_device(state, 3, 5), reduction="mean").tolist(), [3.0, 5.0], "reduce to the mean")
+
+
+def _check_broadcast(state: PartialState) -> str | None:
+    """The last process's tensor on all of them."""
+    found = state.broadcast(_on_device(state, state.process_index, 2), from_process=state.num_processes - 1)
+    _expect(found.tolist(), [state.num_processes - 1.0, 2.0], "broadcast from the last process")
+
+
+def _check_objects(state: PartialState) -> str | None:
+    """Text and records, in the order of the ranks."""
+    rank, world = state.process_index, state.num_processes
+    found = state.gather_object([f"text {rank}", {"rank": rank}])
+    _expect(found, [item for one in range(world) for item in (f"text {one}", {"rank": one})], "gather of objects")
+    _expect(state.broadcast_object_list([rank, "x"]), [0, "x"], "broadcast of objects")
+
+
+def _check_split(state: PartialState) -> str | None:
+    """Work is shared out, and the results come back in the order of the input."""
+    with state.split_between_processes(list(range(7)), apply_padding=True) as mine:
+        found = state.gather(torch.tensor([value * value for value in mine], device=state.device))
+    _expect(found.tolist(), [value * value for value in range(7)], "squares of a shared list")
+
+
+def _check_turns(state: PartialState) -> str | None:
+    """The main process comes first, and everyone waits for everyone."""
+    with state.main_process_first():
+        entered = time.time()
+    state.wait_for_everyone()
+    times = state.gather_object([entered])
+    if times[0] > min(times) + 1.0:  # clocks of several machines may differ a little
+        raise _Failed("another process went through main_process_first before the main process")
+
+
+def _check_mismatch(state: PartialState) -> str | None:
+    """A mistake between processes is an error on every one of them, and the group works afterwards."""
+    if not state.use_distributed:
+        return "not applicable: one process"
+    try:
+        if state.is_main_process:
+            state.gather(_on_device(state, 1))
+        else:
+            state.reduce(_on_device(state, 1))
+    except DistributedOperationException:
+        pass
+    else:
+        raise _Failed("process 0 called gather while others called reduce, and no error was raised")
+    return _check_reduce(state)
+
+
+def _check_reopen(state: PartialState) -> str | None:
+    """After the process group was closed, the next call opens a fresh one."""
+    state.destroy_process_group()
+    _check_gather(state)
+
+
+def _check_training(state: PartialState) -> str | None:
+    """Training on shares of a batch gives the weights that one process gets from the whole batch."""
+    here = _train(state, torch.nn.parallel.DistributedDataParallel if state.use_distributed else None)
+    alone = _train(state, None)
+    difference = max(float((one - other).abs().max()) for one, other in zip(here, alone, strict=True))
+    if not difference < 1e-4:
+        raise _Failed(f"after {_STEPS} steps the weights differ from those of one process by {difference:g}")
+
+
+def _train(state: PartialState, wrapper: Callable[..., nn.Module] | None) -> list[torch.Tensor]:
+    """The weights after a few steps: on this process's share of each batch if wrapped, on all of it otherwise."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        inputs = torch.randn(_STEPS, state.num_processes * _SAMPLES_PER_PROCESS, 6)
+    model = model.to(state.device)
+    inputs = inputs.to(state.device)
+    indexed = wrapper is not None and family_of(state.device).indexed
+    wrapped = model if wrapper is None else wrapper(model, device_ids=[state.device.index] if indexed else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    first = state.process_index * _SAMPLES_PER_PROCESS
+    for batch in inputs:
+        share = batch if wrapper is None else batch[first : first + _SAMPLES_PER_PROCESS]
+        optimizer.zero_grad()
+        (wrapped(share) - share.sum(dim=1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+CHECKS: tuple[tuple[str, Callable[[PartialState], None]], ...] = (
+    ("gather", _check_gather),
+    ("gather of uneven rows", _check_ragged),
+    ("reduce", _check_reduce),
+    ("broadcast", _check_broadcast),
+    ("objects", _check_objects),
+    ("split and gather", _check_split),
+    ("turns and barrier", _check_turns),
+    ("a mistake is reported", _check_mismatch),
+    ("training equals one process", _check_training),
+    ("group reopens", _check_reopen),
+)
+
+
+def run(state: PartialState, checks: Sequence[tuple[str, Callable[[PartialState], None]]] = CHECKS) -> list[Outcome]:
+    """Run the checks on this process. One that fails does not keep the others from running."""
+    outcomes = []
+    for name, check in checks:
+        started = time.perf_counter()
+        problem = None
+        try:
+            check(state)
+        except Exception as error:  # whatever it is, it is the result of the check
+            problem = str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}"
+        outcomes.append(Outcome(name, problem, time.perf_counter() - started))
+    return outcomes
+
+
+def _joined(state: PartialState, mine: list[Outcome]) -> list[Outcome]:
+    """The outcomes of all processes as one list: the problems named by rank, the longest time."""
+    everyone: list[list[dict[str, Any]]] = state.gather_object([[asdict(outcome) for outcome in mine]])
+    joined = []
+    for position, outcome in enumerate(mine):
+        rows = [one[position] for one in everyone]
+        problems = [f"rank {rank}: {row['problem']}" for rank, row in enumerate(rows) if row["problem"] is not None]
+        joined.append(Outcome(outcome.name, "\n".join(problems) or None, max(row["seconds"] for row in rows)))
+    return joined
+
+
+def _shown(outcomes: Sequence[Outcome]) -> str:
+    lines = []
+    for outcome in outcomes:
+        lines.append(f"  {'ok' if outcome.problem is None else 'FAILED':<6}  {outcome.name:<28} {outcome.seconds * 1000:7.1f} ms")
+        lines += [f"            {line}" for line in (outcome.problem or "").splitlines()]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every check on this process, tell the main process, and give the exit code."""
+    parser = argparse.ArgumentParser(description="Check that processes can work together here.")
+    parser.add_argument("--report", metavar="FILE", help="also write the outcome as JSON, on the main process")
+    options = parser.parse_args(arguments)
+    state = PartialState()
+    outcomes = _joined(state, run(state))
+    failed = sum(outcome.problem is not None for outcome in outcomes)
+    hosts = state.gather_object([_host(state)])
+    if state.is_main_process:
+        place = f"{state.num_processes} process{'es' if state.num_processes > 1 else ''} on {len(set(hosts))} machine{'s' if len(set(hosts)) > 1 else ''}"
+        backend = f" through {state.backend}" if state.use_distributed else ""
+        print(f"{place}, device {state.device.type}{backend}\n{_shown(outcomes)}", flush=True)
+        verdict = f"{failed} of {len(outcomes)} checks failed." if failed else f"All {len(outcomes)} checks passed: jobs can run here."
+        print(verdict, flush=True)
+        if options.report:
+            report = {
+                "verdict": verdict,
+                "processes": state.num_processes,
+                "hosts": hosts,
+                "device": state.device.type,
+                "backend": state.backend,
+            }
+            Path(options.report).write_text(json.dumps({**report, "checks": [asdict(outcome) for outcome in outcomes]}))
+    state.destroy_process_group()
+    return 1 if failed else 0
+
+
+def _host(state: PartialState) -> str:
+    import socket
+
+    return socket.gethostname()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
