@@ -30,7 +30,7 @@ from slipstream.config.sources import default_file_path, environment, read_file
 from slipstream.config.write import back_up, file_text, write_file
 from slipstream.errors import ConfigError
 
-__all__ = ["command", "interview"]
+__all__ = ["Ask", "command", "interview"]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -100,7 +100,7 @@ def command(context: click.Context, config_file: str | None, settings: tuple[str
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @click.pass_obj
 @_refusing
-def default(outer_file: str | None, config_file: str | None, mixed_precision: str | None, overwrite: bool) -> None:
+def _default(outer_file: str | None, config_file: str | None, mixed_precision: str | None, overwrite: bool) -> None:
     """Write a minimal file.
 
     The number of processes is left out: `slipstream launch` then starts one per accelerator.
@@ -114,7 +114,7 @@ def default(outer_file: str | None, config_file: str | None, mixed_precision: st
 @_file_option
 @click.pass_obj
 @_refusing
-def update(outer_file: str | None, config_file: str | None) -> None:
+def _update(outer_file: str | None, config_file: str | None) -> None:
     """Rewrite an older file, or one of `accelerate config`, as ours.
 
     The old one is kept beside it. Keys that have no effect are dropped, and named.

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from slipstream.config.option import Origin, Value
 from slipstream.config.schema import split_pairs
 
-__all__ = ["Choice", "contradiction", "device_ids", "missing_main_process", "said"]
+__all__ = ["Choice", "Choices", "contradiction", "device_ids", "missing_main_process", "said"]
 
 
 class Choice(NamedTuple):
@@ -25,6 +25,7 @@ class Choice(NamedTuple):
 
 
 Choices = Mapping[str, Choice]
+"""Every option by name."""
 
 
 def said(choices: Choices, name: str) -> str:

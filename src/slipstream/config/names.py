@@ -118,6 +118,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def is_internal(variable: str) -> bool:
+    """Whether a variable is one that our own processes set for each other, or that is read elsewhere than here."""
     return variable in INTERNAL_VARIABLES or variable.startswith(_INTERNAL_PREFIXES)
 
 

@@ -14,7 +14,7 @@ from slipstream.config.names import missing_feature, nearest, not_available
 from slipstream.config.resolved import Unused
 from slipstream.errors import ConfigError
 
-__all__ = ["KEYS", "recognise", "translate"]
+__all__ = ["KEYS", "Entry", "recognise", "translate"]
 
 Entry = tuple[str, Any, str]
 """The key of an option, what it was given, and the key as the file has it."""

@@ -22,7 +22,7 @@ from slipstream.config.sources import default_file_path, environment, read_file
 
 __all__ = ["for_worker", "resolve"]
 
-Layer = Mapping[str, Choice]
+_Layer = Mapping[str, Choice]
 
 
 def resolve(
@@ -79,7 +79,7 @@ def for_worker(
     )
 
 
-def _strongest(*layers: Layer) -> dict[str, Choice]:
+def _strongest(*layers: _Layer) -> dict[str, Choice]:
     """One layer from several, the first being the strongest."""
     merged: dict[str, Choice] = {}
     for layer in reversed(layers):
@@ -87,7 +87,7 @@ def _strongest(*layers: Layer) -> dict[str, Choice]:
     return merged
 
 
-def _of_kind(layer: Layer, kind: Kind) -> Layer:
+def _of_kind(layer: _Layer, kind: Kind) -> _Layer:
     return {name: choice for name, choice in layer.items() if choice.origin.kind == kind}
 
 
@@ -118,7 +118,7 @@ def _environment_layer(environ: Mapping[str, str]) -> dict[str, Choice]:
     return layer
 
 
-def _file(flags: Layer, variables: Layer, default: os.PathLike[str] | None) -> Reading:
+def _file(flags: _Layer, variables: _Layer, default: os.PathLike[str] | None) -> Reading:
     chosen = flags.get("config_file") or variables.get("config_file")
     if chosen:
         return understand(read_file(str(chosen.value)), str(chosen.value))

@@ -16,7 +16,7 @@ from slipstream.config.option import Origin, Value, parse
 from slipstream.config.schema import OPTIONS, SECTIONS, Command, Compute, Device, Launch, Safety
 from slipstream.errors import ConfigError
 
-__all__ = ["Config", "Unused", "build"]
+__all__ = ["Config", "Unused", "build", "parse_constructor"]
 
 
 class Unused(NamedTuple):

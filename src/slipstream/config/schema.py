@@ -23,9 +23,9 @@ from slipstream.config.option import Option, Value, declare, from_field
 
 __all__ = ["OPTIONS", "SECTIONS", "Command", "Compute", "Device", "Launch", "Safety", "split_pairs"]
 
-DYNAMO_BACKENDS: Final = ("no", "eager", "aot_eager", "inductor", "cudagraphs", "tvm")
-DYNAMO_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_DYNAMO_BACKENDS: Final = ("no", "eager", "aot_eager", "inductor", "cudagraphs", "tvm")
+_DYNAMO_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def split_pairs(text: str) -> dict[str, str]:
@@ -210,14 +210,14 @@ class Compute:
     )
     dynamo_backend: str = declare(
         "no",
-        choices=DYNAMO_BACKENDS,
+        choices=_DYNAMO_BACKENDS,
         example="inductor",
         help="Compile prepared models with this backend of torch.compile; no leaves them as they are.",
         question="Compile models, and with which backend?",
     )
     dynamo_mode: str = declare(
         "default",
-        choices=DYNAMO_MODES,
+        choices=_DYNAMO_MODES,
         example="reduce-overhead",
         help="The mode of torch.compile.",
         question="In which mode?",
@@ -270,7 +270,7 @@ class Safety:
         example="30",
         help="Seconds of waiting after which a table of what every process is doing is printed; 0 never prints it.",
     )
-    log_level: str | None = declare(None, choices=LOG_LEVELS, example="INFO", help="Lowest level that loggers of get_logger let through.")
+    log_level: str | None = declare(None, choices=_LOG_LEVELS, example="INFO", help="Lowest level that loggers of get_logger let through.")
 
 
 @dataclass(frozen=True, kw_only=True)
