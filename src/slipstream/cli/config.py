@@ -128,8 +128,8 @@ def _update(outer_file: str | None, config_file: str | None) -> None:
         return
     copy = back_up(path)
     written = write_file(path, values, overwrite=True)
-    for key, why in reading.unused:
-        click.echo(f"dropped {key}: {why}")
+    for unused in reading.unused:
+        click.echo(f"dropped {unused}")
     click.echo(f"Kept the old file as {copy}.")
     _report(written)
 

@@ -20,10 +20,17 @@ __all__ = ["Config", "Unused", "build", "parse_constructor"]
 
 
 class Unused(NamedTuple):
-    """A key of a file of another tool that has no effect here, and why."""
+    """A key of a file of another tool that has no effect here, and why.
+
+    >>> print(Unused("tpu_env", "asks for nothing"))
+    tpu_env: asks for nothing
+    """
 
     key: str
     why: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True)
