@@ -6,7 +6,7 @@ BENCH := .venv-bench/bin
 BENCH_INSTALLED := .venv-bench/.installed
 PIP := python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
 
-.PHONY: help demo test quick check bench soak clean
+.PHONY: help demo test quick lint check bench soak clean
 
 help:
 	@echo "make demo     two CPU processes share a job, and a mistake between them is explained"
@@ -19,15 +19,17 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/slipstream launch --cpu --num_processes 2 examples/batch_inference.py
 
-test: check
+test: lint
 	$(BIN)/python -m pytest --durations=15 --durations-min=2
 
 quick: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not ranks and not launched and not netns"
 
-check: $(INSTALLED)
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint
 	$(BIN)/python -m pytest -q tests/test_shape.py
 
 bench: $(BENCH_INSTALLED)
