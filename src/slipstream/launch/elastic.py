@@ -15,18 +15,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from slipstream.errors import LaunchError
 from slipstream.launch.contract import ALARM_KEY, ExitNotice, attempt_prefix, exit_key
 from slipstream.launch.foreign import ForeignRendezvous
 from slipstream.launch.logs import Folder, Outlet, Tee
 from slipstream.launch.plan import Plan
 from slipstream.launch.processes import KILL_AFTER, Crew, End
 from slipstream.launch.rendezvous import OwnRendezvous
-from slipstream.launch.report import Failure, lost_machine, read_confession, render
+from slipstream.launch.report import Failure, lost_machine, read_confession, render, user_stack
 from slipstream.launch.signals import Requests
 from slipstream.launch.system import memory_kills, open_files
 from slipstream.launch.worker import CONFESSION, STACK, Worker
@@ -60,6 +59,7 @@ class Agent(_Agent):
         requests: Requests,
         folder: Folder,
         inherited: frozenset[int],
+        environment: Mapping[str, str],
         note: Callable[[str], None],
     ) -> None:
         super().__init__(spec)
@@ -68,6 +68,7 @@ class Agent(_Agent):
         self._requests = requests
         self._folder = folder
         self._inherited = inherited
+        self._environment = environment
         self._note = note
         self._host = socket.gethostname()
         self._crew = Crew()
@@ -104,7 +105,7 @@ class Agent(_Agent):
 
         self._crew.wait(self._plan.monitor_interval, self._requests.wake)
         self._tee.pump()
-        self.check_requests()
+        self._requests.check()
         self._write_down(self._crew.poll(), worker_group)
         self._meeting.beat()
         self._notice_lost(worker_group)
@@ -119,15 +120,15 @@ class Agent(_Agent):
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End what still runs. `timeout` is torch's idea of patience; ours depends on the signal."""
-        asked = self._requests.stop is not None
-        patience = _PATIENCE.get(death_sig, _USUAL_PATIENCE) if asked else KILL_AFTER
-        self._crew.stop(signum=death_sig, patience=patience, hurry=self._requests.hurry, wake=self._requests.wake)
+        """End what still runs: with the signal that the launcher itself got, if it did. Torch's ideas of both are not used."""
+        asked = self._requests.stop
+        patience = KILL_AFTER if asked is None else _PATIENCE.get(asked, _USUAL_PATIENCE)
+        self._crew.stop(signum=asked or death_sig, patience=patience, hurry=self._requests.hurry, wake=self._requests.wake)
         self._tee.finish()
 
     def _exit_barrier(self) -> None:
         if isinstance(self._meeting, ForeignRendezvous):
-            super()._exit_barrier()  # with our own rendezvous `_all_finished` has already waited
+            super()._exit_barrier()  # type: ignore[no-untyped-call] # with our own rendezvous `_all_finished` has already waited
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Rank]:
         if isinstance(self._meeting, ForeignRendezvous):
@@ -147,7 +148,7 @@ class Agent(_Agent):
         yield
 
     def _construct_event(self, state: str, source: Any, *_: Any, **__: Any) -> Any:
-        from torch.distributed.elastic.events import Event
+        from torch.distributed.elastic.events.api import Event
 
         return Event(state, source=source)
 
@@ -156,7 +157,7 @@ class Agent(_Agent):
     def _start(self, rank: Rank, group: WorkerGroup) -> None:
         outlet = self._folder.outlet(self.attempt, rank.global_rank, rank.local_rank)
         self._outlets[rank.local_rank] = outlet
-        environment = {**os.environ, **self._rank_environment(rank, group)}
+        environment = {**self._environment, **self._rank_environment(rank, group)}
         environment[CONFESSION], environment[STACK] = str(outlet.confession), str(outlet.stack)
         silent = self._plan.console == "main" and rank.global_rank != 0
         stdout, stderr = (_create(path or os.devnull) if path or silent else None for path in (outlet.stdout, outlet.stderr))
@@ -200,18 +201,11 @@ class Agent(_Agent):
             "TORCHELASTIC_RUN_ID": self._meeting.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": bool(self._meeting.use_agent_store),
         }
-        if self._meeting.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        if self._meeting.interface and "GLOO_SOCKET_IFNAME" not in self._environment:
             found["GLOO_SOCKET_IFNAME"] = self._meeting.interface
         return {name: str(value) for name, value in found.items()}
 
     # watching
-
-    def check_requests(self) -> None:
-        """Raise when the launcher was asked to stop."""
-        if self._requests.stop is not None:
-            from torch.distributed.elastic.multiprocessing import SignalException
-
-            raise SignalException("asked to stop", self._requests.stop)
 
     def _write_down(self, ends: Sequence[End], group: WorkerGroup) -> None:
         """Tell the survivors at once, then keep what is known for the report."""
@@ -235,7 +229,7 @@ class Agent(_Agent):
             order=self._seen,
             confession=read_confession(outlet.confession),
             detail=self._known_of_signal(end.exit_code),
-            stack=_read(outlet.stack) if end.exit_code < 0 else "",
+            stack=user_stack(_read(outlet.stack)) if end.exit_code < 0 else "",
             log=str(outlet.log) if outlet.log else None,
         )
 
@@ -256,7 +250,7 @@ class Agent(_Agent):
         store = self._meeting.raw_store
         if store is None or failure.exit_code is None:
             return
-        from torch.distributed import PrefixStore
+        from torch._C._distributed_c10d import PrefixStore
 
         notice = ExitNotice(failure.rank, failure.host, failure.pid, failure.exit_code, failure.reason)
         with contextlib.suppress(RuntimeError):  # a store that is gone has nobody waiting at it
@@ -280,7 +274,7 @@ class Agent(_Agent):
             self._meeting.post(self.failures)
 
     def _tell_lost(self, failure: Failure) -> None:
-        from torch.distributed import PrefixStore
+        from torch._C._distributed_c10d import PrefixStore
 
         notice = ExitNotice(failure.rank, failure.host, 0, None, failure.detail)
         if self._meeting.raw_store is not None:

@@ -15,7 +15,7 @@ from slipstream.launch.report import Failure
 from slipstream.launch.store import Place, connect
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
 __all__ = ["ForeignRendezvous", "foreign_rendezvous"]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from typing import Final, Literal
 
 from slipstream.config import Config
@@ -143,13 +144,17 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
 def check_target(target: Target) -> None:
     """Raise when what is to be run is not there or cannot be read."""
     if target.kind == "module":
+        top = target.name.partition(".")[0]
+        if top not in sys.builtin_module_names and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            raise ConfigError(f"There is no module {target.name} (after -m).\nIts package must be installed, or in {os.getcwd()}.")
         return
     if target.kind == "executable":
         if shutil.which(target.name) is None:
-            raise ConfigError(f"The program {target.name} (after --no_python) is not on the PATH or cannot be executed.\nGive its full path.")
+            raise ConfigError(f"The program {target.name} (after --no_python) is not on the PATH or not executable.\nGive its full path.")
         return
     if not os.path.exists(target.name):
-        hint = "To run a module by its name, write -m before it." if "." in target.name or os.sep not in target.name else "Check the path."
+        is_path = os.sep in target.name or target.name.endswith(".py")
+        hint = "Check the path." if is_path else "To run a module by its name, write -m before it."
         raise ConfigError(f"The script {target.name} does not exist (looked in {os.getcwd()}).\n{hint}")
     if os.path.isdir(target.name):
         raise ConfigError(f"The script {target.name} is a folder.\nGive the path of a file with Python code, or a module with -m.")
@@ -221,6 +226,11 @@ def _meeting(config: Config) -> Meeting:
     own = launch.rdzv_backend == "static"
     if launch.num_machines == 1:
         return Meeting(backend=launch.rdzv_backend, host=LOOPBACK, port=launch.main_process_port or None, settings=settings)
+    if own and not launch.same_network:
+        raise ConfigError(
+            f"{config.said('same_network')}: the machines need a place to meet that all of them reach, but rdzv_backend is static.\n"
+            "Write --rdzv_backend c10d --rdzv_conf endpoint=HOST:PORT, or leave --no_same_network out."
+        )
     config.require_main_process()
     host = launch.main_process_ip or ""
     port = launch.main_process_port if launch.main_process_port is not None else DEFAULT_PORT if own or host else None

@@ -179,16 +179,14 @@ class Crew:
 
 def _run_body(body: Callable[[], None]) -> None:
     """The whole life of a forked child. It must never return into the launcher's stack."""
-    code = 1
     try:
         os.setsid()
         body()
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     finally:
-        with contextlib.suppress(Exception):
-            _flush()
-        os._exit(code)
+        _flush()
+        os._exit(1)
 
 
 def _flush() -> None:

@@ -28,7 +28,7 @@ from slipstream.launch.report import Failure
 from slipstream.launch.store import Place, connect, interface_of, listen, quietly, serve
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousHandler as _Handler
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 else:
@@ -76,10 +76,10 @@ class Settings:
 class _Beats:
     """When each of the other machines was last heard of."""
 
-    counts: dict[int, bytes] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
     changed: dict[int, float] = field(default_factory=dict)
 
-    def silent(self, machine: int, count: bytes, now: float) -> float:
+    def silent(self, machine: int, count: int, now: float) -> float:
         """For how many seconds the machine has said nothing new."""
         if self.counts.get(machine) != count:
             self.counts[machine] = count
@@ -109,7 +109,6 @@ class OwnRendezvous(_Handler):
         self._listening_on: str = LOOPBACK
         self._hosts: dict[int, str] = {plan.machine_rank: self._host}
         self._beats = _Beats()
-        self._beat_count = 0
         self._next_beat = self._next_look = 0.0
         self._news_seen = 0
         self._lost: list[tuple[int, str]] = []
@@ -149,7 +148,7 @@ class OwnRendezvous(_Handler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        from torch.distributed import PrefixStore
+        from torch._C._distributed_c10d import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
         if self._control is None:
@@ -242,7 +241,9 @@ class OwnRendezvous(_Handler):
             self.beat()
             waited = time.monotonic() - start
             if waited > patience:
-                raise ConfigError(f"{self._missing(key)} did not come within {patience:.0f} s.\nTo wait longer: --rdzv_conf join_timeout=3600")
+                raise ConfigError(
+                    f"{self._missing(key)} did not come within {patience:.0f} s.\nTo wait longer: --rdzv_conf join_timeout=3600"
+                )
             if waited > 5 and not said:
                 said = True
                 self._note(f"waiting for {self._missing(key)}")
@@ -282,19 +283,17 @@ class OwnRendezvous(_Handler):
         if self._alone or now < self._next_beat:
             return
         self._next_beat = now + _BEAT_EVERY
-        self._beat_count += 1
-        self._set(f"beat/{self._plan.machine_rank}", str(self._beat_count))
+        self._request(lambda store: store.add(f"{_PREFIX}/beat/{self._plan.machine_rank}", 1))
         if self._plan.hosts_store:
             self._listen_for_others(now)
 
     def _listen_for_others(self, now: float) -> None:
-        keys = {machine: f"{_PREFIX}/beat/{machine}" for machine in range(1, self._plan.num_machines)}
-        for machine, key in keys.items():
-            if any(machine == lost for lost, _ in self._lost):
+        limit = self._settings.heartbeat
+        for machine, host in self._hosts.items():
+            if machine == self._plan.machine_rank or any(machine == lost for lost, _ in self._lost):
                 continue
-            count = self._request(lambda store, key=key: store.get(key)) if self._has(key.removeprefix(_PREFIX + "/")) else b""
-            if self._beats.silent(machine, count, now) > self._settings.heartbeat and machine in self._hosts:
-                self._lost.append((machine, f"nothing was heard of machine {machine} ({self._hosts[machine]}) for {self._settings.heartbeat:.0f} s"))
+            if self._beats.silent(machine, self._number(f"beat/{machine}"), now) > limit:
+                self._lost.append((machine, f"Nothing was heard of machine {machine} (host {host}) for {limit:.0f} s."))
 
     def lost_machines(self) -> list[tuple[int, str, str]]:
         """Machine, host and reason of those that are gone, as far as this launcher has noticed itself."""

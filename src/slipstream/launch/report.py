@@ -21,11 +21,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-__all__ = ["Confession", "Failure", "first_failure", "first_of_all", "lost_machine", "outcome", "read_confession", "render", "signal_name", "write_confession"]
+__all__ = [
+    "Confession",
+    "Failure",
+    "first_failure",
+    "first_of_all",
+    "lost_machine",
+    "outcome",
+    "read_confession",
+    "render",
+    "signal_name",
+    "user_stack",
+    "write_confession",
+]
 
 _LONGEST: Final = 64 * 1024
 _REACTION: Final = 0.5
 """Seconds within which the loss of a process shows up in the others, before the launcher itself has seen it."""
+_HERE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LINE: Final = 200
 _BROKEN_CONNECTION: Final = re.compile(r"gloo/transport/.*(Connection (closed|reset) by peer|Broken pipe|Socket closed)", re.DOTALL)
 """What torch's gloo backend says when a process at the other end is gone."""
@@ -78,6 +91,8 @@ class Failure:
     def reason(self) -> str:
         """In one line: the exception, or what is known of the end."""
         if self.confession is not None and self.confession.kind != "interrupt":
+            if _BROKEN_CONNECTION.search(self.confession.message):
+                return f"{self.confession.type}: its connection to another process broke"
             name = self.confession.type if self.confession.kind != "exit" else ""
             first = self.confession.message.strip().splitlines()[:1]
             line = ": ".join(part for part in (name, *first) if part)
@@ -164,6 +179,19 @@ def signal_name(exit_code: int) -> str:
         return signal.Signals(-exit_code).name
     except ValueError:
         return f"signal {-exit_code}"
+
+
+def user_stack(text: str) -> str:
+    """The user's part of a stack that a crashing interpreter wrote: newest first, down to where our worker called it.
+
+    >>> print(user_stack(f'Fatal\\n\\n  File "a.py", line 1 in f\\n  File "{_HERE}target.py", line 2 in run\\n  File "b.py"'))
+    Fatal
+    <BLANKLINE>
+      File "a.py", line 1 in f
+    """
+    lines = text.splitlines()
+    ours = next((number for number, line in enumerate(lines) if f'File "{_HERE}' in line), len(lines))
+    return "\n".join(lines[:ours])
 
 
 def lost_machine(ranks: Sequence[int], host: str, reason: str, seen: float) -> list[Failure]:

@@ -13,9 +13,17 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
-__all__ = ["Requests", "listening"]
+__all__ = ["Requests", "Stopped", "listening"]
 
 _HANDLED: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+
+
+class Stopped(Exception):
+    """The launcher was asked to stop, by this signal."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        super().__init__(signum.name)
+        self.signum = signum
 
 
 class Requests:
@@ -33,6 +41,11 @@ class Requests:
     def stop(self) -> signal.Signals | None:
         """The first signal that asked to stop, or None."""
         return self.received[0] if self.received else None
+
+    def check(self) -> None:
+        """Raise `Stopped` when the launcher was asked to stop."""
+        if self.received:
+            raise Stopped(self.received[0])
 
     def hurry(self) -> bool:
         """Asked a second time: no more patience with the workers. Also empties the pipe that wakes the launcher."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import logging
 import os
 import signal
 import socket
@@ -30,10 +29,11 @@ from slipstream.launch.plan import Machine, Plan, make_plan
 from slipstream.launch.processes import end_descendants
 from slipstream.launch.rendezvous import MachineLost, OwnRendezvous
 from slipstream.launch.report import Failure, first_of_all, outcome, render
-from slipstream.launch.signals import Requests, listening
+from slipstream.launch.signals import Requests, Stopped, listening
 from slipstream.launch.store import Place, listen
 from slipstream.launch.system import adopt_orphans, open_files
 from slipstream.launch.target import Target
+from slipstream.launch.worker import take_on
 
 __all__ = ["Result", "launch", "launch_function", "run_agent"]
 
@@ -72,7 +72,7 @@ def run_agent(plan: Plan) -> Result:
     """Become the launcher: start the processes of this machine, watch them until all have ended, and end what they left."""
     tee = parse_tee(plan.tee, plan.local_processes)
     listener = _early_listener(plan)
-    os.environ.update(plan.environment)  # before torch is imported: the number of threads is read then
+    take_on(plan.environment)  # before torch is imported: the number of threads is read then
     plan = _import_torch(plan)
     folder = Folder(plan.log_dir, f"run-{os.getpid()}", tee)
     adopt_orphans()
@@ -111,7 +111,6 @@ def _import_torch(plan: Plan) -> Plan:
 
     gc.enable()
     gc.freeze()  # a collection in a worker would otherwise copy the pages that all workers share
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if plan.start_method != "fork":
         return plan
     from slipstream.launch.elastic import fork_is_unsafe
@@ -127,18 +126,16 @@ def _import_torch(plan: Plan) -> Plan:
 
 
 def _run(plan: Plan, requests: Requests, folder: Folder, inherited: frozenset[int], listener: tuple[socket.socket, Place] | None) -> Result:
-    from torch.distributed.elastic.multiprocessing import SignalException
-
     from slipstream.launch.elastic import make_agent
 
     note = _note(plan)
     meeting = _meeting(plan, requests, note, listener)
-    agent = make_agent(plan, meeting, requests=requests, folder=folder, inherited=inherited, note=note)
+    agent = make_agent(plan, meeting, requests=requests, folder=folder, inherited=inherited, environment=environment(), note=note)
     try:
         result = agent.run()
         told = agent.everybody() if result is not None and result.is_failed() else []
-    except SignalException as stop:
-        return _stopped(plan, stop.sigval)
+    except Stopped as stop:
+        return _stopped(plan, stop.signum)
     except MachineLost as lost:
         return Result(lost.exit_code, f"slipstream: {lost}")
     finally:
@@ -157,15 +154,9 @@ def _meeting(
     from slipstream.launch.foreign import foreign_rendezvous
     from slipstream.launch.rendezvous import own_rendezvous
 
-    def check() -> None:
-        if requests.stop is not None:
-            from torch.distributed.elastic.multiprocessing import SignalException
-
-            raise SignalException("asked to stop", requests.stop)
-
     if plan.meeting.is_own:
-        return own_rendezvous(plan, check, lambda text: note(f"slipstream: {text}"), listener)
-    return foreign_rendezvous(plan, check)
+        return own_rendezvous(plan, requests.check, lambda text: note(f"slipstream: {text}"), listener)
+    return foreign_rendezvous(plan, requests.check)
 
 
 def _stopped(plan: Plan, signum: signal.Signals) -> Result:
@@ -191,12 +182,14 @@ def launch_function(
     value, closures included. `config` says how many processes and all the rest. `output` is given the text that the processes
     print, as it comes; without it they share this process's terminal. Raises LaunchError with the report of the first failure.
     """
+    if config.launch.num_machines > 1:
+        raise ConfigError(f"{config.said('num_machines')}, but a function can only be started on one machine.\nUse `slipstream launch`.")
     with _private_folder() as folder:
         payload = _pack(function, arguments, folder)
         plan = make_plan(config, Target("function", str(payload)), environment(), machine)
         if plan.single:  # a process of its own all the same: the caller's stays as it is
             plan = replace(plan, start_method="fork" if sys.platform == "linux" else "spawn")
-        (folder / "job.json").write_text(json.dumps({**_job(plan), "console": console}))
+        (folder / "job.json").write_text(json.dumps(_job(plan, console)))
         exit_code = _agent_process(folder, output)
         result = _read_result(folder)
     if exit_code != 0:
@@ -226,18 +219,14 @@ def _pack(function: Callable[..., object], arguments: Sequence[object], folder: 
     return payload
 
 
-def _job(plan: Plan) -> dict[str, Any]:
-    """What the launcher's process is told: the plan's parts that are not derived, and how imports work here."""
-    from slipstream.config.transport import VARIABLE
-
+def _job(plan: Plan, console: str) -> dict[str, Any]:
+    """What the launcher's process is told: the parts of the plan that it cannot know, and how imports work here."""
+    names = ("local_processes", "start_method", "forced", "max_restarts", "monitor_interval", "role", "tee", "log_dir", "quiet")
     return {
-        "config": plan.environment[VARIABLE],
-        "payload": plan.target.name,
-        "start_method": plan.start_method,
-        "local_processes": plan.local_processes,
+        **{name: getattr(plan, name) for name in names},
+        "console": console,
         "environment": dict(plan.environment),
         "path": [entry for entry in sys.path if isinstance(entry, str)],
-        "quiet": plan.quiet,
     }
 
 

@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch.system import open_files
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["Place", "connect", "interface_of", "listen", "quietly", "serve"]
 
@@ -89,12 +89,12 @@ def _cannot_listen(host: str, port: int | None, origin: str, problem: OSError | 
     if problem is not None and problem.errno == errno.EACCES:
         return f"Port {port}{where} is reserved for the administrator.\nGive one above 1023 with --main_process_port."
     reason = problem.strerror if problem is not None else "the name has no address"
-    return f"The launcher cannot listen on {host}, port {port}{where}: {reason}.\nCheck --main_process_ip: it must be an address of machine 0."
+    return f"The launcher cannot listen on {host}, port {port}{where}: {reason}.\nmain_process_ip must be an address of machine 0."
 
 
 def serve(listener: socket.socket, place: Place) -> TCPStore:
     """A store that answers on `listener`, and this process's own connection to it."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     bound = listener.getsockname()[0]
     host = "127.0.0.1" if bound == "0.0.0.0" else bound
@@ -109,7 +109,7 @@ def connect(
     `limit` is after how many seconds of silence an established connection counts as lost; `check` is called in between and may
     raise; `note` is told once when it takes longer.
     """
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     _await_listener(place, patience, check, note)
     before = open_files()

@@ -28,7 +28,7 @@ def _prctl() -> Callable[[int, int], int] | None:
     prctl = library.prctl
     prctl.argtypes = [ctypes.c_int, ctypes.c_ulong]
     prctl.restype = ctypes.c_int
-    return prctl  # type: ignore[no-any-return]
+    return prctl
 
 
 def adopt_orphans() -> None:

@@ -26,7 +26,7 @@ from slipstream.launch.report import Confession, write_confession
 from slipstream.launch.system import die_with_parent
 from slipstream.launch.target import Target, end_interpreter, run, user_traceback
 
-__all__ = ["CONFESSION", "STACK", "Worker", "fresh_interpreter"]
+__all__ = ["CONFESSION", "STACK", "Worker", "fresh_interpreter", "live", "take_on"]
 
 CONFESSION: Final = "SLIPSTREAM_INTERNAL_CONFESSION"
 """The variable with the path where a failing worker leaves its record."""
@@ -65,9 +65,14 @@ class Worker:
             with contextlib.suppress(OSError):
                 os.close(number)
         os.environ.clear()
-        os.environ.update(self.environment)
+        take_on(self.environment)
         _fresh_randomness()
         live(self.target)
+
+
+def take_on(environment: Mapping[str, str]) -> None:
+    """Set variables of this process: the launcher's, before it imports what reads them, and a forked worker's."""
+    os.environ.update(environment)
 
 
 def live(target: Target) -> NoReturn:

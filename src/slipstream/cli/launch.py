@@ -1,0 +1,114 @@
+"""`slipstream launch [options] script.py [its options]`: runs a script, a module or a program in one or more processes.
+
+The options are those that the configuration declares, in both spellings. Everything after the script belongs to the script
+and is handed on untouched, byte for byte. What is wrong with the options is found before anything is started.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import click
+
+from slipstream.config import OPTIONS, Config, Option, flag_names, negative_flag_names, resolve, unknown_flag
+from slipstream.config.sources import environment
+from slipstream.errors import ConfigError
+from slipstream.launch.plan import Accelerators, Machine, describe, make_plan
+from slipstream.launch.target import Kind, Target
+
+__all__ = ["command"]
+
+_TITLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "command": "This command",
+        "launch": "Processes and machines",
+        "device": "Devices",
+        "compute": "Computation",
+        "safety": "Waiting and checking",
+    }
+)
+
+
+class _Launch(click.Command):
+    """Options by section in the help; an unknown one is answered by the configuration, which knows what is near."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise unknown_flag(error.option_name) from None
+        except click.UsageError as error:
+            raise ConfigError(f"{error.format_message()}\n`slipstream launch --help` lists the options.") from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for section, title in _TITLES.items():
+            with formatter.section(title):
+                formatter.write_dl([_help_row(option) for option in OPTIONS.values() if option.section == section])
+
+
+def _help_row(option: Option) -> tuple[str, str]:
+    names = [name for name in (option.short, f"--{option.name}", *negative_flag_names(option)[:1]) if name]
+    kind = "" if option.is_switch else " " + {int: "N", float: "SECONDS", str: "TEXT"}[option.type]
+    choices = f" One of: {', '.join(option.choices)}." if option.choices else ""
+    default = f" [default: {option.default}]" if option.default not in (None, False, "") and not option.is_switch else ""
+    return " / ".join(names) + kind, f"{option.help}{choices}{default}"
+
+
+def _declared(option: Option) -> click.Option:
+    """The option for click: raw text, because the configuration itself reads values and says what is wrong with them."""
+    yes, no = flag_names(option), negative_flag_names(option)
+    if not option.is_switch:
+        return click.Option([option.name, *yes], default=None)
+    if not no:
+        return click.Option([option.name, *yes], is_flag=True, default=None)
+    # click pairs each "yes" with a "no" in one declaration; the spare ones of either side stand alone
+    pairs = [f"{first}/{second}" for first, second in zip(yes, no, strict=False)]
+    return click.Option([option.name, *pairs, *yes[len(no) :], *[f" /{name}" for name in no[len(yes) :]]], default=None)
+
+
+def _target(config: Config, words: Sequence[str]) -> Target:
+    if not words:
+        raise ConfigError("There is no script to run.\nWrite: slipstream launch [options] script.py [its options]")
+    kind: Kind = "module" if config.command.module else "executable" if config.command.no_python else "script"
+    return Target(kind, words[0], tuple(words[1:]))
+
+
+def _machine(environ: Mapping[str, str]) -> Machine:
+    from slipstream.devices.table import count_without_torch
+
+    family, count = count_without_torch(environ)
+    return Machine(accelerators=Accelerators(count, family.visible))
+
+
+def _run(words: Sequence[str], **flags: Any) -> None:
+    environ = environment()
+    config = resolve(flags={name: value for name, value in flags.items() if value is not None}, environ=environ, default_file=True)
+    plan = make_plan(config, _target(config, words), environ, _machine(environ))
+    if config.command.show:
+        click.echo(describe(plan, config))
+        return
+    if not config.command.quiet:
+        for unused in config.unused:
+            print(f"slipstream: {unused.key} in the configuration file has no effect: {unused.why}", file=sys.stderr)
+    from slipstream.launch.start import launch
+
+    click.get_current_context().exit(launch(plan))
+
+
+command: Final = _Launch(
+    "launch",
+    params=[*(_declared(option) for option in OPTIONS.values()), click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ITS OPTIONS]")],
+    callback=_run,
+    help="Run SCRIPT in one or more processes. Everything after SCRIPT belongs to it.\n\n"
+    "Each option can also be written with dashes (--num-processes), in a configuration file, and as a variable "
+    "(SLIPSTREAM_NUM_PROCESSES). Flags overrule variables, and variables overrule the file.",
+    options_metavar="[OPTIONS]",
+    context_settings={
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 80,
+    },
+)

@@ -1,0 +1,104 @@
+"""The command `slipstream`: finds the command that was named, imports that one alone, and turns errors into messages.
+
+A mistake in what the user gave is a message of a few lines on stderr and exit code 2; a failed job returns the exit code of its
+first failure; no error of ours that is raised on purpose shows a traceback. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+import click
+
+from slipstream.config.names import nearest
+from slipstream.errors import ConfigError, LaunchError, SlipstreamError
+
+__all__ = ["cli", "main"]
+
+COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "launch": "Run a script in one or more processes, on one or more machines.",
+        "config": "Make or change a configuration file.",
+        "env": "Describe this machine and installation, for a bug report.",
+        "test": "Check that processes here can work together, and train.",
+        "doctor": "Look for what commonly goes wrong on a machine, with remedies.",
+    }
+)
+
+
+class _Commands(click.Group):
+    """Commands that are imported when they are called for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = f"slipstream.cli.{cmd_name}"
+        try:
+            found: click.Command = importlib.import_module(module).command
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            raise ConfigError(f"The command {cmd_name} is not available in this version.") from None
+        return found
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS:
+            near = nearest(name, COMMANDS)
+            hint = f"Did you mean {near[0]}?" if near else "The commands are: " + ", ".join(COMMANDS) + "."
+            raise ConfigError(f"There is no command {name}.\n{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"slipstream {version('slipstream')}")
+        ctx.exit()
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+    epilog="`slipstream COMMAND --help` says more about each.",
+)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version.")
+def cli() -> None:
+    """Run plain PyTorch scripts in many processes."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point: runs a command and returns its exit code."""
+    try:
+        code = cli.main(list(arguments) if arguments is not None else None, prog_name="slipstream", standalone_mode=False)
+    except ConfigError as error:
+        return _refuse(str(error), 2)
+    except LaunchError as error:
+        return _refuse(str(error), error.exit_code)
+    except SlipstreamError as error:
+        return _refuse(str(error), 1)
+    except click.ClickException as error:
+        return _refuse(error.format_message(), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has gone, which is no failure of ours
+        return 141
+    return code if isinstance(code, int) else 0
+
+
+def _refuse(message: str, exit_code: int) -> int:
+    print(f"slipstream: {message}", file=sys.stderr, flush=True)
+    return exit_code
