@@ -145,4 +145,4 @@ def command(as_json: bool, wait: float, **flags: Any) -> None:
 
         Console().print(_table(findings))
         click.echo(_verdict(findings))
-    raise SystemExit(1 if any(finding.level == "error" for finding in findings) else 0)
+    click.get_current_context().exit(1 if any(finding.level == "error" for finding in findings) else 0)

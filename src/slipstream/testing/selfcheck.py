@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,8 +41,9 @@ class Outcome:
     """What came of one check: on this process, or, joined, on all of them."""
 
     name: str
-    problem: str | None
-    """None: it is as it should be."""
+    text: str
+    """What it saw, or what went wrong."""
+    failed: bool
     seconds: float
 
 
@@ -54,51 +56,57 @@ def _on_device(state: PartialState, *values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=state.device)
 
 
-def _check_gather(state: PartialState) -> str | None:
+def _check_gather(state: PartialState) -> str:
     """Every rank is there once, and a nested structure comes back in the order of the ranks."""
     rank, world = state.process_index, state.num_processes
     found = state.gather({"rank": _on_device(state, rank), "pair": (_on_device(state, rank, -rank), [_on_device(state, 7)])})
     _expect(found["rank"].tolist(), [float(one) for one in range(world)], "gather of the ranks")
     _expect(found["pair"][0].tolist(), [float(value) for one in range(world) for value in (one, -one)], "gather of pairs")
     _expect(found["pair"][1][0].tolist(), [7.0] * world, "gather inside a list")
+    return f"{world} of {world} ranks, each once and in order"
 
 
-def _check_ragged(state: PartialState) -> str | None:
+def _check_ragged(state: PartialState) -> str:
     """Processes may bring different numbers of rows, none included."""
     found = state.gather(torch.full((state.process_index, 2), float(state.process_index), device=state.device))
     expected = [[float(one)] * 2 for one in range(state.num_processes) for _ in range(one)]
     _expect(found.tolist(), expected, "gather of uneven rows")
+    return f"0 to {state.num_processes - 1} rows"
 
 
-def _check_reduce(state: PartialState) -> str | None:
+def _check_reduce(state: PartialState) -> str:
     """Sums and means over the processes."""
     world = state.num_processes
     _expect(state.reduce(_on_device(state, state.process_index + 1)).tolist(), [world * (world + 1) / 2], "reduce to the sum")
     _expect(state.reduce(_on_device(state, 3, 5), reduction="mean").tolist(), [3.0, 5.0], "reduce to the mean")
+    return "sum and mean"
 
 
-def _check_broadcast(state: PartialState) -> str | None:
+def _check_broadcast(state: PartialState) -> str:
     """The last process's tensor on all of them."""
     found = state.broadcast(_on_device(state, state.process_index, 2), from_process=state.num_processes - 1)
     _expect(found.tolist(), [state.num_processes - 1.0, 2.0], "broadcast from the last process")
+    return "from the last process to all"
 
 
-def _check_objects(state: PartialState) -> str | None:
+def _check_objects(state: PartialState) -> str:
     """Text and records, in the order of the ranks."""
     rank, world = state.process_index, state.num_processes
     found = state.gather_object([f"text {rank}", {"rank": rank}])
     _expect(found, [item for one in range(world) for item in (f"text {one}", {"rank": one})], "gather of objects")
     _expect(state.broadcast_object_list([rank, "x"]), [0, "x"], "broadcast of objects")
+    return "text and records, in order"
 
 
-def _check_split(state: PartialState) -> str | None:
+def _check_split(state: PartialState) -> str:
     """Work is shared out, and the results come back in the order of the input."""
     with state.split_between_processes(list(range(7)), apply_padding=True) as mine:
         found = state.gather(torch.tensor([value * value for value in mine], device=state.device))
     _expect(found.tolist(), [value * value for value in range(7)], "squares of a shared list")
+    return "7 items, results in the order of the input"
 
 
-def _check_turns(state: PartialState) -> str | None:
+def _check_turns(state: PartialState) -> str:
     """The main process comes first, and everyone waits for everyone."""
     with state.main_process_first():
         entered = time.time()
@@ -106,9 +114,10 @@ def _check_turns(state: PartialState) -> str | None:
     times = state.gather_object([entered])
     if times[0] > min(times) + 1.0:  # clocks of several machines may differ a little
         raise _Failed("another process went through main_process_first before the main process")
+    return "the main process first, then everyone together"
 
 
-def _check_mismatch(state: PartialState) -> str | None:
+def _check_mismatch(state: PartialState) -> str:
     """A mistake between processes is an error on every one of them, and the group works afterwards."""
     if not state.use_distributed:
         return "not applicable: one process"
@@ -121,22 +130,25 @@ def _check_mismatch(state: PartialState) -> str | None:
         pass
     else:
         raise _Failed("process 0 called gather while others called reduce, and no error was raised")
-    return _check_reduce(state)
+    _check_reduce(state)
+    return "an error on every process, and the group works afterwards"
 
 
-def _check_reopen(state: PartialState) -> str | None:
+def _check_reopen(state: PartialState) -> str:
     """After the process group was closed, the next call opens a fresh one."""
     state.destroy_process_group()
     _check_gather(state)
+    return "closed, and open again at the next call"
 
 
-def _check_training(state: PartialState) -> str | None:
+def _check_training(state: PartialState) -> str:
     """Training on shares of a batch gives the weights that one process gets from the whole batch."""
     here = _train(state, torch.nn.parallel.DistributedDataParallel if state.use_distributed else None)
     alone = _train(state, None)
     difference = max(float((one - other).abs().max()) for one, other in zip(here, alone, strict=True))
     if not difference < 1e-4:
         raise _Failed(f"after {_STEPS} steps the weights differ from those of one process by {difference:g}")
+    return f"{_STEPS} steps, weights differ by {difference:.0e}"
 
 
 def _train(state: PartialState, wrapper: Callable[..., nn.Module] | None) -> list[torch.Tensor]:
@@ -159,7 +171,7 @@ def _train(state: PartialState, wrapper: Callable[..., nn.Module] | None) -> lis
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-CHECKS: tuple[tuple[str, Callable[[PartialState], None]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[PartialState], str]], ...] = (
     ("gather", _check_gather),
     ("gather of uneven rows", _check_ragged),
     ("reduce", _check_reduce),
@@ -173,17 +185,17 @@ CHECKS: tuple[tuple[str, Callable[[PartialState], None]], ...] = (
 )
 
 
-def run(state: PartialState, checks: Sequence[tuple[str, Callable[[PartialState], None]]] = CHECKS) -> list[Outcome]:
+def run(state: PartialState, checks: Sequence[tuple[str, Callable[[PartialState], str]]] = CHECKS) -> list[Outcome]:
     """Run the checks on this process. One that fails does not keep the others from running."""
     outcomes = []
     for name, check in checks:
         started = time.perf_counter()
-        problem = None
+        failed = False
         try:
-            check(state)
+            text = check(state)
         except Exception as error:  # whatever it is, it is the result of the check
-            problem = str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}"
-        outcomes.append(Outcome(name, problem, time.perf_counter() - started))
+            failed, text = True, str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}"
+        outcomes.append(Outcome(name, text, failed, time.perf_counter() - started))
     return outcomes
 
 
@@ -192,18 +204,31 @@ def _joined(state: PartialState, mine: list[Outcome]) -> list[Outcome]:
     everyone: list[list[dict[str, Any]]] = state.gather_object([[asdict(outcome) for outcome in mine]])
     joined = []
     for position, outcome in enumerate(mine):
-        rows = [one[position] for one in everyone]
-        problems = [f"rank {rank}: {row['problem']}" for rank, row in enumerate(rows) if row["problem"] is not None]
-        joined.append(Outcome(outcome.name, "\n".join(problems) or None, max(row["seconds"] for row in rows)))
+        rows = [Outcome(**one[position]) for one in everyone]
+        problems = [f"rank {rank}: {row.text}" for rank, row in enumerate(rows) if row.failed]
+        joined.append(Outcome(outcome.name, "\n".join(problems) or rows[0].text, bool(problems), max(row.seconds for row in rows)))
     return joined
 
 
 def _shown(outcomes: Sequence[Outcome]) -> str:
     lines = []
     for outcome in outcomes:
-        lines.append(f"  {'ok' if outcome.problem is None else 'FAILED':<6}  {outcome.name:<28} {outcome.seconds * 1000:7.1f} ms")
-        lines += [f"            {line}" for line in (outcome.problem or "").splitlines()]
+        first, *rest = outcome.text.splitlines() or [""]
+        lines.append(f"  {'FAILED' if outcome.failed else 'ok':<6}  {outcome.name:<28} {outcome.seconds * 1000:8.1f} ms  {first}")
+        lines += [" " * 51 + line for line in rest]
     return "\n".join(lines)
+
+
+def _report(state: PartialState, outcomes: Sequence[Outcome], hosts: Sequence[str]) -> dict[str, Any]:
+    failed = sum(outcome.failed for outcome in outcomes)
+    return {
+        "verdict": f"{failed} of {len(outcomes)} checks failed." if failed else f"All {len(outcomes)} checks passed: jobs can run here.",
+        "processes": state.num_processes,
+        "hosts": sorted(set(hosts)),
+        "device": state.device.type,
+        "backend": state.backend,
+        "checks": [asdict(outcome) for outcome in outcomes],
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,31 +238,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     state = PartialState()
     outcomes = _joined(state, run(state))
-    failed = sum(outcome.problem is not None for outcome in outcomes)
-    hosts = state.gather_object([_host(state)])
+    hosts = state.gather_object([socket.gethostname()])
     if state.is_main_process:
-        place = f"{state.num_processes} process{'es' if state.num_processes > 1 else ''} on {len(set(hosts))} machine{'s' if len(set(hosts)) > 1 else ''}"
-        backend = f" through {state.backend}" if state.use_distributed else ""
-        print(f"{place}, device {state.device.type}{backend}\n{_shown(outcomes)}", flush=True)
-        verdict = f"{failed} of {len(outcomes)} checks failed." if failed else f"All {len(outcomes)} checks passed: jobs can run here."
-        print(verdict, flush=True)
+        report = _report(state, outcomes, hosts)
+        through = f" through {state.backend}" if state.use_distributed else ""
+        print(f"processes: {state.num_processes}, machines: {', '.join(report['hosts'])}, device: {state.device.type}{through}")
+        print(f"{_shown(outcomes)}\n{report['verdict']}", flush=True)
         if options.report:
-            report = {
-                "verdict": verdict,
-                "processes": state.num_processes,
-                "hosts": hosts,
-                "device": state.device.type,
-                "backend": state.backend,
-            }
-            Path(options.report).write_text(json.dumps({**report, "checks": [asdict(outcome) for outcome in outcomes]}))
+            Path(options.report).write_text(json.dumps(report))
     state.destroy_process_group()
-    return 1 if failed else 0
-
-
-def _host(state: PartialState) -> str:
-    import socket
-
-    return socket.gethostname()
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""`slipstream test [options of launch]`: whether processes here can work together, found out by letting them.
+
+Runs the job in `slipstream.testing.selfcheck` through `slipstream launch`, with the options and the configuration that any job
+would get, and prints what came of it. Exit code 0: every check passed; 1: one failed, or the job did; 2: options that cannot
+be used. With several machines, run it on each of them as you would a job; machine 0 prints the outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from slipstream.cli.launch import command as launch_command
+from slipstream.config import Config, resolve
+from slipstream.errors import ConfigError
+from slipstream.launch.system import prepare_child
+
+__all__ = ["command"]
+
+_JOB: Final = "slipstream.testing.selfcheck"
+_PATIENCE: Final = {"timeout": "120", "barrier_timeout": "120"}
+"""A check should not wait as long as a training does, unless someone says so."""
+
+
+def _configuration(arguments: Sequence[str]) -> Config:
+    """What the options of `launch` give; raises where a job would be refused, and where they are not about a check."""
+    given: dict[str, Any] = launch_command.make_context("test", list(arguments)).params
+    words = given.pop("words")
+    if words:
+        raise ConfigError(
+            f"`slipstream test` runs a check of its own, so it takes no script: {words[0]}.\nWrite: slipstream launch {words[0]}"
+        )
+    for name in ("module", "no_python"):
+        if given.get(name):
+            raise ConfigError(f"--{name} is about a script, and `slipstream test` takes none.\nLeave it out.")
+    return resolve(flags=given, default_file=True)
+
+
+def _command_line(arguments: Sequence[str], config: Config, report: Path) -> list[str]:
+    patience = [word for name, value in _PATIENCE.items() if config.origin(name).kind == "default" for word in (f"--{name}", value)]
+    return [sys.executable, "-m", "slipstream", "launch", *arguments, *patience, "--module", _JOB, "--report", str(report)]
+
+
+def _run(command_line: Sequence[str], *, stdout: int | None) -> int:
+    """The exit code of the job; an interrupt reaches the launcher by itself, which then ends the job and us with it."""
+    with subprocess.Popen(command_line, stdout=stdout, preexec_fn=prepare_child(os.getpid())) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+
+
+@click.command(
+    name="test",
+    short_help="Check that processes here can work together, and train.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
+    options_metavar="[OPTIONS OF LAUNCH]",
+    epilog="`slipstream launch --help` lists the options of launch, such as --cpu, --num_processes and --config_file.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON; what the job prints goes to stderr.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
+def command(as_json: bool, arguments: tuple[str, ...]) -> None:
+    """Check that processes here can work together, and train.
+
+    Runs a small job: collectives, a deliberate mistake that must be reported, and a training whose result must equal that of one process.
+    """
+    config = _configuration(arguments)
+    with tempfile.TemporaryDirectory(prefix="slipstream-test-") as folder:
+        report = Path(folder) / "report.json"
+        code = _run(_command_line(arguments, config, report), stdout=sys.stderr.fileno() if as_json else None)
+        outcome = json.loads(report.read_text()) if report.exists() else None
+    if as_json:
+        click.echo(json.dumps(outcome or {"verdict": _without_report(code), "checks": []}, indent=2))
+    elif outcome is None and not config.command.show:
+        click.echo(_without_report(code), err=code != 0)
+    click.get_current_context().exit(code if code in (0, 1, 2) else 1)
+
+
+def _without_report(code: int) -> str:
+    if code == 0:
+        return "This machine did its part; machine 0 has the outcome."
+    return f"The check did not come to an end: the job failed with exit code {code}."
