@@ -110,6 +110,8 @@ def _check_ports(facts: Facts) -> Finding:
             f"port {facts.main_process_port} cannot be listened on here: {facts.port_problem}",
             "choose another --main_process_port, or end what uses it (see: ss -ltnp); on one machine leave the option out",
         )
+    if facts.main_process_port and facts.machine_rank > 0:
+        return Finding("ports", "ok", f"{facts.main_process_port} is taken on machine 0, not here")
     if facts.port_range is None:
         return Finding("ports", "ok", "main_process_port is free" if facts.main_process_port else "a free one is taken when needed")
     first, last = facts.port_range
@@ -140,22 +142,19 @@ def _check_loopback(facts: Facts) -> Finding:
 
 
 def _check_interface(facts: Facts) -> Finding:
-    """Which interface gloo takes: the one it is told, else the one that has the address of the host name."""
+    """Which interface gloo takes: the one it is told; the launcher tells it the one that leads to the main process."""
     if facts.chosen_interface is not None:
         return _chosen(facts, facts.chosen_interface)
     if facts.num_machines == 1:
         return Finding("interface", "ok", "the loopback interface; one machine needs no other")
-    found = next((one for one in facts.interfaces if set(one.addresses) & set(facts.host_addresses)), None)
+    found = next((one for one in facts.interfaces if one.name == facts.route_interface), None)
     others = [one.name for one in facts.interfaces if one.up and one.addresses and not one.loopback]
-    remedy = f"export GLOO_SOCKET_IFNAME={others[0] if others else '<interface>'} on this machine"
-    if found is None or found.loopback:
-        where = f"{', '.join(facts.host_addresses) or 'no address'}" + (f" ({found.name})" if found else "")
-        return Finding(
-            "interface", "error", f"the host name {facts.hostname} stands for {where}, which other machines cannot reach", remedy
-        )
-    if not found.up:
-        return Finding("interface", "error", f"{found.name}, which gloo would take, is down", f"ip link set {found.name} up, or {remedy}")
-    return Finding("interface", "ok", f"gloo takes {found.name} ({', '.join(found.addresses)})")
+    remedy = f"export GLOO_SOCKET_IFNAME={others[0]} on this machine" if others else "connect this machine to the network of the others"
+    if found is None:
+        return Finding("interface", "error", f"no interface leads from here to {facts.main_process_ip}", remedy)
+    if found.loopback:
+        return Finding("interface", "error", f"{facts.main_process_ip} leads to {found.name}, which never leaves this machine", remedy)
+    return Finding("interface", "ok", f"gloo is given {found.name} ({found.addresses[0]}), which leads to {facts.main_process_ip}")
 
 
 def _chosen(facts: Facts, name: str) -> Finding:
@@ -169,14 +168,22 @@ def _chosen(facts: Facts, name: str) -> Finding:
 
 
 def _check_hostname(facts: Facts) -> Finding:
-    if facts.host_addresses:
-        return Finding("host name", "ok", f"{facts.hostname} is {', '.join(facts.host_addresses[:3])}")
-    level: Level = "warning" if facts.num_machines == 1 else "error"
+    level: Level = "ok" if facts.num_machines == 1 else "warning"
+    if not facts.host_addresses:
+        return Finding(
+            "host name",
+            "warning",
+            f"{facts.hostname} does not resolve: {facts.host_problem or 'no address'}",
+            f"add a line to /etc/hosts, such as: 127.0.1.1 {facts.hostname}",
+        )
+    shown = f"{facts.hostname} is {', '.join(facts.host_addresses[:3])}"
+    if level == "ok" or facts.chosen_interface or not all(map(_is_loopback, facts.host_addresses)):
+        return Finding("host name", "ok", shown)
     return Finding(
         "host name",
         level,
-        f"{facts.hostname} does not resolve: {facts.host_problem or 'no address'}",
-        f"add a line to /etc/hosts, such as: 127.0.1.1 {facts.hostname}",
+        f"{shown}, and gloo goes by it in processes that `slipstream launch` did not start",
+        "start them with `slipstream launch`, or export GLOO_SOCKET_IFNAME, or correct /etc/hosts",
     )
 
 
@@ -192,7 +199,7 @@ def _check_main_process(facts: Facts) -> Finding:
         )
     own = {address for interface in facts.interfaces for address in interface.addresses}
     shown = f"{facts.main_process_ip} is {', '.join(facts.main_addresses)}"
-    if all(address == "::1" or address.startswith("127.") for address in facts.main_addresses):
+    if all(map(_is_loopback, facts.main_addresses)):
         return Finding(
             "main process", "error", f"{shown}, which every machine takes for itself", "give the address of machine 0 in the common network"
         )
@@ -282,6 +289,10 @@ def _check_temporary(facts: Facts) -> Finding:
             "temporary folder", "warning", f"{facts.temporary} has {convert_bytes(facts.temporary_free)} left", "free some, or set TMPDIR"
         )
     return Finding("temporary folder", "ok", f"{facts.temporary}, {convert_bytes(facts.temporary_free)} free")
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
 
 
 def _processes(facts: Facts) -> str:

@@ -21,6 +21,7 @@ from slipstream.config import Config
 from slipstream.devices.host import HostMemory, cores, host_memory
 from slipstream.devices.packages import version_of
 from slipstream.devices.table import CPU, count_without_torch
+from slipstream.launch.store import interface_of
 
 __all__ = ["DeviceMemory", "Facts", "Interface", "Requirement", "collect", "port_problem", "requirements", "resolve_name"]
 
@@ -77,6 +78,8 @@ class Facts:
     interfaces: tuple[Interface, ...] = (Interface("lo", True, ("127.0.0.1",)),)
     chosen_interface: str | None = None
     """GLOO_SOCKET_IFNAME."""
+    route_interface: str | None = None
+    """Over which interface the main process is reached; `slipstream launch` gives it to gloo."""
     hostname: str = "localhost"
     host_addresses: tuple[str, ...] = ("127.0.0.1",)
     """What the host name resolves to; empty if it does not."""
@@ -123,6 +126,7 @@ def collect(config: Config, environ: Mapping[str, str], *, with_devices: bool = 
         port_problem=port_problem(launch.main_process_port) if serves and launch.main_process_port else None,
         interfaces=_interfaces(),
         chosen_interface=environ.get("GLOO_SOCKET_IFNAME") or None,
+        route_interface=interface_of(launch.main_process_ip) if launch.main_process_ip and main_addresses else None,
         hostname=hostname,
         host_addresses=host_addresses,
         host_problem=host_problem,
