@@ -38,6 +38,7 @@ LAYERS = {
     "integrations": 8,
     "cli": 9,
     "testing": 9,
+    "__main__": 10,
 }
 """A file imports from lower layers and from its own room alone."""
 

@@ -161,3 +161,9 @@ def test_every_option_survives_the_round_trip(option, tmp_path):
     """Flag, file, variable and the way to the worker: the same value arrives."""
     for value in samples(option):
         assert {place: choice.value for place, choice in travel(option, value, tmp_path).items() if choice.value != value} == {}
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by file name alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py")]
+    assert [name for name in names if names.count(name) > 1] == []
