@@ -1,0 +1,444 @@
+"""Starting a function in several processes from a notebook, or from a test: `notebook_launcher` and `debug_launcher`.
+
+The function travels by value, with the variables of the notebook that it uses, to a fresh interpreter which forks the processes.
+So it does not matter what the notebook has done before: a device that is in use, threads, a state. Only what the function itself
+drags along can be wrong, and that is looked at before anything is started: the error names the variable.
+
+What the processes print arrives in the cell through `sys.stdout`, as it comes: that of rank 0, and that of the others when
+something fails (`output="all"` shows everything). When a process fails, `LaunchError` has its exception with the user's frames.
+
+What this never does: fork the notebook's own process, change its variables for longer than the call, or leave a process behind.
+Only one machine can be used from a notebook; several are the business of `slipstream launch`.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import linecache
+import re
+import string
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Literal, NoReturn
+
+from slipstream.config import OPTIONS, Config, resolve
+from slipstream.config.sources import environment
+from slipstream.devices.table import CPU, count_without_torch
+from slipstream.errors import ConfigError, LaunchError, SlipstreamError, StateError
+from slipstream.launch.plan import LOOPBACK, Accelerators, Machine
+from slipstream.launch.start import launch_function
+from slipstream.launch.worker import take_on
+from slipstream.runtime.clusters import detect
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+_SHOWN_LINES = 40
+"""How much of the output of each other rank is shown after a failure."""
+
+
+def notebook_launcher(
+    function: Callable[..., object],
+    args: Sequence[object] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int | None = None,
+    master_addr: str = LOOPBACK,
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, object] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    output: Literal["main", "all"] = "main",
+) -> None:
+    """Call `function(*args)` in `num_processes` processes on this machine; one process means here, in the notebook itself.
+
+    `mixed_precision="no"` leaves the precision to the function and to the environment. `use_port` has no effect and says so: a free
+    port is taken. With `output="all"`, or a `log_line_prefix_template` (it knows ${rank}, ${local_rank} and ${role_name}), the output
+    of every process is shown, each line with its rank in front.
+
+    >>> notebook_launcher(print, ("training with", 3), num_processes=1)
+    training with 3
+    """
+    _refuse_nested("notebook_launcher")
+    _refuse_other_machines(
+        master_addr=master_addr,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_conf=dict(rdzv_conf or {}),
+        rdzv_id=rdzv_id,
+    )
+    if num_processes is None:
+        _ask_for_number()
+    if use_port is not None:
+        warnings.warn(f"use_port={use_port} has no effect: the processes meet on a free port of this machine. Leave it out.", stacklevel=2)
+    options: dict[str, object] = {
+        "num_processes": num_processes,
+        "mixed_precision": None if mixed_precision == "no" else mixed_precision,
+        "max_restarts": max_restarts or None,
+        "monitor_interval": monitor_interval,
+    }
+    if num_processes == 1 and not max_restarts:
+        resolve(constructor=options, caller="notebook_launcher")  # the options are checked all the same
+        with _variable(OPTIONS["mixed_precision"].variable, options["mixed_precision"]):
+            function(*args)
+        return
+    _launch(function, tuple(args), options, "notebook_launcher", log_line_prefix_template or _template(output))
+
+
+def debug_launcher(function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2) -> None:
+    """Call `function(*args)` in `num_processes` processes on the CPU, to try out distributed code; every process's output is shown.
+
+    >>> def check(expected):
+    ...     from slipstream import PartialState
+    ...     assert PartialState().num_processes == expected
+    >>> debug_launcher(check, (2,))
+    """
+    _refuse_nested("debug_launcher")
+    _launch(function, tuple(args), {"num_processes": num_processes, "cpu": True}, "debug_launcher", _template("all"))
+
+
+def _launch(
+    function: Callable[..., object], args: tuple[object, ...], options: dict[str, object], caller: str, template: str | None
+) -> None:
+    """Start the processes, show what they print, and raise what went wrong in a form that a notebook can show."""
+    if not callable(function):
+        raise ConfigError(f"{caller} was given {function!r}, which cannot be called. Give it the function itself, without parentheses.")
+    captured = list(_Inspection(function, args).walk())
+    _refuse_captured(captured, caller)
+    with tempfile.TemporaryDirectory(prefix="slipstream-notebook-") as folder:
+        config = _config(options, caller, folder, everything=template is not None)
+        own_logs = config.launch.log_dir == folder
+        family, accelerators = count_without_torch(environment())
+        cell = _Cell(config.launch.role, template)
+        try:
+            launch_function(
+                function,
+                args,
+                config=config,
+                machine=Machine(accelerators=Accelerators(accelerators, family.visible)),
+                console="main" if template is None else "all",
+                output=cell.write,
+            )
+        except LaunchError as error:
+            cell.finish()
+            if template is None and own_logs:
+                cell.show_others(Path(folder))
+            raise LaunchError(_with_source_lines(_without_folder(str(error), folder)), exit_code=error.exit_code) from None
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            _explain_unpicklable(function, args, captured, error)
+            raise
+        finally:
+            cell.finish()
+
+
+def _config(options: dict[str, object], caller: str, folder: str, *, everything: bool) -> Config:
+    """Rank 0 writes to the cell directly, which keeps progress bars in one piece; the others write to files that are read later."""
+    config = resolve(constructor=options, caller=caller)
+    if config.launch.log_dir is not None or config.origin("tee").kind != "default":
+        return config  # the user has said where output goes
+    others = ",".join(f"{rank}:3" for rank in range(1, config.launch.num_processes or 1))
+    return config.replace(caller=caller, log_dir=folder, tee="3" if everything else others or "0")
+
+
+def _template(output: str) -> str | None:
+    """What stands before every line; None: only rank 0 is shown, as it is."""
+    templates = {"main": None, "all": "[rank ${rank}] "}
+    if output not in templates:
+        raise ConfigError(f"output={output!r} is neither 'main' (what rank 0 prints) nor 'all' (what every process prints).")
+    return templates[output]
+
+
+# What the processes print ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Cell:
+    """Writes to `sys.stdout` as it is now: in a notebook, the cell that is running."""
+
+    role: str
+    template: str | None
+    _rest: str = field(default="", repr=False)
+
+    def write(self, text: str) -> None:
+        """Text as it comes from the processes; with a template, whole lines with their prefix replaced."""
+        if self.template is not None:
+            *lines, self._rest = (self._rest + text).split("\n")
+            text = "".join(self._prefixed(line) + "\n" for line in lines)
+        if text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def finish(self) -> None:
+        """Write what has not been ended by a line break."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            sys.stdout.write(self._prefixed(rest) + "\n")
+            sys.stdout.flush()
+
+    def _prefixed(self, line: str) -> str:
+        """The launcher puts "[role0]:" before the lines of rank 0; here it is what the template says."""
+        match = re.match(rf"\[{re.escape(self.role)}(\d+)\]:", line)
+        if match is None:
+            return line
+        names = {"rank": match[1], "local_rank": match[1], "role_name": self.role}
+        return string.Template(self.template or "").safe_substitute(names) + line[match.end() :]
+
+    def show_others(self, folder: Path) -> None:
+        """The last lines of what the other ranks printed in the last attempt."""
+        attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+        ranks = (
+            sorted((path for path in attempts[-1].iterdir() if path.name.isdigit()), key=lambda path: int(path.name)) if attempts else []
+        )
+        for rank in ranks:
+            text = _read(rank / "stdout.log") + _before_traceback(_read(rank / "stderr.log"))
+            if text.strip():
+                lines = text.rstrip().splitlines()[-_SHOWN_LINES:]
+                sys.stdout.write(f"--- the last output of rank {rank.name} ---\n" + "\n".join(lines) + "\n")
+        sys.stdout.flush()
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _before_traceback(text: str) -> str:
+    """The launcher ends the log of a failed rank with its traceback, which the report has too."""
+    before, found, _ = text.rpartition("Traceback (most recent call last):\n")
+    return before if found else text
+
+
+def _without_folder(report: str, folder: str) -> str:
+    """The report without lines about log files, which are gone when it is read."""
+    return "\n".join(line for line in report.splitlines() if folder not in line)
+
+
+def _with_source_lines(report: str) -> str:
+    """The source below the frames of cells, which only this process knows."""
+    lines = report.splitlines()
+    shown: list[str] = []
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        shown.append(line)
+        match = re.fullmatch(r'  File "(.+)", line (\d+), in .+', line)
+        source = linecache.getline(match[1], int(match[2])).strip() if match else ""
+        if source and not following.startswith("    "):
+            shown.append(f"    {source}")
+    return "\n".join(shown)
+
+
+# Refusals ----------------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_nested(caller: str) -> None:
+    try:
+        process = detect(environment())
+    except ConfigError:
+        return  # left-over variables do not reach the processes: the launcher sets all of them
+    if process.world_size > 1:
+        raise StateError(
+            f"{caller} starts processes itself, but it was called in a process that is already one of several: rank {process.rank} of "
+            f"{process.world_size}, started by {process.cluster}. Call the function directly here, or start the script with plain `python`."
+        )
+
+
+def _ask_for_number() -> NoReturn:
+    _, accelerators = count_without_torch(environment())
+    found = f"{accelerators} accelerators were found here" if accelerators else "no accelerator was found here, so they would use the CPU"
+    raise ConfigError(
+        f"notebook_launcher was not told how many processes to start ({found}). Write num_processes={accelerators or 2}, "
+        f"or num_processes=1 to run the function in the notebook itself."
+    )
+
+
+def _refuse_other_machines(**given: object) -> None:
+    """Options about several machines, and about how they would meet."""
+    # On one machine c10d is a store that one process serves to the others, which is what happens anyway.
+    fine: dict[str, tuple[object, ...]] = {
+        "master_addr": (LOOPBACK, "localhost", "::1", ""),
+        "node_rank": (0,),
+        "num_nodes": (1,),
+        "rdzv_backend": ("static", "c10d", ""),
+        "rdzv_endpoint": ("",),
+        "rdzv_conf": ({},),
+        "rdzv_id": ("none", ""),
+    }
+    wrong = [f"{name}={value!r}" for name, value in given.items() if value not in fine[name]]
+    if wrong:
+        raise ConfigError(
+            f"notebook_launcher starts processes on this machine alone, where they meet by themselves: {', '.join(wrong)} cannot be used. "
+            f"Leave it out; for several machines write the function into a script and use `slipstream launch` on each."
+        )
+
+
+@contextmanager
+def _variable(name: str | None, value: object) -> Iterator[None]:
+    """An option of the call in the environment while the function runs here; an empty variable means "not given"."""
+    if name is None or value is None:
+        yield
+        return
+    before = environment().get(name, "")
+    take_on({name: str(value)})
+    try:
+        yield
+    finally:
+        take_on({name: before})
+
+
+# What the function drags along -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A value that has to travel with the function, and how the user knows it."""
+
+    name: str
+    value: Any
+
+
+class _Inspection:
+    """Finds the variables that a function uses and that travel with it, through helpers, closures, partials and containers."""
+
+    def __init__(self, function: Any, args: tuple[object, ...]) -> None:
+        self._todo: list[_Captured] = [_Captured("the function", function)]
+        self._todo += [_Captured(f"args[{place}]", value) for place, value in enumerate(args)]
+        self._seen: set[int] = set()
+
+    def walk(self) -> Iterator[_Captured]:
+        """Every value once, the outermost first."""
+        while self._todo:
+            one = self._todo.pop(0)
+            if id(one.value) in self._seen:
+                continue
+            self._seen.add(id(one.value))
+            inside = list(self._inside(one))
+            self._todo += inside
+            yield one
+
+    def _inside(self, one: _Captured) -> Iterable[_Captured]:
+        value = one.value
+        if isinstance(value, FunctionType):
+            return self._of_function(value) if _travels_by_value(value) else ()
+        if isinstance(value, MethodType):
+            return (_Captured(f"the object of {value.__qualname__}", value.__self__), _Captured(one.name, value.__func__))
+        if isinstance(value, functools.partial):
+            named = {f"argument {key} of {one.name}": argument for key, argument in (*enumerate(value.args), *value.keywords.items())}
+            return (_Captured(one.name, value.func), *(_Captured(name, argument) for name, argument in named.items()))
+        if isinstance(value, type):
+            methods = [method for method in vars(value).values() if isinstance(method, FunctionType)]
+            return [_Captured(one.name, method) for method in methods] if _travels_by_value(value) else ()
+        if type(value) in (list, tuple):
+            return [_Captured(f"{one.name}[{place}]", item) for place, item in enumerate(value[:1000])]
+        if _travels_by_value(type(value)) and hasattr(value, "__dict__"):
+            return [_Captured(f"the {key} of {one.name}", item) for key, item in vars(value).items()]
+        if type(value) is dict:
+            return [_Captured(f"{one.name}[{key!r}]", item) for key, item in list(value.items())[:1000]]
+        return ()
+
+    def _of_function(self, function: FunctionType) -> Iterator[_Captured]:
+        used = f"used in {function.__qualname__}"
+        for name in sorted(_global_names(function.__code__)):
+            if name in function.__globals__:
+                yield _Captured(f"{name} ({used})", function.__globals__[name])
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                yield _Captured(f"{name} ({used})", cell.cell_contents)
+            except ValueError:  # not assigned yet
+                continue
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            yield _Captured(f"a default argument of {function.__qualname__}", value)
+
+
+def _travels_by_value(thing: Any) -> bool:
+    """Whether its code is sent: it cannot be imported under its name in another process."""
+    module = sys.modules.get(getattr(thing, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__":
+        return True
+    if module.__name__ == "builtins":  # some of its types, that of modules among them, are not found under their name
+        return False
+    found: Any = module
+    for part in thing.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is not thing
+
+
+def _global_names(code: CodeType) -> set[str]:
+    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return found.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _belongs_here(value: Any) -> str | None:
+    """Why a value cannot be used in another process, and what to do; None if it can."""
+    kind, room = type(value).__name__, type(value).__module__.partition(".")[0]
+    if kind in ("Accelerator", "PartialState", "AcceleratorState", "GradientState") and room in ("slipstream", "accelerate"):
+        return f"is the {kind} of this one process, made in the notebook. Make it inside the function."
+    distributed = sys.modules.get("torch.distributed")
+    groups = [getattr(distributed, name, None) for name in ("ProcessGroup", "Store", "Work")]
+    if isinstance(value, tuple(group for group in groups if group is not None)) or kind == "DeviceMesh":
+        return f"is a {kind}, a connection of this one process. Open it inside the function."
+    device = next((tensor.device for tensor in _tensors(value) if tensor.device.type not in (CPU.type, "meta")), None)
+    if device is not None:
+        verb = "is" if hasattr(value, "device") else "has tensors"
+        return f"{verb} on {device}, in the memory of this process. Make it inside the function, or move it to the CPU before."
+    return None
+
+
+def _tensors(value: Any) -> Iterable[Any]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ()
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, torch.nn.Module):
+        return chain(value.parameters(), value.buffers())
+    if isinstance(value, torch.optim.Optimizer):
+        return (tensor for group in value.param_groups for tensor in group["params"])
+    return ()
+
+
+def _refuse_captured(captured: Sequence[_Captured], caller: str) -> None:
+    for one in captured:
+        reason = _belongs_here(one.value)
+        if reason is not None:
+            raise LaunchError(f"{caller} cannot send {one.name} to other processes: it {reason}")
+
+
+def _explain_unpicklable(function: object, args: tuple[object, ...], captured: Sequence[_Captured], error: Exception) -> None:
+    """Raise an error that names the variable, if that is what was wrong."""
+    problem = _pickling_problem((function, args))
+    if problem is None:
+        return
+    # The innermost: what contains it cannot be sent either.
+    for one in reversed(captured):
+        problem = _pickling_problem(one.value)
+        if problem is not None:
+            name = getattr(function, "__qualname__", repr(function)) if one.name == "the function" else one.name
+            raise LaunchError(
+                f"{name} cannot be sent to other processes: {problem}\n"
+                f"It is of type {type(one.value).__qualname__}. Make it inside the function instead, or pass what it is made from."
+            ) from error
+
+
+def _pickling_problem(value: object) -> str | None:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
