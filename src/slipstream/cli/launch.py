@@ -17,6 +17,7 @@ from slipstream.config import OPTIONS, Config, Option, flag_names, negative_flag
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
 from slipstream.launch.plan import Accelerators, Machine, describe, make_plan
+from slipstream.launch.slurm import filled_in
 from slipstream.launch.target import Kind, Target
 
 __all__ = ["command"]
@@ -86,6 +87,7 @@ def _machine(environ: Mapping[str, str]) -> Machine:
 def _run(words: Sequence[str], **flags: Any) -> None:
     environ = environment()
     config = resolve(flags={name: value for name, value in flags.items() if value is not None}, environ=environ, default_file=True)
+    config = filled_in(config, environ)
     plan = make_plan(config, _target(config, words), environ, _machine(environ))
     if config.command.show:
         click.echo(describe(plan, config))
@@ -100,7 +102,10 @@ def _run(words: Sequence[str], **flags: Any) -> None:
 
 command: Final = _Launch(
     "launch",
-    params=[*(_declared(option) for option in OPTIONS.values()), click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ITS OPTIONS]")],
+    params=[
+        *(_declared(option) for option in OPTIONS.values()),
+        click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ITS OPTIONS]"),
+    ],
     callback=_run,
     help="Run SCRIPT in one or more processes. Everything after SCRIPT belongs to it.\n\n"
     "Each option can also be written with dashes (--num-processes), in a configuration file, and as a variable "

@@ -214,9 +214,10 @@ def render(machines: Sequence[Sequence[Failure]], *, world_size: int, attempts: 
     `machines` holds the failures of each machine, in the order in which the machines told.
     """
     first = first_of_all(machines)
-    lines = _followers(first, [failure for failures in machines for failure in failures if failure is not first])
-    lines.append("")
-    lines += _headline(first, world_size, attempts)
+    together = [one for failures in machines for one in failures if first.exit_code is one.exit_code is None and one.host == first.host]
+    rest = [one for failures in machines for one in failures if one is not first and one not in together]
+    lines = [*_followers(first, rest), ""]
+    lines.append(_headline(first, [one.rank for one in together] or [first.rank], world_size, attempts))
     lines += _account(first)
     if first.log:
         lines.append(f"Its output: {first.log}")
@@ -230,9 +231,7 @@ def _followers(first: Failure, others: Sequence[Failure]) -> list[str]:
     for failure in sorted(others, key=lambda one: one.rank):
         alike.setdefault(_follower(first, failure, brief), []).append(failure)
     for text, group in alike.items():
-        ranks = [failure.rank for failure in group]
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + _ranges(ranks)
-        lines.append(f"{who} {text}")
+        lines.append(f"{_ranks([failure.rank for failure in group])} {text}")
     return lines
 
 
@@ -251,10 +250,10 @@ def _ending(failure: Failure) -> str:
     return f"failed with exit code {failure.exit_code}"
 
 
-def _ranges(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     """
-    >>> _ranges([0, 2, 3, 4, 7])
-    '0, 2-4, 7'
+    >>> _ranks([0, 2, 3, 4, 7]), _ranks([5])
+    ('ranks 0, 2-4, 7', 'rank 5')
     """
     spans: list[list[int]] = []
     for rank in ranks:
@@ -262,14 +261,15 @@ def _ranges(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    listed = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
-def _headline(first: Failure, world_size: int, attempts: int) -> list[str]:
+def _headline(first: Failure, ranks: Sequence[int], world_size: int, attempts: int) -> str:
     where = f"host {first.host}, pid {first.pid}" if first.pid else f"host {first.host}"
-    who = f"rank {first.rank} of {world_size} ({where})"
+    how = "were lost" if len(ranks) > 1 else _ending(first)
     tries = f", in attempt {attempts}" if attempts > 1 else ""
-    return [f"slipstream: {who} {_ending(first)}{tries}."]
+    return f"slipstream: {_ranks(ranks)} of {world_size} ({where}) {how}{tries}."
 
 
 def _account(first: Failure) -> list[str]:

@@ -27,10 +27,10 @@ from slipstream.launch.foreign import ForeignRendezvous
 from slipstream.launch.logs import Folder, parse_tee
 from slipstream.launch.plan import Machine, Plan, make_plan
 from slipstream.launch.processes import end_descendants
-from slipstream.launch.rendezvous import MachineLost, OwnRendezvous
+from slipstream.launch.rendezvous import MachineLost, OwnRendezvous, Settings
 from slipstream.launch.report import Failure, first_of_all, outcome, render
 from slipstream.launch.signals import Requests, Stopped, listening
-from slipstream.launch.store import Place, listen
+from slipstream.launch.store import Place, await_listener, listen
 from slipstream.launch.system import adopt_orphans, open_files
 from slipstream.launch.target import Target
 from slipstream.launch.worker import take_on
@@ -71,27 +71,36 @@ def replace_this_process(plan: Plan) -> None:
 def run_agent(plan: Plan) -> Result:
     """Become the launcher: start the processes of this machine, watch them until all have ended, and end what they left."""
     tee = parse_tee(plan.tee, plan.local_processes)
-    listener = _early_listener(plan)
-    take_on(plan.environment)  # before torch is imported: the number of threads is read then
-    plan = _import_torch(plan)
-    folder = Folder(plan.log_dir, f"run-{os.getpid()}", tee)
-    adopt_orphans()
-    inherited = open_files() - ({listener[0].fileno()} if listener else set())
-    try:
-        with listening() as requests:
-            return _run(plan, requests, folder, inherited, listener)
-    finally:
-        left = end_descendants()
-        folder.remove()
-        if left:
-            _note(plan)(f"slipstream: ended what the processes had left behind: {', '.join(left)}")
+    with contextlib.ExitStack() as closing:
+        listener = _early_meeting(plan)
+        if listener is not None:
+            closing.enter_context(listener[0])
+        folder = Folder(plan.log_dir, f"run-{os.getpid()}", tee)
+        closing.callback(folder.remove)
+        take_on(plan.environment)  # before torch is imported: the number of threads is read then
+        plan = _import_torch(plan)
+        adopt_orphans()
+        inherited = open_files() - ({listener[0].fileno()} if listener else set())
+        try:
+            with listening() as requests:
+                return _run(plan, requests, folder, inherited, listener)
+        finally:
+            left = end_descendants()
+            if left:
+                _note(plan)(f"slipstream: ended what the processes had left behind: {', '.join(left)}")
 
 
-def _early_listener(plan: Plan) -> tuple[socket.socket, Place] | None:
-    """Take the port before torch is imported, so that a port in use is refused at once."""
-    if not (plan.hosts_store and plan.meeting.is_own):
+def _early_meeting(plan: Plan) -> tuple[socket.socket, Place] | None:
+    """Before torch is imported: take the port, or wait until machine 0 has taken it. What cannot work is refused at once."""
+    if not plan.meeting.is_own:
         return None
-    return listen(plan.meeting.host, plan.meeting.port, "main_process_port")
+    settings = Settings.read(plan)
+    if plan.hosts_store:
+        return listen(plan.meeting.host, plan.meeting.port, "main_process_port")
+    note = _note(plan)
+    place = Place(plan.meeting.host, plan.meeting.port or 0)
+    await_listener(place, settings.timeout, check=lambda: None, note=lambda text: note(f"slipstream: {text}"))
+    return None
 
 
 def _note(plan: Plan) -> Callable[[str], None]:

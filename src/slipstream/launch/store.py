@@ -23,7 +23,7 @@ from slipstream.launch.system import open_files
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["Place", "connect", "interface_of", "listen", "quietly", "serve"]
+__all__ = ["Place", "await_listener", "connect", "interface_of", "listen", "quietly", "serve"]
 
 _BACKLOG: Final = 4096
 _PAUSE: Final = 0.25
@@ -98,7 +98,8 @@ def serve(listener: socket.socket, place: Place) -> TCPStore:
 
     bound = listener.getsockname()[0]
     host = "127.0.0.1" if bound == "0.0.0.0" else bound
-    return TCPStore(host, place.port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
+    with quietly():  # torch remarks on addresses without a name, which are no mistake
+        return TCPStore(host, place.port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect(
@@ -111,7 +112,7 @@ def connect(
     """
     from torch._C._distributed_c10d import TCPStore
 
-    _await_listener(place, patience, check, note)
+    await_listener(place, patience, check, note)
     before = open_files()
     with quietly():
         store = TCPStore(place.host, place.port, None, False, timedelta(seconds=limit), wait_for_workers=False)
@@ -120,7 +121,8 @@ def connect(
     return store
 
 
-def _await_listener(place: Place, patience: float, check: Callable[[], None], note: Callable[[str], None]) -> None:
+def await_listener(place: Place, patience: float, check: Callable[[], None], note: Callable[[str], None]) -> None:
+    """Return when somebody listens at `place`; a ConfigError with all that was tried when nobody does in time."""
     start = time.monotonic()
     tries, said = 0, False
     while True:

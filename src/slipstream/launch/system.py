@@ -67,7 +67,16 @@ def open_files() -> frozenset[int]:
         names = os.listdir("/proc/self/fd")
     except OSError:
         return frozenset()
-    return frozenset(int(name) for name in names)
+    return frozenset(int(name) for name in names if _is_open(int(name)))
+
+
+def _is_open(number: int) -> bool:
+    """False for the one through which the list itself was read."""
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 def memory_kills() -> dict[str, int]:

@@ -1,0 +1,125 @@
+"""`slipstream` and `slipstream launch` up to the point where something would start: messages, exit codes, help, --show."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.cli.main import main
+from slipstream.config import OPTIONS
+
+
+@pytest.fixture(autouse=True)
+def _nothing_from_outside(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    (tmp_path / "newer.yaml").write_text("version: 999\n")
+    (tmp_path / "unknown.yaml").write_text("num_procs: 2\n")
+
+
+TWO = "--num_machines 2 --num_processes 2"
+REFUSED = {
+    "unknown flag": ("launch --num_procs 2 train.py", "--num_processes"),
+    "feature that is not there": ("launch --use_fsdp train.py", "not available"),
+    "no processes": ("launch --num_processes 0 train.py", "num_processes=0"),
+    "not a number": ("launch --num_processes two train.py", "num_processes=two"),
+    "flag without its value": ("launch --num_processes", "--num_processes"),
+    "no script": ("launch --cpu", "no script"),
+    "missing script": ("launch missing.py", "missing.py does not exist"),
+    "folder": ("launch .", "is a folder"),
+    "missing module": ("launch -m no_such_module", "no module no_such_module"),
+    "missing program": ("launch --no_python no-such-program", "no-such-program"),
+    "module and program": ("launch -m --no_python train", "--no_python"),
+    "file that is no mapping": ("launch --config_file list.yaml train.py", "list.yaml"),
+    "file of a newer version": ("launch --config_file newer.yaml train.py", "999"),
+    "unknown key": ("launch --config_file unknown.yaml train.py", "num_processes"),
+    "missing file": ("launch --config_file missing.yaml train.py", "missing.yaml does not exist"),
+    "contradiction": ("launch --cpu --gpu_ids 0 train.py", "contradicts"),
+    "machine rank out of range": (f"launch {TWO} --machine_rank 2 train.py", "machine_rank=2"),
+    "uneven share": ("launch --num_machines 2 --num_processes 3 train.py", "num_processes=3"),
+    "nowhere to meet": (f"launch {TWO} train.py", "main_process_ip"),
+    "main process out of reach": (
+        f"launch {TWO} --machine_rank 1 --main_process_ip no-such-host.invalid --rdzv_conf timeout=0.2 train.py",
+        "has no address",
+    ),
+    "unknown setting": ("launch --cpu --num_processes 2 --rdzv_conf patience=2 train.py", "patience"),
+    "tee of a rank that is not there": ("launch --cpu --num_processes 2 --tee 7:1 train.py", "local rank 7"),
+    "unknown command": ("lunch train.py", "Did you mean launch"),
+}
+
+
+@pytest.mark.parametrize(("line", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_a_short_message_and_exit_code_2(line, says, capfd):
+    assert main(line.split()) == 2
+    captured = capfd.readouterr()
+    assert says in captured.err
+    assert "Traceback" not in captured.err
+    assert 1 <= len(captured.err.splitlines()) <= 5
+    assert captured.out == ""
+
+
+def shown(line: str, capsys) -> str:
+    assert main(["launch", "--show", *line.split()]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--num_processes 3", "--num-processes 3", "--num-processes=3"])
+def test_both_spellings_of_a_flag(flag, capsys):
+    assert "3 on this machine" in shown(f"--cpu {flag} train.py", capsys)
+
+
+def test_show_starts_nothing_and_tells_origins(capsys, monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text("raise SystemExit('started')")
+    monkeypatch.setenv("SLIPSTREAM_MAX_RESTARTS", "2")
+    (tmp_path / "config.yaml").write_text("num_processes: 2\n")
+    text = shown("--cpu --config_file config.yaml train.py --its option", capsys)
+    assert "2  from config.yaml: num_processes" in text
+    assert "2  from SLIPSTREAM_MAX_RESTARTS" in text
+    assert "true  from --cpu" in text
+    assert "--its option" in text
+
+
+def test_a_flag_after_the_script_belongs_to_the_script(capsys):
+    text = shown("--cpu train.py --num_processes 4 --show --no-such-flag", capsys)
+    assert "1 on this machine" in text
+    assert "--num_processes 4 --show --no-such-flag" in text
+
+
+def test_no_can_be_said_to_a_switch(capsys, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_DEBUG", "yes")
+    assert "debug  false  from" in shown("--no-debug train.py", capsys)
+
+
+def test_help_fits_a_terminal_and_lists_every_option(capsys):
+    assert main(["launch", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert [name for name in OPTIONS if f"--{name}" not in text] == []
+
+
+def test_help_of_the_command_itself_and_the_version(capsys):
+    assert main(["--help"]) == 0
+    assert main(["--version"]) == 0
+    text = capsys.readouterr().out
+    assert "launch" in text
+    assert text.splitlines()[-1].startswith("slipstream ")
+
+
+def test_help_imports_neither_torch_nor_rich():
+    program = """
+import sys
+from slipstream.cli.main import main
+main(["launch", "--help"])
+print({"torch", "rich", "numpy", "yaml"} & set(sys.modules))
+"""
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out.splitlines()[-1] == "set()"
+
+
+def test_python_dash_m_is_the_same_command():
+    found = subprocess.run([sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.startswith("slipstream ")

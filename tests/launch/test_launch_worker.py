@@ -1,0 +1,187 @@
+"""A forked worker and a fresh interpreter run a target as `python` itself would; plain Python is the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FORKED = """
+import os, signal, sys
+from slipstream.launch.processes import Crew
+from slipstream.launch.target import Target
+from slipstream.launch.worker import Worker
+kind, name, *arguments = sys.argv[1:]
+crew = Crew()
+worker = Worker(target=Target(kind, name, tuple(arguments)), environment=dict(os.environ), stdout=None, stderr=None, foreign=frozenset(),
+                handlers={}, blocked=frozenset(), parent=os.getpid())
+crew.fork(0, worker.live)
+while crew.running:
+    crew.wait(30)
+    ends = crew.poll()
+code = ends[0].exit_code
+sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
+"""
+WAYS = {"forked": [sys.executable, "-c", FORKED], "fresh": [sys.executable, "-m", "slipstream.launch.worker"]}
+NASTY = ["--", "", "-c", "a b", "line\nbreak", "\udcff\udc80", "$HOME", "ä"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return WAYS[request.param]
+
+
+def run(command, folder: Path, **variables):
+    environment = {**os.environ, "SLIPSTREAM_INTERNAL_CONFESSION": str(folder / "failure.json"), **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=60)
+
+
+def confession(folder: Path):
+    return json.loads((folder / "failure.json").read_text())
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> str:
+    (folder / name).write_text(text)
+    return name
+
+
+WHO = """
+import sys, os, json
+names = ("__name__", "__file__", "__package__", "__doc__", "__cached__")
+spec = None if __spec__ is None else (__spec__.name, __spec__.origin)
+import __main__
+print(json.dumps([sys.argv, sys.path[0], {name: globals()[name] for name in names}, spec, type(__loader__).__name__,
+                  __main__ is sys.modules["__main__"], vars(__main__) is globals(), sys.stdin.read(), os.getcwd()]))
+"""
+
+
+@pytest.mark.parametrize("place", ["train.py", "sub/train.py", "link.py"])
+def test_a_script_finds_itself_as_under_python(way, place, tmp_path):
+    (tmp_path / "sub").mkdir()
+    script(tmp_path, WHO)
+    script(tmp_path, WHO, "sub/train.py")
+    (tmp_path / "link.py").symlink_to("sub/train.py")
+    expected = run([sys.executable, place, *NASTY], tmp_path)
+    assert expected.returncode == 0
+    assert run([*way, "script", place, *NASTY], tmp_path).stdout == expected.stdout
+
+
+@pytest.mark.parametrize("name", ["train", "package", "package.inner"])
+def test_a_module_finds_itself_as_under_python(way, name, tmp_path):
+    (tmp_path / "package").mkdir()
+    for place in ("train.py", "package/__init__.py", "package/__main__.py", "package/inner.py"):
+        script(tmp_path, WHO if "__init__" not in place else "", place)
+    expected = run([sys.executable, "-m", name, *NASTY], tmp_path)
+    assert expected.returncode == 0
+    assert run([*way, "module", name, *NASTY], tmp_path).stdout == expected.stdout
+
+
+ENDS = {
+    "return": "pass",
+    "none": "import sys; sys.exit()",
+    "zero": "import sys; sys.exit(0)",
+    "code": "import sys; sys.exit(7)",
+    "large": "import sys; sys.exit(256 + 3)",
+    "boolean": "import sys; sys.exit(True)",
+    "exception": "raise ValueError('boom')",
+    "syntax": "def",
+    "at once": "import os; os._exit(9)",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "thread": "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()",
+    "exit handler": "import atexit; atexit.register(print, 'handler'); print('body'); 1 / 0",
+    "file": "open('out', 'w').write('kept'); file = open('out2', 'w'); file.write('kept too')",
+    "finaliser": "class A:\n    def __del__(self): print('finalised')\na = A()",
+    "thread and handler": "import threading, atexit; atexit.register(print, 'handler'); threading.Timer(0.1, print, ['timer']).start()",
+}
+
+
+@pytest.mark.parametrize("text", ENDS.values(), ids=ENDS.keys())
+def test_an_end_is_the_end_that_python_gives(way, text, tmp_path):
+    script(tmp_path, text)
+    expected = run([sys.executable, "train.py"], tmp_path)
+    files = {path.name: path.read_text() for path in tmp_path.glob("out*")}
+    found = run([*way, "script", "train.py"], tmp_path)
+    assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
+    assert {path.name: path.read_text() for path in tmp_path.glob("out*")} == files
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f():\n    raise ValueError('boom')\nf()",
+        "try:\n    {}['x']\nexcept KeyError as error:\n    raise RuntimeError('because') from error",
+        "def",
+        "import json; json.loads('{')",
+        "class Odd(Exception): pass\nraise Odd()",
+    ],
+)
+def test_an_exception_is_written_down_as_python_prints_it_and_not_printed(way, text, tmp_path):
+    script(tmp_path, text)
+    expected = run([sys.executable, "train.py"], tmp_path).stderr.decode()
+    found = run([*way, "script", "train.py"], tmp_path)
+    assert found.stderr == b""
+    assert confession(tmp_path)["traceback"] == expected
+
+
+def test_an_exception_is_printed_where_it_cannot_be_written_down(way, tmp_path):
+    script(tmp_path, "raise ValueError('boom')")
+    found = run([*way, "script", "train.py"], tmp_path, SLIPSTREAM_INTERNAL_CONFESSION=str(tmp_path / "no" / "such"))
+    assert b"ValueError: boom" in found.stderr
+
+
+def test_an_excepthook_of_the_user_is_called(way, tmp_path):
+    script(tmp_path, "import sys\nsys.excepthook = lambda kind, error, traceback: print('hook', kind.__name__)\nraise ValueError('boom')")
+    assert run([*way, "script", "train.py"], tmp_path).stdout == b"hook ValueError\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "code"),
+    [
+        ("from slipstream.errors import ConfigError; raise ConfigError('write x')", "config", 2),
+        ("from slipstream.errors import PeerLostError; raise PeerLostError('rank 1')", "peer", 1),
+        ("raise KeyboardInterrupt", "interrupt", 130),
+        ("import sys; sys.exit('a message')", "exit", 1),
+    ],
+)
+def test_kinds_of_ends_are_told_apart(way, text, kind, code, tmp_path):
+    script(tmp_path, text)
+    assert run([*way, "script", "train.py"], tmp_path).returncode == code
+    assert confession(tmp_path)["kind"] == kind
+    if kind == "peer":
+        assert confession(tmp_path)["traceback"] == ""
+
+
+def test_our_own_variables_do_not_reach_the_script(way, tmp_path):
+    script(tmp_path, "import os; print([name for name in os.environ if name.startswith('SLIPSTREAM_INTERNAL')])")
+    assert run([*way, "script", "train.py"], tmp_path).stdout == b"[]\n"
+
+
+def test_a_crash_leaves_the_stack_of_the_moment(way, tmp_path):
+    script(tmp_path, "import os, signal\ndef f():\n    os.kill(os.getpid(), signal.SIGSEGV)\nf()")
+    stack = tmp_path / "stack.txt"
+    assert run([*way, "script", "train.py"], tmp_path, SLIPSTREAM_INTERNAL_STACK=str(stack)).returncode == -signal.SIGSEGV
+    assert 'train.py", line 3 in f' in stack.read_text()
+
+
+def test_lines_arrive_whole_and_at_once(way, tmp_path):
+    script(tmp_path, "import os; print('a line'); os._exit(0)")
+    assert run([*way, "script", "train.py"], tmp_path).stdout == b"a line\n"
+
+
+def test_forked_workers_do_not_share_random_states(tmp_path):
+    draw = script(tmp_path, "import random, sys; print(random.random(), sys.modules['numpy'].random.random())")
+    program = f"import numpy as np, numpy.random, random; random.seed(1); np.random.seed(1)\n{FORKED}"
+    drawn = [run([sys.executable, "-c", program, "script", draw], tmp_path).stdout.split() for _ in range(2)]
+    assert len({number for pair in drawn for number in pair}) == 4
+
+
+def test_a_module_that_is_missing_is_a_configuration_error_and_one_that_it_misses_is_not(way, tmp_path):
+    assert run([*way, "module", "no_such_module_here"], tmp_path).returncode == 2
+    script(tmp_path, "import no_such_module_either")
+    assert run([*way, "module", "train"], tmp_path).returncode == 1
+    assert confession(tmp_path)["type"] == "ModuleNotFoundError"
