@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError, LaunchError, SlipstreamError
 
 __all__ = ["cli", "main"]
 
-COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
+_COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "launch": "Run a script in one or more processes, on one or more machines.",
         "config": "Make or change a configuration file.",
@@ -34,10 +34,10 @@ class _Commands(click.Group):
     """Commands that are imported when they are called for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in _COMMANDS:
             return None
         module = f"slipstream.cli.{cmd_name}"
         try:
@@ -50,15 +50,15 @@ class _Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in COMMANDS:
-            near = nearest(name, COMMANDS)
-            hint = f"Did you mean {near[0]}?" if near else "The commands are: " + ", ".join(COMMANDS) + "."
+        if name not in _COMMANDS:
+            near = nearest(name, _COMMANDS)
+            hint = f"Did you mean {near[0]}?" if near else "The commands are: " + ", ".join(_COMMANDS) + "."
             raise ConfigError(f"There is no command {name}.\n{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:

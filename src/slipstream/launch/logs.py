@@ -22,8 +22,8 @@ from slipstream.errors import ConfigError
 
 __all__ = ["Folder", "Outlet", "Tee", "parse_tee"]
 
-STDOUT: Final = 1
-STDERR: Final = 2
+_STDOUT: Final = 1
+_STDERR: Final = 2
 
 
 def parse_tee(text: str, local_processes: int) -> dict[int, int]:
@@ -90,8 +90,8 @@ class Folder:
         streams = self._tee.get(local_rank, 0)
         return Outlet(
             folder,
-            folder / "stdout.log" if streams & STDOUT else None,
-            folder / "stderr.log" if streams & STDERR else None,
+            folder / "stdout.log" if streams & _STDOUT else None,
+            folder / "stderr.log" if streams & _STDERR else None,
         )
 
     def remove(self) -> None:

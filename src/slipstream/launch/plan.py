@@ -22,10 +22,10 @@ from slipstream.config.transport import VARIABLE, dump
 from slipstream.errors import ConfigError
 from slipstream.launch.target import Target
 
-__all__ = ["LOOPBACK", "Accelerators", "Machine", "Meeting", "Plan", "check_target", "describe", "make_plan"]
+__all__ = ["LOOPBACK", "Accelerators", "Machine", "Meeting", "Plan", "StartMethod", "check_target", "describe", "make_plan"]
 
 LOOPBACK: Final = "127.0.0.1"
-DEFAULT_PORT: Final = 29500
+_DEFAULT_PORT: Final = 29500
 StartMethod = Literal["exec", "fork", "spawn"]
 
 
@@ -233,7 +233,7 @@ def _meeting(config: Config) -> Meeting:
         )
     config.require_main_process()
     host = launch.main_process_ip or ""
-    port = launch.main_process_port if launch.main_process_port is not None else DEFAULT_PORT if own or host else None
+    port = launch.main_process_port if launch.main_process_port is not None else _DEFAULT_PORT if own or host else None
     return Meeting(backend=launch.rdzv_backend, host=host.strip("[]"), port=port, settings=settings)
 
 

@@ -23,7 +23,7 @@ from typing import Final
 
 from slipstream.launch.system import prepare_child
 
-__all__ = ["Crew", "End", "end_descendants"]
+__all__ = ["KILL_AFTER", "Crew", "End", "end_descendants"]
 
 _SLICE: Final = 0.01
 """Seconds of a wait where the system cannot report the end of a child."""

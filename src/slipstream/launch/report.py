@@ -24,6 +24,7 @@ from typing import Any, Final, Literal
 __all__ = [
     "Confession",
     "Failure",
+    "Kind",
     "first_failure",
     "first_of_all",
     "lost_machine",

@@ -51,7 +51,7 @@ class Result:
 def launch(plan: Plan) -> int:
     """Carry out a plan and print the report, if there is one to print; returns the exit code. One process does not come back."""
     if plan.single:
-        replace_this_process(plan)
+        _replace_this_process(plan)
     result = run_agent(plan)
     if result.report:
         sys.stdout.flush()
@@ -59,7 +59,7 @@ def launch(plan: Plan) -> int:
     return result.exit_code
 
 
-def replace_this_process(plan: Plan) -> None:
+def _replace_this_process(plan: Plan) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     try:

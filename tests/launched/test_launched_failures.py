@@ -1,0 +1,173 @@
+"""Launches that fail: the first failure is told last, once; exit codes are kept; nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launching import eventually, gone
+
+ONE_RAISES = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+def deep():
+    raise ValueError("the real cause")
+if dist.get_rank() == 1:
+    deep()
+dist.all_reduce(torch.ones(1))
+"""
+HOLD = """
+from telling import up
+import sys, time, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+up()
+if sys.argv[1:] == ["alone"]:
+    time.sleep(600)
+while True:
+    dist.barrier()
+    time.sleep(0.02)
+"""
+TWO = ("--cpu", "--num_processes", "2")
+
+
+def test_the_first_failure_is_told_last_and_once(launch, script):
+    train = script(ONE_RAISES)
+    finished = launch(*TWO, train)
+    assert finished.code == 1
+    assert finished.err.count("Traceback") == 1
+    assert finished.err.count("the real cause") == 2  # the line of code and the exception
+    assert finished.err.splitlines()[-1] == "ValueError: the real cause"
+    assert [line for line in finished.err.splitlines() if "File" in line] == [
+        f'  File "{train}", line 7, in <module>',
+        f'  File "{train}", line 5, in deep',
+    ]
+    assert "rank 0 stopped because of it" in finished.err
+    assert "torch" not in finished.err
+
+
+def test_a_log_folder_keeps_every_traceback_and_is_named(launch, script, tmp_path):
+    finished = launch(*TWO, "--log_dir", "logs", script(ONE_RAISES))
+    log = Path(finished.err.splitlines()[-1].removeprefix("Its output: "))
+    assert log.read_text().endswith("ValueError: the real cause\n")
+    assert len(list((tmp_path / "logs").rglob("stderr.log"))) == 2
+
+
+@pytest.mark.parametrize("code", [3, 255])
+def test_exit_codes_are_kept(launch, script, code):
+    assert launch(*TWO, script(f"import os, sys; sys.exit({code} if os.environ['RANK'] == '1' else 0)")).code == code
+
+
+def test_a_configuration_error_in_a_worker_is_told_without_a_traceback(launch, script):
+    finished = launch(*TWO, script("from slipstream.errors import ConfigError; raise ConfigError('RANK is set, WORLD_SIZE is not')"))
+    assert finished.code == 2
+    assert finished.err.splitlines()[-1] == "RANK is set, WORLD_SIZE is not"
+    assert "Traceback" not in finished.err
+
+
+def test_a_port_in_use_is_refused_by_its_number(launch, script):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        finished = launch(*TWO, "--main_process_port", str(port), script(""))
+    assert finished.code == 2
+    assert f"Port {port}" in finished.err
+    assert "Traceback" not in finished.err
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_killed_worker_is_named_and_takes_everybody_along(command, script, method):
+    running = command(*TWO, "--start_method", method, script(HOLD))
+    pids = running.pids()
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    finished = running.finish()
+    assert time.monotonic() - killed < 30
+    assert finished.code == 128 + signal.SIGKILL
+    assert f"rank 1 of 2 (host {os.uname().nodename}, pid {pids[1]}) was ended by SIGKILL." in finished.err
+    assert "out-of-memory" in finished.err.splitlines()[-1]
+    assert all(gone(pid) for pid in pids.values())
+
+
+@pytest.mark.parametrize("way", ["stopped", "deaf"])
+def test_a_worker_that_does_not_react_is_ended_too(command, script, way):
+    train = script(("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if way == "deaf" else "") + HOLD)
+    running = command(*TWO, train, "alone")
+    pids = running.pids()
+    if way == "stopped":
+        os.kill(pids[0], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    assert running.finish().code == 137
+    assert gone(pids[0])
+
+
+def test_no_worker_outlives_the_launcher(command, script):
+    running = command(*TWO, script(HOLD))
+    pids = running.pids()
+    running.process.kill()
+    assert eventually(lambda: all(gone(pid) for pid in pids.values()))
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_reaches_the_workers(command, script, tmp_path, signum, code):
+    train = script(
+        "import os, signal, sys, time\nfrom telling import up\n"
+        "def end(number, frame):\n    open(f\"{os.environ['NOTES']}/got-{number}-{os.environ['RANK']}\", 'w').close(); sys.exit(0)\n"
+        f"signal.signal({int(signum)}, end)\nup()\ntime.sleep(600)"
+    )
+    running = command(*TWO, train)
+    pids = running.pids()
+    running.process.send_signal(signum)
+    finished = running.finish()
+    assert finished.code == code
+    assert finished.err == f"slipstream: stopped by {signum.name}; 2 processes ended.\n"
+    assert sorted(path.name for path in tmp_path.glob("got-*")) == [f"got-{int(signum)}-0", f"got-{int(signum)}-1"]
+    assert all(gone(pid) for pid in pids.values())
+
+
+def test_the_second_signal_ends_all_patience(command, script):
+    running = command(*TWO, script("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + HOLD), "alone")
+    pids = running.pids()
+    running.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    running.process.send_signal(signal.SIGINT)
+    assert running.finish().code == 130
+    assert all(gone(pid) for pid in pids.values())
+
+
+def test_what_workers_leave_behind_is_ended(launch, script, tmp_path):
+    train = script(
+        "import os, subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "open(f\"{os.environ['NOTES']}/left-{os.environ['RANK']}\", 'w').write(str(child.pid))"
+    )
+    assert launch(*TWO, train).code == 0
+    left = [int(path.read_text()) for path in tmp_path.glob("left-*")]
+    assert len(left) == 2
+    assert all(gone(pid) for pid in left)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_job_comes_back_after_every_kill(command, script, rounds, tmp_path):
+    kills = rounds(ci=3, soak=50)
+    train = script(
+        "import os\nlast = int(os.environ['TORCHELASTIC_RESTART_COUNT']) == int(os.environ['TORCHELASTIC_MAX_RESTARTS'])\n"
+        + HOLD.replace("while True:", "for _ in range(3) if last else iter(int, 1):")
+    )
+    running = command(*TWO, "--max_restarts", str(kills), train)
+    choice = random.Random(0)
+    for attempt in range(kills):
+        pids = running.pids(attempt=attempt)
+        time.sleep(choice.random() * 0.1)
+        os.kill(pids[choice.randrange(2)], signal.SIGKILL)
+    finished = running.finish()
+    assert finished.code == 0, finished.err
+    assert finished.err.count("starting all processes again") == kills

@@ -1,0 +1,177 @@
+"""Several machines: as launchers on the loopback interface, and as two hosts in network namespaces of their own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from launching import Running
+
+WORK = """
+from telling import up
+import os, signal, socket, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print(f"rank {rank} on {socket.gethostname()}, {total.item():.0f} in all, attempt {attempt}")
+up()
+if sys.argv[1:] == ["kill"] and rank == 3 and attempt == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+while sys.argv[1:] == ["hold"]:
+    dist.barrier()
+    time.sleep(0.05)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def machine(rank: int, port: str, *, address: str = "127.0.0.1", machines: int = 2, processes: int = 4) -> list[str]:
+    meeting = ["--main_process_ip", address, "--main_process_port", port]
+    return ["--cpu", "--num_machines", str(machines), "--num_processes", str(processes), "--machine_rank", str(rank), *meeting]
+
+
+def test_a_failure_on_one_machine_restarts_all_of_them(command, script):
+    train, port = script(WORK), free_port()
+    launchers = [command(*machine(rank, port), "--max_restarts", "1", train, "kill") for rank in range(2)]
+    finished = [launcher.finish() for launcher in launchers]
+    assert [one.code for one in finished] == [0, 0], finished
+    for index, one in enumerate(finished):
+        here = f"on {os.uname().nodename}, 4 in all, attempt"
+        expected = [f"rank {rank} {here} {attempt}" for attempt in (0, 1) for rank in (2 * index, 2 * index + 1)]
+        assert sorted(one.out.splitlines(), key=lambda line: line[-1] + line) == expected
+        assert "rank 3 of 4" in one.err
+        assert "was ended by SIGKILL" in one.err
+
+
+def test_without_restarts_every_launcher_tells_the_same_first_failure(command, script):
+    train, port = script(WORK), free_port()
+    launchers = [command(*machine(rank, port), train, "kill") for rank in range(2)]
+    finished = [launcher.finish() for launcher in launchers]
+    assert [one.code for one in finished] == [137, 137]
+    assert len({one.err.rpartition("slipstream: ")[2] for one in finished}) == 1
+    assert finished[0].err.rpartition("slipstream: ")[2].startswith("rank 3 of 4")
+
+
+def test_a_machine_rank_that_is_taken_is_named(command, script):
+    train, port = script(""), free_port()
+    launchers = [command(*machine(rank, port, machines=3, processes=3), train) for rank in (0, 1, 1)]
+    finished = [launcher.finish() for launcher in launchers]
+    assert [one.code for one in finished] == [2, 2, 2]
+    pids = [launcher.process.pid for launcher in launchers[1:]]
+    for one in finished:
+        assert "Two launchers have machine_rank=1" in one.err
+        assert all(f"pid {pid}" in one.err for pid in pids)
+
+
+def test_launchers_that_disagree_are_refused(command, script):
+    train, port = script(""), free_port()
+    launchers = [command(*machine(rank, port, processes=2 + 2 * rank), train) for rank in range(2)]
+    finished = [launcher.finish() for launcher in launchers]
+    assert [one.code for one in finished] == [2, 2]
+    for one in finished:
+        assert "num_processes=2 on machine 0, num_processes=4 on machine 1" in one.err
+
+
+def test_machines_that_never_come_are_named(launch, script):
+    finished = launch(*machine(0, free_port(), machines=3, processes=3), "--rdzv_conf", "join_timeout=0.5", script(""))
+    assert finished.code == 2
+    assert "machines 1, 2 did not come within" in finished.err
+
+
+def test_torchs_own_rendezvous(command, script):
+    train, port = script(WORK), free_port()
+    flags = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--rdzv_backend", "c10d", "--rdzv_conf", f"endpoint=127.0.0.1:{port}"]
+    launchers = [command(*flags, "--machine_rank", str(rank), train, MASTER_ADDR="x") for rank in range(2)]
+    finished = [launcher.finish() for launcher in launchers]
+    assert [one.code for one in finished] == [0, 0], finished
+    assert sorted(one.out.split(" on ")[0] for one in finished) == ["rank 0", "rank 1"]
+
+
+@dataclass
+class Hosts:
+    """Two hosts: a name, a namespace and an address each, joined by a cable."""
+
+    names: tuple[str, str]
+    addresses: tuple[str, str]
+    cables: tuple[str, str]
+
+    def prefix(self, index: int) -> tuple[str, ...]:
+        """What to put before a command to run it on a host."""
+        rename = f'hostname {self.names[index]}; exec "$@"'
+        return ("ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c", rename, "sh")
+
+    def cut(self, index: int) -> None:
+        ip("-n", self.names[index], "link", "set", self.cables[index], "down")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("network namespaces need root, `ip` and `unshare`")
+    tag = secrets.token_hex(3)
+    made = Hosts((f"slip-{tag}-a", f"slip-{tag}-b"), ("10.213.0.1", "10.213.0.2"), (f"v{tag}a", f"v{tag}b"))
+    try:
+        for name in made.names:
+            ip("netns", "add", name)
+        ip("link", "add", made.cables[0], "netns", made.names[0], "type", "veth", "peer", "name", made.cables[1], "netns", made.names[1])
+        for name, cable, address in zip(made.names, made.cables, made.addresses, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+            for device in ("lo", cable):
+                ip("-n", name, "link", "set", device, "up")
+        yield made
+    finally:
+        for name in made.names:  # taking a namespace away takes its end of the cable along
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False)
+
+
+@pytest.fixture
+def on_both(hosts: Hosts, command: Callable[..., Running], script: Callable[..., str]) -> Callable[..., list[Running]]:
+    """Starts a launcher on each of the two hosts."""
+    train = script(WORK)
+
+    def start(*words: str) -> list[Running]:
+        flags = [machine(rank, "29511", address=hosts.addresses[0], processes=2) for rank in range(2)]
+        return [command(*flags[rank], train, *words, prefix=hosts.prefix(rank)) for rank in range(2)]
+
+    return start
+
+
+@pytest.mark.netns
+def test_two_hosts_work_together(hosts, on_both):
+    finished = [launcher.finish() for launcher in on_both()]
+    assert [one.code for one in finished] == [0, 0], finished
+    assert [one.out for one in finished] == [f"rank {rank} on {hosts.names[rank]}, 2 in all, attempt 0\n" for rank in range(2)]
+    assert [one.err for one in finished] == ["", ""]
+
+
+@pytest.mark.netns
+def test_a_host_that_is_cut_off_is_named_by_both_sides(hosts, on_both):
+    launchers = on_both("hold")
+    launchers[0].pids()
+    hosts.cut(1)
+    cut = time.monotonic()
+    finished = [launcher.finish() for launcher in launchers]
+    assert time.monotonic() - cut < 30
+    assert [one.code for one in finished] == [1, 1]
+    assert f"rank 1 of 2 (host {hosts.names[1]}) was lost." in finished[0].err
+    assert f"Nothing was heard of machine 1 (host {hosts.names[1]})" in finished[0].err
+    assert f"machine 0 ({hosts.names[0]}, {hosts.addresses[0]}, port 29511) cannot be reached any more" in finished[1].err
+    assert "Traceback" not in finished[0].err + finished[1].err
