@@ -25,11 +25,20 @@ from slipstream.comm.verify import HEADER_SIZE, Call, Header, explain_mismatch
 from slipstream.comm.vigil import Limits, Vigil
 from slipstream.errors import DistributedOperationException, MismatchError
 
-__all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn"]
+__all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn", "aligned"]
 
 _SLICE = timedelta(milliseconds=200)
 Array = Any
 """A one-dimensional numpy array of bytes."""
+
+
+def aligned(position: int) -> int:
+    """The next position at which a tensor of any type may begin.
+
+    >>> aligned(16), aligned(17)
+    (16, 32)
+    """
+    return -(-position // 16) * 16
 
 
 class Body:
@@ -41,7 +50,7 @@ class Body:
 
     def add(self, part: Array) -> int:
         """Appends bytes and says where they begin."""
-        start = -(-self.length // 16) * 16
+        start = aligned(self.length)
         if part.size:
             self._parts.append((start, part))
         self.length = start + part.size
@@ -204,14 +213,14 @@ class GroupChannel:
         self, turn: _GroupTurn, headers: Sequence[Header], body: Body, sender: int | None, receiver: int | None
     ) -> list[torch.Tensor]:
         lengths = [header.body_length for header in headers]
-        longest = max(lengths)
+        longest = aligned(max(lengths))
         if longest <= self.room:
             return [row[HEADER_SIZE : HEADER_SIZE + length] for row, length in zip(self._receive, lengths, strict=True)]
         padded = torch.empty(longest, dtype=torch.uint8)
         body.write_to(padded.numpy())
         if sender is not None:
             turn.wait(self._control.broadcast([padded], _root(torch.distributed.BroadcastOptions, sender)))
-            return [padded if rank == sender else padded[:0] for rank in range(self.world_size)]
+            return [padded[:length] if rank == sender else padded[:0] for rank, length in enumerate(lengths)]
         if receiver is not None:
             rows = [torch.empty_like(padded) for _ in lengths] if self.rank == receiver else []
             turn.wait(self._control.gather([rows] if rows else [], [padded], _root(torch.distributed.GatherOptions, receiver)))

@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from slipstream.comm import codec, tree
-from slipstream.comm.channel import Body, Channel, Limits, Turn
+from slipstream.comm.channel import Body, Channel, Limits, Turn, aligned
 from slipstream.comm.guarded import Reader, announce, refuse
 from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, spell_tensor, to_bytes
 
@@ -116,17 +116,12 @@ class _Joined:
         remote = [(index, pack) for index, pack in enumerate(tensors) if not pack.on_host]
         if not remote:
             return
-        flats = []
-        for rows in self.rows:
-            body = Body()
-            for index, pack in remote:
-                body.add(numpy.empty(rows[index] * pack.row_bytes, dtype=numpy.uint8))
-            flats.append(body.length)
-        flat = torch.zeros(max(flats), dtype=torch.uint8, device=remote[0][1].tensor.device)
+        longest = max(sum(aligned(rows[index] * pack.row_bytes) for index, pack in remote) for rows in self.rows)
+        flat = torch.zeros(longest, dtype=torch.uint8, device=remote[0][1].tensor.device)
         own = Reader(flat)
         for _, pack in remote:
             own.take(pack.rows * pack.row_bytes).copy_(pack.tensor.reshape(-1).view(torch.uint8))
-        for rows, data in zip(self.rows, turn.all_gather(flat).view(len(flats), -1), strict=True):
+        for rows, data in zip(self.rows, turn.all_gather(flat).view(len(self.rows), longest), strict=True):
             reader = Reader(data)
             for index, pack in remote:
                 chunks[index].append(pack.from_bytes(reader.take(rows[index] * pack.row_bytes), rows[index]))

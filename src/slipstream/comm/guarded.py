@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from slipstream.comm.channel import Body, Channel, Limits
+from slipstream.comm.channel import Body, Channel, Limits, aligned
 from slipstream.comm.sites import call_site
 from slipstream.comm.verify import Call
 
@@ -37,6 +37,6 @@ class Reader:
         self._position = 0
 
     def take(self, length: int) -> torch.Tensor:
-        start = -(-self._position // 16) * 16
+        start = aligned(self._position)
         self._position = start + length
         return self._data[start : start + length]

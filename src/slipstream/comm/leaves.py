@@ -96,7 +96,11 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_bytes(tensor: torch.Tensor) -> Any:
     """A contiguous host tensor as a numpy array of bytes that shares its memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, dtype=numpy.uint8)
+    if not tensor.numel():
+        return numpy.empty(0, dtype=numpy.uint8)
+    flat = tensor.reshape(-1)
+    # A row of one element may have any stride and still count as contiguous.
+    return (flat if flat.stride(0) == 1 else flat.clone()).view(torch.uint8).numpy()
 
 
 def numbers_as_tensors(leaf: Any) -> Any:
