@@ -62,6 +62,13 @@ def test_bad_input_is_a_short_message_and_exit_code_2(line, says, capfd):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_rank_variables_that_are_half_set_are_refused(variable, capfd, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    assert main(["launch", "--cpu", "train.py"]) == 2
+    assert variable in capfd.readouterr().err
+
+
 def shown(line: str, capsys) -> str:
     assert main(["launch", "--show", *line.split()]) == 0
     return capsys.readouterr().out

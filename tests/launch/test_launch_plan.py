@@ -141,17 +141,6 @@ def test_a_module_or_program_that_does_not_exist_is_refused():
     assert "not on the PATH" in refusal(target=Target("executable", "no-such-program"))
 
 
-@pytest.mark.parametrize(("given", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
-def test_half_a_rank_is_refused_where_one_process_would_run_alone(given, missing):
-    message = refusal(environ={given: "1"}, cpu=True)
-    assert f"{given}=1" in message
-    assert f"{missing} is not" in message
-
-
-def test_rank_variables_do_not_matter_where_the_launcher_sets_them():
-    assert plan_of(environ={"RANK": "1"}, cpu=True, num_processes=2).local_processes == 2
-
-
 def test_a_script_that_looks_like_a_flag_stays_a_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-c").touch()

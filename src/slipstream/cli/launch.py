@@ -95,6 +95,10 @@ def _run(words: Sequence[str], **flags: Any) -> None:
     if not config.command.quiet:
         for unused in config.unused:
             print(f"slipstream: {unused.key} in the configuration file has no effect: {unused.why}", file=sys.stderr)
+    if plan.single:
+        from slipstream.runtime.clusters import detect
+
+        detect(environ)  # rank variables that are half set would fail in the script, with a traceback
     from slipstream.launch.start import launch
 
     click.get_current_context().exit(launch(plan))

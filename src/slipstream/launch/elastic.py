@@ -2,8 +2,8 @@
 
 torch's `SimpleElasticAgent` runs the loop: meet, start workers, look at them, restart or finish. The verbs it leaves open are
 here. A worker's end is noticed at once; the notice goes to the store before anything else, so that the survivors can raise by
-themselves, naming the lost rank; they get a moment for that, then a signal, then SIGKILL. Nothing is printed from in here
-but notes about restarts: the caller prints the report from `failures`.
+themselves, naming the lost rank; they get a moment for that, then a signal, then SIGKILL. The report of an attempt that is
+followed by another one is printed from here, that of the last attempt by the caller.
 """
 
 from __future__ import annotations
@@ -252,7 +252,8 @@ class Agent(_Agent):
             return
         from torch._C._distributed_c10d import PrefixStore
 
-        notice = ExitNotice(failure.rank, failure.host, failure.pid, failure.exit_code, failure.reason)
+        reason = failure.reason if failure.confession or "killer ended it" in failure.detail else ""
+        notice = ExitNotice(failure.rank, failure.host, failure.pid, failure.exit_code, reason)
         with contextlib.suppress(RuntimeError):  # a store that is gone has nobody waiting at it
             keys = PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), store)
             keys.set(exit_key(failure.rank), notice.to_json())
@@ -293,7 +294,7 @@ class Agent(_Agent):
         self._shutdown()
         self._append_tracebacks()
         if restarting:
-            self._note(render(self.everybody(), world_size=group.workers[0].world_size))
+            print(render(self.everybody(), world_size=group.workers[0].world_size), file=sys.stderr, flush=True)
             self._note(f"slipstream: starting all processes again: attempt {self.attempt + 2} of {self._plan.max_restarts + 1}")
 
     def _append_tracebacks(self) -> None:

@@ -119,8 +119,6 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
     check_target(target)
     local_processes = _local_processes(config, machine.accelerators)
     start_method, reason = _start_method(config, target, machine, local_processes)
-    if start_method == "exec":
-        _refuse_half_a_rank(environ)
     return Plan(
         target=target,
         num_machines=config.launch.num_machines,
@@ -242,18 +240,6 @@ def _tee(config: Config) -> str:
     if config.launch.log_dir is not None and config.origin("tee").kind == "default":
         return "3"
     return config.launch.tee
-
-
-def _refuse_half_a_rank(environ: Mapping[str, str]) -> None:
-    """A process with a rank but no world (or the reverse) was meant to be one of several; alone it would train something else."""
-    pair = ("RANK", "WORLD_SIZE")
-    missing = [name for name in pair if not environ.get(name)]
-    if len(missing) == 1:
-        given = next(name for name in pair if name not in missing)
-        raise ConfigError(
-            f"{given}={environ[given]} is set in the environment, but {missing[0]} is not.\n"
-            f"Set {missing[0]} too, or unset {given}; to start several processes here, write --num_processes."
-        )
 
 
 def _interpreter_flags() -> Sequence[str]:

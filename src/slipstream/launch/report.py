@@ -237,7 +237,7 @@ def _followers(first: Failure, others: Sequence[Failure]) -> list[str]:
 
 
 def _follower(first: Failure, failure: Failure, brief: bool) -> str:
-    if first.confession and failure.confession and first.reason == failure.reason:
+    if first.confession and failure.confession and (first.reason == failure.reason or first.consequence and failure.consequence):
         return f"failed the same way: {first.confession.type}"
     how = "stopped because of it" if failure.consequence else f"{_ending(failure)}, after that"
     return f"{how}: {failure.reason}" if failure.reason and not brief else how

@@ -1,0 +1,27 @@
+"""Kill a random worker again and again, and see the job come back every time.
+
+    python benchmarks/soak_restarts.py [KILLS]          50 by default
+
+Prints how often it came back and how long that took; exits with 1 when it did not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from launch import percentile, restarts
+
+
+def main(kills: int) -> None:
+    """One job that survives `kills` kills."""
+    with tempfile.TemporaryDirectory() as folder:
+        times = restarts(kills, Path(folder))
+    spread = f"median {statistics.median(times):.3f} s, p95 {percentile(times, 0.95):.3f} s, longest {max(times):.3f} s"
+    print(f"{len(times)} of {kills} kills survived; kill to the next barrier: {spread}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 50)
