@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from slipstream.accelerator import Accelerator as Accelerator
     from slipstream.devices.packages import is_rich_available as is_rich_available
     from slipstream.devices.table import DistributedType as DistributedType
-    from slipstream.errors import ConfigError as ConfigError
-    from slipstream.errors import DistributedOperationException as DistributedOperationException
-    from slipstream.errors import LaunchError as LaunchError
-    from slipstream.errors import MismatchError as MismatchError
-    from slipstream.errors import PeerLostError as PeerLostError
-    from slipstream.errors import SlipstreamError as SlipstreamError
-    from slipstream.errors import StateError as StateError
-    from slipstream.errors import WaitTimeoutError as WaitTimeoutError
-    from slipstream.notebook import debug_launcher as debug_launcher
-    from slipstream.notebook import notebook_launcher as notebook_launcher
-    from slipstream.runtime.state import AcceleratorState as AcceleratorState
-    from slipstream.runtime.state import PartialState as PartialState
+    from slipstream.errors import (
+        ConfigError as ConfigError,
+        DistributedOperationException as DistributedOperationException,
+        LaunchError as LaunchError,
+        MismatchError as MismatchError,
+        PeerLostError as PeerLostError,
+        SlipstreamError as SlipstreamError,
+        StateError as StateError,
+        WaitTimeoutError as WaitTimeoutError,
+    )
+    from slipstream.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
+    from slipstream.runtime.state import AcceleratorState as AcceleratorState, PartialState as PartialState
 
 __version__ = "0.1.0"
 

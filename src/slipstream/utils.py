@@ -11,65 +11,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.comm.nested import (
         CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
-    )
-    from slipstream.comm.nested import (
         ConvertOutputsToFp32 as ConvertOutputsToFp32,
-    )
-    from slipstream.comm.nested import (
         TensorInformation as TensorInformation,
-    )
-    from slipstream.comm.nested import (
         concatenate as concatenate,
-    )
-    from slipstream.comm.nested import (
         convert_outputs_to_fp32 as convert_outputs_to_fp32,
-    )
-    from slipstream.comm.nested import (
         convert_to_fp32 as convert_to_fp32,
-    )
-    from slipstream.comm.nested import (
         find_batch_size as find_batch_size,
-    )
-    from slipstream.comm.nested import (
         find_device as find_device,
-    )
-    from slipstream.comm.nested import (
         get_data_structure as get_data_structure,
-    )
-    from slipstream.comm.nested import (
         get_shape as get_shape,
-    )
-    from slipstream.comm.nested import (
         ignorant_find_batch_size as ignorant_find_batch_size,
-    )
-    from slipstream.comm.nested import (
         initialize_tensors as initialize_tensors,
-    )
-    from slipstream.comm.nested import (
         is_tensor_information as is_tensor_information,
-    )
-    from slipstream.comm.nested import (
         is_torch_tensor as is_torch_tensor,
-    )
-    from slipstream.comm.nested import (
         listify as listify,
-    )
-    from slipstream.comm.nested import (
         pad_input_tensors as pad_input_tensors,
-    )
-    from slipstream.comm.nested import (
         recursively_apply as recursively_apply,
-    )
-    from slipstream.comm.nested import (
         send_to_device as send_to_device,
-    )
-    from slipstream.comm.nested import (
         slice_tensors as slice_tensors,
     )
     from slipstream.comm.tree import (
         honor_type as honor_type,
-    )
-    from slipstream.comm.tree import (
         is_namedtuple as is_namedtuple,
     )
     from slipstream.config.write import (
@@ -77,209 +39,77 @@ if TYPE_CHECKING:
     )
     from slipstream.devices.memory import (
         clear_device_cache as clear_device_cache,
-    )
-    from slipstream.devices.memory import (
         convert_bytes as convert_bytes,
-    )
-    from slipstream.devices.memory import (
         release_memory as release_memory,
-    )
-    from slipstream.devices.memory import (
         should_reduce_batch_size as should_reduce_batch_size,
     )
     from slipstream.devices.packages import (
         compare_versions as compare_versions,
-    )
-    from slipstream.devices.packages import (
         deepspeed_required as deepspeed_required,
-    )
-    from slipstream.devices.packages import (
         is_4bit_bnb_available as is_4bit_bnb_available,
-    )
-    from slipstream.devices.packages import (
         is_8bit_bnb_available as is_8bit_bnb_available,
-    )
-    from slipstream.devices.packages import (
         is_aim_available as is_aim_available,
-    )
-    from slipstream.devices.packages import (
         is_amdsmi_available as is_amdsmi_available,
-    )
-    from slipstream.devices.packages import (
         is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
-    )
-    from slipstream.devices.packages import (
         is_bnb_available as is_bnb_available,
-    )
-    from slipstream.devices.packages import (
         is_boto3_available as is_boto3_available,
-    )
-    from slipstream.devices.packages import (
         is_clearml_available as is_clearml_available,
-    )
-    from slipstream.devices.packages import (
         is_comet_ml_available as is_comet_ml_available,
-    )
-    from slipstream.devices.packages import (
         is_datasets_available as is_datasets_available,
-    )
-    from slipstream.devices.packages import (
         is_deepspeed_available as is_deepspeed_available,
-    )
-    from slipstream.devices.packages import (
         is_dvclive_available as is_dvclive_available,
-    )
-    from slipstream.devices.packages import (
         is_fp8_available as is_fp8_available,
-    )
-    from slipstream.devices.packages import (
         is_import_timer_available as is_import_timer_available,
-    )
-    from slipstream.devices.packages import (
         is_lomo_available as is_lomo_available,
-    )
-    from slipstream.devices.packages import (
         is_matplotlib_available as is_matplotlib_available,
-    )
-    from slipstream.devices.packages import (
         is_megatron_lm_available as is_megatron_lm_available,
-    )
-    from slipstream.devices.packages import (
         is_mlflow_available as is_mlflow_available,
-    )
-    from slipstream.devices.packages import (
         is_msamp_available as is_msamp_available,
-    )
-    from slipstream.devices.packages import (
         is_numpy_available as is_numpy_available,
-    )
-    from slipstream.devices.packages import (
         is_pandas_available as is_pandas_available,
-    )
-    from slipstream.devices.packages import (
         is_peft_available as is_peft_available,
-    )
-    from slipstream.devices.packages import (
         is_pippy_available as is_pippy_available,
-    )
-    from slipstream.devices.packages import (
         is_pynvml_available as is_pynvml_available,
-    )
-    from slipstream.devices.packages import (
         is_pytest_available as is_pytest_available,
-    )
-    from slipstream.devices.packages import (
         is_rich_available as is_rich_available,
-    )
-    from slipstream.devices.packages import (
         is_sagemaker_available as is_sagemaker_available,
-    )
-    from slipstream.devices.packages import (
         is_schedulefree_available as is_schedulefree_available,
-    )
-    from slipstream.devices.packages import (
         is_swanlab_available as is_swanlab_available,
-    )
-    from slipstream.devices.packages import (
         is_tensorboard_available as is_tensorboard_available,
-    )
-    from slipstream.devices.packages import (
         is_timm_available as is_timm_available,
-    )
-    from slipstream.devices.packages import (
         is_torch_distributed_available as is_torch_distributed_available,
-    )
-    from slipstream.devices.packages import (
         is_torch_version as is_torch_version,
-    )
-    from slipstream.devices.packages import (
         is_torchao_available as is_torchao_available,
-    )
-    from slipstream.devices.packages import (
         is_torchdata_available as is_torchdata_available,
-    )
-    from slipstream.devices.packages import (
         is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
-    )
-    from slipstream.devices.packages import (
         is_torchvision_available as is_torchvision_available,
-    )
-    from slipstream.devices.packages import (
         is_tqdm_available as is_tqdm_available,
-    )
-    from slipstream.devices.packages import (
         is_trackio_available as is_trackio_available,
-    )
-    from slipstream.devices.packages import (
         is_transformer_engine_available as is_transformer_engine_available,
-    )
-    from slipstream.devices.packages import (
         is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
-    )
-    from slipstream.devices.packages import (
         is_transformers_available as is_transformers_available,
-    )
-    from slipstream.devices.packages import (
         is_triton_available as is_triton_available,
-    )
-    from slipstream.devices.packages import (
         is_wandb_available as is_wandb_available,
-    )
-    from slipstream.devices.packages import (
         is_weights_only_available as is_weights_only_available,
-    )
-    from slipstream.devices.packages import (
         torchao_required as torchao_required,
     )
     from slipstream.devices.table import (
         DistributedType as DistributedType,
-    )
-    from slipstream.devices.table import (
         RNGType as RNGType,
-    )
-    from slipstream.devices.table import (
         is_bf16_available as is_bf16_available,
-    )
-    from slipstream.devices.table import (
         is_cuda_available as is_cuda_available,
-    )
-    from slipstream.devices.table import (
         is_fp16_available as is_fp16_available,
-    )
-    from slipstream.devices.table import (
         is_habana_gaudi1 as is_habana_gaudi1,
-    )
-    from slipstream.devices.table import (
         is_hpu_available as is_hpu_available,
-    )
-    from slipstream.devices.table import (
         is_mlu_available as is_mlu_available,
-    )
-    from slipstream.devices.table import (
         is_mps_available as is_mps_available,
-    )
-    from slipstream.devices.table import (
         is_musa_available as is_musa_available,
-    )
-    from slipstream.devices.table import (
         is_neuron_available as is_neuron_available,
-    )
-    from slipstream.devices.table import (
         is_npu_available as is_npu_available,
-    )
-    from slipstream.devices.table import (
         is_rocm_available as is_rocm_available,
-    )
-    from slipstream.devices.table import (
         is_sdaa_available as is_sdaa_available,
-    )
-    from slipstream.devices.table import (
         is_torch_xla_available as is_torch_xla_available,
-    )
-    from slipstream.devices.table import (
         is_xccl_available as is_xccl_available,
-    )
-    from slipstream.devices.table import (
         is_xpu_available as is_xpu_available,
     )
     from slipstream.errors import (
@@ -287,32 +117,14 @@ if TYPE_CHECKING:
     )
     from slipstream.runtime.collectives import (
         broadcast as broadcast,
-    )
-    from slipstream.runtime.collectives import (
         broadcast_object_list as broadcast_object_list,
-    )
-    from slipstream.runtime.collectives import (
         copy_tensor_to_devices as copy_tensor_to_devices,
-    )
-    from slipstream.runtime.collectives import (
         gather as gather,
-    )
-    from slipstream.runtime.collectives import (
         gather_object as gather_object,
-    )
-    from slipstream.runtime.collectives import (
         gather_tensor_shape as gather_tensor_shape,
-    )
-    from slipstream.runtime.collectives import (
         pad_across_processes as pad_across_processes,
-    )
-    from slipstream.runtime.collectives import (
         reduce as reduce,
-    )
-    from slipstream.runtime.collectives import (
         set_seed as set_seed,
-    )
-    from slipstream.runtime.collectives import (
         wait_for_everyone as wait_for_everyone,
     )
 

@@ -7,8 +7,7 @@ import uuid
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.cli.health.redact import HIDDEN, redact, redact_text
 

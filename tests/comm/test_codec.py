@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import pickle
+import pickle  # noqa: TID251 - to see that it is not used
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.comm import codec
 
-atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False)
+atoms = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False)
+)
 hashables = st.recursive(atoms, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
 plain = st.recursive(
     atoms,
-    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(hashables, inner, max_size=4) | st.sets(hashables, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(hashables, inner, max_size=4)
+        | st.sets(hashables, max_size=3)
+    ),
     max_leaves=25,
 )
 
@@ -58,7 +64,9 @@ def test_not_a_number_survives() -> None:
     assert back[1] == float("-inf")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
 @pytest.mark.parametrize("shape", [(), (0, 3), (4,), (2, 3)])
 def test_tensors_come_back_in_type_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape).to(dtype)
@@ -68,7 +76,16 @@ def test_tensors_come_back_in_type_shape_and_bits(dtype: torch.dtype, shape: tup
     assert torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("array", [numpy.arange(6).reshape(2, 3), numpy.float32(2.5), numpy.array(["a", "bc"]), numpy.array([], dtype="int8"), numpy.datetime64("2026-01-02")])
+@pytest.mark.parametrize(
+    "array",
+    [
+        numpy.arange(6).reshape(2, 3),
+        numpy.float32(2.5),
+        numpy.array(["a", "bc"]),
+        numpy.array([], dtype="int8"),
+        numpy.datetime64("2026-01-02"),
+    ],
+)
 def test_arrays_and_their_scalars_come_back(array: numpy.ndarray) -> None:
     back = codec.decode(codec.encode([array], plain_only=True))[0]
     assert type(back) is type(array)

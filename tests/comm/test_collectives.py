@@ -9,8 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from slipstream import PartialState
 from slipstream.testing import RankPool
@@ -65,9 +64,17 @@ def test_gather_equals_concatenation(ranks: Any, world: int, data: st.DataObject
 @relaxed
 @given(data=st.data())
 def test_gather_of_texts_and_objects_keeps_their_order(ranks: Any, world: int, data: st.DataObject) -> None:
-    parts = data.draw(st.lists(st.lists(st.text(max_size=200) | st.integers() | st.dictionaries(st.text(), st.floats(allow_nan=False)), max_size=6), min_size=4, max_size=4))
+    parts = data.draw(
+        st.lists(
+            st.lists(st.text(max_size=200) | st.integers() | st.dictionaries(st.text(), st.floats(allow_nan=False)), max_size=6),
+            min_size=4,
+            max_size=4,
+        )
+    )
     whole = [item for part in parts[:world] for item in part]
-    for result in everyone(ranks(world), lambda state: (state.gather(parts[state.process_index]), state.gather_object(parts[state.process_index]))):
+    for result in everyone(
+        ranks(world), lambda state: (state.gather(parts[state.process_index]), state.gather_object(parts[state.process_index]))
+    ):
         assert result == (whole, whole)
 
 
@@ -77,7 +84,11 @@ def test_gather_of_texts_and_objects_keeps_their_order(ranks: Any, world: int, d
 @given(data=st.data())
 def test_reduce_equals_the_same_over_a_stack(ranks: Any, world: int, reduction: str, data: st.DataObject) -> None:
     leaves = [data.draw(tensors_of_ranks(same_rows=True)) for _ in range(2)]
-    kept = [leaf for leaf in leaves if leaf[0].dtype not in (torch.bool, torch.complex64) and (reduction != "mean" or leaf[0].is_floating_point())]
+    kept = [
+        leaf
+        for leaf in leaves
+        if leaf[0].dtype not in (torch.bool, torch.complex64) and (reduction != "mean" or leaf[0].is_floating_point())
+    ]
     combine = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[reduction]
     expected = [combine(torch.stack(leaf[:world]), dim=0).to(leaf[0].dtype) for leaf in kept]
     for result in everyone(ranks(world), lambda state: state.reduce([leaf[state.process_index] for leaf in kept], reduction)):
@@ -90,7 +101,12 @@ def test_reduce_equals_the_same_over_a_stack(ranks: Any, world: int, reduction: 
 def test_the_structure_is_kept(ranks: Any, world: int) -> None:
     def run(state: PartialState) -> Any:
         me = state.process_index
-        data = {"p": Point(torch.tensor([me]), [f"t{me}"]), "o": Output(torch.tensor(float(me)), ("a", "b")), "n": numpy.array([[me]]), "one": f"rank {me}"}
+        data = {
+            "p": Point(torch.tensor([me]), [f"t{me}"]),
+            "o": Output(torch.tensor(float(me)), ("a", "b")),
+            "n": numpy.array([[me]]),
+            "one": f"rank {me}",
+        }
         got = state.gather(data)
         assert type(got["p"]) is Point
         assert type(got["o"]) is Output
@@ -177,7 +193,11 @@ def test_padding_brings_every_rank_to_the_largest_size(ranks: Any, world: int) -
 
 def test_bool_and_half_tensors_keep_their_types(ranks: Any) -> None:
     def run(state: PartialState) -> Any:
-        return state.gather(torch.tensor([True])).dtype, state.reduce(torch.tensor([state.is_main_process]), "max").tolist(), state.gather(torch.ones(1).half()).dtype
+        return (
+            state.gather(torch.tensor([True])).dtype,
+            state.reduce(torch.tensor([state.is_main_process]), "max").tolist(),
+            state.gather(torch.ones(1).half()).dtype,
+        )
 
     assert everyone(ranks(2), run) == [(torch.bool, [True], torch.float16)] * 2
 
@@ -200,7 +220,9 @@ def test_gradient_through_gather_equals_one_process(ranks: Any, world: int) -> N
 
 
 def test_python_numbers_are_reduced_to_python_numbers(ranks: Any) -> None:
-    assert everyone(ranks(2), lambda state: state.reduce({"loss": 0.5, "count": state.process_index + 1})) == [{"loss": 1.0, "count": 3}] * 2
+    assert (
+        everyone(ranks(2), lambda state: state.reduce({"loss": 0.5, "count": state.process_index + 1})) == [{"loss": 1.0, "count": 3}] * 2
+    )
 
 
 def test_scale_multiplies_after_reducing(ranks: Any) -> None:
@@ -209,7 +231,12 @@ def test_scale_multiplies_after_reducing(ranks: Any) -> None:
 
 def test_one_process_is_no_special_case(ranks: Any) -> None:
     def run(state: PartialState) -> Any:
-        return state.gather(torch.tensor(1.0)).shape[0], state.gather("a"), state.gather(["a"]), state.reduce(torch.ones(1), "mean").tolist()
+        return (
+            state.gather(torch.tensor(1.0)).shape[0],
+            state.gather("a"),
+            state.gather(["a"]),
+            state.reduce(torch.ones(1), "mean").tolist(),
+        )
 
     assert everyone(ranks(1), run) == [(1, ["a"], ["a"], [1.0])]
 
@@ -254,7 +281,14 @@ def test_device_memory_takes_the_data_group(ranks: Any) -> None:
             to_one = state.gather(torch.tensor([me]), dst=1)
             total = state.reduce(torch.tensor([float(me + 1)]))
             sent = state.broadcast(torch.tensor([me]), from_process=1)
-            return got["a"].tolist(), got["b"].tolist(), got["t"], None if to_one is None else to_one.tolist(), total.tolist(), sent.tolist()
+            return (
+                got["a"].tolist(),
+                got["b"].tolist(),
+                got["t"],
+                None if to_one is None else to_one.tolist(),
+                total.tolist(),
+                sent.tolist(),
+            )
         finally:
             leaves._HOST = original
 

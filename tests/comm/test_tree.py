@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.comm import nested, tree
 
@@ -37,13 +36,15 @@ class Batch(UserDict):  # type: ignore[type-arg]
 leaves = st.integers()
 trees = st.recursive(
     leaves,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.tuples(inner, inner)
-    | st.builds(Point, inner, inner)
-    | st.builds(Frozen, inner, inner)
-    | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
-    | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict)
-    | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(Batch),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Point, inner, inner)
+        | st.builds(Frozen, inner, inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(Batch)
+    ),
     max_leaves=12,
 )
 
@@ -126,7 +127,7 @@ def test_send_to_device_moves_tensors_and_leaves_keys_that_are_skipped() -> None
 
 
 def test_outputs_are_converted_and_refuse_to_be_pickled() -> None:
-    import pickle
+    import pickle  # noqa: TID251 - to see that it is refused
 
     forward = nested.convert_outputs_to_fp32(lambda x: {"y": x.bfloat16()})
     assert forward(torch.ones(1))["y"].dtype == torch.float32

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.config import ConfigError, for_worker, resolve, transport
 from slipstream.config.checks import device_ids

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.config import OPTIONS, ConfigError, missing_feature, resolve, unknown_flag
 from slipstream.config.names import FEATURES, nearest

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.config import OPTIONS, Config, ConfigError, Option, for_worker, resolve, transport
 from slipstream.config.option import Value

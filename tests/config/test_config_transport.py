@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.config import OPTIONS, ConfigError, Origin, for_worker, resolve, transport
 from slipstream.config.roundtrip import samples

@@ -11,8 +11,7 @@ import numpy
 import pytest
 import torch
 from fakes import FakeMetal, FakeNamespace, fake
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.devices import rng, table
 from slipstream.devices.rng import capture, fingerprint, restore, set_seed

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import FakeMetal, FakeNamespace, fake
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.devices import table
 from slipstream.devices.family import files, torch_namespace, visible_count

@@ -28,7 +28,7 @@ from slipstream.errors import DistributedOperationException, MismatchError
 __all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn", "aligned"]
 
 _SLICE = timedelta(milliseconds=200)
-Array = Any
+_Array = Any
 """A one-dimensional numpy array of bytes."""
 
 
@@ -45,10 +45,10 @@ class Body:
     """Bytes to send, in parts, each at an offset that is aligned for every type of tensor."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, Array]] = []
+        self._parts: list[tuple[int, _Array]] = []
         self.length = 0
 
-    def add(self, part: Array) -> int:
+    def add(self, part: _Array) -> int:
         """Appends bytes and says where they begin."""
         start = aligned(self.length)
         if part.size:
@@ -56,7 +56,7 @@ class Body:
         self.length = start + part.size
         return start
 
-    def write_to(self, target: Array) -> None:
+    def write_to(self, target: _Array) -> None:
         for start, part in self._parts:
             target[start : start + part.size] = part
 
@@ -141,8 +141,8 @@ class GroupChannel:
         self._block = max(256, min(4096, 262144 // world_size))
         self._send = torch.zeros(self._block, dtype=torch.uint8)
         self._receive = torch.zeros((world_size, self._block), dtype=torch.uint8)
-        self._send_bytes: Array = self._send.numpy()
-        self._receive_bytes: Array = self._receive.numpy()
+        self._send_bytes: _Array = self._send.numpy()
+        self._receive_bytes: _Array = self._receive.numpy()
         self.room = self._block - HEADER_SIZE
         self._lock = threading.RLock()
         self._sites_warned: set[tuple[bytes, ...]] = set()

@@ -27,8 +27,8 @@ __all__ = [
     "unflatten",
 ]
 
-Leaf = Any
-Tree = Any
+_Leaf = Any
+_Tree = Any
 
 
 def is_namedtuple(data: object) -> bool:
@@ -108,7 +108,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     return type(node)(ordered)  # type: ignore[call-arg]
 
 
-def map_leaves(function: Callable[[Leaf], Any], data: Tree, stop: Callable[[Any], bool] | None = None) -> Tree:
+def map_leaves(function: Callable[[_Leaf], Any], data: _Tree, stop: Callable[[Any], bool] | None = None) -> _Tree:
     """The same structure with `function` applied to every leaf; `stop(node)` makes a container count as a leaf.
 
     >>> map_leaves(str, {"a": [1, (2, 3)]})
@@ -119,18 +119,18 @@ def map_leaves(function: Callable[[Leaf], Any], data: Tree, stop: Callable[[Any]
     return function(data)
 
 
-def flatten(data: Tree, stop: Callable[[Any], bool] | None = None) -> list[Leaf]:
+def flatten(data: _Tree, stop: Callable[[Any], bool] | None = None) -> list[_Leaf]:
     """All leaves in the order in which every process walks them.
 
     >>> flatten({"b": [1, 2], "a": 3})
     [3, 1, 2]
     """
-    leaves: list[Leaf] = []
+    leaves: list[_Leaf] = []
     _collect(data, stop, leaves)
     return leaves
 
 
-def _collect(data: Tree, stop: Callable[[Any], bool] | None, leaves: list[Leaf]) -> None:
+def _collect(data: _Tree, stop: Callable[[Any], bool] | None, leaves: list[_Leaf]) -> None:
     if is_node(data) and not (stop is not None and stop(data)):
         for _, value in children(data):
             _collect(value, stop, leaves)
@@ -138,7 +138,7 @@ def _collect(data: Tree, stop: Callable[[Any], bool] | None, leaves: list[Leaf])
         leaves.append(data)
 
 
-def unflatten(data: Tree, leaves: Iterable[Leaf], stop: Callable[[Any], bool] | None = None) -> Tree:
+def unflatten(data: _Tree, leaves: Iterable[_Leaf], stop: Callable[[Any], bool] | None = None) -> _Tree:
     """The structure of `data` with other leaves, given in the order of `flatten`.
 
     >>> unflatten({"b": [1, 2], "a": 3}, ["x", "y", "z"])
@@ -148,7 +148,7 @@ def unflatten(data: Tree, leaves: Iterable[Leaf], stop: Callable[[Any], bool] | 
     return map_leaves(lambda _: next(supply), data, stop)
 
 
-def spell(data: Tree, leaf: Callable[[Leaf], str], stop: Callable[[Any], bool] | None = None) -> str:
+def spell(data: _Tree, leaf: Callable[[_Leaf], str], stop: Callable[[Any], bool] | None = None) -> str:
     """The structure as text, with `leaf` spelling the leaves: what processes compare and what messages show.
 
     >>> spell({"b": [1, 2], "a": 3}, lambda value: type(value).__name__)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from slipstream.comm import gather as gathering
-from slipstream.comm import ops
+from slipstream.comm import gather as gathering, ops
 from slipstream.devices import rng
 from slipstream.runtime import turns
 from slipstream.runtime.current import current

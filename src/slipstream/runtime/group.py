@@ -29,7 +29,7 @@ from slipstream.errors import DistributedOperationException
 from slipstream.runtime.process import Process
 from slipstream.runtime.store import connect, second_connection
 
-__all__ = ["Group", "GroupSettings"]
+__all__ = ["Group", "GroupSettings", "torch_group_is_open"]
 
 _FOREVER = timedelta(days=30)
 

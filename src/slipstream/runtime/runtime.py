@@ -18,7 +18,7 @@ from slipstream.runtime.turns import wait_for_everyone
 
 __all__ = ["Runtime"]
 
-Replica = Callable[[], Mapping[str, Any]]
+_Replica = Callable[[], Mapping[str, Any]]
 """Gives the values by name that should be the same on every rank."""
 
 
@@ -35,7 +35,7 @@ class Runtime:
         self.limits = limits or Limits()
         """The limits of calls that no state object makes."""
         self.pid = os.getpid()
-        self.replicas: dict[str, Replica] = {}
+        self.replicas: dict[str, _Replica] = {}
         """What `debug` compares between ranks at every barrier."""
         self._solo = Solo()
         self._group: Group | None = None

@@ -16,8 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from slipstream.comm import gather as gathering
-from slipstream.comm import ops
+from slipstream.comm import gather as gathering, ops
 from slipstream.comm.agree import check_agreement
 from slipstream.comm.channel import Channel, Limits
 from slipstream.comm.differentiable import gather_with_gradient
@@ -219,7 +218,7 @@ class PartialState:
         """The data of all processes, joined in the order of the ranks; with `dst`, only there; see `comm/gather.py`."""
         if with_gradient:
             if dst is not None:
-                raise ValueError(f"gather(with_gradient=True, dst={dst}): gradients come from every process, so all need the result; leave out dst")
+                raise ValueError(f"gather(with_gradient=True, dst={dst}): every process has a gradient to give, so leave out dst")
             return gather_with_gradient(self._channel(), self._limits, tensor)
         return gathering.gather(self._channel(), self._limits, tensor, dst=dst, arrange=arrangement(self._part))
 
