@@ -1,5 +1,7 @@
 """Launches that fail: the first failure is told last, once; exit codes are kept; nobody is left behind."""
 
+# ruff: noqa: F401, F811 - the fixtures come from launching.py by name
+
 from __future__ import annotations
 
 import os
@@ -9,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import eventually, gone
+from launching import command, eventually, gone, launch, script
+
+pytestmark = pytest.mark.launched
 
 ONE_RAISES = """
 import sys, torch, torch.distributed as dist

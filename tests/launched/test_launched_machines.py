@@ -1,5 +1,7 @@
 """Several machines: as launchers on the loopback interface, and as two hosts in network namespaces of their own."""
 
+# ruff: noqa: F401, F811 - the fixtures come from launching.py by name
+
 from __future__ import annotations
 
 import os
@@ -12,7 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from launching import Running
+from launching import Running, command, launch, script
+
+pytestmark = pytest.mark.launched
 
 WORK = """
 from telling import up

@@ -1,5 +1,7 @@
 """Launches that go well: as many ranks as asked for, arguments as given, output where it should be."""
 
+# ruff: noqa: F401, F811 - the fixtures come from launching.py by name
+
 from __future__ import annotations
 
 import json
@@ -8,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import command, launch, script
+
+pytestmark = pytest.mark.launched
 
 REPORT = """
 import json, os, sys, torch, torch.distributed as dist

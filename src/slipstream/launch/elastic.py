@@ -31,9 +31,7 @@ from slipstream.launch.system import memory_kills, open_files
 from slipstream.launch.worker import CONFESSION, STACK, Worker
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as _Agent
-    from torch.distributed.elastic.agent.server.api import Worker as Rank
+    from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent as _Agent, Worker as Rank, WorkerGroup, WorkerSpec
 else:
     _Agent = object
 

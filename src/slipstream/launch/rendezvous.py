@@ -29,8 +29,7 @@ from slipstream.launch.store import Place, connect, interface_of, listen, quietl
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
-    from torch.distributed.elastic.rendezvous import RendezvousHandler as _Handler
-    from torch.distributed.elastic.rendezvous import RendezvousInfo
+    from torch.distributed.elastic.rendezvous import RendezvousHandler as _Handler, RendezvousInfo
 else:
     _Handler = object
 
@@ -269,7 +268,8 @@ class OwnRendezvous(_Handler):
         try:
             gone = self._request(lambda store: store.add(f"{_PREFIX}/gone", 1))
             deadline = time.monotonic() + 5.0
-            while self._plan.hosts_store and gone < self._plan.num_machines - len(self._lost) and time.monotonic() < deadline:
+            there = sum(self._has(f"machine/{machine}") for machine in range(self._plan.num_machines)) - len(self._lost)
+            while self._plan.hosts_store and gone < there and time.monotonic() < deadline:
                 time.sleep(0.05)
                 gone = self._number("gone")
         except MachineLost:
