@@ -6,8 +6,7 @@ import os
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.config import resolve, transport
 from slipstream.errors import ConfigError

@@ -7,8 +7,7 @@ import socket
 import stat
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.config import resolve
 from slipstream.errors import ConfigError

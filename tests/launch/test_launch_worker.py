@@ -168,9 +168,17 @@ def test_a_crash_leaves_the_stack_of_the_moment(way, tmp_path):
     assert 'train.py", line 3 in f' in stack.read_text()
 
 
-def test_lines_arrive_whole_and_at_once(way, tmp_path):
+def test_lines_arrive_at_once(way, tmp_path):
     script(tmp_path, "import os; print('a line'); os._exit(0)")
     assert run([*way, "script", "train.py"], tmp_path).stdout == b"a line\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_arrive_whole(way, tmp_path, unbuffered):
+    """A line and its end in one write, or lines of two ranks would be mixed."""
+    script(tmp_path, "import os; print('a', 'line'); print('half', end=''); os._exit(0)")
+    found = run([*way, "script", "train.py"], tmp_path, PYTHONUNBUFFERED=unbuffered)
+    assert found.stdout == b"a line\n"
 
 
 def test_forked_workers_do_not_share_random_states(tmp_path):

@@ -9,9 +9,11 @@ import secrets
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from launching import Running, command, launch, script
@@ -94,6 +96,16 @@ def test_machines_that_never_come_are_named(launch, script):
     finished = launch(*machine(0, free_port(), machines=3, processes=3), "--rdzv_conf", "join_timeout=0.5", script(""))
     assert finished.code == 2
     assert "machines 1, 2 did not come within" in finished.err
+
+
+def test_something_else_at_the_meeting_point_is_told(launch, script):
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        finished = launch(*machine(1, str(server.server_port)), "--rdzv_conf", "timeout=1", script(""))
+        server.shutdown()
+    assert finished.code == 2
+    assert "it is not a launcher" in finished.err
+    assert len(finished.err.splitlines()) <= 5
 
 
 def test_torchs_own_rendezvous(command, script):

@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.errors import ConfigError
 from slipstream.launch.plan import LOOPBACK, Meeting, Plan
 from slipstream.launch.start import Result, run_agent
-from slipstream.launch.target import Target
+from slipstream.launch.target import Target, end_interpreter
 
 __all__ = ["main"]
 
@@ -51,4 +51,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    end_interpreter(main(Path(sys.argv[1])))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.errors import ConfigError
 from slipstream.launch.plan import Plan
 from slipstream.launch.report import Failure
-from slipstream.launch.store import Place, connect
+from slipstream.launch.store import Place, connect, quietly
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -35,7 +35,14 @@ class ForeignRendezvous:
         return getattr(self._handler, name)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info = self._handler.next_rendezvous()
+        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
+
+        try:
+            info = self._handler.next_rendezvous()
+        except RendezvousGracefulExitError:
+            raise
+        except RendezvousError as error:
+            raise _cannot_meet(self._handler.get_backend(), error) from None
         self.generation += 1
         meeting = info.bootstrap_store_info
         self._place = Place(meeting.master_addr, meeting.master_port) if meeting is not None else None
@@ -75,7 +82,7 @@ class ForeignRendezvous:
 
 def foreign_rendezvous(plan: Plan, check: Callable[[], None]) -> ForeignRendezvous:
     """The backend that the plan names, with its settings."""
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     settings = dict(plan.meeting.settings)
@@ -90,9 +97,16 @@ def foreign_rendezvous(plan: Plan, check: Callable[[], None]) -> ForeignRendezvo
         **settings,
     )
     try:
-        return ForeignRendezvous(get_rendezvous_handler(parameters), check)
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"The rendezvous backend {plan.meeting.backend} (rdzv_backend) cannot be used at {endpoint}: {str(error).splitlines()[0]}\n"
-            "Leave --rdzv_backend out to meet through main_process_ip."
-        ) from None
+        with quietly():
+            handler = get_rendezvous_handler(parameters)
+        return ForeignRendezvous(handler, check)
+    except (ValueError, ImportError, RuntimeError, RendezvousError) as error:
+        raise _cannot_meet(f"{plan.meeting.backend} at {endpoint}", error) from None
+
+
+def _cannot_meet(backend: str, error: Exception) -> ConfigError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return ConfigError(
+        f"The machines cannot meet through the rendezvous backend {backend} (rdzv_backend): {reason}\n"
+        "Check --rdzv_conf, or leave --rdzv_backend out to meet through main_process_ip."
+    )

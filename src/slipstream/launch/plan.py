@@ -124,7 +124,7 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
         num_machines=config.launch.num_machines,
         machine_rank=config.launch.machine_rank,
         local_processes=local_processes,
-        environment=_environment(config, environ, machine, local_processes),
+        environment=_environment(config, environ, machine, local_processes, alone=start_method == "exec"),
         command=_command(target, machine, start_method),
         start_method=start_method,
         reason=reason,
@@ -191,7 +191,7 @@ def _start_method(config: Config, target: Target, machine: Machine, local_proces
     return "fork", "safe here, and torch is imported once for all processes"
 
 
-def _environment(config: Config, environ: Mapping[str, str], machine: Machine, local_processes: int) -> dict[str, str]:
+def _environment(config: Config, environ: Mapping[str, str], machine: Machine, local_processes: int, alone: bool) -> dict[str, str]:
     found = {VARIABLE: dump(config)}
     threads = config.launch.num_cpu_threads_per_process
     if threads is None and local_processes > 1 and "OMP_NUM_THREADS" not in environ:
@@ -201,7 +201,7 @@ def _environment(config: Config, environ: Mapping[str, str], machine: Machine, l
     ids = config.launch.gpu_ids
     if ids is not None and ids.strip().lower() != "all" and machine.accelerators.variable and not config.device.cpu:
         found[machine.accelerators.variable] = ",".join(entry.strip() for entry in ids.split(","))
-    if config.launch.num_machines == 1 and local_processes > 1:
+    if config.launch.num_machines == 1 and not alone:
         found["GLOO_SOCKET_IFNAME"] = "lo" if machine.platform == "linux" else "lo0"
     return found
 

@@ -111,6 +111,8 @@ class OwnRendezvous(_Handler):
         self._next_beat = self._next_look = 0.0
         self._news_seen = 0
         self._lost: list[tuple[int, str]] = []
+        self._counted = False
+        """The others know of this launcher as the one with its machine rank."""
         self.generation = -1
         self.raw_store: TCPStore | None = None
         """The store that the workers of this attempt use, without any prefix."""
@@ -141,7 +143,7 @@ class OwnRendezvous(_Handler):
 
     def shutdown(self) -> bool:
         """Let go of the stores; the launcher of machine 0 first waits a little until the others have read what they need."""
-        if self._control is not None and not self._alone:
+        if self._control is not None and self._counted:
             self._leave_together()
         self.raw_store = self._control = None
         return True
@@ -195,6 +197,7 @@ class OwnRendezvous(_Handler):
                 f"Two launchers have machine_rank={self._plan.machine_rank}: {other['host']} (pid {other['pid']}) "
                 f"and {self._host} (pid {os.getpid()}).\nGive every machine a rank of its own, from 0 to {self._plan.num_machines - 1}."
             )
+        self._counted = True
         self._compare_terms()
 
     def _compare_terms(self) -> None:

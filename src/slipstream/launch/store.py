@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from slipstream.errors import ConfigError
+from slipstream.launch.processes import Crew
 from slipstream.launch.system import open_files
 
 if TYPE_CHECKING:
@@ -113,12 +116,45 @@ def connect(
     from torch._C._distributed_c10d import TCPStore
 
     await_listener(place, patience, check, note)
+    _refuse_strangers(place, patience)
     before = open_files()
     with quietly():
         store = TCPStore(place.host, place.port, None, False, timedelta(seconds=limit), wait_for_workers=False)
     for number in open_files() - before:
         _limit_silence(number, place.port, limit)
     return store
+
+
+def _refuse_strangers(place: Place, patience: float) -> None:
+    """Talk to whoever listens from a process that can be given up: torch's client waits for an answer without a limit."""
+    if sys.platform != "linux":
+        return
+    answer = -1
+    crew = Crew()
+    crew.fork(0, lambda: _try_to_talk(place, patience))
+    deadline = time.monotonic() + patience
+    while crew.running and time.monotonic() < deadline:
+        crew.wait(deadline - time.monotonic())
+        answer = next((end.exit_code for end in crew.poll()), answer)
+    crew.stop(signum=signal.SIGKILL)
+    if answer != 0:
+        heard = f"no answer within {patience:.0f} s" if answer < 0 else "an answer in another language"
+        raise ConfigError(
+            f"Something listens at {place.host}, port {place.port} (main_process_ip, main_process_port), but it is not a launcher.\n"
+            f"Tried: a connection, and the first words of torch's store; there was {heard}.\n"
+            "Check the address and the port, and whether a proxy or another service answers in its place."
+        )
+
+
+def _try_to_talk(place: Place, patience: float) -> NoReturn:
+    from torch._C._distributed_c10d import TCPStore
+
+    try:
+        with quietly():
+            TCPStore(place.host, place.port, None, False, timedelta(seconds=patience), wait_for_workers=False)
+    except RuntimeError:
+        os._exit(3)
+    os._exit(0)
 
 
 def await_listener(place: Place, patience: float, check: Callable[[], None], note: Callable[[str], None]) -> None:

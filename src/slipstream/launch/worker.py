@@ -79,7 +79,8 @@ def live(target: Target) -> NoReturn:
     """Run the target in this process and end the process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a line of one rank stays in one piece
+            # a line of one rank stays in one piece, also where PYTHONUNBUFFERED would write its end separately
+            stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     _watch_for_crashes(os.environ.pop(STACK, ""))
     confession_path = os.environ.pop(CONFESSION, "")
     code = 0
