@@ -18,7 +18,9 @@ WORLDS = [1, 2, 3, 4]
 Point = namedtuple("Point", "x y")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 
-relaxed = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+"""Each example holds several cases, as opening a group costs more than a collective."""
+CASES = 6
 
 
 @dataclass
@@ -44,57 +46,59 @@ def tensors_of_ranks(draw: st.DrawFn, same_rows: bool = False) -> list[torch.Ten
     return [torch.randint(0, 2 if dtype == torch.bool else 50, (count, *trailing), generator=generator).to(dtype) for count in rows]
 
 
+def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(strategy, min_size=CASES, max_size=CASES)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @relaxed
-@given(data=st.data())
-def test_gather_equals_concatenation(ranks: Any, world: int, data: st.DataObject) -> None:
-    leaves = [data.draw(tensors_of_ranks()) for _ in range(data.draw(st.integers(1, 4)))]
-
+@given(cases=several(st.lists(tensors_of_ranks(), min_size=1, max_size=4)))
+def test_gather_equals_concatenation(ranks: Any, world: int, cases: list[list[list[torch.Tensor]]]) -> None:
     def gather(state: PartialState) -> Any:
-        return state.gather([leaf[state.process_index] for leaf in leaves])
+        return [state.gather([leaf[state.process_index] for leaf in leaves]) for leaves in cases]
 
-    expected = [torch.cat(leaf[:world]) for leaf in leaves]
-    for result in everyone(ranks(world), gather):
-        for got, wanted in zip(result, expected, strict=True):
+    expected = [[torch.cat(leaf[:world]) for leaf in leaves] for leaves in cases]
+    for results in everyone(ranks(world), gather):
+        for got, wanted in zip(sum(results, []), sum(expected, []), strict=True):
             assert got.dtype == wanted.dtype
             assert torch.equal(got, wanted)
 
 
+items = st.text(max_size=200) | st.integers() | st.dictionaries(st.text(), st.floats(allow_nan=False))
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @relaxed
-@given(data=st.data())
-def test_gather_of_texts_and_objects_keeps_their_order(ranks: Any, world: int, data: st.DataObject) -> None:
-    parts = data.draw(
-        st.lists(
-            st.lists(st.text(max_size=200) | st.integers() | st.dictionaries(st.text(), st.floats(allow_nan=False)), max_size=6),
-            min_size=4,
-            max_size=4,
-        )
-    )
-    whole = [item for part in parts[:world] for item in part]
-    for result in everyone(
-        ranks(world), lambda state: (state.gather(parts[state.process_index]), state.gather_object(parts[state.process_index]))
-    ):
-        assert result == (whole, whole)
+@given(cases=several(st.lists(st.lists(items, max_size=6), min_size=4, max_size=4)))
+def test_gather_of_texts_and_objects_keeps_their_order(ranks: Any, world: int, cases: list[list[list[Any]]]) -> None:
+    def gather(state: PartialState) -> Any:
+        me = state.process_index
+        return [(state.gather(parts[me]), state.gather_object(parts[me])) for parts in cases]
+
+    whole = [[item for part in parts[:world] for item in part] for parts in cases]
+    for results in everyone(ranks(world), gather):
+        assert results == [(part, part) for part in whole]
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min"])
 @relaxed
-@given(data=st.data())
-def test_reduce_equals_the_same_over_a_stack(ranks: Any, world: int, reduction: str, data: st.DataObject) -> None:
-    leaves = [data.draw(tensors_of_ranks(same_rows=True)) for _ in range(2)]
-    kept = [
-        leaf
-        for leaf in leaves
-        if leaf[0].dtype not in (torch.bool, torch.complex64) and (reduction != "mean" or leaf[0].is_floating_point())
-    ]
+@given(cases=several(tensors_of_ranks(same_rows=True)))
+def test_reduce_equals_the_same_over_a_stack(ranks: Any, world: int, reduction: str, cases: list[list[torch.Tensor]]) -> None:
+    unordered = (torch.bool, torch.complex64)
+    kept = [leaf for leaf in cases if leaf[0].dtype not in unordered and (reduction != "mean" or leaf[0].is_floating_point())]
     combine = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[reduction]
     expected = [combine(torch.stack(leaf[:world]), dim=0).to(leaf[0].dtype) for leaf in kept]
-    for result in everyone(ranks(world), lambda state: state.reduce([leaf[state.process_index] for leaf in kept], reduction)):
-        for got, wanted in zip(result, expected, strict=True):
+
+    def reduce(state: PartialState) -> Any:
+        own = [leaf[state.process_index] for leaf in kept]
+        return state.reduce(own, reduction), [state.reduce(tensor, reduction) for tensor in own]
+
+    for together, apart in everyone(ranks(world), reduce):
+        for got, alone, wanted in zip(together, apart, expected, strict=True):
             assert got.dtype == wanted.dtype
             torch.testing.assert_close(got, wanted)
+            torch.testing.assert_close(alone, wanted)
 
 
 @pytest.mark.parametrize("world", WORLDS)

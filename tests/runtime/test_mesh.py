@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slipstream.devices.table import CPU

@@ -78,7 +78,7 @@ def test_other_threads_run_during(make):
 
 
 def test_no_other_thread_runs_while_the_lock_is_held():
-    assert ticks_during(faults.hold_gil_at(0, 0, 0.5)) <= 1
+    assert ticks_during(faults.hold_gil_at(0, 0, 0.5)) <= 2  # one before, one when its speed is known
 
 
 def test_no_fault_never_strikes(ranks):

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from slipstream.errors import ConfigError
 from slipstream.launch.contract import ALARM_KEY, ExitNotice, attempt_prefix, exit_key
-from slipstream.testing import RankFailure
-from slipstream.testing import ranks as pool_of
+from slipstream.testing import RankFailure, ranks as pool_of
 
 
 def rank() -> int:

@@ -78,17 +78,18 @@ class Beacon:
 
     PUBLISH_EVERY = 1.0
     LOOK_EVERY = 0.2
-    SILENT_AFTER = 5.0
 
     def __init__(self, store: Any, rank: int, world_size: int, host: str, pid: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.here = Here()
-        self.stack_after = 7.0
-        """Seconds of waiting after which the stacks of ranks that are elsewhere are asked for."""
+        self.hang_warning = 10.0
+        """Seconds of waiting after which the table is printed; stacks are asked for before that."""
         self.loss: str | None = None
         """Why a collective that is under way cannot complete, as found in the store; None while all is well."""
         self.store_trouble: str | None = None
+        self._completed = self.here
+        """What this rank completed last: the others took part in it too, whatever their last note says."""
         self.peers = {other: Peer() for other in range(world_size) if other != rank}
         self._store = store
         self._identity = {"host": host, "pid": pid}
@@ -111,11 +112,12 @@ class Beacon:
 
     def leave(self) -> None:
         here = self.here
-        self.here = Here(here.generation, here.sequence, here.operation, here.site, False)
+        self.here = self._completed = Here(here.generation, here.sequence, here.operation, here.site, False)
 
     def start(self) -> None:
         self._signal.install()
         self._identity.update(self._signal.note())
+        self._publish()  # so that the others know host and process from the first moment on
         self._thread.start()
 
     def stop(self) -> None:
@@ -176,9 +178,11 @@ class Beacon:
             self._read_exits()
             self._read_events()
         here = self.here
-        if here.waiting and now - here.since > 1.0 and now - self._last_sample >= min(1.0, self.stack_after / 4):
+        if here.waiting and now - here.since > 0.5 and now - self._last_sample >= min(1.0, self.hang_warning / 8):
             self._last_sample = now
-            self._sample(now - here.since)
+            self._sample()
+            if now - here.since > self.hang_warning * 0.5:
+                self._ask_for_stacks()
 
     def _publish(self) -> None:
         self._beat += 1
@@ -190,7 +194,7 @@ class Beacon:
             if self._store.check([exit_key(other)]):
                 notice = ExitNotice.from_json(self._store.get(exit_key(other)).decode())
                 if notice.exit_code != 0:
-                    self.loss = str(notice)
+                    self.loss = str(notice)  # says more than anything that was found before
                     return notice
         return None
 
@@ -211,11 +215,11 @@ class Beacon:
 
     def _on_left(self, event: dict[str, Any]) -> None:
         here = self.here
-        if event["generation"] == here.generation and (not here.waiting or event["sequence"] < here.sequence):
+        if self.loss is None and event["generation"] == here.generation and (not here.waiting or event["sequence"] < here.sequence):
             self.loss = f"rank {event['rank']} left the group after {event['sequence']} collectives ({event['site']})"
 
     def _on_gave_up(self, event: dict[str, Any]) -> None:
-        if event["generation"] == self.here.generation:
+        if self.loss is None and event["generation"] == self.here.generation:
             self.loss = f"rank {event['rank']} gave up waiting in {event['operation']} number {event['sequence']} at {event['site']}"
 
     def _on_stack_wanted(self, event: dict[str, Any]) -> None:
@@ -225,21 +229,33 @@ class Beacon:
 
     # -- watching the others while waiting ------------------------------------------------------------------------
 
-    def _sample(self, waited: float) -> None:
+    def refresh(self) -> None:
+        """Reads the notes of the others now, for a report that cannot wait for the next look."""
+        with self._lock:
+            try:
+                self._sample()
+            except RuntimeError as error:
+                self.store_trouble = str(error).splitlines()[0]
+
+    def _sample(self) -> None:
         keys = [f"beacon/{other}" for other in self.peers]
         present = [key for key in keys if self._store.check([key])]
         for key, data in zip(present, self._store.multi_get(present) if present else [], strict=True):
             self.peers[int(key.rpartition("/")[2])].hear(json.loads(data.decode()))
-        if waited < self.stack_after:
-            return
+
+    def _ask_for_stacks(self) -> None:
         for other, peer in self.peers.items():
             if not self._is_with_us(peer):
                 self._ask_for_stack(other, peer)
 
+    @property
+    def _silent_after(self) -> float:
+        return min(5.0, max(2.5, self.hang_warning / 2))
+
     def _is_with_us(self, peer: Peer) -> bool:
         here, note = self.here, peer.note
         same = note.get("sequence") == here.sequence and note.get("generation") == here.generation
-        return bool(note.get("waiting")) and same and peer.silent < self.SILENT_AFTER
+        return bool(note.get("waiting")) and same and peer.silent < self._silent_after
 
     def _ask_for_stack(self, other: int, peer: Peer) -> None:
         if peer.stack_asked is None or time.monotonic() - peer.stack_asked > 30:
@@ -283,11 +299,16 @@ class Beacon:
         return "\n".join(lines)
 
     def _peer_state(self, peer: Peer) -> str:
-        state = _state(peer.note)
-        if not peer.note or peer.silent < self.SILENT_AFTER:
+        note, last = peer.note, self._completed
+        if last.operation and (note.get("generation", 0), note.get("sequence", 0)) < (last.generation, last.sequence):
+            note = {**note, **last.note()}  # its note is older than what it took part in
+        state = _state(note)
+        if not peer.note or self._is_with_us(peer):
             return state
         condition = process_state(peer.note) if peer.note.get("host") == self._identity["host"] else None
-        return f"no sign of life for {peer.silent:.0f} s{f' ({condition})' if condition else ''}; before that {state}"
+        if peer.silent < self._silent_after:
+            return f"{condition}; before that {state}" if condition else state
+        return f"no sign of life for {peer.silent:.0f} s ({condition or 'its interpreter does not answer'}); before that {state}"
 
     def _peer_stack(self, peer: Peer) -> list[str]:
         return [] if self._is_with_us(peer) else peer.stack

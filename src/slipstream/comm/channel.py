@@ -162,11 +162,11 @@ class GroupChannel:
     def begin(self, call: Call) -> None:
         self._lock.acquire()
         try:
-            if self.beacon.loss is not None:
-                self.broken = "a rank is gone"
-                Vigil(self.beacon, call.operation, call.site, Limits()).lose()
             self.sequence += 1
             self.beacon.enter(self.generation, self.sequence, call.operation, call.site)
+            if self.beacon.loss is not None:
+                self.broken = self.beacon.loss
+                Vigil(self.beacon, call.operation, call.site, Limits()).lose()
         except BaseException:
             self._lock.release()
             raise

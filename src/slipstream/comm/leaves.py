@@ -67,7 +67,9 @@ class Packed:
         self.is_array = not isinstance(leaf, torch.Tensor)
         tensor = torch.from_numpy(numpy.ascontiguousarray(leaf)) if self.is_array else _checked(leaf)
         self.is_scalar = tensor.dim() == 0
-        self.tensor = (tensor.reshape(1) if self.is_scalar else tensor).contiguous()
+        rows = (tensor.reshape(1) if self.is_scalar else tensor).contiguous()
+        # One element may have any stride and still count as contiguous, but it cannot be viewed as bytes then.
+        self.tensor = rows.as_strided((1,), (1,)).view(rows.shape) if rows.numel() == 1 else rows
         self.rows = self.tensor.shape[0]
         self.row_shape = tuple(self.tensor.shape[1:])
         self.row_bytes = self.tensor.element_size()
@@ -96,11 +98,7 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_bytes(tensor: torch.Tensor) -> Any:
     """A contiguous host tensor as a numpy array of bytes that shares its memory."""
-    if not tensor.numel():
-        return numpy.empty(0, dtype=numpy.uint8)
-    flat = tensor.reshape(-1)
-    # A row of one element may have any stride and still count as contiguous.
-    return (flat if flat.stride(0) == 1 else flat.clone()).view(torch.uint8).numpy()
+    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, dtype=numpy.uint8)
 
 
 def numbers_as_tensors(leaf: Any) -> Any:

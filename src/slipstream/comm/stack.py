@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
+import threading
 import time
 from typing import Any
 
@@ -32,13 +34,14 @@ class StackSignal:
         if signal.getsignal(number) not in (signal.SIG_DFL, None):
             return
         self._file, self._number = os.memfd_create("slipstream-stack"), number
-        faulthandler.register(number, file=self._file, all_threads=False, chain=False)
+        faulthandler.register(number, file=self._file, all_threads=True, chain=False)
 
     def note(self) -> dict[str, Any]:
         """What another process needs to know in order to ask."""
         if self._file is None:
             return {}
-        return {"stack_signal": self._number, "stack_file": self._file, "started": psutil.Process().create_time()}
+        thread = f"0x{threading.main_thread().ident or 0:016x}"
+        return {"stack_signal": self._number, "stack_file": self._file, "stack_thread": thread, "started": psutil.Process().create_time()}
 
     def remove(self) -> None:
         if self._file is not None:
@@ -64,12 +67,12 @@ def process_state(note: dict[str, Any]) -> str | None:
         psutil.STATUS_ZOMBIE: "ended",
         psutil.STATUS_DISK_SLEEP: "in an uninterruptible read or write",
     }
-    return words.get(status, "running, but its interpreter does not answer")
+    return words.get(status)
 
 
 def signalled_stack(note: dict[str, Any]) -> list[str]:
     """Asks a process on this host for its stack by signal; empty when it cannot be had."""
-    if "stack_signal" not in note or process_state(note) != "running, but its interpreter does not answer":
+    if "stack_signal" not in note or process_state(note) is not None:
         return []
     path = f"/proc/{note['pid']}/fd/{note['stack_file']}"
     try:
@@ -81,8 +84,9 @@ def signalled_stack(note: dict[str, Any]) -> list[str]:
                 break
         with open(path) as file:
             file.seek(before)
-            lines = [line.strip() for line in file.read().splitlines()]
+            threads = re.split(r"^(?=\w.*hread 0x)", file.read(), flags=re.MULTILINE)
     except OSError as error:
         return [f"(no stack: {error.strerror})"]
-    frames = [line for line in lines if line.startswith("File ")]
+    main = next((text for text in threads if note["stack_thread"] in text), "")
+    frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
     return frames[:8][::-1]

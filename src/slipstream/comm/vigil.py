@@ -40,7 +40,7 @@ class Vigil:
         self._limit = limits.barrier_timeout if patient else limits.timeout
         self._warn_at = limits.hang_warning if limits.hang_warning > 0 else float("inf")
         self._call = f"{operation} number {beacon.here.sequence} at {site}"
-        beacon.stack_after = self._warn_at * 0.5
+        beacon.hang_warning = limits.hang_warning or 10.0
 
     def look(self) -> None:
         waited = time.monotonic() - self._beacon.here.since
@@ -56,6 +56,7 @@ class Vigil:
 
     def lose(self) -> NoReturn:
         beacon = self._beacon
+        beacon.refresh()
         raise PeerLostError(f"{self._call} cannot complete on rank {beacon.rank}: {beacon.loss}.\n{beacon.table()}")
 
     def _report(self, waited: float) -> None:

@@ -11,7 +11,7 @@ Nothing here is random and nothing is patched: a loop without `reach` has no fau
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import os
 import signal
 import time
@@ -19,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["Fault", "InjectedFault", "fail_at", "hold_gil_at", "kill_at", "no_fault", "slow_at", "spin_at", "stop_at"]
+
+
+_SAMPLE = 1_000_000
 
 
 class InjectedFault(RuntimeError):
@@ -113,6 +116,9 @@ def hold_gil_at(rank: int, call: int, seconds: float, *, attempt: int = 0) -> Fa
     """
 
     def act() -> None:
-        ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))  # PyDLL keeps the lock during the call; CDLL would release it
+        # `sum` over an iterator in C never gives the lock away, and unlike a sleep no signal ends it.
+        started = time.perf_counter()
+        sum(itertools.repeat(0, _SAMPLE))
+        sum(itertools.repeat(0, int(seconds / (time.perf_counter() - started) * _SAMPLE)))
 
     return Fault(rank, call, act, attempt)

@@ -1,0 +1,175 @@
+"""A rank that dies, leaves, stops or is stuck is named to the others, with where it was; nobody waits without a word."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from slipstream import PartialState, PeerLostError, WaitTimeoutError
+from slipstream.testing import faults
+
+
+def waiting(fault: faults.Fault, **limits: float) -> Any:
+    """A rank function: a few collectives, the fault at one rank, and one more collective that cannot complete."""
+
+    def run() -> tuple[str, str, float]:
+        state = PartialState(**limits)
+        state.gather([state.process_index])
+        fault.reach(state.process_index, 1)
+        started = time.monotonic()
+        try:
+            state.gather([state.process_index])
+        except (PeerLostError, WaitTimeoutError) as error:
+            return type(error).__name__, str(error), time.monotonic() - started
+        return "", "", time.monotonic() - started
+
+    return run
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_survivors_of_a_kill_name_rank_host_signal_and_last_collective(ranks: Any, world: int) -> None:
+    outcomes = ranks(world).outcomes(waiting(faults.kill_at(1, 1)))
+    assert outcomes[1].exit is not None
+    for outcome in outcomes[:1] + outcomes[2:]:
+        kind, message, seconds = outcome.value
+        assert kind == "PeerLostError"
+        assert "rank 1 (host " in message
+        assert "SIGKILL" in message
+        assert "gather number 1" in message, "the last collective of the rank that died"
+        assert "test_lost_and_stuck.py:" in message
+        assert seconds < 10
+
+
+def test_a_rank_that_ended_with_an_exception_is_named_with_it(ranks: Any) -> None:
+    def run() -> None:
+        state = PartialState()
+        if state.process_index == 1:
+            raise ValueError("bad sample 17")
+        state.wait_for_everyone()
+
+    main, other = ranks(2).outcomes(run)
+    assert isinstance(other.error, ValueError)
+    assert isinstance(main.error, PeerLostError)
+    assert "bad sample 17" in str(main.error) or "rank 1 left the group" in str(main.error)
+
+
+@pytest.mark.parametrize(
+    ("fault", "word"),
+    [
+        (faults.stop_at(1, 1), "stopped by a signal"),
+        (faults.spin_at(1, 1), 'faults.py", line'),
+        (faults.hold_gil_at(1, 1, seconds=12), "interpreter does not answer"),
+    ],
+    ids=["stopped", "endless loop", "held interpreter"],
+)
+def test_a_rank_that_does_not_come_is_reported_and_then_an_error(ranks: Any, fault: faults.Fault, word: str) -> None:
+    outcomes = ranks(2).outcomes(waiting(fault, hang_warning=3.0, timeout=4.5), timeout=8)
+    kind, message, seconds = outcomes[0].value
+    assert kind == "WaitTimeoutError"
+    assert 4 <= seconds < 8
+    for text in (message, outcomes[0].output):
+        assert "rank 1 (host " in text
+        assert "gather number 1 at test_lost_and_stuck.py:" in text, text
+    assert word in message, message
+    assert "has waited 3 s in gather number 2 at test_lost_and_stuck.py:" in outcomes[0].output
+    assert "SLIPSTREAM_TIMEOUT" in message
+
+
+def test_the_stack_of_a_rank_that_holds_the_interpreter_is_shown(ranks: Any) -> None:
+    outcomes = ranks(2).outcomes(waiting(faults.hold_gil_at(1, 1, seconds=12), hang_warning=3.0, timeout=5.0), timeout=8)
+    assert 'faults.py", line' in outcomes[0].value[1], outcomes[0].value[1]
+
+
+def test_after_a_wait_that_timed_out_both_ranks_hear_of_it_and_the_group_works_again(ranks: Any) -> None:
+    def run() -> tuple[str, str, list[int]]:
+        state = PartialState(timeout=2.0, hang_warning=0.0)
+        state.gather([0])
+        if state.process_index == 1:
+            time.sleep(4)
+        with pytest.raises((WaitTimeoutError, PeerLostError)) as caught:  # noqa: PT012 - rank 1 completes the first and hears at the second
+            state.gather([1])
+            state.gather([2])
+        return type(caught.value).__name__, str(caught.value), state.gather([state.process_index])
+
+    (first, _, after), (second, told, after_too) = ranks(2).run(run)
+    assert (first, second) == ("WaitTimeoutError", "PeerLostError")
+    assert "rank 0 gave up waiting in gather number 2 at test_lost_and_stuck.py:" in told
+    assert after == after_too == [0, 1]
+
+
+def test_long_work_on_the_main_process_does_not_end_the_wait_of_the_others(ranks: Any) -> None:
+    """Limits of two seconds, and five seconds of tokenising."""
+
+    def run() -> list[str]:
+        state = PartialState(timeout=2.0, hang_warning=1.0)
+        order = []
+        with state.main_process_first():
+            if state.is_main_process:
+                time.sleep(5)
+            order.append("main" if state.is_main_process else "other")
+        if state.process_index == 1:
+            time.sleep(3)
+        state.wait_for_everyone()
+        return state.gather(order)
+
+    outcomes = ranks(2).outcomes(run)
+    assert [outcome.value for outcome in outcomes] == [["main", "other"]] * 2
+    assert "Not there: rank 0" in outcomes[1].output
+
+
+def test_a_barrier_still_ends_when_the_other_shows_no_sign_of_life(ranks: Any) -> None:
+    def run() -> str:
+        state = PartialState(timeout=4.0, hang_warning=0.0)
+        faults.stop_at(1, 1).reach(state.process_index, 1)
+        with pytest.raises(WaitTimeoutError) as caught:
+            state.wait_for_everyone()
+        return str(caught.value)
+
+    outcomes = ranks(2).outcomes(run, timeout=12)
+    assert "stopped by a signal" in outcomes[0].value
+
+
+def test_an_exception_of_the_process_that_goes_first_reaches_the_others(ranks: Any) -> None:
+    def run() -> None:
+        state = PartialState()
+        with state.main_process_first():
+            if state.is_main_process:
+                raise FileNotFoundError("tokens.bin")
+
+    main, other = ranks(2).outcomes(run)
+    assert isinstance(main.error, FileNotFoundError)
+    assert isinstance(other.error, PeerLostError)
+    assert "rank 0: FileNotFoundError: tokens.bin" in str(other.error)
+
+
+def test_no_table_is_printed_for_waits_below_the_limit(ranks: Any) -> None:
+    def run() -> None:
+        state = PartialState(hang_warning=5.0)
+        for step in range(3):
+            if state.process_index == step % 2:
+                time.sleep(0.7)
+            state.gather([step])
+
+    assert [outcome.output for outcome in ranks(2).outcomes(run)] == ["", ""]
+
+
+def test_ctrl_c_ends_a_wait(ranks: Any) -> None:
+    def run() -> float:
+        import signal
+        import threading
+
+        state = PartialState()
+        if state.process_index == 1:
+            time.sleep(3)
+            return 0.0
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            state.wait_for_everyone()
+        return time.monotonic() - started
+
+    outcomes = ranks(2).outcomes(run)
+    assert 0.3 < outcomes[0].value < 2.5

@@ -1,0 +1,172 @@
+"""A mistake between processes is an exception on every one of them that names it, and the group works afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import MismatchError, PartialState
+from slipstream.errors import DistributedOperationException
+from slipstream.runtime.current import reset
+
+Act = Callable[[PartialState, int], Any]
+
+KINDS: dict[str, tuple[Act, tuple[str, ...]]] = {
+    "shape": (lambda state, me: state.reduce(torch.ones(2 + me)), ("reduce(sum)", "float32(2,)", "float32(3,)")),
+    "shape of equal size": (lambda state, me: state.reduce(torch.ones((2, 3) if me else (3, 2))), ("(2, 3)", "(3, 2)")),
+    "type": (lambda state, me: state.gather(torch.ones(2, dtype=torch.float32 if me else torch.float64)), ("float32", "float64")),
+    "operation": (lambda state, me: state.gather(torch.ones(2)) if me else state.reduce(torch.ones(2)), ("gather", "reduce")),
+    "root": (lambda state, me: state.broadcast(torch.ones(2), from_process=me % 2), ("from rank 0", "from rank 1")),
+    "reduce operation": (lambda state, me: state.reduce(torch.ones(2), "max" if me else "min"), ("reduce(max)", "reduce(min)")),
+    "device": (lambda state, me: state.gather(torch.ones(2, device="meta" if me else None)), ("meta device", "float32(2,)")),
+    "structure": (lambda state, me: state.gather({"a": torch.ones(1)} if me else [torch.ones(1)]), ("{a: float32(1,)}", "[float32(1,)]")),
+    "object size": (lambda state, me: state.broadcast_object_list([1] * (2 + me)), ("a list of 2 objects", "a list of 3 objects")),
+    "receiver": (lambda state, me: state.gather(torch.ones(1), dst=me % 2), ("to rank 0", "to rank 1")),
+    "tensor against text": (lambda state, me: state.gather("a" if me else torch.ones(1)), ("str", "float32(1,)")),
+    "padded dimension": (lambda state, me: state.pad_across_processes(torch.ones(2, 2), dim=me % 2), ("dim=0", "dim=1")),
+    "not to be pickled": (lambda state, me: state.gather_object((lambda: 1) if me else 1), ("could not be sent", "int")),
+    "barrier against gather": (lambda state, me: state.gather(["a"]) if me else state.wait_for_everyone(), ("gather", "wait_for_everyone")),
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_kind_of_mistake_is_named_on_every_rank_and_the_group_still_works(ranks: Any, world: int) -> None:
+    def run() -> dict[str, Any]:
+        state = PartialState()
+        messages = {}
+        for kind, (act, _) in KINDS.items():
+            started = time.monotonic()
+            try:
+                act(state, state.process_index)
+            except DistributedOperationException as error:
+                messages[kind] = str(error)
+            except Exception as error:  # the rank whose data cannot be sent raises the cause itself
+                messages[kind] = f"{type(error).__name__}: {error}"
+            assert time.monotonic() - started < 20
+            assert state.gather([state.process_index]) == list(range(world)), kind
+        return messages
+
+    for messages in ranks(world).run(run):
+        for kind, (_, words) in KINDS.items():
+            assert "The processes did not call the same thing" in messages[kind], (kind, messages[kind])
+            assert all(word in messages[kind] for word in words), (kind, messages[kind])
+            assert "test_mistakes.py:" in messages[kind]
+
+
+def test_calls_in_another_order_are_named_one_by_one(ranks: Any) -> None:
+    def run() -> list[str]:
+        state = PartialState()
+        calls = [lambda: state.gather(torch.ones(1)), lambda: state.reduce(torch.ones(1))]
+        seen = []
+        for call in calls if state.is_main_process else calls[::-1]:
+            with pytest.raises(MismatchError) as caught:
+                call()
+            seen.append(str(caught.value))
+        state.wait_for_everyone()
+        return seen
+
+    for seen in ranks(2).run(run):
+        assert ["number 1" in seen[0], "number 2" in seen[1]] == [True, True]
+
+
+def test_a_call_that_one_rank_misses_is_named_at_the_next(ranks: Any) -> None:
+    """`if main: gather(...)` is the mistake that users make most."""
+
+    def run() -> str:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught:  # noqa: PT012 - the two ranks raise at different lines
+            if state.is_main_process:
+                state.gather_for_metrics(torch.ones(1))
+            state.wait_for_everyone()
+        assert state.gather([1]) == [1, 1]
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "rank 0: gather_for_metrics float32(1,)" in message
+        assert "rank 1: wait_for_everyone" in message
+
+
+def test_an_extra_call_at_the_end_is_named_when_the_other_leaves(ranks: Any) -> None:
+    def run() -> str:
+        state = PartialState()
+        state.gather([1])
+        with pytest.raises(DistributedOperationException) as caught:  # noqa: PT012 - the two ranks raise at different lines
+            if state.is_main_process:
+                state.gather([1])
+            state.destroy_process_group()
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "gather" in message
+        assert "destroy_process_group" in message
+
+
+def test_an_extra_call_when_the_other_process_has_ended_is_an_error(ranks: Any) -> None:
+    def run() -> None:
+        state = PartialState()
+        if state.is_main_process:
+            state.gather([1])
+        reset("end of the process")
+
+    main, other = ranks(2).outcomes(run)
+    assert other.error is None
+    assert isinstance(main.error, DistributedOperationException)
+    assert "rank 1 left the group after 0 collectives" in str(main.error)
+
+
+def test_the_same_call_from_two_branches_works_and_is_pointed_out_once(ranks: Any) -> None:
+    def run() -> tuple[list[Any], int]:
+        import warnings
+
+        state = PartialState()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                if state.is_main_process:
+                    result = state.gather(["main"])
+                if not state.is_main_process:
+                    result = state.gather(["other"])
+        return result, sum("another line" in str(entry.message) for entry in caught)
+
+    assert ranks(2).run(run) == [(["main", "other"], 1)] * 2
+
+
+def test_what_no_rank_can_send_is_the_users_own_error(ranks: Any) -> None:
+    def run() -> str:
+        state = PartialState()
+        with pytest.raises(TypeError) as caught:
+            state.reduce({"a": "text"})
+        with pytest.raises(TypeError, match="not a whole number"):
+            state.reduce(torch.tensor([1]), "mean")
+        with pytest.raises(ValueError, match="write one of sum, mean"):
+            state.reduce(torch.ones(1), "median")
+        with pytest.raises(ValueError, match="rank 7 does not exist"):
+            state.broadcast(torch.ones(1), from_process=7)
+        assert state.gather([1]) == [1, 1]
+        return str(caught.value)
+
+    assert all("pass tensors, arrays or numbers" in message for message in ranks(2).run(run))
+
+
+def test_weights_of_replicas_that_drifted_are_named_by_parameter_and_rank(ranks: Any) -> None:
+    def run() -> str:
+        torch.manual_seed(0)
+        state = PartialState(debug=True)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        state.verify_replicas(model=model)
+        state.expect_equal("model", model.state_dict)
+        state.wait_for_everyone()
+        if state.process_index == 2:
+            torch.nn.init.zeros_(model[1].weight)
+        with pytest.raises(MismatchError) as caught:
+            state.wait_for_everyone()
+        return str(caught.value)
+
+    for message in ranks(3).run(run):
+        assert "1 of 4 are not" in message
+        assert "1.weight: rank 0, 1 | rank 2" in message
+        assert "0.weight" not in message
