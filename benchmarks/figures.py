@@ -1,0 +1,105 @@
+"""Figures: what a measurement gave, what it is compared with, and whether the goal is met; printed as a table, kept as JSON.
+
+A figure is a ratio of two measurements of one run, or one measurement with a limit in its own unit. Figures without a goal are for
+information. Nothing here measures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table."""
+
+    what: str
+    ours: float
+    unit: str
+    theirs: float | None = None
+    other: str = ""
+    """What `theirs` is the time of."""
+    goal: float | None = None
+    """The largest ratio that is good enough; the largest value where there is nothing to compare with."""
+    spread: str = ""
+    """What the ratio of the medians was, or other words about how sure this is."""
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.theirs is None else self.ours / self.theirs
+
+    @property
+    def met(self) -> bool | None:
+        """None where there is no goal."""
+        if self.goal is None:
+            return None
+        return (self.ours if self.ratio is None else self.ratio) <= self.goal
+
+    @property
+    def verdict(self) -> str:
+        return {None: "", True: "met", False: "MISSED"}[self.met]
+
+
+def table(title: str, figures: Iterable[Figure]) -> str:
+    """The figures as aligned columns.
+
+    >>> print(table("waiting", [Figure("a barrier", 2.0, "ms", 4.0, "torch", goal=0.6)]))
+    waiting
+      what       ours  other             ratio  goal    verdict
+      a barrier  2 ms  torch 4 ms        0.50   <= 0.6  met
+    """
+    rows = [("what", "ours", "other", "ratio", "goal", "verdict", "")]
+    rows += [_cells(figure) for figure in figures]
+    widths = [max(len(row[column]) for row in rows) for column in range(7)]
+    widths[2] = max(widths[2], 16)
+    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([title, *lines])
+
+
+def _cells(figure: Figure) -> tuple[str, ...]:
+    other = "" if figure.theirs is None else f"{figure.other} {figure.theirs:.3g} {figure.unit}"
+    ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
+    goal = "" if figure.goal is None else f"<= {figure.goal:g}" + ("" if figure.theirs is not None else f" {figure.unit}")
+    return figure.what, f"{figure.ours:.3g} {figure.unit}", other, ratio, goal, figure.verdict, figure.spread
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    versions = {}
+    for name in ("slipstream", "torch", "accelerate", "lightning"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(), **versions}
+
+
+def save(path: Path, groups: dict[str, Sequence[Figure]]) -> None:
+    """All figures, with what they were taken on, as JSON."""
+    figures = {name: [{**asdict(figure), "ratio": figure.ratio, "met": figure.met} for figure in found] for name, found in groups.items()}
+    path.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=1) + "\n")
+
+
+def slipstream(*words: str) -> list[str]:
+    """A command of ours, run by the interpreter that runs the benchmark."""
+    return [str(Path(sys.executable).parent / "slipstream"), *words]
+
+
+def launch(workers: int, script: str, *words: str, options: Sequence[str] = ()) -> list[str]:
+    """The command that runs a script of this folder on CPU workers."""
+    return slipstream("launch", "--cpu", "--num_processes", str(workers), *options, str(HERE / script), *words)
+
+
+def quiet_environment(**more: str) -> dict[str, str]:
+    """The environment of a measured command: one thread for each process, as the cores are shared."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}

@@ -1,0 +1,111 @@
+"""What it costs to ask for help, to import, and to report the environment: against `import torch` and others, in turns.
+
+    python benchmarks/imports.py [--repeats 10] [--json FILE]
+
+Every command is a process of its own, and its figure is its best wall time; the ratio of the CPU times stands behind it.
+
+- `slipstream launch --help`                     at most 0.1 x `import torch`, and torch is not among its modules
+- `import slipstream; slipstream.PartialState`   at most 1.05 x `import torch`
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from figures import Figure, quiet_environment, save, slipstream, table
+
+TORCH_FREE = (("launch", "--help"), ("env",), ("config", "--help"), ("--help",))
+"""Commands of ours that import no torch."""
+
+
+def commands() -> dict[str, list[str]]:
+    """What is measured, ours and, where they are installed, the others'."""
+    python = [sys.executable, "-c"]
+    found = {
+        "import torch": [*python, "import torch"],
+        "slipstream launch --help": slipstream("launch", "--help"),
+        "slipstream.PartialState": [*python, "import slipstream; slipstream.PartialState"],
+        "slipstream env": slipstream("env"),
+    }
+    if importlib.util.find_spec("accelerate"):
+        accelerate = str(Path(sys.executable).parent / "accelerate")
+        found["accelerate launch --help"] = [accelerate, "launch", "--help"]
+        found["accelerate.PartialState"] = [*python, "import accelerate; accelerate.PartialState"]
+        found["accelerate env"] = [accelerate, "env"]
+    if importlib.util.find_spec("lightning"):
+        found["fabric run --help"] = [str(Path(sys.executable).parent / "fabric"), "run", "--help"]
+        found["lightning.fabric.Fabric"] = [*python, "from lightning.fabric import Fabric"]
+    return found
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """The wall and the CPU time of a command that must succeed."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet_environment())
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
+    return wall, usage.ru_utime + usage.ru_stime
+
+
+def measure(repeats: int) -> dict[str, tuple[float, float]]:
+    """The best wall and the best CPU time of each command; they take turns."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands()}
+    for _ in range(repeats):
+        for name, command in commands().items():
+            times[name].append(run(command))
+    return {name: (min(wall for wall, _ in found), min(cpu for _, cpu in found)) for name, found in times.items()}
+
+
+def modules_of_torch(words: tuple[str, ...]) -> list[str]:
+    """The modules of torch that a command of ours imports."""
+    command = [sys.executable, "-X", "importtime", "-m", "slipstream", *words]
+    report = subprocess.run(command, check=True, capture_output=True, text=True, env=quiet_environment()).stderr
+    names = [line.rpartition("|")[2].strip() for line in report.splitlines() if line.startswith("import time:")]
+    if "slipstream" not in names:
+        raise SystemExit(f"the import report of {' '.join(command)} does not name slipstream: is it of this interpreter?")
+    return [name for name in names if name.split(".")[0] == "torch"]
+
+
+def figures(times: dict[str, tuple[float, float]]) -> list[Figure]:
+    """Ours against torch, which has the goals, and against the counterparts of others."""
+
+    def compare(ours: str, other: str, goal: float | None = None) -> Figure:
+        cpu = times[ours][1] / times[other][1]
+        return Figure(ours, times[ours][0], "s", times[other][0], other, goal, f"(CPU {cpu:.2f})")
+
+    found = [
+        compare("slipstream launch --help", "import torch", 0.1),
+        compare("slipstream.PartialState", "import torch", 1.05),
+        compare("slipstream env", "import torch"),
+    ]
+    pairs = [("launch --help", "slipstream launch --help"), ("PartialState", "slipstream.PartialState"), ("env", "slipstream env")]
+    found += [compare(ours, other) for what, ours in pairs for other in times if other.startswith("accelerate") and other.endswith(what)]
+    others = [("slipstream launch --help", "fabric run --help"), ("slipstream.PartialState", "lightning.fabric.Fabric")]
+    found += [compare(ours, other) for ours, other in others if other in times]
+    for words in TORCH_FREE:
+        found.append(Figure(f"modules of torch in `slipstream {' '.join(words)}`", len(modules_of_torch(words)), "modules", goal=0))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    found = figures(measure(options.repeats))
+    print(table("imports", found))
+    if options.json:
+        save(options.json, {"imports": found})
+
+
+if __name__ == "__main__":
+    main()
