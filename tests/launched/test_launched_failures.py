@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,34 @@ def test_a_killed_worker_is_named_and_takes_everybody_along(command, script, met
     assert f"rank 1 of 2 (host {os.uname().nodename}, pid {pids[1]}) was ended by SIGKILL." in finished.err
     assert "out-of-memory" in finished.err.splitlines()[-1]
     assert all(gone(pid) for pid in pids.values())
+
+
+@pytest.fixture
+def little_memory() -> Iterator[tuple[str, ...]]:
+    """What to put before a command so that it and its children get little memory together."""
+    mount, name = Path("/sys/fs/cgroup"), f"slipstream-test-{os.getpid()}"
+    limits = [(mount / "memory" / name, "memory.limit_in_bytes"), (mount / name, "memory.max")]
+    group, file = limits[0] if (mount / "memory").exists() else limits[1]
+    try:
+        group.mkdir()
+        try:
+            (group / file).write_text(str(700 << 20))
+        except OSError:
+            group.rmdir()
+            raise
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
+    assert eventually(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def test_an_out_of_memory_kill_is_called_that(command, script, little_memory):
+    train = script("import os, time\nif os.environ['RANK'] == '1': kept = [bytearray(1 << 20) for _ in range(4000)]\ntime.sleep(60)")
+    finished = command(*TWO, train, prefix=little_memory).finish()
+    assert finished.code == 137
+    assert "rank 1 of 2" in finished.err
+    assert finished.err.splitlines()[-1].startswith("The kernel's out-of-memory killer ended it")
 
 
 @pytest.mark.parametrize("way", ["stopped", "deaf"])

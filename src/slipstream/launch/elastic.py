@@ -246,11 +246,12 @@ class Agent(_Agent):
 
     def _tell_survivors(self, failure: Failure, *, alarm: bool) -> None:
         store = self._meeting.raw_store
-        if store is None or failure.exit_code is None:
+        if store is None:
             return
         from torch._C._distributed_c10d import PrefixStore
 
-        reason = failure.reason if failure.confession or "killer ended it" in failure.detail else ""
+        telling = failure.confession or failure.exit_code is None or "killer ended it" in failure.detail
+        reason = failure.reason if telling else ""  # that a signal came from outside is what the signal's name says
         notice = ExitNotice(failure.rank, failure.host, failure.pid, failure.exit_code, reason)
         with contextlib.suppress(RuntimeError):  # a store that is gone has nobody waiting at it
             keys = PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), store)
@@ -267,19 +268,10 @@ class Agent(_Agent):
                 continue
             lost = lost_machine(ranks, host, reason, time.time())
             for failure in lost:
-                self._tell_lost(failure)
+                self._tell_survivors(failure, alarm=True)
             self.failures += lost
             self._remaining_restarts = 0
             self._meeting.post(self.failures)
-
-    def _tell_lost(self, failure: Failure) -> None:
-        from torch._C._distributed_c10d import PrefixStore
-
-        notice = ExitNotice(failure.rank, failure.host, 0, None, failure.detail)
-        if self._meeting.raw_store is not None:
-            keys = PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), self._meeting.raw_store)
-            keys.set(exit_key(failure.rank), notice.to_json())
-            keys.add(ALARM_KEY, 1)
 
     def _let_the_others_raise(self, group: WorkerGroup) -> None:
         """After a failure somewhere: a moment for the survivors, then the end of this attempt."""

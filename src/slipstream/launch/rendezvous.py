@@ -155,6 +155,7 @@ class OwnRendezvous(_Handler):
         if self._control is None:
             self._open()
         self.generation += 1
+        self._news_seen = 0
         place = self._open_attempt()
         if not self._alone:
             self._await_all(f"{self.generation}/arrived", self._settings.join_timeout)
