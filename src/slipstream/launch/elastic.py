@@ -251,7 +251,7 @@ class Agent(_Agent):
         from torch._C._distributed_c10d import PrefixStore
 
         telling = failure.confession or failure.exit_code is None or "killer ended it" in failure.detail
-        reason = failure.reason if telling else ""  # that a signal came from outside is what the signal's name says
+        reason = failure.reason.rstrip(".") if telling else ""  # that a signal came from outside is what the signal's name says
         notice = ExitNotice(failure.rank, failure.host, failure.pid, failure.exit_code, reason)
         with contextlib.suppress(RuntimeError):  # a store that is gone has nobody waiting at it
             keys = PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), store)
