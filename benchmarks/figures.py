@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+TITLES = ("what", "ours", "other", "ratio", "goal", "verdict", "")
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,31 @@ class Figure:
 
 
 def table(title: str, figures: Iterable[Figure]) -> str:
-    """The figures as aligned columns.
+    """The figures as aligned columns, those left out that say nothing.
 
     >>> print(table("waiting", [Figure("a barrier", 2.0, "ms", 4.0, "torch", goal=0.6)]))
     waiting
-      what       ours  other             ratio  goal    verdict
-      a barrier  2 ms  torch 4 ms        0.50   <= 0.6  met
+      what       ours  other       ratio  goal    verdict
+      a barrier  2 ms  torch 4 ms  0.50   <= 0.6  met
     """
-    rows = [("what", "ours", "other", "ratio", "goal", "verdict", "")]
-    rows += [_cells(figure) for figure in figures]
-    widths = [max(len(row[column]) for row in rows) for column in range(7)]
-    widths[2] = max(widths[2], 16)
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = [_cells(figure) for figure in figures]
+    used = [column for column in range(len(TITLES)) if any(row[column] for row in rows)]
+    rows = [TITLES, *rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
+    lines = ["  " + "  ".join(row[column].ljust(widths[column]) for column in used).rstrip() for row in rows]
     return "\n".join([title, *lines])
 
 
 def _cells(figure: Figure) -> tuple[str, ...]:
-    other = "" if figure.theirs is None else f"{figure.other} {figure.theirs:.3g} {figure.unit}"
+    other = "" if figure.theirs is None else f"{figure.other} {_number(figure.theirs)} {figure.unit}"
     ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
     goal = "" if figure.goal is None else f"<= {figure.goal:g}" + ("" if figure.theirs is not None else f" {figure.unit}")
-    return figure.what, f"{figure.ours:.3g} {figure.unit}", other, ratio, goal, figure.verdict, figure.spread
+    return figure.what, f"{_number(figure.ours)} {figure.unit}", other, ratio, goal, figure.verdict, figure.spread
+
+
+def _number(value: float) -> str:
+    """Three digits that mean something, and no exponents."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def machine() -> dict[str, Any]:
