@@ -4,6 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BENCH := .venv-bench/bin
 BENCH_INSTALLED := .venv-bench/.installed
+BENCH_OPTIONS ?= --quick
 PIP := python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
 
 .PHONY: help demo test quick lint check bench soak clean
@@ -14,7 +15,7 @@ help:
 	@echo "make quick    the tests that start no processes"
 	@echo "make check    ruff, mypy, and the shape of the tree"
 	@echo "make bench    measure against plain torch and accelerate, side by side"
-	@echo "make soak     the tests with random faults, many rounds"
+	@echo "make soak     random faults, many rounds: restarts, kills, and ten minutes on busy cores without a false alarm"
 
 demo: $(INSTALLED)
 	$(BIN)/slipstream launch --cpu --num_processes 2 examples/batch_inference.py
@@ -33,10 +34,13 @@ check: lint
 	$(BIN)/python -m pytest -q tests/test_shape.py
 
 bench: $(BENCH_INSTALLED)
-	$(BENCH)/python benchmarks/run.py
+	$(BENCH)/python benchmarks/run.py $(BENCH_OPTIONS)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest --soak -m soak --timeout=3600
+	$(BIN)/python benchmarks/soak_restarts.py 50
+	$(BIN)/python benchmarks/kills.py --kills 50
+	$(BIN)/python benchmarks/false_alarms.py --minutes 10
 
 # The stamps are touched last, so an interrupted installation is repeated.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -47,7 +51,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(BENCH_INSTALLED): pyproject.toml constraints.txt
 	test -x $(BENCH)/python || $(PYTHON) -m venv .venv-bench
-	$(BENCH)/$(PIP) -e '.[dev,bench]'
+	$(BENCH)/$(PIP) -e '.[bench]'
 	@touch $@
 
 clean:

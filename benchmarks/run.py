@@ -8,6 +8,7 @@ The soak runs (`kills.py`, `false_alarms.py`, `soak_restarts.py`) take longer an
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from pathlib import Path
 
 import collectives
 import imports
-import launch
 import mistakes
 from figures import Figure, machine, save, table
+
+import launch
 
 
 def starting(quick: bool) -> list[Figure]:
@@ -32,11 +34,12 @@ def starting(quick: bool) -> list[Figure]:
             torchrun=[str(launch.BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", str(barrier)],
             four=launch.launching(4, barrier),
         )
+        fork = min(float(subprocess.check_output([sys.executable, "-c", launch.FORK])) for _ in range(3))
         returns = launch.restarts(5 if quick else 20, folder)
     late = launch.percentile(returns, 0.95)
     return [
         Figure("two workers to the first barrier and out", times["two"], "s", times["torchrun"], "torchrun", goal=0.65),
-        Figure("each further worker (2 to 4)", (times["four"] - times["two"]) / 2, "s"),
+        Figure("each further worker (2 to 4)", (times["four"] - times["two"]) / 2, "s", fork, "a bare fork"),
         Figure("kill -9 to the next barrier, p95", late, "s", goal=1.5, spread=f"p50 {launch.percentile(returns, 0.5):.2f}"),
     ]
 
