@@ -15,13 +15,13 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy
 import torch
 
 from slipstream.comm.beacon import Beacon
-from slipstream.comm.verify import HEADER_SIZE, Call, Header, explain_mismatch
+from slipstream.comm.verify import HEADER_SIZE, Call, Headers, explain_mismatch
 from slipstream.comm.vigil import Limits, Vigil
 from slipstream.errors import DistributedOperationException, MismatchError
 
@@ -64,8 +64,8 @@ class Body:
 class Turn(Protocol):
     """One guarded call under way: the header exchange comes first, then any payload on the data group."""
 
-    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[torch.Tensor]:
-        """The bodies of all ranks (of `sender` only, or only on `receiver`; others get empty ones) as tensors of bytes.
+    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
+        """The bodies of all ranks (of `sender` only, or only on `receiver`; others get empty ones).
 
         They may lie in a buffer that the next call overwrites: copy what is kept.
         """
@@ -110,9 +110,9 @@ class Solo:
     def __exit__(self, *details: object) -> None:
         return None
 
-    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[torch.Tensor]:
-        own = torch.empty(body.length, dtype=torch.uint8)
-        body.write_to(own.numpy())
+    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
+        own = numpy.empty(body.length, dtype=numpy.uint8)
+        body.write_to(own)
         return [own]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -175,32 +175,52 @@ class GroupChannel:
         self.beacon.leave()
         self._lock.release()
 
-    def gather_headers(self, turn: _GroupTurn, body: Body) -> list[Header]:
-        """One all-gather of every rank's block: the header, and the body behind it if it fits."""
-        header = Header.of(turn.call, self.sequence, body.length)
-        self._send_bytes[:HEADER_SIZE] = numpy.frombuffer(header.pack(), dtype=numpy.uint8)
+    def exchange(self, turn: _GroupTurn, body: Body, sender: int | None, receiver: int | None) -> list[_Array]:
+        """One all-gather of every rank's block, the header and a body that fits; bodies that do not fit follow in a second one."""
+        header = turn.call.header(self.sequence, body.length)
+        self._send_bytes[:HEADER_SIZE] = numpy.frombuffer(header, dtype=numpy.uint8)
         if body.length <= self.room:
             body.write_to(self._send_bytes[HEADER_SIZE:])
         turn.wait(self._control._allgather_base(self._receive.view(-1), self._send))
-        return [Header.unpack(memoryview(row)) for row in self._receive_bytes]
+        headers = Headers(self._receive_bytes, self.rank)
+        if not headers.agree():
+            self._disagree(turn)
+        sites = headers.sites()
+        if sites is not None and sites not in self._sites_warned:
+            self._warn_of_sites(turn.call, sites)
+        lengths = headers.body_lengths()
+        if max(lengths) <= self.room:
+            return [block[HEADER_SIZE : HEADER_SIZE + length] for block, length in zip(self._receive_bytes, lengths, strict=True)]
+        return self._exchange_bodies(turn, body, lengths, sender, receiver)
 
-    def check(self, turn: _GroupTurn, headers: Sequence[Header]) -> None:
-        own = headers[self.rank]
-        if not all(own.agrees(other) for other in headers):
-            text = f"{turn.call.describe()} at {turn.call.site}".encode()[: self._block]
-            self._send_bytes[:] = 0
-            self._send_bytes[: len(text)] = numpy.frombuffer(text, dtype=numpy.uint8)
-            turn.wait(self._control._allgather_base(self._receive.view(-1), self._send))
-            texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in self._receive_bytes]
-            raise MismatchError(f"{explain_mismatch(texts, own.sequence)}\n(raised on rank {self.rank})")
-        if any(header.site != own.site for header in headers):
-            self._warn_of_sites(turn.call, headers)
+    def _exchange_bodies(
+        self, turn: _GroupTurn, body: Body, lengths: Sequence[int], sender: int | None, receiver: int | None
+    ) -> list[_Array]:
+        longest = aligned(max(lengths))
+        own = torch.empty(longest, dtype=torch.uint8)
+        body.write_to(own.numpy())
+        if sender is not None:
+            turn.wait(self._control.broadcast([own], _root(torch.distributed.BroadcastOptions, sender)))
+            return [own.numpy()[: length if rank == sender else 0] for rank, length in enumerate(lengths)]
+        if receiver is not None:
+            rows = [torch.empty_like(own) for _ in lengths] if self.rank == receiver else []
+            turn.wait(self._control.gather([rows] if rows else [], [own], _root(torch.distributed.GatherOptions, receiver)))
+            return [row.numpy()[:length] for row, length in zip(rows, lengths, strict=False)] or [own.numpy()[:0] for _ in lengths]
+        everything = torch.empty((self.world_size, longest), dtype=torch.uint8)
+        turn.wait(self._control._allgather_base(everything.view(-1), own))
+        return [row[:length] for row, length in zip(everything.numpy(), lengths, strict=True)]
 
-    def _warn_of_sites(self, call: Call, headers: Sequence[Header]) -> None:
+    def _disagree(self, turn: _GroupTurn) -> NoReturn:
+        """All ranks come to the same verdict, so all send what they were about to do, and all raise."""
+        text = f"{turn.call.describe()} at {turn.call.site}".encode()[: self._block]
+        self._send_bytes[:] = 0
+        self._send_bytes[: len(text)] = numpy.frombuffer(text, dtype=numpy.uint8)
+        turn.wait(self._control._allgather_base(self._receive.view(-1), self._send))
+        texts = [block.tobytes().rstrip(b"\0").decode(errors="replace") for block in self._receive_bytes]
+        raise MismatchError(f"{explain_mismatch(texts, self.sequence)}\n(raised on rank {self.rank})")
+
+    def _warn_of_sites(self, call: Call, sites: tuple[bytes, ...]) -> None:
         """The same call from different lines may be right (two branches) or a call that one rank misses: said once."""
-        sites = tuple(header.site for header in headers)
-        if sites in self._sites_warned:
-            return
         self._sites_warned.add(sites)
         others = ", ".join(str(rank) for rank, site in enumerate(sites) if site != sites[self.rank])
         warnings.warn(
@@ -208,26 +228,6 @@ class GroupChannel:
             "If these are not meant to be one call, a process misses a call and results are mixed up.",
             stacklevel=2,
         )
-
-    def bodies(
-        self, turn: _GroupTurn, headers: Sequence[Header], body: Body, sender: int | None, receiver: int | None
-    ) -> list[torch.Tensor]:
-        lengths = [header.body_length for header in headers]
-        longest = aligned(max(lengths))
-        if longest <= self.room:
-            return [row[HEADER_SIZE : HEADER_SIZE + length] for row, length in zip(self._receive, lengths, strict=True)]
-        padded = torch.empty(longest, dtype=torch.uint8)
-        body.write_to(padded.numpy())
-        if sender is not None:
-            turn.wait(self._control.broadcast([padded], _root(torch.distributed.BroadcastOptions, sender)))
-            return [padded[:length] if rank == sender else padded[:0] for rank, length in enumerate(lengths)]
-        if receiver is not None:
-            rows = [torch.empty_like(padded) for _ in lengths] if self.rank == receiver else []
-            turn.wait(self._control.gather([rows] if rows else [], [padded], _root(torch.distributed.GatherOptions, receiver)))
-            return [row[:length] for row, length in zip(rows, lengths, strict=True)] if rows else [padded[:0] for _ in lengths]
-        everything = torch.empty((self.world_size, longest), dtype=torch.uint8)
-        turn.wait(self._control._allgather_base(everything.view(-1), padded))
-        return [row[:length] for row, length in zip(everything, lengths, strict=True)]
 
     def data_group(self, tensor: torch.Tensor) -> Any:
         """Host memory goes over the control group, device memory over the data group."""
@@ -288,11 +288,8 @@ class _GroupTurn:
     def vigil(self) -> Vigil:
         return Vigil(self.channel.beacon, self.call.operation, self.call.site, self.limits, patient=self.patient)
 
-    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[torch.Tensor]:
-        channel = self.channel
-        headers = channel.gather_headers(self, body)
-        channel.check(self, headers)
-        return channel.bodies(self, headers, body, sender, receiver)
+    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
+        return self.channel.exchange(self, body, sender, receiver)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.channel.world_size * tensor.numel(),))

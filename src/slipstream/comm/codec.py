@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import pickle  # noqa: TID251 - only for objects of foreign classes, see above
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy
@@ -24,6 +25,10 @@ _TAG = "\0"
 """The key that marks an escaped value; a dict of the user's that has this key is escaped itself."""
 _BIG = 1 << 64
 _ATOMS = frozenset({str, float, bool, type(None)})
+_JSON_TYPES = _ATOMS | {int, list, dict}
+_TEXT = frozenset({str})
+_DEEPEST = 64
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def encode(value: Any, *, plain_only: bool = False) -> bytes:
@@ -33,35 +38,41 @@ def encode(value: Any, *, plain_only: bool = False) -> bytes:
     [{'text': 'a', 1: (2.5, b'x')}, None]
     """
     if _is_json(value):
-        return b"J" + json.dumps(value, separators=(",", ":")).encode()
+        return b"J" + _to_json(value).encode()
     raw: list[bytes] = []
-    text = json.dumps(_Encoder(raw, plain_only).convert(value), separators=(",", ":")).encode()
+    text = _to_json(_Encoder(raw, plain_only).convert(value)).encode()
     return b"".join([b"T", len(text).to_bytes(8, "little"), text, *raw])
 
 
-def decode(data: bytes | memoryview) -> Any:
-    """The value that was encoded. Raises ValueError for bytes that `encode` did not write."""
+def decode(data: Any) -> Any:
+    """The value that was encoded, from bytes or an array of them. Raises ValueError for bytes that `encode` did not write."""
     view = memoryview(data)
     kind = bytes(view[:1])
     if kind == b"J":
-        return json.loads(bytes(view[1:]))
+        return json.loads(bytes(view[1:]).decode())
     if kind != b"T":
         raise ValueError(f"these bytes begin with {kind!r}: not written by this codec")
     end = 9 + int.from_bytes(view[1:9], "little")
-    return _Decoder(view[end:]).restore(json.loads(bytes(view[9:end])))
+    return _Decoder(view[end:]).restore(json.loads(bytes(view[9:end]).decode()))
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON gives back exactly this value: only the exact types, text as keys, and not our tag."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return True
-    if kind is int:
-        return bool(-_BIG < value < _BIG)
-    if kind is list:
-        return all(map(_is_json, value))
-    if kind is dict:
-        return all(type(key) is str for key in value) and _TAG not in value and all(map(_is_json, value.values()))
+    """Whether JSON gives back exactly this value: only the exact types, text as keys, and not our tag.
+
+    Looks at one level of nesting at a time, so that the loops over items are those of the interpreter.
+    """
+    level = [value]
+    for _ in range(_DEEPEST):
+        if not _JSON_TYPES.issuperset(map(type, level)):
+            return False
+        lists = [item for item in level if type(item) is list]
+        dicts = [item for item in level if type(item) is dict]
+        if not lists and not dicts:
+            return True
+        keys = set(chain.from_iterable(dicts))
+        if _TAG in keys or not _TEXT.issuperset(map(type, keys)):
+            return False
+        level = list(chain(chain.from_iterable(lists), chain.from_iterable(map(dict.values, dicts))))
     return False
 
 

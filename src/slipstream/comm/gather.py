@@ -7,6 +7,7 @@ per rank. `arrange` puts samples into another order and drops repeated ones (see
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from slipstream.comm import codec, tree
 from slipstream.comm.channel import Body, Channel, Limits, Turn, aligned
 from slipstream.comm.guarded import Reader, announce, refuse
-from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, spell_tensor, to_bytes
+from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, spell_tensor
 
 __all__ = ["Arrange", "gather", "gather_objects"]
 
@@ -36,7 +37,7 @@ def gather_objects(
     target = "" if dst is None else f" to rank {dst}"
     with channel.turn(announce(operation, target, lambda: f"{type(value).__name__}{target}"), limits) as turn:
         bodies = turn.exchange(body, receiver=dst)
-        return [codec.decode(data.numpy().tobytes()) for data in bodies] if dst in (None, channel.rank) else None
+        return [codec.decode(data) for data in bodies] if dst in (None, channel.rank) else None
 
 
 def gather(
@@ -84,34 +85,39 @@ def _body(leaves: list[Any], packed: list[Packed | None]) -> Body:
     encoded = codec.encode([list(leaf) if is_items(leaf) else leaf for leaf in others]) if others else b""
     tensors = [pack for pack in packed if pack is not None]
     body = Body()
-    body.add(numpy.array([*(pack.rows for pack in tensors), len(encoded)], dtype=numpy.int64).view(numpy.uint8))
+    body.add(numpy.frombuffer(struct.pack(f"<{len(tensors) + 1}q", *[pack.rows for pack in tensors], len(encoded)), dtype=numpy.uint8))
     body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
     for pack in tensors:
         if pack.on_host:
-            body.add(to_bytes(pack.tensor))
+            body.add(pack.bytes())
     return body
 
 
 class _Joined:
-    """What all ranks brought, leaf by leaf: chunks that lie in the channel's buffers until `finish` copies them."""
+    """What all ranks brought, leaf by leaf."""
 
-    def __init__(self, turn: Turn, bodies: list[torch.Tensor], tensors: list[Packed], has_objects: bool) -> None:
-        self.rows: list[list[int]] = []
+    def __init__(self, turn: Turn, bodies: list[Any], tensors: list[Packed], has_objects: bool) -> None:
+        self.rows: list[tuple[int, ...]] = []
         self.objects: list[list[Any]] = []
-        chunks: list[list[torch.Tensor]] = [[] for _ in tensors]
+        host: list[list[Any]] = [[] for _ in tensors]
+        sizes = struct.Struct(f"<{len(tensors) + 1}q")
         for data in bodies:
             reader = Reader(data)
-            *rows, length = reader.take(8 * (len(tensors) + 1)).view(torch.int64).tolist()
+            *rows, length = sizes.unpack(reader.take(sizes.size))
             encoded = reader.take(length)
-            self.rows.append(rows)
-            self.objects.append(codec.decode(encoded.numpy().tobytes()) if has_objects else [])
-            for pack, count, chunk in zip(tensors, rows, chunks, strict=True):
+            self.rows.append(tuple(rows))
+            self.objects.append(codec.decode(encoded) if has_objects else [])
+            for pack, count, chunks in zip(tensors, rows, host, strict=True):
                 if pack.on_host:
-                    chunk.append(pack.from_bytes(reader.take(count * pack.row_bytes), count))
-        self._gather_device(turn, tensors, chunks)
-        self.tensors = [torch.cat(chunk) for chunk in chunks]
+                    chunks.append(reader.take(count * pack.row_bytes))
+        totals = [sum(counts) for counts in zip(*self.rows, strict=True)]
+        self.tensors = [
+            pack.as_rows(torch.from_numpy(numpy.concatenate(chunks)), total) if pack.on_host else pack.tensor
+            for pack, chunks, total in zip(tensors, host, totals, strict=True)
+        ]
+        self._gather_device(turn, tensors)
 
-    def _gather_device(self, turn: Turn, tensors: list[Packed], chunks: list[list[torch.Tensor]]) -> None:
+    def _gather_device(self, turn: Turn, tensors: list[Packed]) -> None:
         """Tensors in device memory travel over the device's own backend: one flat payload, padded to the longest."""
         remote = [(index, pack) for index, pack in enumerate(tensors) if not pack.on_host]
         if not remote:
@@ -120,11 +126,12 @@ class _Joined:
         flat = torch.zeros(longest, dtype=torch.uint8, device=remote[0][1].tensor.device)
         own = Reader(flat)
         for _, pack in remote:
-            own.take(pack.rows * pack.row_bytes).copy_(pack.tensor.reshape(-1).view(torch.uint8))
-        for rows, data in zip(self.rows, turn.all_gather(flat).view(len(self.rows), longest), strict=True):
-            reader = Reader(data)
-            for index, pack in remote:
-                chunks[index].append(pack.from_bytes(reader.take(rows[index] * pack.row_bytes), rows[index]))
+            own.take(pack.rows * pack.row_bytes).copy_(pack.tensor.view(-1).view(torch.uint8))
+        readers = [Reader(data) for data in turn.all_gather(flat).view(len(self.rows), longest)]
+        for index, pack in remote:
+            counts = [rows[index] for rows in self.rows]
+            chunks = [reader.take(count * pack.row_bytes) for reader, count in zip(readers, counts, strict=True)]
+            self.tensors[index] = pack.as_rows(torch.cat(chunks), sum(counts))
 
     def finish(self, leaves: list[Any], packed: list[Packed | None], arrange: Arrange | None) -> list[Any]:
         results: list[Any] = []

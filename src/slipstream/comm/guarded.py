@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import Any
 
 from slipstream.comm.channel import Body, Channel, Limits, aligned
 from slipstream.comm.sites import call_site
@@ -30,13 +29,13 @@ def refuse(channel: Channel, limits: Limits, operation: str, cause: Exception) -
 
 
 class Reader:
-    """Takes the parts of a body out again, in the order in which they were added."""
+    """Takes the parts of a body out again, in the order in which they were added; of an array or a flat tensor of bytes."""
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: Any) -> None:
         self._data = data
         self._position = 0
 
-    def take(self, length: int) -> torch.Tensor:
+    def take(self, length: int) -> Any:
         start = aligned(self._position)
         self._position = start + length
         return self._data[start : start + length]

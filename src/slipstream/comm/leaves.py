@@ -6,6 +6,7 @@ in it, such as texts: concatenated), or any other object (one per rank). Structu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy
@@ -13,7 +14,7 @@ import torch
 
 from slipstream.comm.tree import children, is_namedtuple, is_node
 
-__all__ = ["Packed", "is_items", "is_tensor_leaf", "numbers_as_tensors", "spell_tensor", "to_bytes"]
+__all__ = ["Packed", "is_items", "is_tensor_leaf", "numbers_as_tensors", "spell_tensor"]
 
 
 def is_tensor_leaf(value: object) -> bool:
@@ -60,30 +61,42 @@ _HOST = torch.empty(0).device.type
 
 
 class Packed:
-    """A tensor or array leaf, ready to travel: what it was, its rows, and its bytes."""
+    """A tensor or array leaf, ready to travel: its rows, what a row is, and its bytes."""
+
+    __slots__ = ("dtype", "is_array", "is_scalar", "on_host", "row_bytes", "row_shape", "rows", "tensor")
 
     def __init__(self, leaf: Any) -> None:
-        self.leaf = leaf
         self.is_array = not isinstance(leaf, torch.Tensor)
         tensor = torch.from_numpy(numpy.ascontiguousarray(leaf)) if self.is_array else _checked(leaf)
         self.is_scalar = tensor.dim() == 0
-        rows = (tensor.reshape(1) if self.is_scalar else tensor).contiguous()
-        # One element may have any stride and still count as contiguous, but it cannot be viewed as bytes then.
-        self.tensor = rows.as_strided((1,), (1,)).view(rows.shape) if rows.numel() == 1 else rows
-        self.rows = self.tensor.shape[0]
-        self.row_shape = tuple(self.tensor.shape[1:])
-        self.row_bytes = self.tensor.element_size()
-        for size in self.row_shape:
-            self.row_bytes *= size
-        self.on_host = self.tensor.device.type == _HOST
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        shape = tensor.shape
+        if tensor.numel() == 1:  # one element may have any stride and still count as contiguous, but cannot be viewed as bytes then
+            tensor = tensor.as_strided((1,), (1,))
+        self.tensor = tensor
+        self.dtype = tensor.dtype
+        self.rows = 1 if self.is_scalar else shape[0]
+        self.row_shape = shape[1:]
+        self.row_bytes = tensor.element_size() * math.prod(self.row_shape)
+        self.on_host = tensor.device.type == _HOST
 
-    def from_bytes(self, data: torch.Tensor, rows: int) -> torch.Tensor:
-        """Rows of another process as a tensor of this leaf's type; a view of `data`."""
-        return data.view(self.tensor.dtype).view((rows, *self.row_shape))
+    def bytes(self) -> Any:
+        """The contents of host memory as a numpy array of bytes, without a copy."""
+        return self.tensor.view(-1).view(torch.uint8).numpy() if self.rows * self.row_bytes else _NOTHING
+
+    def as_rows(self, data: torch.Tensor, rows: int) -> torch.Tensor:
+        """Bytes of any process as rows of this leaf's type: a view."""
+        if not data.numel():
+            return torch.empty((rows, *self.row_shape), dtype=self.dtype, device=data.device)
+        return data.view(self.dtype).view((rows, *self.row_shape))
 
     def finish(self, tensor: torch.Tensor) -> Any:
         """A result in the form that the leaf had."""
         return tensor.numpy() if self.is_array else tensor
+
+
+_NOTHING = numpy.empty(0, dtype=numpy.uint8)
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,18 +104,14 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
         raise TypeError("a tensor on the meta device holds no data to send: load or materialise it first")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout} cannot be sent as rows: convert it first, e.g. with .to_dense()")
-    if hasattr(tensor, "full_tensor"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "full_tensor"):
         raise TypeError("a sharded tensor is already spread over the processes: call .full_tensor() first")
-    return tensor.detach().resolve_conj().resolve_neg()
-
-
-def to_bytes(tensor: torch.Tensor) -> Any:
-    """A contiguous host tensor as a numpy array of bytes that shares its memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, dtype=numpy.uint8)
+    tensor = tensor.detach()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def numbers_as_tensors(leaf: Any) -> Any:
     """Python and numpy numbers as tensors without dimensions; everything else as it is."""
     if isinstance(leaf, (bool, int, float, complex, numpy.number, numpy.bool_)):
-        return torch.tensor(leaf if not isinstance(leaf, float) else leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+        return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
     return leaf

@@ -14,7 +14,7 @@ import torch
 from slipstream.comm import codec, tree
 from slipstream.comm.channel import Body, Channel, Limits, Turn
 from slipstream.comm.guarded import Reader, announce, refuse
-from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, numbers_as_tensors, spell_tensor, to_bytes
+from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, numbers_as_tensors, spell_tensor
 
 __all__ = ["REDUCTIONS", "barrier", "broadcast", "broadcast_objects", "pad", "reduce", "share"]
 
@@ -27,7 +27,7 @@ def barrier(channel: Channel, limits: Limits, operation: str = "wait_for_everyon
     body = Body()
     body.add(numpy.frombuffer(trouble.encode()[:1024], dtype=numpy.uint8))
     with channel.turn(announce(operation, "", str), limits, patient=True) as turn:
-        told = [data.numpy().tobytes().decode(errors="replace") for data in turn.exchange(body)]
+        told = [data.tobytes().decode(errors="replace") for data in turn.exchange(body)]
     return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text and rank != channel.rank), "")
 
 
@@ -51,7 +51,7 @@ def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", 
     body = Body()
     if small:
         for pack in packed:
-            body.add(to_bytes(pack.tensor))
+            body.add(pack.bytes())
     with channel.turn(announce(name, text, lambda: text), limits) as turn:
         bodies = turn.exchange(body)
         results = _combine(bodies, packed, reduction) if small else _all_reduce(turn, packed, reduction, channel.world_size)
@@ -78,14 +78,18 @@ def _reducible(leaf: Any, reduction: str) -> Packed:
     return pack
 
 
-def _combine(bodies: list[torch.Tensor], packed: list[Packed], reduction: str) -> list[torch.Tensor]:
+def _combine(bodies: list[Any], packed: list[Packed], reduction: str) -> list[torch.Tensor]:
     """Everyone's tensors are here already: combined in the order of the ranks, so that all ranks get the same bits."""
     readers = [Reader(data) for data in bodies]
     results = []
     for pack in packed:
-        stacked = torch.stack([pack.from_bytes(reader.take(pack.rows * pack.row_bytes), pack.rows) for reader in readers])
+        stacked = torch.stack([_take(reader, pack) for reader in readers])
         results.append(getattr(stacked, _COMBINE[reduction])(dim=0).to(pack.tensor.dtype))
     return results
+
+
+def _take(reader: Reader, pack: Packed) -> torch.Tensor:
+    return pack.as_rows(torch.from_numpy(reader.take(pack.rows * pack.row_bytes)), pack.rows)
 
 
 def _all_reduce(turn: Turn, packed: list[Packed], reduction: str, world_size: int) -> list[torch.Tensor]:
@@ -140,7 +144,7 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
             if pack is None:
                 results.append(next(objects))
             elif pack.on_host:
-                value = pack.from_bytes(reader.take(pack.rows * pack.row_bytes), pack.rows).clone()
+                value = _take(reader, pack).clone()
                 results.append(pack.finish(value.reshape(()) if pack.is_scalar else value))
             else:
                 value = pack.tensor.clone()
@@ -161,13 +165,13 @@ def _broadcast_body(leaves: list[Any], packed: list[Packed | None]) -> Body:
     body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
     for pack in packed:
         if pack is not None and pack.on_host:
-            body.add(to_bytes(pack.tensor))
+            body.add(pack.bytes())
     return body
 
 
 def _take_objects(reader: Reader) -> list[Any]:
-    length = int(reader.take(8).view(torch.int64).item())
-    objects: list[Any] = codec.decode(reader.take(length).numpy().tobytes())
+    length = int.from_bytes(reader.take(8), "little")
+    objects: list[Any] = codec.decode(reader.take(length))
     return objects
 
 
@@ -185,7 +189,7 @@ def broadcast_objects(
         raise refuse(channel, limits, name, error) from None
     text = f"a list of {len(values)} objects"
     with channel.turn(announce(name, text, lambda: text), limits) as turn:
-        received: list[Any] = codec.decode(turn.exchange(body, sender=from_process)[from_process].numpy().tobytes())
+        received: list[Any] = codec.decode(turn.exchange(body, sender=from_process)[from_process])
     return received
 
 
@@ -195,7 +199,7 @@ def share(channel: Channel, limits: Limits, tensor: torch.Tensor | None, *, oper
     if tensor is not None:
         body.add(numpy.frombuffer(codec.encode(tensor), dtype=numpy.uint8))
     with channel.turn(announce(operation, "", lambda: "None" if tensor is None else spell_tensor(tensor)), limits) as turn:
-        owned = [data.numpy().tobytes() for data in turn.exchange(body) if data.numel()]
+        owned = [data.tobytes() for data in turn.exchange(body) if data.size]
     if len(owned) != 1:
         raise ValueError(
             f"{operation} needs one process to pass a tensor and the others None, but {len(owned)} of {channel.world_size} passed one"
@@ -229,8 +233,8 @@ def pad(
         lambda: f"dim={dim} " + tree.spell(data, lambda leaf: spell_tensor(leaf) if is_tensor_leaf(leaf) else type(leaf).__name__),
     )
     with channel.turn(call, limits) as turn:
-        everyone = torch.stack([Reader(received).take(8 * len(leaves)).view(torch.int64) for received in turn.exchange(body)])
-    largest = everyone.amax(dim=0).tolist() if leaves else []
+        everyone = [received.view(numpy.int64).tolist() for received in turn.exchange(body)]
+    largest = [max(sizes) for sizes in zip(*everyone, strict=True)]
     return tree.unflatten(
         data,
         [

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 __all__ = [
@@ -46,9 +47,14 @@ def is_dataclass_instance(data: object) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
-def is_node(data: object) -> TypeGuard[Any]:
+def is_node(data: Any) -> TypeGuard[Any]:
     """Whether this is a container that is taken apart, rather than a leaf."""
-    return isinstance(data, (list, tuple, Mapping)) or is_dataclass_instance(data)
+    return _is_node_type(type(data))  # type: ignore[arg-type]  # mypy does not take a class for hashable
+
+
+@lru_cache(maxsize=1024)
+def _is_node_type(kind: type) -> bool:
+    return issubclass(kind, (list, tuple, Mapping)) or dataclasses.is_dataclass(kind)
 
 
 def _sorted_keys(data: Mapping[Any, Any]) -> list[Any]:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
-__all__ = ["HEADER_SIZE", "Call", "Header", "explain_mismatch"]
+__all__ = ["HEADER_SIZE", "Call", "Headers", "explain_mismatch"]
 
-_LAYOUT = struct.Struct("<IQ16s8sQ")
+_LAYOUT = struct.Struct("<IQ16s8sQ4x")
+"""Mark of the format, sequence number, digest of the agreement, digest of the site, length of the body."""
 _MAGIC = 0x534C5031
-HEADER_SIZE = 48
-"""Bytes of a header, rounded up so that what follows is aligned for every type of tensor."""
+_SITE_AT = 28
+_LENGTH_AT = 36
+HEADER_SIZE = _LAYOUT.size
+"""Bytes of a header; what follows is aligned for every type of tensor."""
 
 
 @lru_cache(maxsize=8192)
@@ -27,54 +30,53 @@ def _digest(text: str, size: int) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).digest()
 
 
-@dataclass(frozen=True)
 class Call:
     """One call of a collective, as this process sees it."""
 
-    operation: str
-    """The name that the user called: gather, reduce, wait_for_everyone."""
-    agreement: str
-    """What must be the same on all ranks, as text."""
-    site: str
-    """The user's file:line."""
-    describe: Callable[[], str]
-    """What this rank passed, in full: only asked for when something is wrong."""
+    __slots__ = ("agreement", "describe", "operation", "site")
 
-    def __str__(self) -> str:
-        return f"{self.operation} at {self.site}"
+    def __init__(self, operation: str, agreement: str, site: str, describe: Callable[[], str]) -> None:
+        self.operation = operation
+        """The name that the user called: gather, reduce, wait_for_everyone."""
+        self.agreement = agreement
+        """What must be the same on all ranks, as text."""
+        self.site = site
+        """The user's file:line."""
+        self.describe = describe
+        """What this rank passed, in full: only asked for when something is wrong."""
 
+    def header(self, sequence: int, body_length: int) -> bytes:
+        """What travels ahead of the payload.
 
-@dataclass(frozen=True)
-class Header:
-    """What travels ahead of a payload: 48 bytes."""
-
-    sequence: int
-    agreement: bytes
-    site: bytes
-    body_length: int
-
-    @classmethod
-    def of(cls, call: Call, sequence: int, body_length: int) -> Header:
+        >>> len(Call("gather", "float32(*)", "train.py:3", str).header(7, 8))
+        48
         """
-        >>> call = Call("gather", "gather float32(*)", "train.py:3", lambda: "float32(2,)")
-        >>> header = Header.of(call, 7, 8)
-        >>> Header.unpack(header.pack()) == header
-        True
-        """
-        return cls(sequence, _digest(f"{call.operation}\n{call.agreement}", 16), _digest(call.site, 8), body_length)
+        agreement, site = _digest(f"{self.operation}\n{self.agreement}", 16), _digest(self.site, 8)
+        return _LAYOUT.pack(_MAGIC, sequence, agreement, site, body_length)
 
-    def pack(self) -> bytes:
-        return _LAYOUT.pack(_MAGIC, self.sequence, self.agreement, self.site, self.body_length).ljust(HEADER_SIZE, b"\0")
 
-    @classmethod
-    def unpack(cls, data: bytes | memoryview) -> Header:
-        magic, sequence, agreement, site, body_length = _LAYOUT.unpack_from(data)
-        if magic != _MAGIC:
-            raise ValueError("another process sent something that is not a header: are all of them on the same version?")
-        return cls(sequence, agreement, site, body_length)
+class Headers:
+    """The headers of all ranks, as they lie in the blocks that were received."""
 
-    def agrees(self, other: Header) -> bool:
-        return self.agreement == other.agreement and self.sequence == other.sequence
+    def __init__(self, blocks: Any, rank: int) -> None:
+        self._raw = [block[:HEADER_SIZE].tobytes() for block in blocks]
+        self._own = self._raw[rank]
+        if any(raw[:4] != self._own[:4] for raw in self._raw):
+            raise ValueError("another process sent something that is not a header: are all of them on the same version of slipstream?")
+
+    def agree(self) -> bool:
+        """Whether every rank is in the same call, with everything in it that has to be the same."""
+        own = self._own[:_SITE_AT]
+        return all(raw[:_SITE_AT] == own for raw in self._raw)
+
+    def sites(self) -> tuple[bytes, ...] | None:
+        """A mark for the line of each rank's call; None when all are the same."""
+        sites = tuple(raw[_SITE_AT:_LENGTH_AT] for raw in self._raw)
+        return sites if len(set(sites)) > 1 else None
+
+    def body_lengths(self) -> list[int]:
+        """How many bytes follow from each rank."""
+        return [int.from_bytes(raw[_LENGTH_AT : _LENGTH_AT + 8], "little") for raw in self._raw]
 
 
 def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
