@@ -88,9 +88,7 @@ def test_debug_launcher_runs_on_the_cpu_and_shows_every_rank(capsys: pytest.Capt
     "first",
     [
         pytest.param("first\n", id="a line"),
-        pytest.param(
-            "\r 10%", id="a progress bar", marks=pytest.mark.xfail(reason="launch_function hands over whole lines only", strict=True)
-        ),
+        pytest.param("\r 10%", id="a progress bar"),
     ],
 )
 def test_text_arrives_while_the_processes_run(first: str, tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ was started gone again. The environment of this process changes only where it be
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gc
+import io
 import json
 import os
 import signal
@@ -18,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from slipstream.config import Config
 from slipstream.config.sources import environment
@@ -247,13 +249,22 @@ def _agent_process(folder: Path, output: Callable[[str], object] | None) -> int:
     with subprocess.Popen(command, env={**environment(), "PYTHONPATH": found}, start_new_session=True, **capture) as process:
         try:
             if output is not None and process.stdout is not None:
-                for line in process.stdout:
-                    output(line.decode(errors="replace"))
+                _pass_on(cast("io.BufferedReader", process.stdout), output)
             return process.wait()
         except BaseException:  # a notebook's stop button among them: pass it on, and wait for the end of the workers
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
+
+
+def _pass_on(stream: io.BufferedReader, output: Callable[[str], object]) -> None:
+    """Text as it comes, not line by line: a progress bar has no lines."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    while chunk := stream.read1(1 << 16):
+        output(decoder.decode(chunk))
+    rest = decoder.decode(b"", final=True)
+    if rest:
+        output(rest)
 
 
 def _read_result(folder: Path) -> dict[str, Any]:
