@@ -170,3 +170,33 @@ def test_weights_of_replicas_that_drifted_are_named_by_parameter_and_rank(ranks:
         assert "1 of 4 are not" in message
         assert "1.weight: rank 0, 1 | rank 2" in message
         assert "0.weight" not in message
+
+
+def test_random_states_that_drifted_are_named_by_kind(ranks: Any) -> None:
+    def run() -> str:
+        torch.manual_seed(0)
+        state = PartialState()
+        state.verify_random_states("torch")
+        if state.is_main_process:
+            torch.rand(1)
+        with pytest.raises(MismatchError) as caught:
+            state.verify_random_states("torch")
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "random states should be the same on all processes, but 1 of 1 are not" in message
+        assert "torch: rank 0 | rank 1" in message
+
+
+def test_debug_notices_another_seed_on_one_process(ranks: Any) -> None:
+    def run() -> str:
+        from slipstream.utils import set_seed
+
+        state = PartialState()
+        set_seed(3)
+        with pytest.raises(MismatchError) as caught:
+            set_seed(state.process_index)
+        return str(caught.value)
+
+    for message in ranks(2).run(run, environ={"SLIPSTREAM_DEBUG": "1"}):
+        assert "the seeds should be the same" in message

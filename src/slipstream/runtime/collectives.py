@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slipstream.comm import gather as gathering, ops
+from slipstream.comm.agree import check_agreement
 from slipstream.devices import rng
 from slipstream.runtime import turns
 from slipstream.runtime.current import current
@@ -104,5 +105,11 @@ def wait_for_everyone() -> None:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python, numpy, torch and the devices; with `device_specific`, another seed for each process (`seed + rank`)."""
-    rng.set_seed(seed, device_specific=device_specific, deterministic=deterministic, rank=current().process.rank)
+    """Seeds Python, numpy, torch and the devices; with `device_specific`, another seed for each process (`seed + rank`).
+
+    In debug mode it checks, once the process group is open, that all processes were given the same seed.
+    """
+    runtime = current()
+    rng.set_seed(seed, device_specific=device_specific, deterministic=deterministic, rank=runtime.process.rank)
+    if runtime.debug and runtime.is_open:
+        check_agreement(runtime.channel(), runtime.limits, "the seeds", {"seed": seed})

@@ -37,7 +37,7 @@ def current() -> Runtime:
     global _current, _registered
     if current_or_none() is None:
         safety = for_worker().safety
-        _current = Runtime(detect(environment()), Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning))
+        _current = Runtime(detect(environment()), Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning), debug=safety.debug)
         if not _registered:
             _registered = True
             atexit.register(_end_at_exit)

@@ -30,8 +30,10 @@ class Runtime:
     1
     """
 
-    def __init__(self, process: Process, limits: Limits | None = None) -> None:
+    def __init__(self, process: Process, limits: Limits | None = None, *, debug: bool = False) -> None:
         self.process = process
+        self.debug = debug
+        """Whether values that should agree between ranks are compared, outside of state objects that say so themselves."""
         self.limits = limits or Limits()
         """The limits of calls that no state object makes."""
         self.pid = os.getpid()

@@ -23,6 +23,7 @@ from slipstream.comm.differentiable import gather_with_gradient
 from slipstream.comm.sites import call_site
 from slipstream.config import Config, for_worker
 from slipstream.config.sources import environment
+from slipstream.devices import rng
 from slipstream.devices.table import DistributedType, best_family, device_for, set_device
 from slipstream.runtime.arrange import arrangement
 from slipstream.runtime.current import current, current_or_none
@@ -259,6 +260,14 @@ class PartialState:
         """
         for name, value in values.items():
             check_agreement(self._channel(), self._limits, name, _by_name(value))
+
+    def verify_random_states(self, *kinds: str) -> None:
+        """Raises on every process unless the random states ("python", "numpy", "torch", ...; all if none is named) are the same.
+
+        >>> PartialState().verify_random_states("torch")
+        """
+        states = {kind: rng.fingerprint([kind]) for kind in kinds or rng.default_kinds()}
+        check_agreement(self._channel(), self._limits, "random states", states)
 
     def expect_equal(self, name: str, values: Callable[[], Mapping[str, Any]]) -> None:
         """Names values that `wait_for_everyone` compares between the processes in debug mode."""
