@@ -101,7 +101,8 @@ def _run(words: Sequence[str], **flags: Any) -> None:
         detect(environ)  # rank variables that are half set would fail in the script, with a traceback
     from slipstream.launch.start import launch
 
-    end_interpreter(launch(plan))  # at once: taking down an interpreter that has torch in it takes a third of a second
+    exit_code = launch(plan, preload=["slipstream.runtime.state", "psutil"])
+    end_interpreter(exit_code)  # at once: taking down an interpreter that has torch in it takes a third of a second
 
 
 command: Final = _Launch(

@@ -2,7 +2,8 @@
 
 `faulthandler` writes a stack from inside a C signal handler, so it needs no help of the interpreter. Each process points it
 at an anonymous file in memory; whoever may signal the process may also read that file through /proc. Linux only; elsewhere,
-and where the signal is taken, there is no stack and the report says nothing about one.
+and where the signal is taken, there is no stack and the report says nothing about one. psutil is imported when it is needed, which is
+in a process of several, after the start.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import signal
 import threading
 import time
 from typing import Any
-
-import psutil
 
 __all__ = ["StackSignal", "process_state", "signalled_stack"]
 
@@ -40,6 +39,8 @@ class StackSignal:
         """What another process needs to know in order to ask."""
         if self._file is None:
             return {}
+        import psutil
+
         thread = f"0x{threading.main_thread().ident or 0:016x}"
         return {"stack_signal": self._number, "stack_file": self._file, "stack_thread": thread, "started": psutil.Process().create_time()}
 
@@ -52,6 +53,8 @@ class StackSignal:
 
 def process_state(note: dict[str, Any]) -> str | None:
     """What the operating system says of a process on this host: "stopped by a signal", "gone"; None when it simply runs."""
+    import psutil
+
     try:
         process = psutil.Process(note["pid"])
         if "started" in note and abs(process.create_time() - note["started"]) > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import gc
+import importlib
 import io
 import json
 import os
@@ -50,11 +51,14 @@ class Result:
     failures: Sequence[Failure] = field(default=())
 
 
-def launch(plan: Plan) -> int:
-    """Carry out a plan and print the report, if there is one to print; returns the exit code. One process does not come back."""
+def launch(plan: Plan, preload: Sequence[str] = ()) -> int:
+    """Carry out a plan and print the report, if there is one to print; returns the exit code. One process does not come back.
+
+    `preload` names modules that every worker will want: imported once, before the workers are forked.
+    """
     if plan.single:
         _replace_this_process(plan)
-    result = run_agent(plan)
+    result = run_agent(plan, preload)
     if result.report:
         sys.stdout.flush()
         print(result.report, file=sys.stderr, flush=True)
@@ -70,7 +74,7 @@ def _replace_this_process(plan: Plan) -> None:
         raise ConfigError(f"{plan.command[0]} cannot be started: {error.strerror}.") from None
 
 
-def run_agent(plan: Plan) -> Result:
+def run_agent(plan: Plan, preload: Sequence[str] = ()) -> Result:
     """Become the launcher: start the processes of this machine, watch them until all have ended, and end what they left."""
     tee = parse_tee(plan.tee, plan.local_processes)
     with contextlib.ExitStack() as closing:
@@ -80,7 +84,7 @@ def run_agent(plan: Plan) -> Result:
         folder = Folder(plan.log_dir, f"run-{os.getpid()}", tee)
         closing.callback(folder.remove)
         take_on(plan.environment)  # before torch is imported: the number of threads is read then
-        plan = _import_torch(plan)
+        plan = _import_torch(plan, preload)
         adopt_orphans()
         inherited = open_files() - ({listener[0].fileno()} if listener else set())
         try:
@@ -114,12 +118,14 @@ def _note(plan: Plan) -> Callable[[str], None]:
     return note
 
 
-def _import_torch(plan: Plan) -> Plan:
+def _import_torch(plan: Plan, preload: Sequence[str]) -> Plan:
     """Import torch once for all workers; the plan that comes back starts fresh interpreters if fork turned out to be unsafe."""
     gc.disable()  # the import makes very many objects and no garbage
     import torch.distributed.elastic.agent.server.api  # noqa: F401
     import torch.distributed.elastic.rendezvous  # noqa: F401
 
+    for name in preload if plan.start_method == "fork" else ():
+        importlib.import_module(name)
     gc.enable()
     gc.freeze()  # a collection in a worker would otherwise copy the pages that all workers share
     if plan.start_method != "fork":
