@@ -17,6 +17,7 @@ FUNCTION_LINES = 60
 
 LAYERS = {
     "errors": 0,
+    "lazy": 0,
     "config": 1,
     "devices": 2,
     "launch": 2,
@@ -289,6 +290,8 @@ def _bindings(tree: ast.Module) -> tuple[set[str], set[str], list[str] | None, b
             defined.add(node.name)
         elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == PACKAGE):
             imported |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            lazy |= any(isinstance(part, ast.Name) and part.id == "__getattr__" for target in node.targets for part in ast.walk(target))
         for name, value in _assignments(node):
             if name == "__all__" and isinstance(value, (ast.List, ast.Tuple)):
                 declared = [str(ast.literal_eval(one)) for one in value.elts if not isinstance(one, ast.Starred)]

@@ -12,8 +12,9 @@ The public names are found when they are first used, so `import slipstream` impo
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from slipstream.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from slipstream.accelerator import Accelerator as Accelerator
@@ -76,13 +77,4 @@ __all__ = [
     "notebook_launcher",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazily(__name__, _HOMES)

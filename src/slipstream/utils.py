@@ -5,8 +5,9 @@ Each name is found in its own room when it is first used; nothing is defined her
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from slipstream.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from slipstream.comm.nested import (
@@ -350,13 +351,4 @@ __all__ = [
     "write_basic_config",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazily(__name__, _HOMES)

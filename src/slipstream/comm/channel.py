@@ -236,13 +236,8 @@ class GroupChannel:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def wait(self, work: Any, turn: _GroupTurn) -> None:
-        try:
-            work.wait(_SLICE)
-            return
-        except RuntimeError as error:
-            if work.is_completed():
-                self._connection_lost(turn, error)
-        vigil = turn.vigil()
+        """Waits in slices: a wait that takes longer than one is watched by a vigil."""
+        vigil: Vigil | None = None
         while True:
             try:
                 work.wait(_SLICE)
@@ -250,6 +245,7 @@ class GroupChannel:
             except RuntimeError as error:
                 if work.is_completed():
                     self._connection_lost(turn, error)
+            vigil = vigil or turn.vigil()
             try:
                 vigil.look()
             except DistributedOperationException as error:
