@@ -45,7 +45,7 @@ def measure(ranks: int = 2, quick: bool = False, cases: Sequence[str] = (), prof
     """One job that measures everything."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rounds.json"
-        words = [str(output), "--rounds", "40" if quick else "120", "--calls", "10"]
+        words = [str(output), "--rounds", "80" if quick else "240", "--calls", "5"]
         words += [word for case in cases for word in ("--case", case)]
         words += ["--profile", str(profile)] if profile else []
         subprocess.run(launch(ranks, "_collectives_worker.py", *words), check=True, timeout=900, env=quiet_environment())
