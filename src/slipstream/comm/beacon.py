@@ -144,15 +144,22 @@ class Beacon:
             except RuntimeError as error:
                 self.store_trouble = str(error).splitlines()[0]
 
-    def exit_notice(self, wait: float = 0.0) -> ExitNotice | None:
-        """How another rank ended, if the launcher has said so; looks for up to `wait` seconds."""
+    def find_loss(self, wait: float, otherwise: str) -> None:
+        """Looks for up to `wait` seconds for why another rank is gone; `loss` is then what was found, or `otherwise`."""
         deadline = time.monotonic() + wait
-        while True:
+        while time.monotonic() < deadline:
             with self._lock:
-                notice = self._read_exits()
-            if notice is not None or time.monotonic() >= deadline:
-                return notice
+                try:
+                    if self._read_exits():
+                        return
+                    self._read_events()
+                except RuntimeError as error:
+                    self.store_trouble = str(error).splitlines()[0]
+                    break
+            if self.loss is not None:
+                return
             time.sleep(0.05)
+        self.loss = self.loss or otherwise
 
     # -- the beacon's own thread ----------------------------------------------------------------------------------
 
@@ -189,14 +196,14 @@ class Beacon:
         note = {"beat": self._beat, **self._identity, **self.here.note()}
         self._store.set(f"beacon/{self.rank}", json.dumps(note))
 
-    def _read_exits(self) -> ExitNotice | None:
+    def _read_exits(self) -> bool:
         for other in self.peers:
             if self._store.check([exit_key(other)]):
                 notice = ExitNotice.from_json(self._store.get(exit_key(other)).decode())
                 if notice.exit_code != 0:
                     self.loss = str(notice)  # says more than anything that was found before
-                    return notice
-        return None
+                    return True
+        return False
 
     def _read_events(self) -> None:
         count = self._store.add("events", 0)

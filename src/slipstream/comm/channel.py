@@ -1,9 +1,9 @@
 """The channel: one generation of the process group, as the collectives see it.
 
-A `Turn` is one guarded call. It sends the header (and a body that fits) to everyone in a single all-gather on the control group,
-a gloo group of its own whose time limits are ours; if all ranks agree, bodies that did not fit follow in one second
-collective. Waiting happens in short slices, so that Ctrl-C works, a lost rank is noticed, the table of ranks is printed after
-`hang_warning` seconds and the wait ends with an exception at the limit. Nothing here knows tensors' meaning: `ops.py` does.
+A `Turn` is one guarded call. It sends the header (and a body that fits) to everyone over the wire; if all ranks agree, bodies that did not
+fit follow in one collective of a gloo group. Waiting happens in short slices, so that Ctrl-C works, a lost rank is noticed, the
+table of ranks is printed after `hang_warning` seconds and the wait ends with an exception at the limit. Nothing here knows what
+the bytes mean: `gather.py` and `ops.py` do.
 
 `Solo` is the channel of a single process: the same interface, and nothing to wait for.
 """
@@ -23,11 +23,13 @@ import torch
 from slipstream.comm.beacon import Beacon
 from slipstream.comm.verify import HEADER_SIZE, Call, Headers, explain_mismatch
 from slipstream.comm.vigil import Limits, Vigil
+from slipstream.comm.wire import ConnectionLost, Look, Wire
 from slipstream.errors import DistributedOperationException, MismatchError
 
-__all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn", "aligned"]
+__all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn", "aligned", "wait_in_slices"]
 
 _SLICE = timedelta(milliseconds=200)
+_HOST = torch.empty(0).device.type
 _Array = Any
 """A one-dimensional numpy array of bytes."""
 
@@ -126,24 +128,20 @@ class Solo:
 
 
 class GroupChannel:
-    """Several processes over a control group (gloo) and a data group (the device's backend)."""
+    """Several processes: headers over a wire, large payloads over a gloo group, device memory over the data group."""
 
-    def __init__(self, *, control: Any, data: Any, beacon: Beacon, rank: int, world_size: int, generation: int) -> None:
+    def __init__(self, *, wire: Wire, control: Any, data: Any, beacon: Beacon, rank: int, world_size: int, generation: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.generation = generation
         self.sequence = 0
+        self.room = wire.room
         self.broken: str | None = None
         """Why this generation can no longer be used; the next call opens another."""
         self.beacon = beacon
+        self._wire = wire
         self._control = control
         self._data = data
-        self._block = max(256, min(4096, 262144 // world_size))
-        self._send = torch.zeros(self._block, dtype=torch.uint8)
-        self._receive = torch.zeros((world_size, self._block), dtype=torch.uint8)
-        self._send_bytes: _Array = self._send.numpy()
-        self._receive_bytes: _Array = self._receive.numpy()
-        self.room = self._block - HEADER_SIZE
         self._lock = threading.RLock()
         self._sites_warned: set[tuple[bytes, ...]] = set()
 
@@ -152,7 +150,8 @@ class GroupChannel:
         return _GroupTurn(self, call, limits, patient)
 
     def release(self) -> tuple[Any, Any]:
-        """Gives the groups back to their owner, who closes them."""
+        """Closes the wire and gives the groups back to their owner, who closes them."""
+        self._wire.close()
         groups = self._control, self._data
         self._control = self._data = None
         return groups
@@ -176,13 +175,9 @@ class GroupChannel:
         self._lock.release()
 
     def exchange(self, turn: _GroupTurn, body: Body, sender: int | None, receiver: int | None) -> list[_Array]:
-        """One all-gather of every rank's block, the header and a body that fits; bodies that do not fit follow in a second one."""
-        header = turn.call.header(self.sequence, body.length)
-        self._send_bytes[:HEADER_SIZE] = numpy.frombuffer(header, dtype=numpy.uint8)
-        if body.length <= self.room:
-            body.write_to(self._send_bytes[HEADER_SIZE:])
-        turn.wait(self._control._allgather_base(self._receive.view(-1), self._send))
-        headers = Headers(self._receive_bytes, self.rank)
+        """Every rank's header, and the body behind it if it fits; bodies that do not fit follow in one collective."""
+        frames = self._send(turn, body)
+        headers = Headers(frames, self.rank)
         if not headers.agree():
             self._disagree(turn)
         sites = headers.sites()
@@ -190,8 +185,26 @@ class GroupChannel:
             self._warn_of_sites(turn.call, sites)
         lengths = headers.body_lengths()
         if max(lengths) <= self.room:
-            return [block[HEADER_SIZE : HEADER_SIZE + length] for block, length in zip(self._receive_bytes, lengths, strict=True)]
+            return [numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:] for frame in frames]
         return self._exchange_bodies(turn, body, lengths, sender, receiver)
+
+    def _send(self, turn: _GroupTurn, body: Body) -> list[bytearray]:
+        header = turn.call.header(self.sequence, body.length)
+        if body.length > self.room:
+            return self._carry(turn, bytearray(header))
+        frame = bytearray(HEADER_SIZE + body.length)
+        frame[:HEADER_SIZE] = header
+        body.write_to(numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:])
+        return self._carry(turn, frame)
+
+    def _carry(self, turn: _GroupTurn, frame: bytearray) -> list[bytearray]:
+        try:
+            return self._wire.exchange(frame, turn.look)
+        except ConnectionLost as lost:
+            self._connection_lost(turn, lost)
+        except BaseException:  # a wait that was given up, or interrupted, leaves half a frame behind
+            self.broken = self.broken or "a call was interrupted"
+            raise
 
     def _exchange_bodies(
         self, turn: _GroupTurn, body: Body, lengths: Sequence[int], sender: int | None, receiver: int | None
@@ -212,11 +225,9 @@ class GroupChannel:
 
     def _disagree(self, turn: _GroupTurn) -> NoReturn:
         """All ranks come to the same verdict, so all send what they were about to do, and all raise."""
-        text = f"{turn.call.describe()} at {turn.call.site}".encode()[: self._block]
-        self._send_bytes[:] = 0
-        self._send_bytes[: len(text)] = numpy.frombuffer(text, dtype=numpy.uint8)
-        turn.wait(self._control._allgather_base(self._receive.view(-1), self._send))
-        texts = [block.tobytes().rstrip(b"\0").decode(errors="replace") for block in self._receive_bytes]
+        text = Body()
+        text.add(numpy.frombuffer(f"{turn.call.describe()} at {turn.call.site}".encode()[: self.room], dtype=numpy.uint8))
+        texts = [frame[HEADER_SIZE:].decode(errors="replace") for frame in self._send(turn, text)]
         raise MismatchError(f"{explain_mismatch(texts, self.sequence)}\n(raised on rank {self.rank})")
 
     def _warn_of_sites(self, call: Call, sites: tuple[bytes, ...]) -> None:
@@ -231,35 +242,36 @@ class GroupChannel:
 
     def data_group(self, tensor: torch.Tensor) -> Any:
         """Host memory goes over the control group, device memory over the data group."""
-        return self._control if tensor.device.type == self._send.device.type else self._data
-
-    # -- waiting --------------------------------------------------------------------------------------------------
+        return self._control if tensor.device.type == _HOST else self._data
 
     def wait(self, work: Any, turn: _GroupTurn) -> None:
-        """Waits in slices: a wait that takes longer than one is watched by a vigil."""
-        vigil: Vigil | None = None
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    self._connection_lost(turn, error)
-            vigil = vigil or turn.vigil()
-            try:
-                vigil.look()
-            except DistributedOperationException as error:
-                self.broken = str(error).splitlines()[0]
-                raise
+        """Waits for an operation of a group, as watchfully as for the wire."""
+        try:
+            wait_in_slices(work, turn.look)
+        except ConnectionLost as lost:
+            self._connection_lost(turn, lost)
+        except BaseException:
+            self.broken = self.broken or "a call was interrupted"
+            raise
 
-    def _connection_lost(self, turn: _GroupTurn, error: RuntimeError) -> None:
-        """gloo says only that a connection broke: the launcher, or the others' silence, says whose."""
-        self.broken = "a connection broke"
-        notice = self.beacon.exit_notice(wait=1.5)
-        self.beacon.loss = (
-            str(notice) if notice else self.beacon.loss or f"the connection to another rank broke ({str(error).splitlines()[0]})"
-        )
+    def _connection_lost(self, turn: _GroupTurn, lost: ConnectionLost) -> NoReturn:
+        """A connection broke: the launcher, or what the other rank said before, tells why."""
+        who = "another rank" if lost.rank is None else f"rank {lost.rank}"
+        self.beacon.find_loss(1.5, f"the connection to {who} broke ({lost})")
+        self.broken = self.beacon.loss
         turn.vigil().lose()
+
+
+def wait_in_slices(work: Any, look: Look) -> None:
+    """Waits for an operation of a process group; `look` is called several times a second and may end the wait by raising."""
+    while True:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError as error:
+            if work.is_completed():
+                raise ConnectionLost(None, str(error).splitlines()[0]) from None
+        look()
 
 
 class _GroupTurn:
@@ -270,6 +282,7 @@ class _GroupTurn:
         self.call = call
         self.limits = limits
         self.patient = patient
+        self._vigil: Vigil | None = None
 
     def __enter__(self) -> _GroupTurn:
         self.channel.begin(self.call)
@@ -282,7 +295,17 @@ class _GroupTurn:
         self.channel.wait(work, self)
 
     def vigil(self) -> Vigil:
-        return Vigil(self.channel.beacon, self.call.operation, self.call.site, self.limits, patient=self.patient)
+        if self._vigil is None:
+            self._vigil = Vigil(self.channel.beacon, self.call.operation, self.call.site, self.limits, patient=self.patient)
+        return self._vigil
+
+    def look(self) -> None:
+        """Called while waiting: reports a long wait, and ends one that cannot or may not go on."""
+        try:
+            self.vigil().look()
+        except DistributedOperationException as error:
+            self.channel.broken = str(error).splitlines()[0]
+            raise
 
     def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
         return self.channel.exchange(self, body, sender, receiver)

@@ -12,9 +12,8 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
 
-__all__ = ["HEADER_SIZE", "Call", "Headers", "explain_mismatch"]
+__all__ = ["HEADER_SIZE", "Call", "Headers", "explain_mismatch", "inline_length"]
 
 _LAYOUT = struct.Struct("<IQ16s8sQ4x")
 """Mark of the format, sequence number, digest of the agreement, digest of the site, length of the body."""
@@ -55,13 +54,19 @@ class Call:
         return _LAYOUT.pack(_MAGIC, sequence, agreement, site, body_length)
 
 
-class Headers:
-    """The headers of all ranks, as they lie in the blocks that were received."""
+def inline_length(frame: bytes | bytearray, room: int) -> int:
+    """How many bytes of body follow the header in its frame: all of them, or none where they do not fit."""
+    length = int.from_bytes(frame[_LENGTH_AT : _LENGTH_AT + 8], "little")
+    return length if length <= room else 0
 
-    def __init__(self, blocks: Any, rank: int) -> None:
-        self._raw = [block[:HEADER_SIZE].tobytes() for block in blocks]
-        self._own = self._raw[rank]
-        if any(raw[:4] != self._own[:4] for raw in self._raw):
+
+class Headers:
+    """The headers of all ranks, as they stand at the beginning of their frames."""
+
+    def __init__(self, frames: Sequence[bytearray], rank: int) -> None:
+        self._raw = frames
+        self._own = frames[rank]
+        if any(raw[:4] != self._own[:4] for raw in frames):
             raise ValueError("another process sent something that is not a header: are all of them on the same version of slipstream?")
 
     def agree(self) -> bool:
@@ -71,11 +76,11 @@ class Headers:
 
     def sites(self) -> tuple[bytes, ...] | None:
         """A mark for the line of each rank's call; None when all are the same."""
-        sites = tuple(raw[_SITE_AT:_LENGTH_AT] for raw in self._raw)
+        sites = tuple(bytes(raw[_SITE_AT:_LENGTH_AT]) for raw in self._raw)
         return sites if len(set(sites)) > 1 else None
 
     def body_lengths(self) -> list[int]:
-        """How many bytes follow from each rank."""
+        """How many bytes each rank has to send besides its header."""
         return [int.from_bytes(raw[_LENGTH_AT : _LENGTH_AT + 8], "little") for raw in self._raw]
 
 

@@ -7,9 +7,12 @@ group on gloo for the headers of our collectives, whose waits are timed by us.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
+import secrets
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,16 +25,18 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.comm.beacon import Beacon
-from slipstream.comm.channel import Channel, GroupChannel, Limits
+from slipstream.comm.channel import Channel, GroupChannel, Limits, wait_in_slices
 from slipstream.comm.sites import call_site
 from slipstream.comm.vigil import Vigil
-from slipstream.errors import DistributedOperationException
+from slipstream.comm.wire import LARGEST_MESH, Gloo, Wire, connect_sockets
 from slipstream.runtime.process import Process
 from slipstream.runtime.store import connect, second_connection
 
 __all__ = ["Group", "GroupSettings", "torch_group_is_open"]
 
 _FOREVER = timedelta(days=30)
+_LOOPBACK = "127.0.0.1"
+_OPENING = "opening the process group"
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,26 @@ class Group:
             self._beacon.start()
         self.generation += 1
         store = PrefixStore(f"generation/{self.generation}", self._store)
-        self._meet(store, limits)
-        control = self._control_group(store)
+        site = call_site()
+        self._beacon.enter(self.generation, 0, _OPENING, site)
+        self._beacon.new_generation()
+        vigil = Vigil(self._beacon, _OPENING, site, limits)
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._beacon.leave)
+            listener = closing.enter_context(socket.create_server((self._own_address(), 0), backlog=process.world_size))
+            self._announce(store, listener)
+            self._meet(store, vigil)
+            control = self._control_group(store)
+            wire = self._wire(store, listener, control, vigil)
         data = self._default_group(store, limits)
-        self._beacon.leave()
         return GroupChannel(
-            control=control, data=data, beacon=self._beacon, rank=process.rank, world_size=process.world_size, generation=self.generation
+            wire=wire,
+            control=control,
+            data=data,
+            beacon=self._beacon,
+            rank=process.rank,
+            world_size=process.world_size,
+            generation=self.generation,
         )
 
     def _find_store(self) -> Store:
@@ -92,25 +111,38 @@ class Group:
             return PrefixStore("slipstream", store)
         return connect(self.process)
 
-    def _meet(self, store: Store, limits: Limits) -> None:
+    def _own_address(self) -> str:
+        """The address at which the other ranks reach this one: loopback on one machine, else that of the way to the main process."""
+        if self.process.one_machine or self.process.master_addr is None:
+            return _LOOPBACK
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((socket.gethostbyname(self.process.master_addr), 9))  # sends nothing: the system only chooses a route
+            return str(probe.getsockname()[0])
+
+    def _announce(self, store: Store, listener: socket.socket) -> None:
+        host, port = listener.getsockname()[:2]
+        if self.process.rank == 0:
+            store.set("token", secrets.token_hex(16))
+        store.set(f"address/{self.process.rank}", f"{host} {port}")
+
+    def _meet(self, store: Store, vigil: Vigil) -> None:
         """Waits until every rank is about to open this generation: what follows is then a matter of milliseconds."""
-        beacon = self._beacon
-        assert beacon is not None
-        site = call_site()
-        beacon.enter(self.generation, 0, "opening the process group", site)
-        beacon.new_generation()
-        vigil = Vigil(beacon, "opening the process group", site, limits)
         if store.add("arrived", 1) == self.process.world_size:
             store.set("complete", "")
-        try:
-            for pause in _pauses():
-                if store.check(["complete"]):
-                    return
-                vigil.look()
-                time.sleep(pause)
-        except DistributedOperationException:
-            beacon.leave()
-            raise
+        for pause in _pauses():
+            if store.check(["complete"]):
+                return
+            vigil.look()
+            time.sleep(pause)
+
+    def _wire(self, store: Store, listener: socket.socket, control: Any, vigil: Vigil) -> Wire:
+        world_size = self.process.world_size
+        if world_size > LARGEST_MESH:
+            return Gloo(control, world_size, wait_in_slices)
+        answers = store.multi_get(["token", *(f"address/{rank}" for rank in range(world_size))])
+        token, *places = [answer.decode() for answer in answers]
+        addresses = {rank: (place.split()[0], int(place.split()[1])) for rank, place in enumerate(places)}
+        return connect_sockets(self.process.rank, listener, addresses, token.encode(), vigil.look)
 
     def _control_group(self, store: Store) -> Any:
         place = PrefixStore("control", store), self.process.rank, self.process.world_size
@@ -118,7 +150,7 @@ class Group:
             return ProcessGroupGloo(*place, _FOREVER)  # our own vigil decides how long a wait may take
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _FOREVER
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         return ProcessGroupGloo(*place, options)
 
     def _default_group(self, store: Store, limits: Limits) -> Any:
