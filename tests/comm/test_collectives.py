@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from slipstream import PartialState
+from slipstream import MismatchError, PartialState
 from slipstream.testing import RankPool
 
 WORLDS = [1, 2, 3, 4]
@@ -245,27 +245,47 @@ def test_one_process_is_no_special_case(ranks: Any) -> None:
     assert everyone(ranks(1), run) == [(1, ["a"], ["a"], [1.0])]
 
 
-def test_a_tree_of_twenty_tensors_is_two_collectives_and_a_small_one_is_one(ranks: Any) -> None:
+def test_a_small_gather_is_one_exchange_and_a_large_tree_one_collective_more(ranks: Any) -> None:
     def run(state: PartialState) -> Any:
         channel = state._channel()
         counted: list[str] = []
-        control = channel._control
 
         class Counting:
+            def __init__(self, inner: Any) -> None:
+                self.inner = inner
+
             def __getattr__(self, name: str) -> Any:
-                counted.append(name)
-                return getattr(control, name)
+                if name in ("exchange", "_allgather_base"):
+                    counted.append(name)
+                return getattr(self.inner, name)
 
-        channel._control = Counting()
+        channel._wire = Counting(channel._wire)
+        channel._control = Counting(channel.control())
+        state.gather(torch.ones(8))
+        small, counted[:] = list(counted), []
+        state.gather({f"k{number}": torch.ones(1000) for number in range(20)})
+        channel._wire, channel._control = channel._wire.inner, channel._control.inner
+        return small, counted
+
+    assert everyone(ranks(2), run) == [(["exchange"], ["exchange", "_allgather_base"])] * 2
+
+
+def test_large_worlds_send_their_headers_by_gloo(ranks: Any) -> None:
+    def run() -> Any:
+        from slipstream.runtime import group
+
+        group.LARGEST_MESH = 1
         try:
-            state.gather(torch.ones(8))
-            small = len(counted)
-            state.gather({f"k{number}": torch.ones(1000) for number in range(20)})
-            return small, len(counted) - small
+            state = PartialState()
+            me = state.process_index
+            with pytest.raises(MismatchError, match="gather"):
+                state.gather(torch.ones(1)) if me else state.wait_for_everyone()
+            state.wait_for_everyone()
+            return type(state._channel()._wire).__name__, state.gather([f"r{me}"]), len(state.gather(torch.ones(3000)))
         finally:
-            channel._control = control
+            group.LARGEST_MESH = 64
 
-    assert everyone(ranks(2), run) == [(1, 2)] * 2
+    assert ranks(2).run(run) == [("Gloo", ["r0", "r1"], 6000)] * 2
 
 
 def test_device_memory_takes_the_data_group(ranks: Any) -> None:
@@ -277,7 +297,7 @@ def test_device_memory_takes_the_data_group(ranks: Any) -> None:
         channel = state._channel()
         original = leaves._HOST
         leaves._HOST = "elsewhere"
-        channel.data_group = lambda tensor: channel._control
+        channel.data_group = lambda tensor: channel.control()
         try:
             me = state.process_index
             data = {"a": torch.full((me + 1, 2), me), "b": torch.tensor([1.5 * me]), "t": [f"r{me}"]}

@@ -118,21 +118,85 @@ def test_an_extra_call_when_the_other_process_has_ended_is_an_error(ranks: Any) 
     assert "rank 1 left the group after 0 collectives" in str(main.error)
 
 
-def test_the_same_call_from_two_branches_works_and_is_pointed_out_once(ranks: Any) -> None:
-    def run() -> tuple[list[Any], int]:
-        import warnings
-
+def test_a_missed_call_of_the_same_kind_and_shape_is_an_error_and_not_mixed_data(ranks: Any) -> None:
+    def run() -> tuple[str, list[int]]:
         state = PartialState()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                if state.is_main_process:
-                    result = state.gather(["main"])
-                if not state.is_main_process:
-                    result = state.gather(["other"])
-        return result, sum("another line" in str(entry.message) for entry in caught)
+        with pytest.raises(MismatchError) as caught:  # noqa: PT012 - the two ranks raise at different lines
+            if state.is_main_process:
+                state.gather(torch.ones(1))
+            state.gather(torch.ones(1))
+        return str(caught.value), state.gather([state.process_index])
 
-    assert ranks(2).run(run) == [(["main", "other"], 1)] * 2
+    for message, after in ranks(2).run(run):
+        lines = [line for line in message.splitlines() if "gather float32(1,) at test_mistakes.py:" in line]
+        assert len(set(lines)) == 2, message
+        assert after == [0, 1]
+
+
+def test_sending_and_waiting_from_two_branches_is_right(ranks: Any) -> None:
+    def run() -> tuple[Any, Any]:
+        state = PartialState()
+        if state.is_main_process:
+            sent = state.broadcast(torch.ones(1))
+            named = state.broadcast_object_list(["main"])
+            state.wait_for_everyone()
+        if not state.is_main_process:
+            sent = state.broadcast(torch.zeros(1))
+            named = state.broadcast_object_list([None])
+            state.wait_for_everyone()
+        return sent.item(), named
+
+    assert ranks(2).run(run) == [(1.0, ["main"])] * 2
+
+
+def test_a_collective_inside_the_main_processes_turn_is_named_and_the_ranks_stay_in_step(ranks: Any) -> None:
+    def run() -> tuple[str, list[int]]:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught, state.main_process_first():
+            state.gather([1])
+        return str(caught.value), state.gather([state.process_index])
+
+    for message, after in ranks(2).run(run):
+        assert "main_process_first" in message
+        assert after == [0, 1]
+
+
+def test_what_one_rank_refuses_reaches_the_others(ranks: Any) -> None:
+    def run() -> list[bool]:
+        state = PartialState()
+        main = state.is_main_process
+        endless: list[Any] = []
+        endless.append(endless)
+        refused = []
+        for act in (
+            lambda: state.gather("text" if main else torch.ones(1), with_gradient=True),
+            lambda: state.gather(torch.ones(1, requires_grad=main), with_gradient=True),
+            lambda: state.gather(endless if main else [1]),
+            lambda: state.gather([1], dst=7 if main else 0),
+            lambda: state.gather_object([1] if main else 1),
+        ):
+            with pytest.raises((MismatchError, TypeError, ValueError, RecursionError)):
+                act()
+            refused.append(state.gather([1]) == [1, 1])
+        return refused
+
+    assert ranks(2).run(run) == [[True] * 5] * 2
+
+
+def test_the_place_where_long_structures_differ_is_shown_with_the_line(ranks: Any) -> None:
+    def run() -> str:
+        state = PartialState()
+        data = {f"tensor number {number}": torch.ones(2) for number in range(300)}
+        data["tensor number 250"] = torch.ones(2, dtype=torch.float64 if state.is_main_process else torch.int32)
+        with pytest.raises(MismatchError) as caught:
+            state.gather(data)
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "tensor number 250: float64" in message
+        assert "tensor number 250: int32" in message
+        assert message.count("at test_mistakes.py:") == 2
+        assert len(message) < 2000
 
 
 def test_what_no_rank_can_send_is_the_users_own_error(ranks: Any) -> None:

@@ -210,3 +210,111 @@ def test_where_the_processes_meet_has_to_be_known(monkeypatch: pytest.MonkeyPatc
     reset()
     with pytest.raises((ConfigError, StateError), match="WORLD_SIZE"):
         PartialState()
+
+
+def test_a_worker_of_a_data_loader_knows_its_rank_and_takes_no_part(ranks: Any) -> None:
+    class Items(torch.utils.data.Dataset[str]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> str:
+            state = PartialState()
+            try:
+                state.gather([1])
+            except StateError as error:
+                return f"{state.process_index} {'child of process' in str(error)}"
+            return "took part"
+
+    def run() -> Any:
+        state = PartialState()
+        forked = torch.utils.data.DataLoader(Items(), num_workers=1, batch_size=None)
+        seen = list(forked)
+        return seen, state.gather([state.process_index])
+
+    assert ranks(2).run(run) == [(["0 True"] * 2, [0, 1]), (["1 True"] * 2, [0, 1])]
+
+
+def test_a_fresh_child_process_does_not_take_its_parents_rank(ranks: Any) -> None:
+    def run() -> Any:
+        import subprocess
+        import sys
+
+        state = PartialState()
+        program = "from slipstream import PartialState; print(PartialState().process_index)"
+        seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        return seen, state.gather([state.process_index])
+
+    assert ranks(2).run(run, timeout=60) == [("0", [0, 1]), ("1", [0, 1])]
+
+
+def test_threads_that_need_the_group_at_once_open_one(ranks: Any) -> None:
+    def run() -> int:
+        state = PartialState()
+        state.destroy_process_group()
+        before = current().generation
+        seen: list[Any] = []
+        threads = [threading.Thread(target=lambda: seen.append(state._channel())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({id(channel) for channel in seen}) == 1
+        return current().generation - before
+
+    assert ranks(2).run(run) == [1, 1]
+
+
+def test_settings_of_the_group_that_cannot_be_had_are_refused(ranks: Any) -> None:
+    def run() -> list[int]:
+        for wrong in ({"backend": "nonsense"}, {"init_method": "rubbish"}):
+            with pytest.raises(ConfigError):
+                PartialState(**wrong)
+        state = PartialState()
+        with pytest.raises(ConfigError, match="open with 'gloo'"):
+            PartialState(backend="cpu:gloo")
+        return state.gather([1])
+
+    assert ranks(2).run(run) == [[1, 1]] * 2
+    with pytest.raises(ConfigError, match="nonsense"):
+        PartialState(backend="nonsense")
+
+
+def test_objects_come_back_in_order_and_without_padding_too(ranks: Any) -> None:
+    def run() -> Any:
+        state = PartialState()
+        with state.split_between_processes(["a", "b", "c"], apply_padding=True) as mine:
+            padded = list(mine)
+        first = state.gather_object(padded), state.gather_for_metrics(padded, use_gather_object=True)
+        with state.split_between_processes(letter for letter in "abcd") as mine:
+            dealt = list(mine)
+        return *first, state.gather_object(dealt)
+
+    assert ranks(2).run(run) == [(["a", "b", "c"], ["a", "b", "c"], ["a", "b", "c", "d"])] * 2
+
+
+def test_gathers_of_other_functions_are_not_taken_for_results_of_the_split(ranks: Any) -> None:
+    def run() -> Any:
+        state = PartialState()
+
+        def work() -> Any:
+            with state.split_between_processes(range(3), apply_padding=True) as mine:
+                return state.gather(list(mine))
+
+        results = work()
+        return results, state.gather([10, 11])
+
+    assert ranks(2).run(run) == [([0, 1, 2], [10, 11, 10, 11])] * 2
+
+
+def test_a_rank_that_stops_early_does_not_change_the_order_on_itself_alone(ranks: Any) -> None:
+    def run() -> Any:
+        state = PartialState()
+        taken = []
+        with state.split_between_processes(number for number in range(4)) as mine:
+            for item in mine:
+                taken.append(item)
+                if state.is_main_process and len(taken) == 2:
+                    break
+        return state.gather(taken)
+
+    assert ranks(2).run(run) == [[0, 2, 1, 3]] * 2

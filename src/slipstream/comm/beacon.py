@@ -144,10 +144,10 @@ class Beacon:
             except RuntimeError as error:
                 self.store_trouble = str(error).splitlines()[0]
 
-    def find_loss(self, wait: float, otherwise: str) -> None:
+    def find_loss(self, wait: float, otherwise: str | None = None) -> None:
         """Looks for up to `wait` seconds for why another rank is gone; `loss` is then what was found, or `otherwise`."""
         deadline = time.monotonic() + wait
-        while time.monotonic() < deadline:
+        while True:
             with self._lock:
                 try:
                     if self._read_exits():
@@ -156,8 +156,8 @@ class Beacon:
                 except RuntimeError as error:
                     self.store_trouble = str(error).splitlines()[0]
                     break
-            if self.loss is not None:
-                return
+            if self.loss is not None or time.monotonic() >= deadline:
+                break
             time.sleep(0.05)
         self.loss = self.loss or otherwise
 

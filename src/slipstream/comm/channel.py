@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -24,7 +23,7 @@ from slipstream.comm.beacon import Beacon
 from slipstream.comm.verify import HEADER_SIZE, Call, Headers, explain_mismatch
 from slipstream.comm.vigil import Limits, Vigil
 from slipstream.comm.wire import ConnectionLost, Look, Wire
-from slipstream.errors import DistributedOperationException, MismatchError
+from slipstream.errors import MismatchError
 
 __all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn", "aligned", "wait_in_slices"]
 
@@ -130,7 +129,9 @@ class Solo:
 class GroupChannel:
     """Several processes: headers over a wire, large payloads over a gloo group, device memory over the data group."""
 
-    def __init__(self, *, wire: Wire, control: Any, data: Any, beacon: Beacon, rank: int, world_size: int, generation: int) -> None:
+    def __init__(
+        self, *, wire: Wire, control: Callable[[], Any], data: Any, beacon: Beacon, rank: int, world_size: int, generation: int
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.generation = generation
@@ -140,10 +141,10 @@ class GroupChannel:
         """Why this generation can no longer be used; the next call opens another."""
         self.beacon = beacon
         self._wire = wire
-        self._control = control
+        self._open_control = control
+        self._control: Any = None
         self._data = data
         self._lock = threading.RLock()
-        self._sites_warned: set[tuple[bytes, ...]] = set()
 
     def turn(self, call: Call, limits: Limits, *, patient: bool = False) -> _GroupTurn:
         """Begins a guarded call; `patient` waits as long as the others show signs of life, up to `barrier_timeout`."""
@@ -156,6 +157,17 @@ class GroupChannel:
         self._control = self._data = None
         return groups
 
+    def control(self) -> Any:
+        """The gloo group for large payloads, opened when all ranks first have one to send."""
+        if self._control is None:
+            self._control = self._open_control()
+        return self._control
+
+    def give_up(self, reason: str) -> None:
+        """This generation cannot go on here: the others find the connection closed."""
+        self.broken = self.broken or reason
+        self._wire.close()
+
     # -- used by a turn -------------------------------------------------------------------------------------------
 
     def begin(self, call: Call) -> None:
@@ -164,7 +176,7 @@ class GroupChannel:
             self.sequence += 1
             self.beacon.enter(self.generation, self.sequence, call.operation, call.site)
             if self.beacon.loss is not None:
-                self.broken = self.beacon.loss
+                self.give_up(self.beacon.loss)
                 Vigil(self.beacon, call.operation, call.site, Limits()).lose()
         except BaseException:
             self._lock.release()
@@ -180,9 +192,6 @@ class GroupChannel:
         headers = Headers(frames, self.rank)
         if not headers.agree():
             self._disagree(turn)
-        sites = headers.sites()
-        if sites is not None and sites not in self._sites_warned:
-            self._warn_of_sites(turn.call, sites)
         lengths = headers.body_lengths()
         if max(lengths) <= self.room:
             return [numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:] for frame in frames]
@@ -199,12 +208,18 @@ class GroupChannel:
 
     def _carry(self, turn: _GroupTurn, frame: bytearray) -> list[bytearray]:
         try:
-            return self._wire.exchange(frame, turn.look)
+            frames = self._wire.exchange(frame, turn.look)
         except ConnectionLost as lost:
             self._connection_lost(turn, lost)
-        except BaseException:  # a wait that was given up, or interrupted, leaves half a frame behind
-            self.broken = self.broken or "a call was interrupted"
+        except BaseException as error:  # a wait that was given up, or interrupted, leaves half a frame behind
+            self.give_up(f"{turn.call} was interrupted by {type(error).__name__}")
             raise
+        if self._wire.ended():  # a rank that left after this call is no concern of it; one that gave it up is
+            self.beacon.find_loss(0.0)
+            if self.beacon.loss is not None:
+                self.give_up(self.beacon.loss)
+                turn.vigil().lose()
+        return frames
 
     def _exchange_bodies(
         self, turn: _GroupTurn, body: Body, lengths: Sequence[int], sender: int | None, receiver: int | None
@@ -213,36 +228,28 @@ class GroupChannel:
         own = torch.empty(longest, dtype=torch.uint8)
         body.write_to(own.numpy())
         if sender is not None:
-            turn.wait(self._control.broadcast([own], _root(torch.distributed.BroadcastOptions, sender)))
+            turn.wait(self.control().broadcast([own], _root(torch.distributed.BroadcastOptions, sender)))
             return [own.numpy()[: length if rank == sender else 0] for rank, length in enumerate(lengths)]
         if receiver is not None:
             rows = [torch.empty_like(own) for _ in lengths] if self.rank == receiver else []
-            turn.wait(self._control.gather([rows] if rows else [], [own], _root(torch.distributed.GatherOptions, receiver)))
+            turn.wait(self.control().gather([rows] if rows else [], [own], _root(torch.distributed.GatherOptions, receiver)))
             return [row.numpy()[:length] for row, length in zip(rows, lengths, strict=False)] or [own.numpy()[:0] for _ in lengths]
         everything = torch.empty((self.world_size, longest), dtype=torch.uint8)
-        turn.wait(self._control._allgather_base(everything.view(-1), own))
+        turn.wait(self.control()._allgather_base(everything.view(-1), own))
         return [row[:length] for row, length in zip(everything.numpy(), lengths, strict=True)]
 
     def _disagree(self, turn: _GroupTurn) -> NoReturn:
         """All ranks come to the same verdict, so all send what they were about to do, and all raise."""
         text = Body()
-        text.add(numpy.frombuffer(f"{turn.call.describe()} at {turn.call.site}".encode()[: self.room], dtype=numpy.uint8))
+        site = f" at {turn.call.site}".encode()
+        told = turn.call.describe().encode()[: self.room - len(site)] + site
+        text.add(numpy.frombuffer(told, dtype=numpy.uint8))
         texts = [frame[HEADER_SIZE:].decode(errors="replace") for frame in self._send(turn, text)]
         raise MismatchError(f"{explain_mismatch(texts, self.sequence)}\n(raised on rank {self.rank})")
 
-    def _warn_of_sites(self, call: Call, sites: tuple[bytes, ...]) -> None:
-        """The same call from different lines may be right (two branches) or a call that one rank misses: said once."""
-        self._sites_warned.add(sites)
-        others = ", ".join(str(rank) for rank, site in enumerate(sites) if site != sites[self.rank])
-        warnings.warn(
-            f"{call.operation} number {self.sequence} was called at {call.site} on rank {self.rank}, and at another line on rank {others}. "
-            "If these are not meant to be one call, a process misses a call and results are mixed up.",
-            stacklevel=2,
-        )
-
     def data_group(self, tensor: torch.Tensor) -> Any:
         """Host memory goes over the control group, device memory over the data group."""
-        return self._control if tensor.device.type == _HOST else self._data
+        return self.control() if tensor.device.type == _HOST else self._data
 
     def wait(self, work: Any, turn: _GroupTurn) -> None:
         """Waits for an operation of a group, as watchfully as for the wire."""
@@ -250,15 +257,15 @@ class GroupChannel:
             wait_in_slices(work, turn.look)
         except ConnectionLost as lost:
             self._connection_lost(turn, lost)
-        except BaseException:
-            self.broken = self.broken or "a call was interrupted"
+        except BaseException as error:
+            self.give_up(f"{turn.call} was interrupted by {type(error).__name__}")
             raise
 
     def _connection_lost(self, turn: _GroupTurn, lost: ConnectionLost) -> NoReturn:
         """A connection broke: the launcher, or what the other rank said before, tells why."""
         who = "another rank" if lost.rank is None else f"rank {lost.rank}"
         self.beacon.find_loss(1.5, f"the connection to {who} broke ({lost})")
-        self.broken = self.beacon.loss
+        self.give_up(str(self.beacon.loss))
         turn.vigil().lose()
 
 
@@ -301,11 +308,7 @@ class _GroupTurn:
 
     def look(self) -> None:
         """Called while waiting: reports a long wait, and ends one that cannot or may not go on."""
-        try:
-            self.vigil().look()
-        except DistributedOperationException as error:
-            self.channel.broken = str(error).splitlines()[0]
-            raise
+        self.vigil().look()
 
     def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
         return self.channel.exchange(self, body, sender, receiver)

@@ -13,6 +13,7 @@ import torch
 from slipstream.comm import tree
 from slipstream.comm.channel import Channel, Limits
 from slipstream.comm.gather import gather
+from slipstream.comm.guarded import refuse
 from slipstream.comm.ops import reduce
 
 __all__ = ["gather_with_gradient"]
@@ -23,7 +24,8 @@ def gather_with_gradient(channel: Channel, limits: Limits, data: Any) -> Any:
     leaves = tree.flatten(data)
     other = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)), None)
     if other is not None:
-        raise TypeError(f"gather with gradient takes nested tensors, but there is a {type(other).__name__} in the data")
+        cause = TypeError(f"gather with gradient takes nested tensors, but there is a {type(other).__name__} in the data")
+        raise refuse(channel, limits, "gather with gradient", cause)
     return tree.unflatten(data, _Gather.apply(channel, limits, *leaves))  # type: ignore[no-untyped-call]
 
 
@@ -31,7 +33,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, channel: Channel, limits: Limits, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows = torch.tensor([[leaf.shape[0] if leaf.dim() else 1 for leaf in leaves]])
-        everyone, joined = gather(channel, limits, (rows, list(leaves)))
+        wanted = "".join("1" if needed else "0" for needed in ctx.needs_input_grad[2:])
+        everyone, joined = gather(
+            channel, limits, (rows, list(leaves)), operation="gather with gradient", condition=f" with requires_grad {wanted}"
+        )
         ctx.channel, ctx.limits = channel, limits
         ctx.shapes = [leaf.shape for leaf in leaves]
         ctx.starts = everyone[: channel.rank].sum(dim=0).tolist()

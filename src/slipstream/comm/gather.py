@@ -8,8 +8,8 @@ per rank. `arrange` puts samples into another order and drops repeated ones (see
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -19,39 +19,76 @@ from slipstream.comm.channel import Body, Channel, Limits, Turn, aligned
 from slipstream.comm.guarded import Reader, announce, refuse
 from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, spell_tensor
 
-__all__ = ["Arrange", "gather", "gather_objects"]
+__all__ = ["Arrange", "check_rank", "gather", "gather_objects"]
 
-Arrange = Callable[[Sequence[int]], "list[int] | None"]
-"""Given how many samples each rank brought: positions in their concatenation, in the order wanted; None if it does not apply."""
+
+class Arrange(Protocol):
+    """How results of split work are put back: the order of the input, without what only padded a part."""
+
+    @property
+    def total(self) -> int:
+        """How many samples the whole input had, as far as this rank knows; -1 for not known. All ranks have to know the same."""
+
+    def order(self, counts: Sequence[int]) -> list[int] | None:
+        """Given how many samples each rank brought: positions in their concatenation; None if these are not results of the split."""
 
 
 def gather_objects(
-    channel: Channel, limits: Limits, value: Any, *, dst: int | None = None, operation: str = "gather_object"
+    channel: Channel,
+    limits: Limits,
+    value: Any,
+    *,
+    dst: int | None = None,
+    arrange: Arrange | None = None,
+    flat: bool = False,
+    operation: str = "gather_object",
 ) -> list[Any] | None:
-    """The values of all ranks as a list, in the order of the ranks; with `dst`, only there."""
+    """The values of all ranks as a list, in the order of the ranks; `flat` joins them, as they are lists; with `dst`, only there."""
+    kind = "a list" if flat else "one object"
     body = Body()
     try:
-        body.add(numpy.frombuffer(codec.encode(value), dtype=numpy.uint8))
+        check_rank(dst, channel.world_size)
+        body.add(numpy.frombuffer(codec.encode([_total(arrange), value]), dtype=numpy.uint8))
     except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
         raise refuse(channel, limits, operation, error) from None
     target = "" if dst is None else f" to rank {dst}"
-    with channel.turn(announce(operation, target, lambda: f"{type(value).__name__}{target}"), limits) as turn:
+    with channel.turn(announce(operation, kind + target, lambda: f"{kind} ({type(value).__name__}){target}"), limits) as turn:
         bodies = turn.exchange(body, receiver=dst)
-        return [codec.decode(data) for data in bodies] if dst in (None, channel.rank) else None
+        told = [codec.decode(data) for data in bodies] if dst in (None, channel.rank) else None
+    if told is None:
+        return None
+    values = [value for _, value in told]
+    if not flat:
+        return values
+    joined = [item for value in values for item in value]
+    order = _agreed(arrange, [total for total, _ in told], [[len(value) for value in values]])
+    return joined if order is None else [joined[position] for position in order]
 
 
 def gather(
-    channel: Channel, limits: Limits, data: Any, *, dst: int | None = None, arrange: Arrange | None = None, operation: str = "gather"
+    channel: Channel,
+    limits: Limits,
+    data: Any,
+    *,
+    dst: int | None = None,
+    arrange: Arrange | None = None,
+    operation: str = "gather",
+    condition: str = "",
 ) -> Any:
-    """The same structure with the leaves of all ranks joined; with `dst`, only on that rank, and None elsewhere."""
-    leaves = tree.flatten(data, is_items)
+    """The same structure with the leaves of all ranks joined; with `dst`, only on that rank, and None elsewhere.
+
+    `condition` is a text on which the ranks have to agree besides.
+    """
     try:
+        check_rank(dst, channel.world_size)
+        leaves = tree.flatten(data, is_items)
         packed = [Packed(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
-        body = _body(leaves, packed)
+        body = _body(leaves, packed, _total(arrange))
+        agreement = tree.spell(data, _open, is_items)
     except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
         raise refuse(channel, limits, operation, error) from None
-    target = "" if dst is None else f" to rank {dst}"
-    call = announce(operation, tree.spell(data, _open, is_items) + target, lambda: tree.spell(data, _full, is_items) + target)
+    target = condition + ("" if dst is None else f" to rank {dst}")
+    call = announce(operation, agreement + target, lambda: tree.spell(data, _full, is_items) + target)
     tensors = [pack for pack in packed if pack is not None]
     on_host = all(pack.on_host for pack in tensors)
     with channel.turn(call, limits) as turn:
@@ -63,6 +100,24 @@ def gather(
     if dst not in (None, channel.rank):
         return None
     return tree.unflatten(data, joined.finish(leaves, packed, arrange), is_items)
+
+
+def check_rank(rank: int | None, world_size: int) -> None:
+    """Raises for a rank that this job does not have."""
+    if rank is not None and not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} does not exist: this job has {world_size} processes, 0 to {world_size - 1}")
+
+
+def _total(arrange: Arrange | None) -> int:
+    return -1 if arrange is None else arrange.total
+
+
+def _agreed(arrange: Arrange | None, totals: Sequence[int], counts: list[list[int]]) -> list[int] | None:
+    """The arrangement, if all ranks know it for the same split and every leaf that holds samples fits it."""
+    if arrange is None or not counts or totals[0] < 0 or len(set(totals)) > 1:
+        return None
+    orders = [arrange.order(count) for count in counts]
+    return orders[0] if all(order is not None for order in orders) else None
 
 
 def _open(leaf: Any) -> str:
@@ -79,13 +134,14 @@ def _full(leaf: Any) -> str:
     return f"{len(leaf)} items" if is_items(leaf) else type(leaf).__name__
 
 
-def _body(leaves: list[Any], packed: list[Packed | None]) -> Body:
+def _body(leaves: list[Any], packed: list[Packed | None], total: int) -> Body:
     """The rows of every tensor leaf, then the objects, then the bytes of tensors in host memory."""
     others = [leaf for leaf, pack in zip(leaves, packed, strict=True) if pack is None]
     encoded = codec.encode([list(leaf) if is_items(leaf) else leaf for leaf in others]) if others else b""
     tensors = [pack for pack in packed if pack is not None]
     body = Body()
-    body.add(numpy.frombuffer(struct.pack(f"<{len(tensors) + 1}q", *[pack.rows for pack in tensors], len(encoded)), dtype=numpy.uint8))
+    sizes = struct.pack(f"<{len(tensors) + 2}q", *[pack.rows for pack in tensors], total, len(encoded))
+    body.add(numpy.frombuffer(sizes, dtype=numpy.uint8))
     body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
     for pack in tensors:
         if pack.on_host:
@@ -100,10 +156,12 @@ class _Joined:
         self.rows: list[tuple[int, ...]] = []
         self.objects: list[list[Any]] = []
         host: list[list[Any]] = [[] for _ in tensors]
-        sizes = struct.Struct(f"<{len(tensors) + 1}q")
+        self.totals: list[int] = []
+        sizes = struct.Struct(f"<{len(tensors) + 2}q")
         for data in bodies:
             reader = Reader(data)
-            *rows, length = sizes.unpack(reader.take(sizes.size))
+            *rows, total, length = sizes.unpack(reader.take(sizes.size))
+            self.totals.append(total)
             encoded = reader.take(length)
             self.rows.append(tuple(rows))
             self.objects.append(codec.decode(encoded) if has_objects else [])
@@ -151,19 +209,11 @@ class _Joined:
             else:
                 results.append(list(next(objects)))
                 counts.append(None)
-        order = _common_order(counts, arrange)
+        order = _agreed(arrange, self.totals, [count for count in counts if count is not None])
         return [
             _finish_leaf(leaf, pack, result, None if count is None else order)
             for leaf, pack, result, count in zip(leaves, packed, results, counts, strict=True)
         ]
-
-
-def _common_order(counts: list[list[int] | None], arrange: Arrange | None) -> list[int] | None:
-    """The arrangement, if every leaf that holds samples fits it."""
-    if arrange is None:
-        return None
-    orders = [arrange(count) for count in counts if count is not None]
-    return orders[0] if orders and all(order is not None for order in orders) else None
 
 
 def _finish_leaf(leaf: Any, pack: Packed | None, result: Any, order: list[int] | None) -> Any:

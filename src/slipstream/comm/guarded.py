@@ -12,9 +12,31 @@ from slipstream.comm.verify import Call
 __all__ = ["Reader", "announce", "refuse"]
 
 
+_FROM_ANY_LINE = frozenset(
+    {
+        "wait_for_everyone",
+        "main_process_first",
+        "local_main_process_first",
+        "destroy_process_group",
+        "broadcast",
+        "broadcast_object_list",
+        "copy_tensor_to_devices",
+        "gather_tensor_shape",
+    }
+)
+"""Calls that programs make from two branches on purpose: who sends and who receives, who waits before and who after."""
+
+
 def announce(operation: str, agreement: str, describe: Callable[[], str]) -> Call:
-    """A call made at the user's present line; `describe` is asked only when the processes disagree."""
-    return Call(operation, agreement, call_site(), lambda: f"{operation} {describe()}".rstrip())
+    """A call made at the user's present line; `describe` is asked only when the processes disagree.
+
+    A call that joins everyone's data has to be made at the same line by all: from two lines it is most likely one that a process
+    misses, and its data would be mixed with that of the next.
+    """
+    site = call_site()
+    if operation.partition(" ")[0] not in _FROM_ANY_LINE:
+        agreement = f"{agreement}\n{site}"
+    return Call(operation, agreement, site, lambda: f"{operation} {describe()}".rstrip())
 
 
 def refuse(channel: Channel, limits: Limits, operation: str, cause: Exception) -> Exception:

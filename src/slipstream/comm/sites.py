@@ -10,9 +10,9 @@ import contextlib
 import os
 import sys
 from functools import lru_cache
-from types import FrameType
+from types import CodeType, FrameType
 
-__all__ = ["call_site", "user_frames"]
+__all__ = ["call_site", "calling_code", "user_frames"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "testing") + os.sep
@@ -43,6 +43,18 @@ def call_site() -> str:
     if frame is None:
         return "unknown place"
     return _spell(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def calling_code() -> CodeType | None:
+    """The function of the user's that led here, as its code object.
+
+    >>> calling_code().co_name
+    '<module>'
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
 
 
 def user_frames(frame: FrameType | None, limit: int = 8) -> list[str]:

@@ -8,6 +8,7 @@ comes to the same verdict and raises the same table, and the group is as usable 
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -15,18 +16,20 @@ from hashlib import blake2b
 
 __all__ = ["HEADER_SIZE", "Call", "Headers", "explain_mismatch", "inline_length"]
 
-_LAYOUT = struct.Struct("<IQ16s8sQ4x")
-"""Mark of the format, sequence number, digest of the agreement, digest of the site, length of the body."""
+_LAYOUT = struct.Struct("<IQ16s4xQ8x")
+"""Mark of the format, sequence number, digest of the agreement, length of the body."""
 _MAGIC = 0x534C5031
-_SITE_AT = 28
-_LENGTH_AT = 36
+_AGREED = 28
+"""The bytes at the beginning that have to be the same on all ranks."""
+_LENGTH_AT = 32
+_LONGEST_SHOWN = 600
 HEADER_SIZE = _LAYOUT.size
 """Bytes of a header; what follows is aligned for every type of tensor."""
 
 
 @lru_cache(maxsize=8192)
-def _digest(text: str, size: int) -> bytes:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).digest()
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class Call:
@@ -50,8 +53,7 @@ class Call:
         >>> len(Call("gather", "float32(*)", "train.py:3", str).header(7, 8))
         48
         """
-        agreement, site = _digest(f"{self.operation}\n{self.agreement}", 16), _digest(self.site, 8)
-        return _LAYOUT.pack(_MAGIC, sequence, agreement, site, body_length)
+        return _LAYOUT.pack(_MAGIC, sequence, _digest(f"{self.operation}\n{self.agreement}"), body_length)
 
 
 def inline_length(frame: bytes | bytearray, room: int) -> int:
@@ -71,13 +73,8 @@ class Headers:
 
     def agree(self) -> bool:
         """Whether every rank is in the same call, with everything in it that has to be the same."""
-        own = self._own[:_SITE_AT]
-        return all(raw[:_SITE_AT] == own for raw in self._raw)
-
-    def sites(self) -> tuple[bytes, ...] | None:
-        """A mark for the line of each rank's call; None when all are the same."""
-        sites = tuple(bytes(raw[_SITE_AT:_LENGTH_AT]) for raw in self._raw)
-        return sites if len(set(sites)) > 1 else None
+        own = self._own[:_AGREED]
+        return all(raw[:_AGREED] == own for raw in self._raw)
 
     def body_lengths(self) -> list[int]:
         """How many bytes each rank has to send besides its header."""
@@ -91,21 +88,31 @@ def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
     The processes did not call the same thing as collective number 4, so nothing was transferred:
       ranks 0, 2: gather int64(2,) at a.py:1
       rank 1: reduce(sum) int64(2,) at a.py:9
-    Every process has to make the same call with the same structure, types and shapes, in the same order.
+    Every process has to make the same call at the same line, with the same structure, types and shapes, in the same order.
     Look for a call under a condition that is not true everywhere.
     """
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks_by_text.setdefault(text, []).append(rank)
-    lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    begin = len(os.path.commonprefix(list(ranks_by_text)))
+    lines = [f"  {_ranks(ranks)}: {_shorten(text, begin)}" for text, ranks in ranks_by_text.items()]
     return "\n".join(
         [
             f"The processes did not call the same thing as collective number {sequence}, so nothing was transferred:",
             *lines,
-            "Every process has to make the same call with the same structure, types and shapes, in the same order.",
+            "Every process has to make the same call at the same line, with the same structure, types and shapes, in the same order.",
             "Look for a call under a condition that is not true everywhere.",
         ]
     )
+
+
+def _shorten(text: str, begin: int) -> str:
+    """A long text around the place where the texts begin to differ; the line of the call stays."""
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    what, _, site = text.rpartition(" at ")
+    start = max(0, begin - 100)
+    return f"{what[:40]} ... {what[start : start + 300]} ... at {site}"
 
 
 def _ranks(ranks: list[int]) -> str:

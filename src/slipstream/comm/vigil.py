@@ -65,10 +65,13 @@ class Vigil:
             return  # one table is enough, and that rank prints it
         print(
             f"slipstream: rank {beacon.rank} has waited {waited:.0f} s in {self._call}. Not there: {_ranks(beacon.missing())}. "
-            f"The wait ends with an error after {self._limit:.0f} s.\n{beacon.table()}",
+            f"The wait ends with an error after {self._limit:.0f} s{self._or_silence()}.\n{beacon.table()}",
             file=sys.stderr,
             flush=True,
         )
+
+    def _or_silence(self) -> str:
+        return f", or after {self._limits.timeout:.0f} s without a sign of life" if self._patient else ""
 
     def _give_up(self, waited: float) -> NoReturn:
         beacon, here = self._beacon, self._beacon.here
@@ -78,7 +81,8 @@ class Vigil:
             f"If the work before it may take so long, raise the limit with {name}=... or SLIPSTREAM_{name.upper()} "
             f"(now {getattr(self._limits, name):g} s)."
         )
-        beacon.post("gave_up", generation=here.generation, sequence=here.sequence, operation=here.operation, site=here.site)
+        if here.sequence:  # opening the group can be tried again; a call that was given up cannot
+            beacon.post("gave_up", generation=here.generation, sequence=here.sequence, operation=here.operation, site=here.site)
         raise WaitTimeoutError(message)
 
 

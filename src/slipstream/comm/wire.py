@@ -48,6 +48,9 @@ class Wire(Protocol):
     def exchange(self, frame: bytearray, look: Look) -> list[bytearray]:
         """The frames of all ranks, this one's included, in the order of the ranks."""
 
+    def ended(self) -> bool:
+        """Whether another rank has closed its end by now, after what was received."""
+
     def close(self) -> None: ...
 
 
@@ -66,6 +69,9 @@ class Sockets:
         frames = {other: peer.receive(look) for other, peer in self._peers.items()}
         frames[self._rank] = frame
         return [frames[rank] for rank in range(len(frames))]
+
+    def ended(self) -> bool:
+        return any(peer.ended() for peer in self._peers.values())
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -99,6 +105,16 @@ class _Peer:
         self._fill(size, look)
         frame, self._arrived = self._arrived[:size], self._arrived[size:]
         return frame
+
+    def ended(self) -> bool:
+        if self._arrived:
+            return False
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def _fill(self, size: int, look: Look) -> None:
         while len(self._arrived) < size:
@@ -170,6 +186,9 @@ class Gloo:
         self._wait(self._group._allgather_base(self._receive.view(-1), self._send), look)
         blocks = [bytearray(block) for block in self._receive.numpy()]
         return [block[: HEADER_SIZE + inline_length(block, self.room)] for block in blocks]
+
+    def ended(self) -> bool:
+        return False  # gloo does not tell
 
     def close(self) -> None:
         self._group = None

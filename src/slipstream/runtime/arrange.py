@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slipstream.comm.gather import Arrange
 from slipstream.runtime.split import Part, lengths, real_counts, restore_order
@@ -17,18 +18,25 @@ def arrangement(part: Part | None) -> Arrange | None:
 
     >>> from slipstream.runtime.split import split
     >>> arrange = arrangement(split(["a", "b", "c"], 0, 2, apply_padding=True))
-    >>> arrange([2, 2]), arrange([1, 1])
+    >>> arrange.order([2, 2]), arrange.order([1, 1])
     ([0, 1, 2], None)
     """
-    if part is None or not (part.dealt or part.apply_padding):
-        return None
+    return _Arrangement(part) if part is not None and (part.dealt or part.apply_padding) else None
 
-    def arrange(counts: Sequence[int]) -> list[int] | None:
-        if not part.used_up or list(counts) != lengths(part.total, part.world_size, part.apply_padding):
+
+@dataclass(frozen=True)
+class _Arrangement:
+    part: Part
+
+    @property
+    def total(self) -> int:
+        return self.part.total if self.part.used_up else -1
+
+    def order(self, counts: Sequence[int]) -> list[int] | None:
+        part = self.part
+        if list(counts) != lengths(part.total, part.world_size, part.apply_padding):
             return None
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         real = [list(range(start, start + count)) for start, count in zip(starts, real_counts(part.total, part.world_size), strict=True)]
         order: list[int] = restore_order(real, part.dealt)
         return order
-
-    return arrange

@@ -46,9 +46,9 @@ def gather_object(object: Any) -> list[Any]:
     (['a', 'b'], ['a'])
     """
     runtime = current()
-    values = gathering.gather_objects(runtime.channel(), runtime.limits, object)
+    values = gathering.gather_objects(runtime.channel(), runtime.limits, object, flat=isinstance(object, (list, tuple)))
     assert values is not None
-    return [item for value in values for item in value] if isinstance(object, (list, tuple)) else values
+    return values
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:

@@ -1,7 +1,8 @@
 """The one place with module-level state: the runtime of this process.
 
-Everything else gets the runtime passed in. It is made when first asked for, ends at the end of the process, and is forgotten by a
-child after a fork, which is another process and must not use its parent's connections.
+Everything else gets the runtime passed in. It is made when first asked for and ends at the end of the process. A child of a rank (a
+worker of a DataLoader, forked or fresh) inherits the variables that say which rank it is, but it is not that rank: it is told
+apart by the process that took the rank first, and gets a runtime that knows its parent's place and opens nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from slipstream.comm.vigil import Limits
 from slipstream.config import for_worker
 from slipstream.config.sources import environment
 from slipstream.runtime.clusters import detect
+from slipstream.runtime.process import Process
 from slipstream.runtime.runtime import Runtime
 
 __all__ = ["current", "current_or_none", "reset"]
 
+_OWNER = "SLIPSTREAM_INTERNAL_OWNER"
 _current: Runtime | None = None
 _registered = False
 
@@ -36,13 +39,26 @@ def current() -> Runtime:
     """
     global _current, _registered
     if current_or_none() is None:
-        safety = for_worker().safety
-        _current = Runtime(detect(environment()), Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning), debug=safety.debug)
+        process, safety = detect(environment()), for_worker().safety
+        limits = Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning)
+        _current = Runtime(process, limits, debug=safety.debug, child_of=_take_rank(process))
         if not _registered:
             _registered = True
             atexit.register(_end_at_exit)
     assert _current is not None
     return _current
+
+
+def _take_rank(process: Process) -> int | None:
+    """Marks the rank as this process's own; the process that has it already, if this is one of its children."""
+    if process.world_size == 1:
+        return None
+    place = f"{process.rank} {process.world_size} {process.run_id} {process.attempt} {process.master_port}"
+    owner, _, owned = environment().get(_OWNER, "").partition(" ")
+    if owned == place and owner != str(os.getpid()):
+        return int(owner)
+    os.environ[_OWNER] = f"{os.getpid()} {place}"
+    return None
 
 
 def reset(reason: str = "reset") -> None:
@@ -51,6 +67,8 @@ def reset(reason: str = "reset") -> None:
     runtime, _current = current_or_none(), None
     if runtime is not None:
         runtime.end(reason)
+        if runtime.child_of is None:
+            os.environ.pop(_OWNER, None)
 
 
 def _end_at_exit() -> None:

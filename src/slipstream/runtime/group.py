@@ -13,10 +13,12 @@ import itertools
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +36,6 @@ from slipstream.runtime.store import connect, second_connection
 
 __all__ = ["Group", "GroupSettings", "torch_group_is_open"]
 
-_FOREVER = timedelta(days=30)
 _LOOPBACK = "127.0.0.1"
 _OPENING = "opening the process group"
 
@@ -57,6 +58,7 @@ class Group:
         self._store: Store | None = None
         self._beacon: Beacon | None = None
         self._channel: GroupChannel | None = None
+        self._lock = threading.RLock()
 
     @property
     def is_open(self) -> bool:
@@ -64,11 +66,12 @@ class Group:
 
     def channel(self, limits: Limits) -> Channel:
         """The present generation; opens one if there is none or the last one broke."""
-        if self._channel is not None and self._channel.broken is not None:
-            self._discard()
-        if self._channel is None:
-            self._channel = self._open(limits)
-        return self._channel
+        with self._lock:
+            if self._channel is not None and self._channel.broken is not None:
+                self.close(self._channel.broken)
+            if self._channel is None:
+                self._channel = self._open(limits)
+            return self._channel
 
     # -- opening --------------------------------------------------------------------------------------------------
 
@@ -79,10 +82,10 @@ class Group:
         if self._beacon is None:
             self._beacon = Beacon(second_connection(self._store), process.rank, process.world_size, process.host, os.getpid())
             self._beacon.start()
-        self.generation += 1
-        store = PrefixStore(f"generation/{self.generation}", self._store)
+        generation = self.generation + 1
+        store = PrefixStore(f"generation/{generation}", self._store)
         site = call_site()
-        self._beacon.enter(self.generation, 0, _OPENING, site)
+        self._beacon.enter(generation, 0, _OPENING, site)
         self._beacon.new_generation()
         vigil = Vigil(self._beacon, _OPENING, site, limits)
         with contextlib.ExitStack() as closing:
@@ -90,17 +93,17 @@ class Group:
             listener = closing.enter_context(socket.create_server((self._own_address(), 0), backlog=process.world_size))
             self._announce(store, listener)
             self._meet(store, vigil)
-            control = self._control_group(store)
+            self.generation = generation  # from here on it is spent, whatever happens
+            control = partial(self._control_group, store, limits)
             wire = self._wire(store, listener, control, vigil)
-        data = self._default_group(store, limits)
         return GroupChannel(
             wire=wire,
             control=control,
-            data=data,
+            data=self._default_group(store, limits),
             beacon=self._beacon,
             rank=process.rank,
             world_size=process.world_size,
-            generation=self.generation,
+            generation=generation,
         )
 
     def _find_store(self) -> Store:
@@ -129,27 +132,33 @@ class Group:
         """Waits until every rank is about to open this generation: what follows is then a matter of milliseconds."""
         if store.add("arrived", 1) == self.process.world_size:
             store.set("complete", "")
-        for pause in _pauses():
-            if store.check(["complete"]):
-                return
-            vigil.look()
-            time.sleep(pause)
+        try:
+            for pause in _pauses():
+                if store.check(["complete"]):
+                    return
+                vigil.look()
+                time.sleep(pause)
+        except BaseException:
+            store.add("arrived", -1)  # the others are not to count on this rank; it comes again, or not at all
+            raise
 
-    def _wire(self, store: Store, listener: socket.socket, control: Any, vigil: Vigil) -> Wire:
+    def _wire(self, store: Store, listener: socket.socket, control: Callable[[], Any], vigil: Vigil) -> Wire:
         world_size = self.process.world_size
         if world_size > LARGEST_MESH:
-            return Gloo(control, world_size, wait_in_slices)
+            return Gloo(control(), world_size, wait_in_slices)
         answers = store.multi_get(["token", *(f"address/{rank}" for rank in range(world_size))])
         token, *places = [answer.decode() for answer in answers]
         addresses = {rank: (place.split()[0], int(place.split()[1])) for rank, place in enumerate(places)}
         return connect_sockets(self.process.rank, listener, addresses, token.encode(), vigil.look)
 
-    def _control_group(self, store: Store) -> Any:
+    def _control_group(self, store: Store, limits: Limits) -> Any:
+        """The gloo group for large payloads: our own vigil decides how long a wait may take, so its limit is a longer one."""
+        limit = timedelta(seconds=max(limits.timeout, 1800.0) + 60.0)
         place = PrefixStore("control", store), self.process.rank, self.process.world_size
         if not self.process.one_machine:
-            return ProcessGroupGloo(*place, _FOREVER)  # our own vigil decides how long a wait may take
+            return ProcessGroupGloo(*place, limit)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = _FOREVER
+        options._timeout = limit
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         return ProcessGroupGloo(*place, options)
 
@@ -178,11 +187,6 @@ class Group:
             _keep_forever(groups)
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _discard(self) -> None:
-        channel = self._channel
-        assert channel is not None
-        self.close(channel.broken or "broken")
 
     def end(self, reason: str) -> None:
         """Closes the group and the store: for the end of the process, or of a test."""
@@ -216,7 +220,7 @@ def _pauses() -> Iterator[float]:
 
 def _keep_forever(groups: tuple[Any, ...]) -> None:
     """A group with an operation that never completes must not be destroyed: its destructor would wait for it, holding the GIL."""
-    for group in groups:
+    for group in filter(None, groups):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

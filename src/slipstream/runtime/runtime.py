@@ -7,11 +7,13 @@ objects that were given them, not to the runtime, so that one object never chang
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.comm.channel import Channel, Limits, Solo
 from slipstream.devices.table import best_family
+from slipstream.errors import ConfigError, StateError
 from slipstream.runtime.group import Group, GroupSettings
 from slipstream.runtime.process import Process
 from slipstream.runtime.turns import wait_for_everyone
@@ -30,8 +32,10 @@ class Runtime:
     1
     """
 
-    def __init__(self, process: Process, limits: Limits | None = None, *, debug: bool = False) -> None:
+    def __init__(self, process: Process, limits: Limits | None = None, *, debug: bool = False, child_of: int | None = None) -> None:
         self.process = process
+        self.child_of = child_of
+        """The process that has this rank, if this is a child of it."""
         self.debug = debug
         """Whether values that should agree between ranks are compared, outside of state objects that say so themselves."""
         self.limits = limits or Limits()
@@ -40,12 +44,18 @@ class Runtime:
         self.replicas: dict[str, _Replica] = {}
         """What `debug` compares between ranks at every barrier."""
         self._solo = Solo()
+        self._lock = threading.Lock()
         self._group: Group | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether the group is open now; a single process needs none."""
         return self._group is not None and self._group.is_open
+
+    @property
+    def settings(self) -> GroupSettings | None:
+        """What the group was opened with, if it is open."""
+        return self._group.settings if self._group is not None and self._group.is_open else None
 
     @property
     def generation(self) -> int:
@@ -56,9 +66,19 @@ class Runtime:
         """The way to the other processes; opens the group if it is not open."""
         if self.process.world_size == 1:
             return self._solo
-        if self._group is None:
-            self._group = Group(self.process, settings or _default_settings())
-        return self._group.channel(limits or self.limits)
+        if self.child_of is not None:
+            raise StateError(
+                f"this is a child of process {self.child_of}, which is rank {self.process.rank}: a worker of a DataLoader, "
+                "or another process that it started. Children take no part in collectives: call this in the process that was launched."
+            )
+        with self._lock:
+            if self._group is None:
+                self._group = Group(self.process, settings or _default_settings())
+        try:
+            return self._group.channel(limits or self.limits)
+        except ConfigError:
+            self._group = None  # with settings that cannot be used, nothing is open
+            raise
 
     def wait_for_everyone(self) -> None:
         """A barrier with the default limits; see `runtime/turns.py`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -20,11 +21,13 @@ from slipstream.comm import gather as gathering, ops
 from slipstream.comm.agree import check_agreement
 from slipstream.comm.channel import Channel, Limits
 from slipstream.comm.differentiable import gather_with_gradient
-from slipstream.comm.sites import call_site
+from slipstream.comm.gather import Arrange
+from slipstream.comm.sites import call_site, calling_code
 from slipstream.config import Config, for_worker
 from slipstream.config.sources import environment
 from slipstream.devices import rng
 from slipstream.devices.table import DistributedType, best_family, device_for, set_device
+from slipstream.errors import ConfigError
 from slipstream.runtime.arrange import arrangement
 from slipstream.runtime.current import current, current_or_none
 from slipstream.runtime.group import GroupSettings, torch_group_is_open
@@ -60,7 +63,7 @@ class PartialState:
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         backend, init_method = kwargs.pop("backend", None), kwargs.pop("init_method", None)
-        self._config: Config = for_worker(_constructor_values(cpu, kwargs))
+        self._config: Config = for_worker(_constructor_values(cpu, kwargs), caller=type(self).__name__)
         safety = self._config.safety
         self._limits = Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning)
         self._runtime = current()
@@ -68,11 +71,13 @@ class PartialState:
         self.fork_launched: bool = environment().get("FORK_LAUNCHED") == "1"
         self._family = best_family(self._config.device.cpu, distributed=self._runtime.process.world_size > 1)
         self.device: torch.device = device_for(self._family, self._runtime.process.local_rank)
-        self._settings = GroupSettings(backend or self._family.backend, init_method)
+        self._settings = _group_settings(backend, init_method, self._family.backend, self._runtime.settings)
         self._part: Part | None = None
+        self._part_of: CodeType | None = None
         self._triggered = False
         self.set_device()
-        self._channel()
+        if self._runtime.child_of is None:
+            self._channel()
 
     def _channel(self) -> Channel:
         return self._runtime.channel(self._limits, self._settings)
@@ -211,7 +216,12 @@ class PartialState:
         the repeated ones again, and gives the results of a dealt-out iterable in the order of the input.
         """
         self._part = split(inputs, self.process_index, self.num_processes, apply_padding)
+        self._part_of = calling_code()
         yield self._part.value
+
+    def _arrangement(self, *, anywhere: bool = False) -> Arrange | None:
+        """For results of the part that was split last; of plain gathers only those in the function that split it."""
+        return arrangement(self._part) if self._part is not None and (anywhere or calling_code() is self._part_of) else None
 
     # -- collectives (comm/) --------------------------------------------------------------------------------------
 
@@ -221,20 +231,22 @@ class PartialState:
             if dst is not None:
                 raise ValueError(f"gather(with_gradient=True, dst={dst}): every process has a gradient to give, so leave out dst")
             return gather_with_gradient(self._channel(), self._limits, tensor)
-        return gathering.gather(self._channel(), self._limits, tensor, dst=dst, arrange=arrangement(self._part))
+        return gathering.gather(self._channel(), self._limits, tensor, dst=dst, arrange=self._arrangement())
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without what only padded a part; `use_gather_object` concatenates lists of any objects, tensors included."""
         if use_gather_object:
-            return self.gather_object(input_data)
-        return gathering.gather(self._channel(), self._limits, input_data, arrange=arrangement(self._part), operation="gather_for_metrics")
+            return self._gather_objects(input_data, None, self._arrangement(anywhere=True))
+        arrange = self._arrangement(anywhere=True)
+        return gathering.gather(self._channel(), self._limits, input_data, arrange=arrange, operation="gather_for_metrics")
 
     def gather_object(self, object: Any, dst: int | None = None) -> Any:
         """The objects of all processes as one list, lists and tuples concatenated; with `dst`, only there."""
-        values = gathering.gather_objects(self._channel(), self._limits, object, dst=dst)
-        if values is not None and isinstance(object, (list, tuple)):
-            return [item for value in values for item in value]
-        return values
+        return self._gather_objects(object, dst, self._arrangement())
+
+    def _gather_objects(self, value: Any, dst: int | None, arrange: Arrange | None) -> Any:
+        flat = isinstance(value, (list, tuple))
+        return gathering.gather_objects(self._channel(), self._limits, value, dst=dst, arrange=arrange, flat=flat)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Tensors, arrays or numbers combined over the processes: sum, mean, max or min; see `comm/ops.py`."""
@@ -314,11 +326,24 @@ def _constructor_values(cpu: bool, kwargs: dict[str, Any]) -> dict[str, object]:
         known = ", ".join(("cpu", "backend", "init_method", *_CONSTRUCTOR_OPTIONS))
         raise TypeError(f"unknown argument {', '.join(unknown)}: a state takes {known}")
     values: dict[str, object] = {name: value for name, value in kwargs.items() if value is not None}
-    if isinstance(values.get("timeout"), timedelta):
-        values["timeout"] = kwargs["timeout"].total_seconds()
+    values = {name: value.total_seconds() if isinstance(value, timedelta) else value for name, value in values.items()}
     if cpu:
         values["cpu"] = True
     return values
+
+
+def _group_settings(backend: str | None, init_method: str | None, usual: str, present: GroupSettings | None) -> GroupSettings:
+    """What this object wants of torch's default group; an error where that cannot be had."""
+    known = torch.distributed.Backend.backend_list
+    if backend is not None and not {part.rpartition(":")[2] for part in backend.split(",")} <= set(known):
+        raise ConfigError(f"backend={backend!r} is not one that torch.distributed has here: write one of {', '.join(known)}")
+    if init_method is not None and "://" not in init_method:
+        raise ConfigError(f"init_method={init_method!r} is not an address: write something like tcp://host:port or file:///path")
+    if backend is not None and present is not None and present.backend != backend:
+        raise ConfigError(
+            f"backend={backend!r} was asked for, but the process group is open with {present.backend!r}: call destroy_process_group() first"
+        )
+    return GroupSettings(backend or usual, init_method)
 
 
 def _by_name(value: Any) -> Mapping[str, Any]:

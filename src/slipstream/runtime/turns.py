@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 from slipstream.comm.channel import Channel
 from slipstream.comm.ops import barrier
 from slipstream.comm.vigil import Limits
-from slipstream.errors import PeerLostError
+from slipstream.errors import DistributedOperationException, PeerLostError
 
 __all__ = ["first", "leave_together", "only_if", "wait_for_everyone"]
 
@@ -39,6 +39,8 @@ def first(channel: Channel, limits: Limits, goes_first: bool, operation: str) ->
         return
     try:
         yield
+    except DistributedOperationException:
+        raise  # the others are in it too, and no longer wait for this block
     except BaseException as error:
         barrier(channel, limits, operation, f"{type(error).__name__}: {error}")
         raise
