@@ -8,6 +8,9 @@ import threading
 
 import psutil
 import pytest
+import torch
+
+from slipstream import PartialState
 
 
 @pytest.fixture
@@ -140,3 +143,32 @@ def test_the_pools_of_the_session_are_no_leak(session):
             assert ranks(1).run(lambda: 5) == [5]
         """
     ).assert_outcomes(passed=1)
+
+
+def test_variables_that_torch_sets_for_its_compiler_are_no_leak_and_stay(session, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+    session(
+        """
+        import os
+
+        def test_imports_the_compiler():
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = "after"
+
+        def test_leaks():
+            os.environ["LEAKED"] = "1"
+
+        def test_it_is_still_set():
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "after"
+            assert "LEAKED" not in os.environ
+        """
+    ).assert_outcomes(passed=3, errors=1)
+
+
+def test_a_model_in_torch_ddp_leaves_nothing_behind_in_a_rank(ranks):
+    def run():
+        state = PartialState()
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.full((1, 2), float(state.process_index))).sum().backward()
+        return model.module.weight.grad.tolist()
+
+    assert ranks(2).run(run) == [[[0.5, 0.5]]] * 2

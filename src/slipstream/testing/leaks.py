@@ -20,6 +20,7 @@ from slipstream.testing import environment
 __all__ = ["Before", "observe", "restore", "wait_for_none"]
 
 _SET_BY_THE_TEST_RUNNER = frozenset({"PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS", "LINES"})
+_SET_BY_THE_COMPILER = ("TORCHINDUCTOR_", "TRITON_")  # torch tells its compiler's own child processes where its caches and tools are
 _THREADS_OF_OTHERS = ("tqdm",)  # tqdm keeps one monitor thread for the whole process, by design
 _PROGRAMS_OF_OTHERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # one for each interpreter, as long as it lives
 
@@ -73,7 +74,7 @@ def restore(before: Before, *, expected: Collection[int] = ()) -> None:
     if _group_is_open() and not before.group:
         sys.modules["torch.distributed"].destroy_process_group()
     now = environment.snapshot()
-    environment.replace({**{name: now[name] for name in _SET_BY_THE_TEST_RUNNER if name in now}, **_lasting(before.variables)})
+    environment.replace({**{name: value for name, value in now.items() if _is_set_by_others(name)}, **_lasting(before.variables)})
     for child in _new_children(before, expected):
         child.kill()
         child.wait(timeout=5)
@@ -90,7 +91,12 @@ def _group_is_open() -> bool:
 
 
 def _lasting(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in variables.items() if name not in _SET_BY_THE_TEST_RUNNER}
+    return {name: value for name, value in variables.items() if not _is_set_by_others(name)}
+
+
+def _is_set_by_others(name: str) -> bool:
+    """Not by the test: by what runs it, or by torch, which writes such variables once, when something imports its compiler."""
+    return name in _SET_BY_THE_TEST_RUNNER or name.startswith(_SET_BY_THE_COMPILER)
 
 
 def _variables(before: Before) -> Iterable[str]:
