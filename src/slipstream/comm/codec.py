@@ -109,7 +109,7 @@ class _Encoder:
             return {_TAG: "complex", "v": [value.real, value.imag]}
         if kind is bytes or kind is bytearray:
             return {_TAG: kind.__name__, "at": self._store(bytes(value))}
-        if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
+        if kind is torch.Tensor and value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested):
             return {_TAG: "tensor", **self._tensor(value)}
         if isinstance(value, (numpy.ndarray, numpy.generic)) and kind.__module__ == "numpy" and value.dtype.kind in "biufcSUmM":
             data = self._store(numpy.ascontiguousarray(value).tobytes())
@@ -127,8 +127,11 @@ class _Encoder:
         return {_TAG: "foreign", "at": self._store(pickle.dumps(value))}
 
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
-        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu().view(torch.uint8)
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "at": self._store(flat.numpy().tobytes())}
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()
+        if flat.numel() == 1:  # one element may have any stride and still count as contiguous, but cannot be viewed as bytes then
+            flat = flat.as_strided((1,), (1,))
+        data = self._store(flat.view(torch.uint8).numpy().tobytes())
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "at": data}
 
 
 class _Decoder:
@@ -178,7 +181,10 @@ class _Decoder:
         return bytearray(self._bytes(node["at"]))
 
     def _make_array(self, node: dict[str, Any]) -> Any:
-        array = numpy.frombuffer(self._bytes(node["at"]), dtype=numpy.dtype(node["dtype"])).reshape(node["shape"]).copy()
+        dtype, shape = numpy.dtype(node["dtype"]), node["shape"]
+        if not dtype.itemsize:  # nothing but empty texts, of which no bytes were written
+            return dtype.type() if node["scalar"] else numpy.ndarray(shape, dtype=dtype)
+        array = numpy.frombuffer(self._bytes(node["at"]), dtype=dtype).reshape(shape).copy()
         return array[()] if node["scalar"] else array
 
     def _make_tensor(self, node: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.comm.tree import children, is_namedtuple, is_node
 
-__all__ = ["Packed", "is_items", "is_tensor_leaf", "numbers_as_tensors", "spell_tensor"]
+__all__ = ["Packed", "as_tensor", "is_items", "is_tensor_leaf", "numbers_as_tensors", "spell_tensor"]
 
 
 def is_tensor_leaf(value: object) -> bool:
@@ -48,7 +48,7 @@ def spell_tensor(value: Any, *, ragged: bool = False) -> str:
     ('float32(2, 3)', 'float32(*, 3)', 'array float64(4,)')
     """
     shape = tuple(value.shape)
-    kind = str(value.dtype).removeprefix("torch.")
+    kind = str(value.dtype.newbyteorder("=") if isinstance(value, numpy.ndarray) else value.dtype).removeprefix("torch.")
     where = f" on {value.device.type}" if isinstance(value, torch.Tensor) and value.device.type != _HOST else ""
     prefix = "" if isinstance(value, torch.Tensor) else "array "
     if not ragged:
@@ -63,15 +63,15 @@ _HOST = torch.empty(0).device.type
 class Packed:
     """A tensor or array leaf, ready to travel: its rows, what a row is, and its bytes."""
 
-    __slots__ = ("dtype", "is_array", "is_scalar", "on_host", "row_bytes", "row_shape", "rows", "tensor")
+    __slots__ = ("dtype", "is_array", "is_scalar", "on_host", "row_bytes", "row_shape", "rows", "shape", "tensor")
 
     def __init__(self, leaf: Any) -> None:
         self.is_array = not isinstance(leaf, torch.Tensor)
-        tensor = torch.from_numpy(numpy.ascontiguousarray(leaf)) if self.is_array else _checked(leaf)
+        tensor = as_tensor(leaf)
         self.is_scalar = tensor.dim() == 0
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
-        shape = tensor.shape
+        shape = self.shape = tensor.shape
         if tensor.numel() == 1:  # one element may have any stride and still count as contiguous, but cannot be viewed as bytes then
             tensor = tensor.as_strided((1,), (1,))
         self.tensor = tensor
@@ -99,11 +99,41 @@ class Packed:
 _NOTHING = numpy.empty(0, dtype=numpy.uint8)
 
 
+def as_tensor(leaf: Any) -> torch.Tensor:
+    """A tensor or array leaf as a plain tensor without gradient; TypeError for what has no rows that could travel.
+
+    An array shares its memory with the tensor where that can be: not if it is read-only, turned round or of foreign byte order.
+
+    >>> as_tensor(numpy.arange(3)[::-1])
+    tensor([2, 1, 0])
+    """
+    return _checked(leaf) if isinstance(leaf, torch.Tensor) else _from_array(leaf)
+
+
+def _from_array(array: Any) -> torch.Tensor:
+    if isinstance(array, numpy.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask on the way: fill it first with .filled(value), or send .data and .mask")
+    if array.dtype.kind in "fc" and array.dtype.itemsize > (8 if array.dtype.kind == "f" else 16):
+        smaller = "float64" if array.dtype.kind == "f" else "complex128"
+        raise TypeError(f"an array of {array.dtype} has no counterpart among tensors: convert it first with .astype({smaller!r})")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        array = numpy.array(array, order="C")  # unlike ascontiguousarray, leaves an array without dimensions as it is
+    return torch.from_numpy(array)
+
+
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_nested:
+        raise TypeError(
+            "a nested tensor has no rows of one shape to send: pass torch.nested.to_padded_tensor(tensor, 0.0), or the list tensor.unbind()"
+        )
+    if tensor.is_quantized:
+        raise TypeError(f"a quantized tensor ({tensor.dtype}) cannot be sent as rows: call .dequantize() first")
     if tensor.is_meta:
         raise TypeError("a tensor on the meta device holds no data to send: load or materialise it first")
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        raise TypeError(f"a tensor of layout {tensor.layout} cannot be sent as rows: convert it first, e.g. with .to_dense()")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"a tensor of layout {tensor.layout} cannot be sent as rows: convert it first with .to_dense()")
     if type(tensor) is not torch.Tensor and hasattr(tensor, "full_tensor"):
         raise TypeError("a sharded tensor is already spread over the processes: call .full_tensor() first")
     tensor = tensor.detach()

@@ -14,7 +14,7 @@ import torch
 from slipstream.comm import codec, tree
 from slipstream.comm.channel import Body, Channel, Limits, Turn
 from slipstream.comm.guarded import Reader, announce, refuse
-from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, numbers_as_tensors, spell_tensor
+from slipstream.comm.leaves import Packed, as_tensor, is_items, is_tensor_leaf, numbers_as_tensors, spell_tensor
 
 __all__ = ["REDUCTIONS", "barrier", "broadcast", "broadcast_objects", "pad", "reduce", "share"]
 
@@ -39,43 +39,97 @@ def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", 
     leaves = tree.flatten(data)
     name = f"{operation}({reduction})" if scale == 1.0 else f"{operation}({reduction}, scale={scale})"
     try:
-        packed = [_reducible(leaf, reduction) for leaf in leaves]
-    except (TypeError, ValueError) as error:
+        terms = [_Term(leaf, reduction) for leaf in leaves]
+    except Exception as error:  # also what torch raises for a number that is too large: the others must hear of it
         raise refuse(channel, limits, name, error) from None
-    if reduction == "none":
-        return tree.unflatten(
-            data, [_finish_reduced(leaf, pack, pack.tensor.clone(), scale) for leaf, pack in zip(leaves, packed, strict=True)]
-        )
+    packed = [term.pack for term in terms]
     text = tree.spell(data, lambda leaf: spell_tensor(numbers_as_tensors(leaf)))
     small = all(pack.on_host for pack in packed) and sum(pack.rows * pack.row_bytes + 16 for pack in packed) <= channel.room
     body = Body()
-    if small:
+    if small and reduction != "none":
         for pack in packed:
             body.add(pack.bytes())
     with channel.turn(announce(name, text, lambda: text), limits) as turn:
         bodies = turn.exchange(body)
-        results = _combine(bodies, packed, reduction) if small else _all_reduce(turn, packed, reduction, channel.world_size)
-    return tree.unflatten(
-        data, [_finish_reduced(leaf, pack, result, scale) for leaf, pack, result in zip(leaves, packed, results, strict=True)]
-    )
+        if reduction == "none":
+            results = [pack.tensor.clone() for pack in packed]
+        else:
+            results = _combine(bodies, packed, reduction) if small else _all_reduce(turn, packed, reduction, channel.world_size)
+    return tree.unflatten(data, [term.finish(result, scale) for term, result in zip(terms, results, strict=True)])
 
 
-def _reducible(leaf: Any, reduction: str) -> Packed:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is not known: write one of {', '.join(REDUCTIONS)}")
-    value = numbers_as_tensors(leaf)
-    if not is_tensor_leaf(value):
-        raise TypeError(
-            f"reduce got a {type(leaf).__name__}, which cannot be added up: pass tensors, arrays or numbers, or use gather for objects"
+_ADDED_AS = {
+    **{
+        dtype: dtype
+        for dtype in (
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.int8,
+            torch.uint8,
+            torch.int32,
+            torch.int64,
         )
-    pack = Packed(value)
-    if reduction == "mean" and not (pack.tensor.is_floating_point() or pack.tensor.is_complex()):
-        raise TypeError(f"the mean of {spell_tensor(value)} is not a whole number: convert it with .float() first, or use reduction='sum'")
-    if reduction == "sum" and pack.tensor.dtype == torch.bool:
+    },
+    torch.int16: torch.int32,
+    torch.bool: torch.uint8,
+}
+"""The types that every backend can combine, and the types that go through one of these. Complex numbers go as their two parts."""
+_CONVERT = {
+    "float": (".float()", ".astype('float32')", "float(...)"),
+    "int": (".long()", ".astype('int64')", "int(...)"),
+}
+"""What to write to convert a tensor, an array, and a number."""
+
+
+class _Term:
+    """One leaf of a reduce: in the form in which it is combined, and how it comes back from there."""
+
+    __slots__ = ("dtype", "leaf", "pack", "shape")
+
+    def __init__(self, leaf: Any, reduction: str) -> None:
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={reduction!r} is not known: write one of {', '.join(REDUCTIONS)}")
+        value = numbers_as_tensors(leaf)
+        if not is_tensor_leaf(value):
+            raise TypeError(
+                f"reduce got a {type(leaf).__name__}, which cannot be added up: pass tensors, arrays or numbers, or use gather for objects"
+            )
+        tensor = as_tensor(value)
+        if reduction != "none":
+            _check_type(leaf, tensor, reduction)
+        self.leaf, self.dtype, self.shape = leaf, tensor.dtype, tensor.shape
+        self.pack = Packed(torch.view_as_real(tensor) if tensor.is_complex() else tensor.to(_ADDED_AS.get(self.dtype, self.dtype)))
+
+    def finish(self, result: torch.Tensor, scale: float) -> Any:
+        """The combined tensor in the form that the leaf had."""
+        result = result.reshape(self.pack.shape)
+        result = torch.view_as_complex(result) if self.dtype.is_complex else result.to(self.dtype)
+        if scale != 1.0:
+            result = result * scale
+        if isinstance(self.leaf, torch.Tensor):
+            return result
+        return result.numpy() if isinstance(self.leaf, numpy.ndarray) else result.item()
+
+
+def _check_type(leaf: Any, tensor: torch.Tensor, reduction: str) -> None:
+    """Refuses what some backend, some size or some number of processes could not combine: the answer is the same for all of them."""
+    form = 0 if isinstance(leaf, torch.Tensor) else 1 if isinstance(leaf, numpy.ndarray) else 2
+    spelled = f"the {type(leaf).__name__} {leaf}" if form == 2 else spell_tensor(leaf)
+    if tensor.is_complex():
+        if reduction in ("max", "min"):
+            raise TypeError(f"{spelled} has no {reduction}, as complex numbers have no order: take the size first, e.g. with abs(...)")
+        return
+    if tensor.dtype not in _ADDED_AS:
+        way = _CONVERT["float" if tensor.is_floating_point() else "int"][form]
+        raise TypeError(f"{spelled} is of a type that cannot be combined between processes: convert it with {way} first")
+    if reduction == "mean" and not tensor.is_floating_point():
+        raise TypeError(f"the mean of {spelled} is not a whole number: convert it with {_CONVERT['float'][form]} first, or use 'sum'")
+    if reduction == "sum" and tensor.dtype == torch.bool:
         raise TypeError(
-            f"{spell_tensor(value)} cannot be added up: convert it with .long() to count, or use 'max' for any and 'min' for all"
+            f"{spelled} cannot be added up: convert it with {_CONVERT['int'][form]} to count, or use 'max' for any and 'min' for all"
         )
-    return pack
 
 
 def _combine(bodies: list[Any], packed: list[Packed], reduction: str) -> list[torch.Tensor]:
@@ -98,28 +152,17 @@ def _all_reduce(turn: Turn, packed: list[Packed], reduction: str, world_size: in
     for index, pack in enumerate(packed):
         groups.setdefault((pack.tensor.dtype, pack.tensor.device), []).append(index)
     results: list[torch.Tensor] = [pack.tensor for pack in packed]
-    for (dtype, _), members in groups.items():
+    for members in groups.values():
         flat = torch.cat([packed[index].tensor.reshape(-1) for index in members])
-        wire = flat.view(torch.uint8) if dtype == torch.bool else flat
-        turn.all_reduce(wire, "sum" if reduction == "mean" else reduction)
+        turn.all_reduce(flat, "sum" if reduction == "mean" else reduction)
         if reduction == "mean":
             flat /= world_size
         position = 0
         for index in members:
             size = packed[index].tensor.numel()
-            results[index] = flat[position : position + size].reshape(packed[index].tensor.shape).clone()
+            results[index] = flat[position : position + size].clone()
             position += size
     return results
-
-
-def _finish_reduced(leaf: Any, pack: Packed, result: torch.Tensor, scale: float) -> Any:
-    if scale != 1.0:
-        result = result * scale
-    if pack.is_scalar:
-        result = result.reshape(())
-    if isinstance(leaf, torch.Tensor):
-        return result
-    return result.numpy() if isinstance(leaf, numpy.ndarray) else result.item()
 
 
 # -- broadcast --------------------------------------------------------------------------------------------------------
@@ -144,12 +187,11 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
             if pack is None:
                 results.append(next(objects))
             elif pack.on_host:
-                value = _take(reader, pack).clone()
-                results.append(pack.finish(value.reshape(()) if pack.is_scalar else value))
+                results.append(pack.finish(_take(reader, pack).reshape(pack.shape).clone()))
             else:
                 value = pack.tensor.clone()
                 turn.broadcast(value, from_process)
-                results.append(value.reshape(()) if pack.is_scalar else value)
+                results.append(value.reshape(pack.shape))
     return tree.unflatten(data, results, is_items)
 
 
@@ -223,7 +265,10 @@ def pad(
 ) -> Any:
     """Every tensor padded along `dim` to the largest size over the ranks; leaves without that dimension stay as they are."""
     leaves = tree.flatten(data)
-    sizes = [_size_along(leaf, dim) for leaf in leaves]
+    try:
+        sizes = [_size_along(leaf, dim) for leaf in leaves]
+    except TypeError as error:
+        raise refuse(channel, limits, operation, error) from None
     body = Body()
     body.add(numpy.array([-1 if size is None else size for size in sizes], dtype=numpy.int64).view(numpy.uint8))
     agreement = f"dim={dim} " + tree.spell(data, lambda leaf: str(leaf.dtype) if is_tensor_leaf(leaf) else "object")
@@ -245,15 +290,16 @@ def pad(
 
 
 def _size_along(leaf: Any, dim: int) -> int | None:
-    if not is_tensor_leaf(leaf) or not -leaf.ndim <= dim < leaf.ndim:
+    if not is_tensor_leaf(leaf):
         return None
-    return int(leaf.shape[dim])
+    tensor = as_tensor(leaf)
+    return int(tensor.shape[dim]) if -tensor.ndim <= dim < tensor.ndim else None
 
 
 def _padded(leaf: Any, dim: int, target: int, pad_index: float, pad_first: bool) -> Any:
     if leaf.shape[dim] == target:
         return leaf
-    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(leaf)
+    tensor = leaf if isinstance(leaf, torch.Tensor) else as_tensor(leaf)
     shape = list(tensor.shape)
     shape[dim] = target - shape[dim]
     filler = tensor.new_full(shape, pad_index)
