@@ -39,6 +39,22 @@ dist.destroy_process_group()
 """
 
 
+COLLECTIVES = """
+import socket, torch
+from slipstream import MismatchError, PartialState
+state = PartialState()
+me = state.process_index
+hosts = state.gather([socket.gethostname()])
+rows = len(state.gather(torch.ones(5000 + me)))
+try:
+    state.gather(torch.ones(1)) if me else state.wait_for_everyone()
+except MismatchError as error:
+    named = "wait_for_everyone" in str(error) and "gather" in str(error)
+state.destroy_process_group()
+print(f"rank {me}: {hosts} {rows} {named} {state.reduce(me)}")
+"""
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -176,6 +192,15 @@ def test_two_hosts_work_together(hosts, on_both):
     assert [one.code for one in finished] == [0, 0], finished
     assert [one.out for one in finished] == [f"rank {rank} on {hosts.names[rank]}, 2 in all, attempt 0\n" for rank in range(2)]
     assert [one.err for one in finished] == ["", ""]
+
+
+@pytest.mark.netns
+def test_the_collectives_of_the_library_cross_hosts(hosts, command, script):
+    check = script(COLLECTIVES)
+    flags = [machine(rank, "29512", address=hosts.addresses[0], processes=2) for rank in range(2)]
+    launchers = [command(*flags[rank], check, prefix=hosts.prefix(rank)) for rank in range(2)]
+    finished = [launcher.finish() for launcher in launchers]
+    assert [one.out for one in finished] == [f"rank {rank}: {list(hosts.names)} 10001 True 1\n" for rank in range(2)], finished
 
 
 @pytest.mark.netns
