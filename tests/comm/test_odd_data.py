@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from slipstream import MismatchError, PartialState
-from slipstream.comm import codec
+from slipstream.comm import codec, nested, tree
 from slipstream.comm.channel import Limits, Solo
 from slipstream.comm.leaves import Packed
 from slipstream.comm.ops import pad, reduce
@@ -204,3 +207,130 @@ def test_one_element_of_any_stride_comes_back() -> None:
         back = codec.decode(codec.encode(tensor))
         assert back.shape == tensor.shape
         assert torch.equal(back, tensor)
+
+
+# -- values that should be the same everywhere ------------------------------------------------------------------------
+
+
+@dataclass
+class Settings:
+    rate: float
+    tags: Any
+
+
+def test_equal_values_agree_in_whatever_order_they_were_filled(ranks: Any) -> None:
+    def run() -> str:
+        state = PartialState()
+        turned = slice(None, None, -1 if state.process_index else 1)
+        pairs = [("a", 1), ("b", {0, 8}), ((1, 2), torch.ones(2))]
+        tags = {"deep": dict(pairs[turned]), "set": set([0, 8][turned]), "sets": frozenset([frozenset([8, 0][turned]), "x"])}
+        state.verify_replicas(config={"nested": dict(list(tags.items())[turned]), "settings": Settings(0.1, [tags])})
+        with pytest.raises(MismatchError) as caught:
+            state.verify_replicas(config={"same": 1, "set": {0, 8 + state.process_index}, "settings": Settings(state.process_index, 0)})
+        return str(caught.value)
+
+    for text in ranks(2).run(run):
+        assert "2 of 3 are not" in text
+        assert "set: rank 0 | rank 1" in text
+
+
+def test_a_value_that_cannot_be_compared_on_one_rank_is_an_error_on_all(ranks: Any) -> None:
+    def run() -> tuple[str, list[int]]:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught:
+            state.verify_replicas(config={"f": (lambda: 1) if state.process_index else 1})
+        return str(caught.value), state.gather([state.process_index])
+
+    for text, after in ranks(2).run(run):
+        assert "check of config" in text
+        assert "could not be sent" in text
+        assert after == [0, 1]
+
+
+# -- containers of the user's own classes -----------------------------------------------------------------------------
+
+
+class Shared(MutableMapping[str, Any]):
+    """A copy of it has the same dict inside."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._data = data
+
+    def __getitem__(self, key: str) -> Any:
+        return self._data[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._data[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+class SharedWithName(Shared):
+    def __init__(self, name: str, data: dict[str, Any]) -> None:
+        super().__init__(data)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(Shared, Shared), (lambda data: SharedWithName("n", data), dict)], ids=["taken", "not taken"])
+def test_a_mapping_whose_copy_shares_its_storage_is_not_changed(make: Any, kind: type) -> None:
+    first, second = object(), torch.ones(2)
+    mapping = make({"b": second, "a": first})
+    back = tree.map_leaves(lambda leaf: leaf if leaf is first else leaf * 2, mapping)
+    assert type(back) is kind
+    assert list(back) == ["b", "a"]
+    assert back["a"] is first
+    assert back["b"].tolist() == [2, 2]
+    assert mapping["a"] is first
+    assert mapping["b"] is second
+
+
+class Named(list[Any]):
+    def __init__(self, name: str, *items: Any) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+class Demanding(list[Any]):
+    def __new__(cls, name: str) -> Any:
+        return super().__new__(cls)
+
+
+class Pair(tuple[Any, ...]):
+    def __new__(cls, left: Any, right: Any) -> Any:
+        return super().__new__(cls, (left, right))
+
+
+class Wrapped(tuple[Any, ...]):
+    """Takes a list of items for its only item."""
+
+    def __new__(cls, *items: Any) -> Any:
+        return super().__new__(cls, items)
+
+
+class Point(namedtuple("Point", "x y")):  # noqa: PYI024
+    def __new__(cls, both: Any) -> Any:
+        return super().__new__(cls, both, both)
+
+
+def test_lists_and_tuples_with_a_constructor_of_their_own_are_rebuilt() -> None:
+    named = Named("n", 1, 2)
+    back = tree.map_leaves(str, named)
+    assert (type(back), back, back.name, named) == (Named, ["1", "2"], "n", [1, 2])
+    demanding = Demanding("n")
+    assert tree.rebuild(demanding, [1, 2]) == [1, 2]
+    assert tree.map_leaves(str, Pair(1, 2)) == ("1", "2")
+    assert tree.map_leaves(str, Wrapped(1, 2)) == ("1", "2")
+    assert type(tree.map_leaves(str, Point(1))) is Point
+    assert tree.map_leaves(str, Point(1)) == ("1", "1")
+    assert tree.map_leaves(str, torch.Size([2, 3])) == ("2", "3")
+
+
+def test_nothing_to_join_and_nothing_to_slice_are_said_in_words() -> None:
+    assert "nothing to join" in refusal(lambda: nested.concatenate([]))
+    assert ".reshape(1)" in refusal(lambda: nested.slice_tensors({"x": torch.tensor(1)}, slice(0, 1)))

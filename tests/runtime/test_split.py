@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -359,3 +359,33 @@ def test_a_column_without_rows_is_named(column: Any) -> None:
 def test_a_rank_outside_the_world(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} is not one of the 2 ranks"):
         split([1], rank, 2)
+
+
+class Table(MutableMapping[str, Any]):
+    """Columns by name, of which a shallow copy holds the very same dict."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns = columns
+
+    def __getitem__(self, key: str) -> Any:
+        return self.columns[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.columns[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.columns[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+
+def test_a_mapping_whose_copy_shares_its_columns_stays_as_it_was() -> None:
+    table = Table({"ids": [1, 2, 3], "names": ["a", "b", "c"]})
+    pieces = [split(table, rank, 2).value for rank in range(2)]
+    assert table.columns == {"ids": [1, 2, 3], "names": ["a", "b", "c"]}
+    assert [type(piece) for piece in pieces] == [Table, Table]
+    assert [piece.columns for piece in pieces] == [{"ids": [1, 2], "names": ["a", "b"]}, {"ids": [3], "names": ["c"]}]

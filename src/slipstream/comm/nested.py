@@ -162,7 +162,15 @@ def slice_tensors(data: Any, tensor_slice: slice, process_index: int | None = No
     >>> slice_tensors({"x": torch.arange(4)}, slice(1, 3))
     {'x': tensor([1, 2])}
     """
-    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0:
+            raise TypeError(
+                "slice_tensors got a tensor without dimensions, which has no rows to slice: give it one with .reshape(1), or leave it out"
+            )
+        return tensor[tensor_slice]
+
+    return recursively_apply(cut, data)
 
 
 def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
@@ -171,6 +179,8 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
     >>> concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
     {'x': tensor([1., 0.])}
     """
+    if not data:
+        raise TypeError("concatenate got nothing to join: pass a list or tuple of at least one item")
     first = data[0]
     if is_node(first):
         parts = [children(item) for item in data]

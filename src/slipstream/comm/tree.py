@@ -24,6 +24,7 @@ __all__ = [
     "is_node",
     "map_leaves",
     "rebuild",
+    "refilled",
     "spell",
     "unflatten",
 ]
@@ -89,9 +90,16 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 
 def rebuild(node: Any, values: list[Any]) -> Any:
-    """A container like `node` that holds `values`, given in the order of `children(node)`."""
-    if isinstance(node, (list, tuple)):
-        return honor_type(node, values)
+    """A container like `node` that holds `values`, given in the order of `children(node)`.
+
+    Where a class of the user's cannot be made anew with other items, the result is a plain list, tuple or dict.
+    """
+    if type(node) is list:
+        return list(values)
+    if isinstance(node, list):
+        return _rebuild_list(node, values)
+    if isinstance(node, tuple):
+        return _rebuild_tuple(node, values)
     if isinstance(node, Mapping):
         return _rebuild_mapping(node, dict(zip(_sorted_keys(node), values, strict=True)))
     new = copy.copy(node)
@@ -100,18 +108,73 @@ def rebuild(node: Any, values: list[Any]) -> Any:
     return new
 
 
+_CONSTRUCTOR_REFUSED = (TypeError, ValueError, AttributeError, LookupError)
+"""What the constructor of a class raises that takes something else than its items."""
+
+
+def _rebuild_list(node: list[Any], values: list[Any]) -> Any:
+    try:
+        new = copy.copy(node)  # keeps attributes, and asks nothing of a constructor that takes other arguments
+    except _CONSTRUCTOR_REFUSED:
+        return list(values)
+    if new is node or not isinstance(new, list):
+        return list(values)
+    list.__setitem__(new, slice(None), values)
+    return new
+
+
+def _rebuild_tuple(node: tuple[Any, ...], values: list[Any]) -> Any:
+    if is_namedtuple(node):
+        return type(node)._make(values)  # type: ignore[attr-defined]  # a subclass may have a constructor of its own
+    try:
+        new = honor_type(node, values)
+    except _CONSTRUCTOR_REFUSED:
+        return tuple(values)
+    return new if _same_items(new, values) else tuple(values)
+
+
+def _same_items(new: Any, values: list[Any]) -> bool:
+    """Whether a constructor took the values for its items, and not for something else."""
+    return len(new) == len(values) and all(one is other for one, other in zip(new, values, strict=True))
+
+
 def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     ordered = {key: values[key] for key in node}
     if type(node) is dict:
         return ordered
     if isinstance(node, types.MappingProxyType):
         return types.MappingProxyType(ordered)
-    if isinstance(node, MutableMapping):
-        new = copy.copy(node)  # keeps default factories and attributes of subclasses
-        for key, value in ordered.items():
-            new[key] = value
-        return new
-    return type(node)(ordered)  # type: ignore[call-arg]
+    return refilled(node, ordered) if isinstance(node, MutableMapping) else _constructed(node, ordered)
+
+
+def refilled(mapping: MutableMapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping like this one with other values for its keys; the one that was given stays as it is.
+
+    A copy keeps default factories and attributes of subclasses. A copy that shares its storage with the original cannot be written to:
+    then a new one is made from the values, or a plain dict, if the class does not take them.
+
+    >>> from collections import OrderedDict
+    >>> refilled(OrderedDict(a=1), {"a": 2})
+    OrderedDict([('a', 2)])
+    """
+    new = copy.copy(mapping)
+    for key, value in values.items():
+        before = mapping[key]
+        if mapping[key] is not before:  # values that are made when asked for: a change could not be told
+            return _constructed(mapping, values)
+        new[key] = value
+        if mapping[key] is not before:
+            mapping[key] = before
+            return _constructed(mapping, values)
+    return new
+
+
+def _constructed(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    try:
+        new = type(mapping)(values)  # type: ignore[call-arg]
+    except _CONSTRUCTOR_REFUSED:
+        return values
+    return new if new.keys() == values.keys() else values
 
 
 def map_leaves(function: Callable[[_Leaf], Any], data: _Tree, stop: Callable[[Any], bool] | None = None) -> _Tree:

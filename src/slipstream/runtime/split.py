@@ -18,13 +18,13 @@ by asking the module that is already loaded).
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from slipstream.comm.tree import refilled
 from slipstream.errors import StateError
 
 __all__ = ["Dealt", "Part", "View", "lengths", "real_counts", "restore_order", "split"]
@@ -335,10 +335,7 @@ def _take_record(record: Any, cut: _Cut) -> Any:
         return type(record)._make(taken.values())  # type: ignore[attr-defined]
     if type(record) is dict or not isinstance(record, MutableMapping):
         return taken
-    piece = copy.copy(record)  # keeps the class and what belongs to it, such as a default factory
-    for key, column in taken.items():
-        piece[key] = column
-    return piece
+    return refilled(record, taken)
 
 
 def _take_range(value: range, cut: _Cut) -> Any:
