@@ -1,7 +1,9 @@
 """Where in the user's program a call was made: the file and line that error messages show.
 
-The site is the innermost frame that is neither ours nor of the standard library's `contextlib`, found by walking up the
-stack. It is taken on every collective, so it is one short loop over code objects and a cached look-up.
+The site is the innermost frame that is neither ours nor of what stands between the user's line and ours (the standard library's
+`contextlib`, torch's `autograd` in a backward pass), found by walking up the stack. It is taken on every collective, so it is one
+short loop over code objects and a cached look-up. Of a whole stack, `relevant` keeps what is of the user's program and the innermost
+frames, so that neither a deep library nor the launcher pushes the user's own lines out.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
+from collections.abc import Sequence
 from functools import lru_cache
 from types import CodeType, FrameType
+from typing import NamedTuple
 
-__all__ = ["call_site", "calling_code", "user_frames"]
+__all__ = ["Line", "call_site", "calling_code", "is_of_the_user", "relevant", "user_frames"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "testing") + os.sep
@@ -22,7 +27,16 @@ _PROGRAMS = os.path.join(_PACKAGE, "testing") + os.sep
 @lru_cache(maxsize=4096)
 def _is_ours(filename: str) -> bool:
     inside = filename.startswith(_PACKAGE) and not filename.startswith(_PROGRAMS)
-    return inside or filename == contextlib.__file__
+    return inside or filename == contextlib.__file__ or filename.startswith(_autograd())
+
+
+def _autograd() -> tuple[str, ...]:
+    """Where the frames of torch lie that lead from `loss.backward()` to a collective in a backward pass; no frame of torch, no torch."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.__file__ is None:
+        return ()
+    root = os.path.dirname(torch.__file__)
+    return os.path.join(root, "autograd", ""), os.path.join(root, "_tensor.py")
 
 
 @lru_cache(maxsize=4096)
@@ -57,16 +71,60 @@ def calling_code() -> CodeType | None:
     return None if frame is None else frame.f_code
 
 
+class Line(NamedTuple):
+    """One frame of a stack, as it is shown and judged."""
+
+    text: str
+    filename: str
+    is_script: bool = False
+    """The body of the program that the user started."""
+
+
+@lru_cache(maxsize=1)
+def _libraries() -> tuple[str, ...]:
+    folders = {os.path.dirname(os.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))}
+    return "<frozen ", *(os.path.join(folder, "") for folder in folders if folder)
+
+
+@lru_cache(maxsize=4096)
+def is_of_the_user(filename: str) -> bool:
+    """Whether a file is of the user's program: not of the standard library, not of an installed package, not ours.
+
+    >>> is_of_the_user("train.py"), is_of_the_user(os.__file__), is_of_the_user(__file__)
+    (True, False, False)
+    """
+    if filename.startswith(_PACKAGE):
+        return filename.startswith(_PROGRAMS)
+    installed = {"site-packages", "dist-packages"}.intersection(filename.split(os.sep))
+    return not installed and not filename.startswith(_libraries())
+
+
+def relevant(stack: Sequence[Line], limit: int = 8, innermost: int = 3) -> list[str]:
+    """Of a stack, outermost first: the last `limit` lines of the user's program and the `innermost` of any kind, from the script on.
+
+    >>> stack = [Line("launcher", os.__file__), Line("script", "train.py", is_script=True), Line("step", "train.py")]
+    >>> relevant([*stack, *[Line(f"library {depth}", os.__file__) for depth in range(20)]])
+    ['script', 'step', 'library 17', 'library 18', 'library 19']
+    """
+    start = next((place for place, line in enumerate(stack) if line.is_script), 0)
+    inside = stack[start:]
+    places = [place for place, line in enumerate(inside) if is_of_the_user(line.filename)][-limit:]
+    if not places:  # a program that is itself an installed package
+        return [line.text for line in inside[-limit:]]
+    last = range(max(0, len(inside) - innermost), len(inside))
+    return [inside[place].text for place in sorted({*places, *last})]
+
+
 def user_frames(frame: FrameType | None, limit: int = 8) -> list[str]:
-    """The innermost `limit` frames of a stack, innermost last, one line each, ours left out.
+    """The relevant frames of a stack that ends in this one, innermost last, one line each.
 
     >>> user_frames(sys._getframe())[-1].startswith("File ")
     True
     """
-    lines: list[str] = []
-    while frame is not None and len(lines) < limit:
+    lines: list[Line] = []
+    while frame is not None:
         code = frame.f_code
-        if not _is_ours(code.co_filename):
-            lines.append(f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}')
+        is_script = code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__" and is_of_the_user(code.co_filename)
+        lines.append(Line(f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}', code.co_filename, is_script))
         frame = frame.f_back
-    return lines[::-1]
+    return relevant(lines[::-1], limit)

@@ -16,6 +16,8 @@ import threading
 import time
 from typing import Any
 
+from slipstream.comm.sites import Line, is_of_the_user, relevant
+
 __all__ = ["StackSignal", "process_state", "signalled_stack"]
 
 
@@ -91,5 +93,19 @@ def signalled_stack(note: dict[str, Any]) -> list[str]:
     except OSError as error:
         return [f"(no stack: {error.strerror})"]
     main = next((text for text in threads if note["stack_thread"] in text), "")
-    frames = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
-    return frames[:8][::-1]
+    return relevant(_lines(main))
+
+
+def _lines(text: str) -> list[Line]:
+    """The frames of one thread as `faulthandler` wrote them, outermost first.
+
+    It does not tell which module is the script, so that is the body of a module which no other line of the user's leads to.
+    """
+    lines: list[Line] = []
+    led_by_the_user = False
+    for filename, number, function in reversed(re.findall(r'^\s*File "(.*)", line (\S+) in (.*)$', text, flags=re.MULTILINE)):
+        users = is_of_the_user(filename)
+        is_script = users and function == "<module>" and not led_by_the_user
+        lines.append(Line(f'File "{filename}", line {number}, in {function}', filename, is_script))
+        led_by_the_user = led_by_the_user or users
+    return lines
