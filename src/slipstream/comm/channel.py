@@ -271,14 +271,21 @@ class GroupChannel:
 
 def wait_in_slices(work: Any, look: Look) -> None:
     """Waits for an operation of a process group; `look` is called several times a second and may end the wait by raising."""
-    while True:
-        try:
-            work.wait(_SLICE)
-            return
-        except RuntimeError as error:
-            if work.is_completed():
-                raise ConnectionLost(None, str(error).splitlines()[0]) from None
+    while not _is_done(work):
         look()
+    try:
+        work.wait(_SLICE)  # at once: it has ended, and this says how
+    except RuntimeError as error:
+        raise ConnectionLost(None, str(error).splitlines()[0]) from None
+
+
+def _is_done(work: Any) -> bool:
+    """Whether an operation ends within a slice, well or badly."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:  # not yet, or it failed
+        return bool(work.is_completed())
+    return True
 
 
 class _GroupTurn:

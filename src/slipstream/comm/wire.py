@@ -11,6 +11,7 @@ back. And the end of a connection says at once which rank it was. What does not 
 from __future__ import annotations
 
 import hmac
+import select
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -62,6 +63,9 @@ class Sockets:
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
         self._rank = rank
         self._peers = {other: _Peer(other, connection, self.room) for other, connection in sorted(connections.items())}
+        self._hangups = select.poll()
+        for connection in connections.values():
+            self._hangups.register(connection, getattr(select, "POLLRDHUP", 0))  # elsewhere than on Linux only an error shows
 
     def exchange(self, frame: bytearray, look: Look) -> list[bytearray]:
         for peer in self._peers.values():
@@ -71,7 +75,7 @@ class Sockets:
         return [frames[rank] for rank in range(len(frames))]
 
     def ended(self) -> bool:
-        return any(peer.ended() for peer in self._peers.values())
+        return bool(self._hangups.poll(0))
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -94,10 +98,12 @@ class _Peer:
         while view:
             try:
                 view = view[self.connection.send(view) :]
+                continue
             except TimeoutError:
-                look()
+                pass  # the other side does not read: look whether to go on
             except OSError as error:
                 raise ConnectionLost(self.rank, str(error)) from None
+            look()
 
     def receive(self, look: Look) -> bytearray:
         self._fill(HEADER_SIZE, look)
@@ -106,28 +112,25 @@ class _Peer:
         frame, self._arrived = self._arrived[:size], self._arrived[size:]
         return frame
 
-    def ended(self) -> bool:
-        if self._arrived:
-            return False
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
     def _fill(self, size: int, look: Look) -> None:
         while len(self._arrived) < size:
-            try:
-                data = self.connection.recv(1 << 16)
-            except TimeoutError:
+            data = self._receive()
+            if data is None:
                 look()
-                continue
-            except OSError as error:
-                raise ConnectionLost(self.rank, str(error)) from None
-            if not data:
-                raise ConnectionLost(self.rank, "closed by the other side")
-            self._arrived += data
+            else:
+                self._arrived += data
+
+    def _receive(self) -> bytes | None:
+        """What has arrived; None if nothing did for a while."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except TimeoutError:
+            return None
+        except OSError as error:
+            raise ConnectionLost(self.rank, str(error)) from None
+        if not data:
+            raise ConnectionLost(self.rank, "closed by the other side")
+        return data
 
 
 def connect_sockets(rank: int, listener: socket.socket, addresses: Mapping[int, tuple[str, int]], token: bytes, look: Look) -> Sockets:
