@@ -16,6 +16,38 @@ from slipstream.runtime.state import AcceleratorState
 
 __all__ = ["Accelerator"]
 
+_NOT_YET = frozenset(
+    [
+        "accumulate",
+        "autocast",
+        "backward",
+        "clear",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "free_memory",
+        "get_state_dict",
+        "get_tracker",
+        "init_trackers",
+        "join_uneven_inputs",
+        "load_state",
+        "log",
+        "no_sync",
+        "optimizer_step_was_skipped",
+        "prepare",
+        "prepare_data_loader",
+        "prepare_model",
+        "prepare_optimizer",
+        "prepare_scheduler",
+        "profile",
+        "register_for_checkpointing",
+        "save",
+        "save_model",
+        "save_state",
+        "skip_first_batches",
+        "sync_gradients",
+        "unwrap_model",
+    ]
+)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -30,6 +62,11 @@ class Accelerator:
 
     def __init__(self, *, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
         self.state = AcceleratorState(mixed_precision, cpu, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_YET:
+            raise AttributeError(f"Accelerator.{name} is not in this version of slipstream yet: it has process control and collectives")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return repr(self.state).replace(type(self.state).__name__, type(self).__name__, 1)

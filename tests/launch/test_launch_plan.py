@@ -176,3 +176,9 @@ def test_show_says_where_values_come_from():
 
 def test_a_fresh_interpreter_gets_the_flags_of_this_one():
     assert Machine().interpreter[0] == sys.executable
+
+
+def test_insisting_on_several_accelerators_where_there_are_none_is_refused():
+    assert "but there are 0 accelerators to use on this machine" in refusal(multi_gpu=True)
+    two = Machine(accelerators=Accelerators(2, "VISIBLE"), interpreter=("python",))
+    assert plan_of(machine=two, multi_gpu=True).local_processes == 2

@@ -167,6 +167,11 @@ def _local_processes(config: Config, accelerators: Accelerators) -> int:
             raise ConfigError(f"{config.said('gpu_ids')}, but no accelerator was found on this machine.\nLeave it out.")
         if config.launch.gpu_ids.strip().lower() != "all":
             usable = min(usable, len(config.launch.gpu_ids.split(",")))
+    if config.command.multi_gpu and usable < 2:
+        found = f"{usable} accelerator{'' if usable == 1 else 's'} to use"
+        raise ConfigError(
+            f"{config.said('multi_gpu')}, but there {'is' if usable == 1 else 'are'} {found} on this machine.\nLeave --multi_gpu out."
+        )
     wanted = config.launch.num_processes
     if wanted is None:
         return max(1, usable)

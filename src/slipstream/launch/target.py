@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, NoReturn
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, SlipstreamError
 
 __all__ = ["Kind", "Target", "end_interpreter", "run", "user_traceback"]
 
@@ -113,7 +113,21 @@ def user_traceback(error: BaseException) -> types.TracebackType | None:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(ours):
         traceback = traceback.tb_next
+    if isinstance(error, SlipstreamError):
+        _cut_after_the_users(traceback)
     return traceback
+
+
+def _cut_after_the_users(traceback: types.TracebackType | None) -> None:
+    """An exception that we raise on purpose says all there is to say: the way to it inside of this package is left out."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    last = None
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(package):
+            last = traceback
+        traceback = traceback.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def end_interpreter(code: int) -> NoReturn:

@@ -31,8 +31,9 @@ from slipstream.comm.channel import Channel, GroupChannel, Limits, wait_in_slice
 from slipstream.comm.sites import call_site
 from slipstream.comm.vigil import Vigil
 from slipstream.comm.wire import LARGEST_MESH, Gloo, Wire, connect_sockets
+from slipstream.config.sources import environment
 from slipstream.runtime.process import Process
-from slipstream.runtime.store import connect, second_connection
+from slipstream.runtime.store import connect, own_address, second_connection
 
 __all__ = ["Group", "GroupSettings", "torch_group_is_open"]
 
@@ -90,7 +91,7 @@ class Group:
         vigil = Vigil(self._beacon, _OPENING, site, limits)
         with contextlib.ExitStack() as closing:
             closing.callback(self._beacon.leave)
-            listener = closing.enter_context(socket.create_server((self._own_address(), 0), backlog=process.world_size))
+            listener = closing.enter_context(self._listen())
             self._announce(store, listener)
             self._meet(store, vigil)
             self.generation = generation  # from here on it is spent, whatever happens
@@ -114,13 +115,11 @@ class Group:
             return PrefixStore("slipstream", store)
         return connect(self.process)
 
-    def _own_address(self) -> str:
-        """The address at which the other ranks reach this one: loopback on one machine, else that of the way to the main process."""
-        if self.process.one_machine or self.process.master_addr is None:
-            return _LOOPBACK
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((socket.gethostbyname(self.process.master_addr), 9))  # sends nothing: the system only chooses a route
-            return str(probe.getsockname()[0])
+    def _listen(self) -> socket.socket:
+        """Where the other ranks connect to: loopback on one machine, else the interface that leads to the main process."""
+        address = _LOOPBACK if self.process.one_machine else own_address(str(self.process.master_addr), environment())
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=self.process.world_size)
 
     def _announce(self, store: Store, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]

@@ -6,6 +6,8 @@ interface only. How it is served and reached stands in `launch/store.py`.
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Mapping
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -16,7 +18,7 @@ from slipstream.launch.lookups import short_lookups
 from slipstream.launch.store import Place, connect as connect_to, listen, quietly, serve
 from slipstream.runtime.process import Process
 
-__all__ = ["connect", "second_connection"]
+__all__ = ["connect", "own_address", "second_connection"]
 
 _PATIENCE = 120.0
 """Seconds that rank 0 may take to appear."""
@@ -42,6 +44,28 @@ def connect(process: Process) -> Store:
 
 def _nothing() -> None:
     return None
+
+
+def own_address(master_addr: str, environ: Mapping[str, str]) -> str:
+    """Where other machines reach this one: the address of the interface that gloo is told to use, or of the way to the main process.
+
+    The interface counts for more, as a machine's own name often leads to its loopback interface.
+
+    >>> own_address("127.0.0.1", {})
+    '127.0.0.1'
+    """
+    import psutil
+
+    name = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    entries = psutil.net_if_addrs().get(name, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        found = [entry.address for entry in entries if entry.family == family and "%" not in entry.address]
+        if found:
+            return str(found[0])
+    family, kind, _, _, address = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: the system only chooses a route
+        return str(probe.getsockname()[0])
 
 
 def second_connection(store: Store) -> Store:
