@@ -182,3 +182,8 @@ def test_insisting_on_several_accelerators_where_there_are_none_is_refused():
     assert "but there are 0 accelerators to use on this machine" in refusal(multi_gpu=True)
     two = Machine(accelerators=Accelerators(2, "VISIBLE"), interpreter=("python",))
     assert plan_of(machine=two, multi_gpu=True).local_processes == 2
+
+
+def test_a_number_of_processes_that_would_take_all_memory_is_refused():
+    assert "num_processes=3000 (from --num_processes) is 3000 on this machine, which has 8 cores" in refusal(cpu=True, num_processes=3000)
+    assert plan_of(cpu=True, num_processes=512).local_processes == 512

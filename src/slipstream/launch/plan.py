@@ -48,6 +48,10 @@ class Machine:
     interpreter: tuple[str, ...] = field(default_factory=lambda: (sys.executable, *_interpreter_flags()))
 
 
+_MOST_PER_CORE = 64
+"""Processes for each core up to which a job is taken for meant."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
     """Where and how the processes find each other."""
@@ -118,6 +122,12 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
     machine = machine or Machine()
     check_target(target)
     local_processes = _local_processes(config, machine.accelerators)
+    most = _MOST_PER_CORE * machine.cores
+    if local_processes > most:
+        raise ConfigError(
+            f"{config.said('num_processes')} is {local_processes} on this machine, which has {machine.cores} cores: "
+            f"more than {most} would only take its memory.\nGive fewer."
+        )
     start_method, reason = _start_method(config, target, machine, local_processes)
     return Plan(
         target=target,
