@@ -88,3 +88,9 @@ def test_a_very_long_text_is_cut_without_showing_half_a_secret() -> None:
     shown = redact_text(text)
     assert "Zm9v" not in shown
     assert "121995 characters" in shown
+
+
+def test_structures_that_name_a_secret_are_hidden_whole():
+    for value in ('{"hyperparameters": {"hf_token": "canary"}}', '["--wandb_key", "canary"]', "-----BEGIN PRIVATE KEY-----\ncanary"):
+        assert "canary" not in redact("SM_HPS", value)
+    assert redact("SM_HPS", '{"epochs": 3}') == '{"epochs": 3}'

@@ -154,3 +154,23 @@ def test_a_worker_has_no_file_of_the_launcher_open(command, script, tmp_path):
         kept = {name for name in worker & launcher if not name.startswith("/")}
         assert len(kept) <= 2, kept  # the two pipes that are stdout and stderr here
         assert all(name.startswith("pipe:") for name in kept)
+
+
+DRAW = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print(f"rank {os.environ['RANK']} of {dist.get_world_size()} drew {torch.randn(1).item()}")
+dist.destroy_process_group()
+"""
+
+
+def test_unseeded_ranks_draw_different_numbers(launch, script):
+    finished = launch("--cpu", "--num_processes", "2", script(DRAW))
+    draws = [line.rpartition(" ")[2] for line in finished.out.splitlines()]
+    assert len(set(draws)) == 2, finished
+
+
+def test_one_process_overrules_what_is_left_of_another_job(launch, script):
+    left = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    finished = launch("--cpu", "--num_processes", "1", script(DRAW), **left)
+    assert finished.out.startswith("rank 0 of 1 drew"), finished

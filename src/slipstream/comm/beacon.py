@@ -23,7 +23,7 @@ from slipstream.comm.sites import user_frames
 from slipstream.comm.stack import StackSignal, process_state, signalled_stack
 from slipstream.launch.contract import ALARM_KEY, ExitNotice, exit_key
 
-__all__ = ["Beacon", "Here", "Peer"]
+__all__ = ["PROCESS_ENDED", "Beacon", "Here", "Peer"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ class Peer:
     def silent(self) -> float:
         """Seconds since its beat last went up."""
         return time.monotonic() - self.heard
+
+
+PROCESS_ENDED = "(end of the process)"
+"""How the loss of a rank reads whose process has ended by itself: the launcher may know more in a moment."""
 
 
 class Beacon:
@@ -156,7 +160,7 @@ class Beacon:
                 except RuntimeError as error:
                     self.store_trouble = str(error).splitlines()[0]
                     break
-            if self.loss is not None or time.monotonic() >= deadline:
+            if (self.loss is not None and not self.loss.endswith(PROCESS_ENDED)) or time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
         self.loss = self.loss or otherwise

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from slipstream.comm.beacon import Beacon
+from slipstream.comm.beacon import PROCESS_ENDED, Beacon
 from slipstream.errors import PeerLostError, WaitTimeoutError
 
 __all__ = ["Limits", "Vigil"]
@@ -56,6 +56,8 @@ class Vigil:
 
     def lose(self) -> NoReturn:
         beacon = self._beacon
+        if beacon.loss is not None and beacon.loss.endswith(PROCESS_ENDED):
+            beacon.find_loss(1.0)
         beacon.refresh()
         raise PeerLostError(f"{self._call} cannot complete on rank {beacon.rank}: {beacon.loss}.\n{beacon.table()}")
 

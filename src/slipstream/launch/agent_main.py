@@ -7,12 +7,14 @@ The result goes to `result.json` in the same folder; the report is left to the c
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.launch.plan import LOOPBACK, Meeting, Plan
 from slipstream.launch.start import Result, run_agent
+from slipstream.launch.system import die_with_parent
 from slipstream.launch.target import Target, end_interpreter
 
 __all__ = ["main"]
@@ -21,6 +23,7 @@ __all__ = ["main"]
 def main(folder: Path) -> int:
     """Run the job in the folder; returns the exit code."""
     job = json.loads((folder / "job.json").read_text())
+    die_with_parent(job["parent"], signal.SIGTERM)  # which ends the workers first
     sys.path[:] = job["path"]
     plan = Plan(
         target=Target("function", str(folder / "function")),

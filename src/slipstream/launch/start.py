@@ -69,9 +69,18 @@ def _replace_this_process(plan: Plan) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execvpe(plan.command[0], plan.command, {**environment(), **plan.environment})
+        os.execvpe(plan.command[0], plan.command, {**environment(), **_alone(), **plan.environment})
     except OSError as error:
         raise ConfigError(f"{plan.command[0]} cannot be started: {error.strerror}.") from None
+
+
+def _alone() -> dict[str, str]:
+    """The variables of a job of one process: they overrule what is left of another job, and torch's own start finds them."""
+    listener, place = listen("127.0.0.1", None)
+    listener.close()
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": place.host, "MASTER_PORT": str(place.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return {**ranks, **meeting, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}
 
 
 def run_agent(plan: Plan, preload: Sequence[str] = ()) -> Result:
@@ -242,6 +251,7 @@ def _job(plan: Plan, console: str) -> dict[str, Any]:
     return {
         **{name: getattr(plan, name) for name in names},
         "console": console,
+        "parent": os.getpid(),
         "environment": dict(plan.environment),
         "path": [entry for entry in sys.path if isinstance(entry, str)],
     }

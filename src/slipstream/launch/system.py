@@ -38,14 +38,14 @@ def adopt_orphans() -> None:
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; ends it at once when that has already happened."""
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Ask the kernel to end this process when its parent ends; ends it at once when that has already happened."""
     prctl = _prctl()
     if prctl is None:
         return
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
+        os._exit(128 + signum)
 
 
 def prepare_child(parent: int) -> Callable[[], None]:

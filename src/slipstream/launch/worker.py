@@ -94,11 +94,14 @@ def live(target: Target) -> NoReturn:
 
 
 def _fresh_randomness() -> None:
-    """A fork copies random states; fresh interpreters would each have one of their own. (torch starts from a constant.)"""
+    """A fork copies random states; fresh interpreters would each have one of their own."""
     random.seed()
     legacy = sys.modules.get("numpy.random")
     if legacy is not None:
         legacy.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
 
 
 def _watch_for_crashes(path: str) -> None:

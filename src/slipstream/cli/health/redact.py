@@ -16,7 +16,7 @@ HIDDEN: Final = "[redacted]"
 _LONGEST: Final = 2000
 
 _WORDS: Final = (
-    r"key|token|secret|passw|passphrase|pwd|credential|cookie|signature|private|bearer|jwt|webhook|certificate|"
+    r"key|token|secret|passw|passphrase|pwd|cred|cookie|signature|private|bearer|jwt|webhook|certificate|"
     r"(?<![A-Za-z])(?:auth|authorization|sig|dsn|pat|pin|salt|otp|session)(?![A-Za-z])"
 )
 _SECRET_NAME: Final = re.compile(_WORDS, re.IGNORECASE)
@@ -39,9 +39,14 @@ def redact(name: str, value: str) -> str:
     >>> redact("WANDB_API_KEY", "abc"), redact("NCCL_DEBUG", "INFO"), redact("HTTPS_PROXY", "http://me:secret@proxy:3128")
     ('[redacted]', 'INFO', 'http://[redacted]@proxy:3128')
     """
-    if value and _SECRET_NAME.search(name):
+    if value and (_SECRET_NAME.search(name) or _holds_secrets(value)):
         return HIDDEN
     return redact_text(value)
+
+
+def _holds_secrets(value: str) -> bool:
+    """A structure (JSON, a list of arguments, a key file) that names a secret is hidden whole: its quoting has too many forms."""
+    return "PRIVATE KEY" in value or (value.lstrip()[:1] in ("{", "[") and _SECRET_NAME.search(value) is not None)
 
 
 def redact_text(text: str) -> str:
