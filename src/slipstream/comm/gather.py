@@ -16,10 +16,10 @@ import torch
 
 from slipstream.comm import codec, tree
 from slipstream.comm.channel import Body, Channel, Limits, Turn, aligned
-from slipstream.comm.guarded import Reader, announce, refuse
+from slipstream.comm.guarded import Reader, announce, check_rank, refuse
 from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, spell_tensor
 
-__all__ = ["Arrange", "check_rank", "gather", "gather_objects"]
+__all__ = ["Arrange", "gather", "gather_objects"]
 
 
 class Arrange(Protocol):
@@ -100,12 +100,6 @@ def gather(
     if dst not in (None, channel.rank):
         return None
     return tree.unflatten(data, joined.finish(leaves, packed, arrange), is_items)
-
-
-def check_rank(rank: int | None, world_size: int) -> None:
-    """Raises for a rank that this job does not have."""
-    if rank is not None and not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} does not exist: this job has {world_size} processes, 0 to {world_size - 1}")
 
 
 def _total(arrange: Arrange | None) -> int:

@@ -9,7 +9,7 @@ from slipstream.comm.channel import Body, Channel, Limits, aligned
 from slipstream.comm.sites import call_site
 from slipstream.comm.verify import Call
 
-__all__ = ["Reader", "announce", "refuse"]
+__all__ = ["Reader", "announce", "check_rank", "refuse"]
 
 
 _FROM_ANY_LINE = frozenset(
@@ -48,6 +48,12 @@ def refuse(channel: Channel, limits: Limits, operation: str, cause: Exception) -
     with channel.turn(call, limits) as turn:
         turn.exchange(Body())
     return cause
+
+
+def check_rank(rank: int | None, world_size: int) -> None:
+    """Raises for a rank that this job does not have."""
+    if rank is not None and not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} does not exist: this job has {world_size} processes, 0 to {world_size - 1}")
 
 
 class Reader:

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.comm import codec, tree
 from slipstream.comm.channel import Body, Channel, Limits, Turn
-from slipstream.comm.guarded import Reader, announce, refuse
+from slipstream.comm.guarded import Reader, announce, check_rank, refuse
 from slipstream.comm.leaves import Packed, as_tensor, is_items, is_tensor_leaf, numbers_as_tensors, spell_tensor
 
 __all__ = ["REDUCTIONS", "barrier", "broadcast", "broadcast_objects", "pad", "reduce", "share"]
@@ -173,7 +173,7 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
     leaves = tree.flatten(data, is_items)
     name = f"{operation} from rank {from_process}"
     try:
-        _check_rank(from_process, channel.world_size)
+        check_rank(from_process, channel.world_size)
         packed = [Packed(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
         body = _broadcast_body(leaves, packed) if channel.rank == from_process else Body()
     except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
@@ -193,11 +193,6 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
                 turn.broadcast(value, from_process)
                 results.append(value.reshape(pack.shape))
     return tree.unflatten(data, results, is_items)
-
-
-def _check_rank(rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} does not exist: this job has {world_size} processes, 0 to {world_size - 1}")
 
 
 def _broadcast_body(leaves: list[Any], packed: list[Packed | None]) -> Body:
@@ -224,7 +219,7 @@ def broadcast_objects(
     name = f"{operation} from rank {from_process}"
     body = Body()
     try:
-        _check_rank(from_process, channel.world_size)
+        check_rank(from_process, channel.world_size)
         if channel.rank == from_process:
             body.add(numpy.frombuffer(codec.encode(list(values)), dtype=numpy.uint8))
     except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it

@@ -26,7 +26,7 @@ from slipstream.launch.system import open_files
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["Place", "await_listener", "connect", "interface_of", "listen", "quietly", "serve"]
+__all__ = ["Place", "address_towards", "await_listener", "connect", "interface_of", "listen", "quietly", "serve"]
 
 _BACKLOG: Final = 4096
 _PAUSE: Final = 0.25
@@ -225,15 +225,24 @@ def quietly() -> Iterator[None]:
         os.close(nowhere)
 
 
+def address_towards(host: str) -> str:
+    """The address of this machine on the way to `host`; an OSError if there is none.
+
+    >>> address_towards("127.0.0.1")
+    '127.0.0.1'
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: the system only chooses a route
+        return str(probe.getsockname()[0])
+
+
 def interface_of(host: str) -> str | None:
     """The network interface over which `host` is reached from here, or None when it cannot be told."""
     import psutil
 
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing: the system only chooses a route
-            own = probe.getsockname()[0]
+        own = address_towards(host)
     except OSError:
         return None
     named = [name for name, entries in psutil.net_if_addrs().items() if any(entry.address.partition("%")[0] == own for entry in entries)]

@@ -11,7 +11,6 @@ import builtins
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
@@ -169,26 +168,23 @@ class PartialState:
 
     def on_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
         """Decorator: the function runs on the main process only; elsewhere it gives None."""
-        return self._only_if(self.is_main_process, function)
+        return only_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
         """Decorator: the function runs on the first process of each machine only."""
-        return self._only_if(self.is_local_main_process, function)
+        return only_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
         """Decorator: the function runs on the last process only."""
-        return self._only_if(self.is_last_process, function)
+        return only_if(self.is_last_process, function)
 
     def on_process(self, function: Callable[P, R] | None = None, process_index: int | None = None) -> Callable[..., Any]:
         """Decorator: the function runs on one process only (0 if none is named)."""
-        return self._only_if(self.process_index == (process_index or 0), function)
+        return only_if(self.process_index == (process_index or 0), function)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int | None = None) -> Callable[..., Any]:
         """Decorator: the function runs on one process of each machine only (0 if none is named)."""
-        return self._only_if(self.local_process_index == (local_process_index or 0), function)
-
-    def _only_if(self, condition: bool, function: Callable[P, R] | None) -> Callable[..., Any]:
-        return partial(only_if, condition) if function is None else only_if(condition, function)
+        return only_if(self.local_process_index == (local_process_index or 0), function)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints once for each machine."""

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from slipstream.errors import StateError
 from slipstream.launch.contract import attempt_prefix
 from slipstream.launch.lookups import short_lookups
-from slipstream.launch.store import Place, connect as connect_to, listen, quietly, serve
+from slipstream.launch.store import Place, address_towards, connect as connect_to, listen, quietly, serve
 from slipstream.runtime.process import Process
 
 __all__ = ["connect", "own_address", "second_connection"]
@@ -62,10 +62,7 @@ def own_address(master_addr: str, environ: Mapping[str, str]) -> str:
         found = [entry.address for entry in entries if entry.family == family and "%" not in entry.address]
         if found:
             return str(found[0])
-    family, kind, _, _, address = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing: the system only chooses a route
-        return str(probe.getsockname()[0])
+    return address_towards(master_addr)
 
 
 def second_connection(store: Store) -> Store:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import Any
 
 from slipstream.comm.channel import Channel
 from slipstream.comm.ops import barrier
@@ -18,9 +18,6 @@ from slipstream.comm.vigil import Limits
 from slipstream.errors import DistributedOperationException, PeerLostError
 
 __all__ = ["first", "leave_together", "only_if", "wait_for_everyone"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def wait_for_everyone(channel: Channel, limits: Limits, operation: str = "wait_for_everyone") -> None:
@@ -47,13 +44,18 @@ def first(channel: Channel, limits: Limits, goes_first: bool, operation: str) ->
     barrier(channel, limits, operation)
 
 
-def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
-    """The function itself where the condition holds; elsewhere one that does nothing and gives None."""
+def only_if(condition: bool, function: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The function itself where the condition holds; elsewhere one that does nothing and gives None.
+
+    Without a function, the decorator that does this to one.
+    """
+    if function is None:
+        return partial(only_if, condition)
     if condition:
         return function
 
     @wraps(function)
-    def nothing(*args: P.args, **kwargs: P.kwargs) -> R | None:
+    def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
     return nothing
