@@ -32,14 +32,15 @@ LAYERS = {
     "parallel": 6,
     "strategies": 6,
     "checkpoint": 6,
-    "accelerator": 7,
-    "notebook": 7,
-    "__init__": 8,
-    "utils": 8,
-    "integrations": 8,
-    "cli": 9,
-    "testing": 9,
-    "__main__": 10,
+    "facade": 7,
+    "accelerator": 8,
+    "notebook": 8,
+    "__init__": 9,
+    "utils": 9,
+    "integrations": 9,
+    "cli": 10,
+    "testing": 10,
+    "__main__": 11,
 }
 """A file imports from lower layers and from its own room alone."""
 

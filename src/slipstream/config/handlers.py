@@ -1,0 +1,93 @@
+"""Options that are objects: what scripts hand to `Accelerator(kwargs_handlers=[...])` and to its plugin arguments, as far as no torch is needed.
+
+A handler is a dataclass whose defaults mean "as usual"; `to_kwargs()` gives what was changed. Values are checked when the object is
+made, so an error points at the line that wrote them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import MISSING, dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+__all__ = ["GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "ProjectConfiguration"]
+
+
+@dataclass
+class KwargsHandler:
+    """The base of handlers: a dataclass that knows which of its fields were changed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A deep copy of all fields."""
+        return {one.name: copy.deepcopy(getattr(self, one.name)) for one in fields(self)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        usual = {one.name: one.default_factory() if one.default_factory is not MISSING else one.default for one in fields(self)}
+        return {name: value for name, value in self.to_dict().items() if value != usual[name]}
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process group is opened; None leaves the choice to the device and to the `timeout` option.
+
+    >>> InitProcessGroupKwargs(timeout=timedelta(minutes=5)).to_kwargs()
+    {'timeout': datetime.timedelta(seconds=300)}
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are added up over several batches before an update.
+
+    >>> GradientAccumulationPlugin(num_steps=4).num_steps
+    4
+    """
+
+    num_steps: int | None = None
+    """Batches per update; None takes it from the other sources (argument, launcher, environment, file)."""
+    adjust_scheduler: bool = True
+    """Whether calls of a scheduler between updates count in its `_step_count`; its learning rate moves with updates alone."""
+    sync_with_dataloader: bool = True
+    """Whether the last batch of a loader ends a window, however few batches it has."""
+    sync_each_batch: bool = False
+    """Reduce gradients after every batch: more communication, less memory in sharded strategies. Updates stay where they are."""
+
+    def __post_init__(self) -> None:
+        steps = self.num_steps
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ConfigError(f"GradientAccumulationPlugin(num_steps={steps!r}): batches per update are a whole number from 1; write e.g. 4")
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run keeps its files.
+
+    >>> ProjectConfiguration(project_dir="runs").logging_dir
+    'runs'
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigError(f"ProjectConfiguration(total_limit={self.total_limit}): at least one checkpoint is kept; leave it out to keep all")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Sets the root folder, and the folder of trackers where none was named."""
+        self.project_dir = None if project_dir is None else str(project_dir)
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir

@@ -1,0 +1,148 @@
+"""`GradientState`: what the loop is doing now, as far as updates care: which loader is being read, and whether this batch ends an update.
+
+Each Accelerator has one of its own. A prepared loader enters itself when an iteration begins and leaves when it ends, however it
+ends; loaders nest. The stepping rooms read it and set `sync_gradients`; neither needs to know the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slipstream.config.handlers import GradientAccumulationPlugin
+
+__all__ = ["ActiveLoader", "GradientState", "Shares"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How one global batch was dealt out to the ranks, where that is not the same full batch for each.
+
+    >>> Shares(given=(2, 1), real=(2, 0), weighed=True, full=4).total
+    2
+    """
+
+    given: tuple[int, ...]
+    """Samples that each rank was handed."""
+    real: tuple[int, ...]
+    """How many of them count: the others repeat samples, or give a rank something to do that had none left."""
+    weighed: bool
+    """Whether losses are weighed by `real`, so that the gradient is that of the samples; repeated ones count in full otherwise."""
+    full: int
+    """Samples in a full global batch."""
+
+    @property
+    def total(self) -> int:
+        """Samples of this global batch that count."""
+        return sum(self.real)
+
+
+class ActiveLoader(Protocol):
+    """What a loader tells of the batch that it handed out last."""
+
+    end_of_dataloader: bool
+    """Whether it was the last one of this iteration, on every rank."""
+    remainder: int
+    """Samples in the last global batch if it is not full, else 0; -1 as long as that is not known."""
+
+    @property
+    def batches_left(self) -> int | None:
+        """How many batches follow; None where that is not known yet."""
+
+    @property
+    def shares(self) -> Shares | None:
+        """How the batch was dealt out; None if every rank has a full share and every sample counts."""
+
+    @property
+    def steps_per_update(self) -> int | None:
+        """Batches per update that this loader asks for (`effective_batch_size`); None for the usual number."""
+
+
+class GradientState:
+    """The loaders that are being read, and whether the present batch ends an update.
+
+    >>> state = GradientState(GradientAccumulationPlugin(num_steps=4))
+    >>> state.num_steps, state.sync_gradients, state.in_dataloader
+    (4, True, False)
+    """
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
+        self.sync_gradients = True
+        """Whether gradients of the present batch are reduced and the optimizers step."""
+        self.active: ActiveLoader | None = None
+        """The innermost loader that is being read."""
+        self.finished: Any = None
+        """The loader that was read to its end last, for results that are gathered after the loop."""
+        self._stack: list[weakref.ref[Any]] = []
+
+    def __repr__(self) -> str:
+        return f"GradientState(sync_gradients={self.sync_gradients}, end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
+
+    # -- settings -------------------------------------------------------------------------------------------------
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The settings that were changed."""
+        return self.plugin.to_kwargs()
+
+    @property
+    def num_steps(self) -> int:
+        """Batches per update."""
+        return self.plugin.num_steps or 1
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """See `GradientAccumulationPlugin.adjust_scheduler`."""
+        return self.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """See `GradientAccumulationPlugin.sync_with_dataloader`."""
+        return self.plugin.sync_with_dataloader
+
+    @property
+    def initialized(self) -> bool:
+        """True: the object exists."""
+        return True
+
+    # -- loaders --------------------------------------------------------------------------------------------------
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost prepared loader that is being read, or None."""
+        return self.active
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The prepared loaders that are being read, outermost first."""
+        return [loader for loader in (reference() for reference in self._stack) if loader is not None]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being read."""
+        return self.active is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the present batch is the last one of its loader."""
+        return self.active is not None and self.active.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last global batch of the active loader if it is not full; -1 for not known."""
+        return -1 if self.active is None else self.active.remainder
+
+    def enter(self, loader: Any) -> None:
+        """A loader begins an iteration."""
+        self._stack.append(weakref.ref(loader))
+        self.active = loader
+        self.finished = None
+
+    def leave(self, loader: Any, *, exhausted: bool) -> None:
+        """A loader's iteration ends: at its end, by `break` or by an exception."""
+        self._stack = [reference for reference in self._stack if reference() not in (loader, None)]
+        remaining = self.dataloader_references
+        self.active = remaining[-1] if remaining else None
+        self.finished = loader if exhausted else None
