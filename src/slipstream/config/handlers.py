@@ -1,4 +1,4 @@
-"""Options that are objects: what scripts hand to `Accelerator(kwargs_handlers=[...])` and to its plugin arguments, as far as no torch is needed.
+"""Options that are objects: what scripts hand to `Accelerator(kwargs_handlers=[...])` and its plugin arguments, where no torch is needed.
 
 A handler is a dataclass whose defaults mean "as usual"; `to_kwargs()` gives what was changed. Values are checked when the object is
 made, so an error points at the line that wrote them.
@@ -63,7 +63,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         steps = self.num_steps
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigError(f"GradientAccumulationPlugin(num_steps={steps!r}): batches per update are a whole number from 1; write e.g. 4")
+            raise ConfigError(f"GradientAccumulationPlugin(num_steps={steps!r}): write a whole number of batches, from 1")
 
 
 @dataclass
@@ -83,7 +83,7 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
-            raise ConfigError(f"ProjectConfiguration(total_limit={self.total_limit}): at least one checkpoint is kept; leave it out to keep all")
+            raise ConfigError(f"ProjectConfiguration(total_limit={self.total_limit}): one is kept at least; leave it out to keep all")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:

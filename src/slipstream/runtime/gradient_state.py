@@ -78,7 +78,7 @@ class GradientState:
         self._stack: list[weakref.ref[Any]] = []
 
     def __repr__(self) -> str:
-        return f"GradientState(sync_gradients={self.sync_gradients}, end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
+        return f"GradientState(sync={self.sync_gradients}, end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
 
     # -- settings -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,66 @@
+"""Clipping: once per update, on gradients that are complete: reduced over the ranks, over the whole window, and without the loss scale.
+
+Between updates nothing is clipped, since a part of a gradient says nothing about the whole; so it may be called after every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from slipstream.step.optimizer import AcceleratedOptimizer
+from slipstream.step.stepper import Stepper
+
+__all__ = ["Clipper"]
+
+
+class Clipper:
+    """Clips gradients of prepared models; one for each Accelerator."""
+
+    def __init__(
+        self, stepper: Stepper, optimizers: Callable[[], Iterable[AcceleratedOptimizer]], clip: Callable[..., torch.Tensor]
+    ) -> None:
+        self._stepper = stepper
+        self._optimizers = optimizers
+        self._clip = clip
+        self._last: torch.Tensor | None = None
+
+    def norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients together to `max_norm`, and gives the norm that they had; between updates, that of the last one."""
+        group = _listed(parameters)
+        if not self._complete(group):
+            return torch.zeros(()) if self._last is None else self._last
+        self._last = self._clip(group, max_norm, norm_type)
+        return self._last
+
+    def value(self, parameters: Any, clip_value: float) -> None:
+        """Clips each entry of the gradients to at most `clip_value`; between updates, nothing is done."""
+        group = _listed(parameters)
+        if self._complete(group):
+            torch.nn.utils.clip_grad_value_(group, clip_value)
+
+    def unscale(self, optimizer: Any = None) -> None:
+        """Divides the gradients of these optimizers (of all, if none is named) by the loss scale, where there is one."""
+        chosen = self._optimizers() if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for one in chosen:
+            if not isinstance(one, AcceleratedOptimizer):
+                raise TypeError(f"unscale_gradients got a {type(one).__name__}: pass an optimizer that prepare gave back")
+            one.unscale()
+
+    def _complete(self, parameters: list[torch.Tensor]) -> bool:
+        """Whether these gradients make an update now; if so, without the loss scale."""
+        models, _ = self._stepper.owners(parameters)
+        if not all(model.window.closing for model in models):
+            return False
+        if self._stepper.scaler.scales:
+            wanted = {id(parameter) for parameter in parameters}
+            for optimizer in self._optimizers():
+                if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+                    optimizer.unscale()
+        return True
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -1,0 +1,118 @@
+"""`AcceleratedScheduler`: a learning-rate scheduler that moves with updates, the same on any number of processes.
+
+Written after every batch, `scheduler.step()` moves once for each update of its optimizers: not while gradients are added up, and not
+when a step was left out because of an overflow. `per_process` is the rule of the relative: as many moves per update as there
+are processes (none more with split batches), for schedules whose length was counted in batches of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.errors import StateError
+from slipstream.runtime.gradient_state import GradientState
+from slipstream.step.optimizer import AcceleratedOptimizer
+
+__all__ = ["AcceleratedScheduler"]
+
+
+class AcceleratedScheduler:
+    """A scheduler as `prepare` gives it back.
+
+    >>> from slipstream import Accelerator
+    >>> accelerator = Accelerator(cpu=True)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    >>> model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    >>> accelerator.backward(model(torch.ones(1, 2)).sum())
+    >>> optimizer.step(); scheduler.step(); scheduler.get_last_lr()
+    [0.5]
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        state: GradientState,
+        find: Callable[[torch.optim.Optimizer], AcceleratedOptimizer | None],
+        *,
+        step_with_optimizer: bool = True,
+        moves: int = 1,
+        same_everywhere: Callable[[Any], None] = lambda value: None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.step_with_optimizer = step_with_optimizer
+        self.moves = moves
+        """How often it moves per update."""
+        self._state = state
+        self._find = find
+        self._same_everywhere = same_everywhere
+        """Raises unless all processes gave the same value."""
+        self._optimizers: Sequence[AcceleratedOptimizer] = ()
+        self._needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Moves on, if the optimizers have made an update with this batch."""
+        if self.step_with_optimizer:
+            for optimizer in self._optimizers or self._link():
+                if not optimizer.closing:
+                    if self._state.plugin.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                        self.scheduler._step_count += 1
+                    return
+                if optimizer.step_was_skipped:
+                    return
+        if self._needs_metric:
+            self._same_everywhere(args[0] if args else kwargs.get("metrics"))
+        for _ in range(self.moves):
+            if self.moves > 1 and self._is_over():
+                return
+            self.scheduler.step(*args, **kwargs)
+
+    def _is_over(self) -> bool:
+        """Whether several moves per update have used up a schedule that raises beyond its end."""
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is not None and self.scheduler.last_epoch + 1 >= total
+
+    def _link(self) -> Sequence[AcceleratedOptimizer]:
+        own = self.scheduler.optimizer
+        found = own if isinstance(own, AcceleratedOptimizer) else self._find(own)
+        if found is None:
+            raise StateError(
+                f"{type(self.scheduler).__name__} belongs to a {type(own).__name__} that this Accelerator did not prepare, so it cannot "
+                "move with its updates. Prepare that optimizer too, or pass step_scheduler_with_optimizer=False to move with every call."
+            )
+        self._optimizers = (found,)
+        return self._optimizers
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # while it is being made or unpickled
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedScheduler({self.scheduler!r})"
+
+    def get_last_lr(self) -> list[Any]:
+        """The learning rates in use."""
+        rates: list[Any] = self.scheduler.get_last_lr()
+        return rates
+
+    def get_lr(self) -> Any:
+        """See the scheduler's own."""
+        return self.scheduler.get_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """See the scheduler's own."""
+        self.scheduler.print_lr(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the user's scheduler."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state into the user's scheduler."""
+        self.scheduler.load_state_dict(state_dict)

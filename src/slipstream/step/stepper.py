@@ -1,0 +1,319 @@
+"""The stepper: windows of accumulation, backward passes, and what optimizers may do now. One for each Accelerator.
+
+The gradient of an update is that of one big batch: the mean over all samples of the window on all ranks. A loss is taken to be the mean
+over the samples of its batch, unless `weight` says that it is a sum over so many of them. Strategies average gradients
+over the ranks; so a rank's part is weighed here, and only where ranks or batches hold different numbers of samples.
+
+`backward` decides nothing that could be decided before: for the usual batch it is a few comparisons.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.comm.sites import call_site
+from slipstream.errors import StateError
+from slipstream.runtime.gradient_state import GradientState
+from slipstream.step.window import Change, Window
+
+__all__ = ["PreparedModel", "Scaler", "Section", "Stepper"]
+
+
+@dataclass(eq=False)
+class PreparedModel:
+    """A model as the user gave it, as `prepare` gave it back, and its window."""
+
+    original: torch.nn.Module
+    prepared: torch.nn.Module
+    window: Window = field(default_factory=Window)
+    owned: frozenset[int] = frozenset()
+    """Identities of the parameters, for finding the model of an optimizer."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that are there now."""
+        return [parameter.grad for parameter in self.original.parameters() if parameter.grad is not None]
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the gradients that are there."""
+        gradients = self.gradients()
+        dense = [one for one in gradients if one.layout == torch.strided]
+        if dense:
+            torch._foreach_mul_(dense, factor)
+        for one in gradients:
+            if one.layout != torch.strided:
+                one.mul_(factor)
+
+
+class Scaler(Protocol):
+    """What stepping needs of the loss scaling of a precision; see `precision/scaler.py`."""
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled at all."""
+
+    @property
+    def due(self) -> bool:
+        """Whether the scale is to be updated before the next loss is scaled."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
+
+    def flush(self, want_ratio: bool = False) -> float: ...
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool: ...
+
+
+class _Engine(Protocol):
+    """What stepping needs of a strategy."""
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]: ...
+
+    def backward(self, loss: torch.Tensor, reduces: bool, kwargs: dict[str, Any]) -> None: ...
+
+
+class Section:
+    """`with accelerator.accumulate(model):`, one batch of a window."""
+
+    __slots__ = ("_outer", "_paused", "_stepper", "models", "windows")
+
+    def __init__(self, stepper: Stepper, models: Sequence[PreparedModel]) -> None:
+        self.models = tuple(models)
+        self.windows = tuple(model.window for model in models)
+        self._stepper = stepper
+        self._outer: Section | None = None
+        self._paused: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        stepper = self._stepper
+        closing = stepper.begin(self)
+        self._outer, stepper.section = stepper.section, self
+        if not (closing or stepper.state.plugin.sync_each_batch):
+            for model in self.models:
+                paused = stepper.engine.no_sync(model.prepared)
+                paused.__enter__()
+                self._paused.append(paused)
+
+    def __exit__(self, *details: Any) -> None:
+        self._stepper.section = self._outer
+        while self._paused:
+            self._paused.pop().__exit__(None, None, None)
+
+
+class Stepper:
+    """Windows and backward passes of one Accelerator."""
+
+    def __init__(
+        self,
+        state: GradientState,
+        engine: _Engine,
+        scaler: Scaler,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        total: Callable[[float], float] = float,
+    ) -> None:
+        self.state = state
+        self.engine = engine
+        self.scaler = scaler
+        self.models: list[PreparedModel] = []
+        self.section: Section | None = None
+        """The `accumulate` block that is being run."""
+        self._rank = rank
+        self._world_size = world_size
+        self._total = total
+        """Adds a number up over all ranks."""
+        self._sections: dict[tuple[int, ...], Section] = {}
+        self._warned: set[str] = set()
+
+    # -- models ---------------------------------------------------------------------------------------------------
+
+    def add(self, original: torch.nn.Module, prepared: torch.nn.Module) -> PreparedModel:
+        """Takes a prepared model in; one that was here before gets a fresh window."""
+        self.models = [model for model in self.models if model.original is not original]
+        owned = frozenset(id(parameter) for parameter in original.parameters())
+        self.models.append(PreparedModel(original, prepared, owned=owned))
+        self._sections.clear()
+        return self.models[-1]
+
+    def find(self, model: torch.nn.Module) -> PreparedModel | None:
+        """The record of a model, by what was given or what was given back."""
+        return next((one for one in self.models if model is one.prepared or model is one.original), None)
+
+    def owners(self, parameters: Iterable[torch.Tensor]) -> tuple[list[PreparedModel], list[torch.Tensor]]:
+        """The prepared models that these parameters belong to, and those that belong to none."""
+        found: dict[int, PreparedModel] = {}
+        strangers = []
+        for parameter in parameters:
+            owner = next((model for model in self.models if id(parameter) in model.owned), None)
+            if owner is None:
+                strangers.append(parameter)
+            else:
+                found[id(owner)] = owner
+        return list(found.values()), strangers
+
+    def forget(self) -> None:
+        """Drops every model: nothing here keeps one alive afterwards."""
+        self.models = []
+        self.section = None
+        self._sections.clear()
+
+    # -- windows --------------------------------------------------------------------------------------------------
+
+    def accumulate(self, models: Sequence[torch.nn.Module]) -> Section:
+        """One batch of the windows of these models (of all prepared ones if none is named)."""
+        key = tuple(map(id, models))
+        section = self._sections.get(key)
+        if section is None or section is self.section:
+            section = self._sections[key] = Section(self, self._records(models))
+        return section
+
+    def _records(self, models: Sequence[torch.nn.Module]) -> list[PreparedModel]:
+        if not models:
+            if not self.models:
+                raise StateError("accumulate() without a prepared model: call prepare(model, ...) first")
+            return self.models
+        records = [self.find(model) for model in models]
+        for model, record in zip(models, records, strict=True):
+            if record is None:
+                raise StateError(
+                    f"accumulate got a {type(model).__name__} that was not prepared by this Accelerator: "
+                    "write `model = accelerator.prepare(model)` first, and pass what it gives back"
+                )
+        return [record for record in records if record is not None]
+
+    def begin(self, section: Section) -> bool:
+        """The next batch of a section's windows; whether it ends an update."""
+        state, loader = self.state, self.state.active
+        plugin = state.plugin
+        steps, end, left = plugin.num_steps or 1, False, None
+        if loader is not None:
+            steps = loader.steps_per_update or steps
+            if plugin.sync_with_dataloader:
+                end, left = loader.end_of_dataloader, loader.batches_left
+        closing = [window.begin(steps, end, left) for window in section.windows]
+        if any(one != closing[0] for one in closing):
+            places = ", ".join(
+                f"{type(model.original).__name__}: batch {model.window.index} of {steps}" for model in section.models
+            )
+            raise StateError(
+                f"accumulate was given models that are at different places of their windows ({places}), as they were accumulated apart "
+                "before. Give each its own accumulate block, or always the same ones together."
+            )
+        state.sync_gradients = closing[0]
+        return closing[0]
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, weight: Any = None, **kwargs: Any) -> None:
+        """The gradients of a loss; see the head of this module for what they are divided by."""
+        section = self.section
+        if self.scaler.due:
+            self._update_scale()
+        if section is None:
+            self._alone(loss, weight, kwargs)
+            return
+        window, (part, count) = section.windows[0], self._share()
+        change = window.add_mean(count) if weight is None else self._weighted(window, part, weight)
+        for other in section.windows[1:]:
+            other.follow(window)
+        if change.existing != 1.0:
+            for model in section.models:
+                model.rescale(change.existing)
+        if window.expected > 1.0 and weight is None:
+            self._notice_division(loss, window.expected)
+        if weight is not None:
+            part = float(part > 0.0)
+        self._run(loss, part, change.divisor, window.closing or self.state.plugin.sync_each_batch, kwargs)
+
+    def _share(self) -> tuple[float, float]:
+        """How this rank's mean is weighed against an equal share, and how many full batches the global batch counts as."""
+        loader = self.state.active
+        shares = None if loader is None else loader.shares
+        if shares is None or not shares.weighed:
+            return 1.0, 1.0
+        return self._world_size * shares.real[self._rank] / shares.full, shares.total / shares.full
+
+    def _weighted(self, window: Window, part: float, weight: Any) -> Change:
+        total = window.add_sum(_number(weight) if part > 0.0 else 0.0)
+        return window.settle_sum(self._total(total) / self._world_size if window.closing else 0.0)
+
+    def _alone(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
+        """A backward pass outside of `accumulate`: the batch is a window of its own, as far as we can know."""
+        for model in self.models:
+            if not model.window.closing:
+                model.window.reset()
+        self.state.sync_gradients = True
+        loader = self.state.active
+        steps = (None if loader is None else loader.steps_per_update) or self.state.plugin.num_steps or 1
+        if steps > 1:
+            self._warn(
+                f"backward at {call_site()} is outside of `with accelerator.accumulate(model):`, so gradients of {steps} batches are "
+                f"asked for, but where an update ends is not known here: each loss is divided by {steps}, and every optimizer.step() acts"
+            )
+            self._notice_division(loss, float(steps))
+        part, count = self._share()
+        if weight is None:
+            self._run(loss, part / count if count else 0.0, float(steps), True, kwargs)
+            return
+        total = self._total(_number(weight) if part > 0.0 else 0.0) / self._world_size
+        self._run(loss, float(part > 0.0), (total or 1.0) * steps, True, kwargs)
+
+    def _run(self, loss: torch.Tensor, part: float, divisor: float, reduces: bool, kwargs: dict[str, Any]) -> None:
+        if part != 1.0:
+            loss = loss * (part / divisor)
+        elif divisor != 1.0:
+            loss = loss / divisor
+        self.engine.backward(self.scaler.scale(loss), reduces, kwargs)
+
+    def _update_scale(self) -> None:
+        """A new loss scale; gradients of windows that are still open were made with the old one."""
+        waiting = [model for model in self.models if model.window.pending and not model.window.closing]
+        ratio = self.scaler.flush(want_ratio=bool(waiting))
+        if ratio != 1.0:
+            for model in waiting:
+                model.rescale(ratio)
+
+    # -- notices --------------------------------------------------------------------------------------------------
+
+    def _notice_division(self, loss: torch.Tensor, steps: float) -> None:
+        if "division" in self._warned:
+            return
+        self._warned.add("division")
+        if _divided_by(loss, steps):
+            warnings.warn(
+                f"the loss at {call_site()} was divided by {steps:g}, the number of batches per update, and backward divides by it too: "
+                f"the gradient is {steps:g} times too small. Pass the loss as it is.",
+                stacklevel=4,
+            )
+
+    def _warn(self, text: str) -> None:
+        if "alone" not in self._warned:
+            self._warned.add("alone")
+            warnings.warn(text, stacklevel=5)
+
+
+def _number(weight: Any) -> float:
+    number = float(weight)
+    if not number >= 0.0 or number == float("inf"):
+        raise ValueError(f"backward(loss, weight={weight!r}): the weight is the count of samples or tokens in the loss: a number from 0")
+    return number
+
+
+def _divided_by(loss: torch.Tensor, steps: float) -> bool:
+    """Whether the graph of a loss ends in a division by this number, or in a product with its inverse."""
+    node: Any = loss.grad_fn
+    name = node.name() if node is not None else ""
+    if name not in ("DivBackward0", "MulBackward0"):
+        return False
+    other = getattr(node, "_saved_other", None)
+    if other is None or other.numel() != 1:
+        return False
+    expected = steps if name == "DivBackward0" else 1.0 / steps
+    return abs(float(other) - expected) < 1e-6

@@ -1,0 +1,1 @@
+"""Who runs the step: one process, or replicas that average their gradients."""

@@ -1,0 +1,77 @@
+"""What a strategy is: nine verbs, and the null object that has them for one process.
+
+    check       refuses a model that this strategy cannot run, before anything is changed
+    prepare     wraps a model, or gives it back
+    realise     says how the precision policy is carried out here
+    no_sync     a block in which backward does not reduce gradients
+    backward    the gradients of a loss; `reduces` says whether this is a pass that reduces them
+    step        looks at a model before its optimizer steps
+    clip        clips gradients to a norm, and gives the global norm
+    unwrap      the user's model inside of what `prepare` gave
+    state       the weights under the names of the user's model
+
+A strategy overrides what it does differently, and no more.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from slipstream.devices.table import CPU
+from slipstream.errors import ConfigError
+
+__all__ = ["Strategy"]
+
+
+class Strategy:
+    """One process runs the step by itself: every verb as plain PyTorch does it."""
+
+    name = "single"
+
+    def check(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Refuses models whose parameters are nowhere, or not where this process computes."""
+        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            raise ConfigError(
+                f"prepare was given a {type(model).__name__} that was made by hand around a {type(model.module).__name__}: gradients would "
+                "be averaged twice. Give it the module itself; options go into DistributedDataParallelKwargs."
+            )
+        for name, parameter in model.named_parameters():
+            if parameter.device.type == "meta":
+                raise ConfigError(
+                    f"parameter {name} of {type(model).__name__} has no memory yet (it is on the meta device): "
+                    "load or initialise the weights before prepare"
+                )
+            if parameter.device != device and parameter.device.type != device.type:
+                raise ConfigError(
+                    f"parameter {name} of {type(model).__name__} is on {parameter.device}, but this process computes on {device}: "
+                    "leave device_placement on, or move the model there before prepare"
+                )
+
+    def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
+        """`before` is what it gave back for this model the last time: given back again if it is still right."""
+        return model
+
+    def realise(self, device: torch.device) -> str:
+        """Which kind of device autocast and the loss scale work on."""
+        return device.type or CPU.type
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, reduces: bool, kwargs: dict[str, Any]) -> None:
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def step(self, model: torch.nn.Module) -> None:
+        return None
+
+    def clip(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+    def state(self, model: torch.nn.Module) -> dict[str, Any]:
+        return self.unwrap(model).state_dict()

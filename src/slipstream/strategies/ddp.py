@@ -1,0 +1,222 @@
+"""Replicas that average their gradients: torch's DistributedDataParallel, with the user's model showing through.
+
+`Replicated` is DistributedDataParallel with three differences. Its state dict has the names of the user's model. Attributes that it lacks
+are those of the user's model; methods too, and what they compute is tied to the averaging of gradients as `forward` is. And its
+errors name parameters instead of numbers. The collectives themselves are torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from slipstream.errors import ConfigError, StateError
+from slipstream.runtime.runtime import Runtime
+from slipstream.strategies.base import Strategy
+from slipstream.strategies.options import DistributedDataParallelKwargs
+
+__all__ = ["DDP", "Replicated", "join_models", "trigger_sync"]
+
+_PREFIX = "module."
+
+
+def _always() -> bool:
+    return True
+
+
+class Replicated(DistributedDataParallel):
+    """A model whose replicas average their gradients; made by `prepare`."""
+
+    def __init__(self, module: torch.nn.Module, is_current: Callable[[], bool], **options: Any) -> None:
+        super().__init__(module, **options)
+        self.trained = _trained(module)
+        """Identities of the parameters that took gradients when it was made: only these are averaged."""
+        self._is_current = is_current
+
+    # -- the user's model shows through ---------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("_ddp"):
+                raise
+        try:
+            value = getattr(module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"{type(module).__name__} has no attribute {name!r}, and neither has the wrapper around it; "
+                "accelerator.unwrap_model(model) gives the model itself"
+            ) from None
+        return self._tied(value) if inspect.ismethod(value) and value.__self__ is module else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if "_is_current" in self.__dict__ and name not in self.__dict__ and name in getattr(module, "__dict__", ()):
+            setattr(module, name, value)  # else the model would go on with the old value
+        else:
+            super().__setattr__(name, value)
+
+    def _tied(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the model whose results, where they need gradients, are averaged over the ranks as those of `forward` are."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _find_tensors(result)):  # type: ignore[no-untyped-call]
+                self._post_forward(result)  # type: ignore[no-untyped-call]
+            return result
+
+        return call
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The weights under the names of the user's model."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads weights under the names of the user's model, or those that a bare DistributedDataParallel would give them."""
+        if state_dict and all(name.startswith(_PREFIX) for name in state_dict) and not hasattr(self.module, "module"):
+            state_dict = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state.pop("_is_current", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._is_current = _always
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._is_current():
+            raise StateError(
+                f"this {type(self.module).__name__} was prepared before the process group was released: prepare it again "
+                "(`model = accelerator.prepare(model)`), and it is wrapped for the present group"
+            )
+        try:
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise self.explained(error) from error
+
+    def check_reduced(self) -> None:
+        """Raises if the last backward left gradients that were not averaged, naming the parameters."""
+        try:
+            self._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise self.explained(error) from None
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """The error with names of parameters, if it is about parameters without gradients; else as it was."""
+        found = re.search(r"did not receive grad for rank \d+:([\d ,]*)", str(error).replace("\n", " "))
+        if found is None:
+            return error
+        named = [name for name, parameter in self.module.named_parameters() if id(parameter) in self.trained]
+        numbers = [int(number) for number in re.findall(r"\d+", found.group(1))]
+        names = ", ".join(named[number] for number in numbers if number < len(named))
+        return StateError(
+            f"the loss does not depend on every parameter of {type(self.module).__name__}, so gradients cannot be averaged over the ranks: "
+            f"{names} got none in the last backward. Use them in the loss, freeze them (requires_grad_(False)) before prepare, or pass "
+            "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]."
+        )
+
+
+def _trained(module: torch.nn.Module) -> frozenset[int]:
+    return frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
+
+
+class DDP(Strategy):
+    """Several processes, each with a replica of the whole model."""
+
+    name = "ddp"
+
+    def __init__(
+        self, runtime: Runtime, device: torch.device, options: DistributedDataParallelKwargs | None = None, watch: Any = None
+    ) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._options = options or DistributedDataParallelKwargs()
+        self._watch: AbstractContextManager[Any] = watch or nullcontext()
+        """Waits in torch's own collectives are watched: see `comm/engine.py`."""
+
+    def check(self, model: torch.nn.Module, device: torch.device) -> None:
+        super().check(model, device)
+        spread = getattr(model, "hf_device_map", None)
+        if spread and len(set(map(str, spread.values()))) > 1:
+            raise ConfigError(
+                f"this {type(model).__name__} is spread over {', '.join(sorted(set(map(str, spread.values()))))} (its device map) and "
+                "cannot be replicated on every process too: run it on one process, or load it on one device"
+            )
+
+    def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model  # nothing to average: torch refuses to wrap it
+        if isinstance(before, Replicated) and before._is_current() and before.trained == _trained(model):
+            return before
+        devices = [self._device.index] if self._device.index is not None else None
+        with self._watch:
+            replicated = Replicated(model, _Generation(self._runtime), device_ids=devices, **self._options.to_kwargs())
+        self._options.register_comm_hook(replicated)
+        return replicated
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def backward(self, loss: torch.Tensor, reduces: bool, kwargs: dict[str, Any]) -> None:
+        if not reduces:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            return
+        with self._watch:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def step(self, model: torch.nn.Module) -> None:
+        if isinstance(model, Replicated):
+            model.check_reduced()
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+class _Generation:
+    """Whether the process group that was open when this was made still is."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._generation = runtime.generation
+
+    def __call__(self) -> bool:
+        return self._runtime.generation == self._generation and self._runtime.is_open
+
+
+@contextmanager
+def trigger_sync(model: torch.nn.Module) -> Iterator[None]:
+    """The next backward averages gradients, although the passes before it ran without averaging."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before = model.require_backward_grad_sync
+    model.require_backward_grad_sync = True
+    model.require_forward_param_sync = True
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
+
+
+def join_models(models: list[torch.nn.Module]) -> AbstractContextManager[Any]:
+    """A block in which ranks may run out of batches at different times: those that are done shadow the others."""
+    replicated = [model for model in models if isinstance(model, DistributedDataParallel)]
+    return Join(list(replicated)) if replicated else nullcontext()
