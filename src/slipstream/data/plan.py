@@ -1,0 +1,219 @@
+"""The plan: an order of samples -> global batches -> what each rank reads of them. Pure: no torch, no randomness, no processes.
+
+A global batch is `size` consecutive samples of the order, and rank r reads the r-th contiguous piece of it: the pieces, put one
+after the other, are the global batch, and the global batches are the same for any number of ranks. Where whole batches are dealt out
+(a batch sampler of the user's own, `batch_size=None`), rank r takes the r-th of each round of `world_size` batches.
+
+The last global batch (or round) may be short. What happens then is the policy:
+
+* `even`: it is completed from the start of the order, so that every rank has a full batch. One process reads it as it is.
+* `exact`: the samples left are shared out as evenly as possible; a rank that gets none is handed one repeated sample that counts nothing.
+* `ragged`: the same without the repeated sample, so a rank may have one batch less. Only where the script deals with that.
+
+`drop_last` drops a short global batch whole. How a batch was shared is a `Shares`, or None if all ranks have the same full share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, cycle, islice
+from typing import Any, Literal, Protocol
+
+from slipstream.errors import ConfigError
+from slipstream.runtime.gradient_state import Shares
+from slipstream.runtime.split import real_counts
+
+__all__ = ["Dealing", "Order", "Piece", "Plan", "Policy"]
+
+Policy = Literal["even", "exact", "ragged"]
+"""What happens to a short last batch."""
+
+Piece = tuple[Any, "Shares | None", bool]
+"""What a rank reads of one global batch (samples, or a whole batch), how the batch was shared, and whether it is the last one."""
+
+
+class Order(Protocol):
+    """An order of samples of known length."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, start: int, stop: int) -> list[Any]:
+        """The samples at these positions, as far as there are any."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Global batches of `size` consecutive samples, each cut into one contiguous piece per rank.
+
+    >>> plan = Plan(world_size=2, size=4)
+    >>> plan.short(1)
+    Shares(given=(2, 2), real=(1, 0), weighed=False, full=4)
+    >>> [list(piece for piece, _, _ in plan.pieces(iter(range(5)), rank)) for rank in range(2)]
+    [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+    """
+
+    world_size: int
+    size: int
+    """Samples in a full global batch."""
+    policy: Policy = "even"
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy == "even" and self.size % self.world_size:
+            below = self.size - self.size % self.world_size
+            near = f"{below} or {below + self.world_size}" if below else f"{self.world_size}"
+            raise ConfigError(
+                f"split_batches=True cuts batches of batch_size={self.size} into {self.world_size} equal pieces, one for each process, "
+                f"and {self.size} is no multiple of {self.world_size}. Write batch_size={near}, or even_batches=False for unequal pieces."
+            )
+
+    @cached_property
+    def given(self) -> tuple[int, ...]:
+        """Samples that each rank reads of a full batch."""
+        return tuple(real_counts(self.size, self.world_size))
+
+    @cached_property
+    def full(self) -> Shares | None:
+        """How a full batch is shared."""
+        return None if self.size % self.world_size == 0 else self._share_out(self.size)
+
+    def short(self, left: int) -> Shares:
+        """How a last batch of `left` samples is shared, fewer than a full one."""
+        if self.policy != "even":
+            return self._share_out(left)
+        if self.world_size == 1:
+            return Shares((left,), (left,), False, self.size)
+        each = self.size // self.world_size
+        real = tuple(min(each, max(0, left - rank * each)) for rank in range(self.world_size))
+        return Shares((each,) * self.world_size, real, False, self.size)
+
+    def _share_out(self, samples: int) -> Shares:
+        real = tuple(real_counts(samples, self.world_size))
+        given = real if self.policy == "ragged" else tuple(max(1, count) for count in real)
+        return Shares(given, real, True, self.size)
+
+    def count(self, samples: int, rank: int = 0) -> int:
+        """How many batches a rank reads of so many samples; the same on every rank, unless ragged."""
+        whole, left = divmod(samples, self.size)
+        if not left or self.drop_last:
+            has_short = False
+        elif self.policy == "ragged":
+            has_short = self.short(left).given[rank] > 0
+        else:
+            has_short = True
+        if self.policy == "ragged" and self.given[rank] == 0:  # more ranks than samples in a batch
+            return 0
+        return whole + has_short
+
+    def remainder(self, samples: int) -> int:
+        """Samples in the last batch if it is read though it is not full, else 0."""
+        return 0 if self.drop_last else samples % self.size
+
+    # -- an order of known length: positions alone -----------------------------------------------------------------
+
+    def known(self, order: Order, rank: int, start: int = 0) -> Iterator[list[Any]]:
+        """The pieces of a rank, from a position of the order on; nothing before it is looked at."""
+        size = self.size
+        first = sum(self.given[:rank])
+        last = first + self.given[rank]
+        length = len(order)
+        whole = (length - start) // size if start < length else 0
+        if last > first or self.policy == "exact":
+            for position in range(start, start + whole * size, size):
+                yield order.take(position + first, position + last) or order.take(position, position + 1)
+        left = (length - start) % size if start < length else 0
+        if left and not self.drop_last:
+            samples = order.take(length - left, length)
+            piece = self._piece(samples, self.short(left), rank, lambda: order.take(0, min(length, size)))
+            if piece:
+                yield piece
+
+    # -- an order that is drawn while it is read --------------------------------------------------------------------
+
+    def pieces(self, order: Iterator[Any], rank: int, head: Sequence[Any] | None = None) -> Iterator[Piece]:
+        """The pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last.
+
+        `head` is how the order began, if this is the rest of one.
+        """
+        size = self.size
+        batch = list(islice(order, size))
+        start = list(head) if head else batch
+        while batch:
+            following = list(islice(order, size)) if len(batch) == size else []
+            short = len(batch) < size
+            if short and self.drop_last:
+                return
+            end = not following or (self.drop_last and len(following) < size)
+            shares = self.short(len(batch)) if short else self.full
+            piece = batch if shares is None and self.world_size == 1 else self._piece(batch, shares, rank, lambda: start)
+            if self.policy == "ragged" and following and len(following) < size and not self.drop_last:
+                end = self.short(len(following)).given[rank] == 0
+            if piece:
+                yield piece, shares, end
+            batch = following
+
+    def _piece(self, samples: Sequence[Any], shares: Shares | None, rank: int, head: Callable[[], Sequence[Any]]) -> list[Any]:
+        """What one rank reads of a global batch: its share; what completes the batch, or keeps a rank busy, is taken from the head."""
+        given = self.given if shares is None else shares.given
+        if shares is not None and self.policy == "exact":
+            first = sum(shares.real[:rank])
+            own = list(samples[first : first + shares.real[rank]])
+            return own or list(head()[:1])
+        first = sum(given[:rank])
+        own = list(samples[first : first + given[rank]])
+        missing = given[rank] - len(own)
+        if missing:
+            skipped = max(0, first - len(samples))
+            own += islice(cycle(head()), skipped, skipped + missing)
+        return own
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Whole batches, dealt out in rounds: rank r takes the r-th batch of each round of `world_size`.
+
+    >>> dealing = Dealing(world_size=2, nominal=2)
+    >>> [[(batch, shares and shares.real) for batch, shares, _ in dealing.pieces(iter(["ab", "cd", "ef"]), rank)] for rank in range(2)]
+    [[('ab', None), ('ef', (2, 0))], [('cd', None), ('ab', (2, 0))]]
+    """
+
+    world_size: int
+    nominal: int | None = None
+    """Samples in a full batch; None takes the size of the first one."""
+    policy: Policy = "even"
+    measure: Callable[[Any], int] = len
+    """The size of a batch; 1 where a batch is one position of the dataset."""
+
+    def count(self, batches: int, rank: int = 0) -> int:
+        """How many batches a rank reads of so many."""
+        whole, left = divmod(batches, self.world_size)
+        return whole + (left > rank if self.policy == "ragged" else left > 0)
+
+    def pieces(self, batches: Iterator[Any], rank: int, head: Sequence[Any] | None = None) -> Iterator[Piece]:
+        """The batches of a rank; one round is drawn ahead. `head` is the first round of the epoch, if this is the rest of one."""
+        ranks = self.world_size
+        dealt = list(islice(batches, ranks))
+        start = list(head) if head else dealt
+        nominal = self.nominal or (self.measure(start[0]) if start else 1)
+        while dealt:
+            following = list(islice(batches, ranks)) if len(dealt) == ranks else []
+            shares = self._shares(dealt, start, nominal)
+            end = not following if self.policy != "ragged" else len(following) <= rank
+            if rank < len(dealt):
+                yield dealt[rank], shares, end
+            elif self.policy == "even":
+                yield start[(rank - len(dealt)) % len(start)], shares, end
+            elif self.policy == "exact":
+                yield start[0], shares, end
+            dealt = following
+
+    def _shares(self, dealt: Sequence[Any], start: Sequence[Any], nominal: int) -> Shares | None:
+        sizes = tuple(map(self.measure, dealt))
+        absent = self.world_size - len(sizes)
+        if not absent and all(size == nominal for size in sizes):
+            return None
+        fillers: Iterator[Any] = islice(cycle(start), absent) if self.policy == "even" else chain([start[0]] * absent)
+        given = sizes + ((0,) * absent if self.policy == "ragged" else tuple(map(self.measure, fillers)))
+        return Shares(given, sizes + (0,) * absent, self.policy != "even", nominal * self.world_size)
