@@ -1,0 +1,1 @@
+"""What is applied to a model around its strategy: compilation, and the way back to the user's own model."""

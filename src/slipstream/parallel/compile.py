@@ -1,0 +1,278 @@
+"""`torch.compile`, whole or by region, before `prepare` or by it, without a trace in the model.
+
+What this promises: models are compiled in place (`nn.Module.compile`), so the object, its class and its state-dict keys stay; a model
+that the user compiled before `prepare` keeps the settings it was compiled with; a backend that this torch does not have is an error.
+By region, each block of a list of blocks is compiled, and blocks that are alike share one compilation: a deep model starts as fast as
+one block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.config.handlers import KwargsHandler
+from slipstream.devices.table import _Names
+from slipstream.errors import ConfigError
+from slipstream.logging import get_logger
+
+if TYPE_CHECKING:
+    from slipstream.config.schema import Compute
+
+__all__ = [
+    "DynamoBackend",
+    "TorchDynamoPlugin",
+    "compile_model",
+    "compile_regions",
+    "completed",
+    "has_compiled_regions",
+    "has_repeated_blocks",
+    "is_compiled_module",
+    "is_repeated_blocks",
+    "settle",
+]
+
+
+class DynamoBackend(_Names):
+    """Backends of `torch.compile` by the names that scripts use. Those that this torch does not have are refused when they are used.
+
+    >>> str(DynamoBackend.INDUCTOR)
+    'INDUCTOR'
+    """
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How `prepare` compiles models. None takes a value from the other sources (launcher, environment, file).
+
+    >>> TorchDynamoPlugin(backend="eager", fullgraph=True).to_kwargs()
+    {'backend': 'eager', 'fullgraph': True}
+    """
+
+    backend: DynamoBackend | str | Callable[..., Any] | None = None
+    """A name of `DynamoBackend` or of `torch._dynamo.list_backends`, or a function as torch.compile takes it; NO: nothing is compiled."""
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+    """Compile the repeated blocks of a model, each kind once, instead of the whole."""
+
+    def __post_init__(self) -> None:
+        if self.backend is not None and not isinstance(self.backend, (str, DynamoBackend)) and not callable(self.backend):
+            raise ConfigError(f"TorchDynamoPlugin(backend={self.backend!r}): write the name of a backend, such as 'inductor'")
+        if isinstance(self.backend, str) and self.backend.upper() in DynamoBackend:
+            self.backend = DynamoBackend(self.backend.upper())
+        if self.mode is not None and self.options is not None:
+            raise ConfigError(
+                f"TorchDynamoPlugin(mode={self.mode!r}, options={self.options!r}): a mode is a set of options, "
+                "and torch.compile takes one or the other"
+            )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether there is anything to do."""
+        return self.backend is not None and self.backend != DynamoBackend.NO and not self.disable
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields; the backend by the name that torch knows it by."""
+        return {**{one.name: getattr(self, one.name) for one in dataclasses.fields(self)}, "backend": _torch_name(self.backend)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of `torch.compile` that were set."""
+        given = {name: value for name, value in self.to_dict().items() if name != "use_regional_compilation"}
+        return {name: value for name, value in given.items() if value is not None and (value is not False or name == "dynamic")}
+
+
+def completed(plugin: TorchDynamoPlugin | None, compute: Compute) -> TorchDynamoPlugin:
+    """A plugin with what it leaves open taken from the options `dynamo_*`.
+
+    >>> from slipstream.config.schema import Compute
+    >>> completed(None, Compute(dynamo_backend="eager", dynamo_use_fullgraph=True)).to_kwargs()
+    {'backend': 'eager', 'fullgraph': True}
+    """
+    plugin = plugin or TorchDynamoPlugin()
+    mode = compute.dynamo_mode if compute.dynamo_mode != "default" and plugin.options is None else None
+    return dataclasses.replace(
+        plugin,
+        backend=compute.dynamo_backend if plugin.backend is None else plugin.backend,
+        mode=mode if plugin.mode is None else plugin.mode,
+        fullgraph=compute.dynamo_use_fullgraph if plugin.fullgraph is None else plugin.fullgraph,
+        # The option False means "not from the start"; torch still goes over to changing shapes when it sees some.
+        dynamic=(compute.dynamo_use_dynamic or None) if plugin.dynamic is None else plugin.dynamic,
+        use_regional_compilation=compute.dynamo_use_regional_compilation
+        if plugin.use_regional_compilation is None
+        else plugin.use_regional_compilation,
+    )
+
+
+def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> torch.nn.Module:
+    """Compiles a model in place as the plugin says, and gives it back. One that is compiled already keeps its settings.
+
+    >>> model = torch.nn.Linear(2, 2)
+    >>> compile_model(model, TorchDynamoPlugin(backend="eager")) is model, is_compiled_module(model)
+    (True, True)
+    """
+    if not plugin.compiles:
+        return model
+    _check_backend(plugin.backend)
+    if is_compiled_module(model) or has_compiled_regions(model):
+        get_logger(__name__).warning_once(
+            f"{type(model).__name__} is compiled already, with settings of its own: those of TorchDynamoPlugin are not used for it. "
+            "Leave torch.compile out of the script to use them."
+        )
+        return model
+    if not plugin.use_regional_compilation:
+        model.compile(**plugin.to_kwargs())
+        return model
+    if not has_repeated_blocks(model):
+        get_logger(__name__).warning_once(
+            f"{type(model).__name__} has no list of blocks of one class to compile by region: it is compiled as a whole"
+        )
+    return compile_regions(model, **plugin.to_kwargs())
+
+
+def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """Compiles the repeated blocks of a module in place, each kind once; a module that has none is compiled as a whole. Gives it back.
+
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    >>> compile_regions(model, backend="eager") is model, is_compiled_module(model), is_compiled_module(model[0])
+    (True, False, True)
+    """
+    if not has_repeated_blocks(module):
+        module.compile(**compile_kwargs)
+        return module
+    for block in _outermost_blocks(module, set()):
+        block.compile(**compile_kwargs)
+    return module
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether a module is compiled, by `torch.compile(module)` or in place."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or (isinstance(module, torch.nn.Module) and module._compiled_call_impl is not None)
+
+
+def has_compiled_regions(module: Any) -> bool:
+    """Whether any module inside of this one is compiled."""
+    if not isinstance(module, torch.nn.Module):
+        return False
+    return any(is_compiled_module(inner) for inner in module.modules() if inner is not module)
+
+
+def is_repeated_blocks(module: Any) -> bool:
+    """Whether this is a list of blocks of one class (a Sequential of at least two of them counts too).
+
+    >>> is_repeated_blocks(torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])), is_repeated_blocks(torch.nn.Linear(2, 2))
+    (True, False)
+    """
+    if not isinstance(module, _LISTS):
+        return False
+    kinds = {type(block) for block in module}
+    enough = 2 if isinstance(module, torch.nn.Sequential) else 1
+    return len(kinds) == 1 and len(module) >= enough and not issubclass(kinds.pop(), _CONTAINERS)
+
+
+def has_repeated_blocks(module: Any) -> bool:
+    """Whether there is such a list anywhere in this module."""
+    return isinstance(module, torch.nn.Module) and any(is_repeated_blocks(inner) for inner in module.modules())
+
+
+def settle(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module of what `torch.compile(model)` made, compiled in place with the same settings; the same for submodules.
+
+    So that state-dict keys never show the wrapper, and what is installed on the model is part of what is compiled.
+
+    >>> model = torch.nn.Linear(2, 2)
+    >>> wrapped = torch.compile(model, backend="eager")
+    >>> settle(wrapped) is model, is_compiled_module(model), list(wrapped.state_dict())[0]
+    (True, True, '_orig_mod.weight')
+    """
+    model = _settle_one(model)
+    seen: set[int] = set()
+    _settle_children(model, seen)
+    return model
+
+
+_LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
+_CONTAINERS = (*_LISTS, torch.nn.ModuleDict)
+
+
+def _outermost_blocks(module: torch.nn.Module, seen: set[int]) -> list[torch.nn.Module]:
+    found: list[torch.nn.Module] = []
+    for child in module.children():
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        found += [child] if is_repeated_blocks(module) else _outermost_blocks(child, seen)
+    return found
+
+
+def _settle_one(model: torch.nn.Module) -> torch.nn.Module:
+    from torch._dynamo import OptimizedModule
+
+    if not isinstance(model, OptimizedModule):
+        return model
+    original = _settle_one(model._orig_mod)
+    _move_hooks(model, original)
+    original._compiled_call_impl = model.dynamo_ctx(original._call_impl)
+    return original
+
+
+def _settle_children(parent: torch.nn.Module, seen: set[int]) -> None:
+    if id(parent) in seen:
+        return
+    seen.add(id(parent))
+    for name, child in list(parent.named_children()):
+        settled = _settle_one(child)
+        if settled is not child:
+            parent.register_module(name, settled)
+        _settle_children(settled, seen)
+
+
+def _move_hooks(wrapper: torch.nn.Module, original: torch.nn.Module) -> None:
+    """Hooks of the wrapper become the module's own, in the same dictionaries, so that their handles still remove them."""
+    for name, hooks in vars(wrapper).items():
+        if "_hooks" not in name or not isinstance(hooks, dict) or not hooks:
+            continue
+        if vars(original).get(name):
+            raise ConfigError(
+                f"hooks ({name.strip('_')}) were registered both on {type(original).__name__} and on what torch.compile made of it: "
+                "register them on the module itself, before torch.compile"
+            )
+        setattr(original, name, hooks)
+
+
+def _torch_name(backend: Any) -> Any:
+    return str(backend.value).lower() if isinstance(backend, DynamoBackend) else backend
+
+
+def _check_backend(backend: Any) -> None:
+    name = _torch_name(backend)
+    if isinstance(name, str) and name not in (known := torch._dynamo.list_backends(exclude_tags=None)):
+        usual = ", ".join(one for one in known if one in ("eager", "aot_eager", *torch._dynamo.list_backends()))
+        raise ConfigError(
+            f"the backend {name!r} of TorchDynamoPlugin is none that torch {torch.__version__} has; write one of {usual}, "
+            "or install the package that brings it and import it first"
+        )

@@ -1,0 +1,270 @@
+"""The scale of the loss in fp16, and the null object for every other precision.
+
+Small gradients vanish in float16, so the loss is multiplied by a large number before backward and gradients are divided by it before the
+optimizer steps. Where they overflowed, the step is left out and the number falls.
+
+Several optimizers may step on gradients of one scale, so the scale does not move when the first of them has stepped: `step` makes an
+update due, and whoever scales the next loss runs it (`flush`). What this promises: gradients are divided once per update, however often it
+is asked for, and always by the number that they were multiplied with; `step` says whether the parameters were really updated.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from slipstream.errors import ConfigError, StateError
+from slipstream.precision.options import GradScalerKwargs
+
+__all__ = ["LossScaler", "NoScaler", "scaler_for"]
+
+
+def scaler_for(mixed_precision: str, device_type: str, handler: GradScalerKwargs | None = None) -> LossScaler | NoScaler:
+    """The scaler of a precision: a real one for fp16 alone.
+
+    >>> type(scaler_for("bf16", "cpu")).__name__, type(scaler_for("fp16", "cpu")).__name__
+    ('NoScaler', 'LossScaler')
+    """
+    handler = handler or GradScalerKwargs()
+    return LossScaler(device_type, handler) if mixed_precision == "fp16" and handler.enabled else NoScaler()
+
+
+class NoScaler:
+    """Losses and gradients as they are.
+
+    >>> NoScaler().scale(torch.tensor(2.0))
+    tensor(2.)
+    """
+
+    scales = False
+    """Whether losses are scaled at all."""
+    due = False
+    """Whether the scale is to be updated before the next loss is scaled."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss itself."""
+        return loss
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: gradients have no scale."""
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
+        """Steps the optimizer; always True."""
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def flush(self, want_ratio: bool = False) -> float:
+        """Nothing to update: 1.0."""
+        return 1.0
+
+    def get_scale(self) -> float:
+        """1.0."""
+        return 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes an empty state; one of fp16 has no use here, which a warning says."""
+        if state_dict:
+            warnings.warn(
+                f"the state of a loss scaler (scale {state_dict.get('scale')}) was loaded into a run whose precision has none: "
+                "it is left out. It was saved with mixed_precision='fp16'.",
+                stacklevel=2,
+            )
+
+
+class LossScaler:
+    """A `torch.amp.GradScaler` whose update waits until all optimizers of a scale have stepped.
+
+    >>> parameter = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
+    >>> scaler = LossScaler("cpu", GradScalerKwargs(init_scale=4.0))
+    >>> scaler.scale((parameter * 1.0).sum()).backward()
+    >>> parameter.grad
+    tensor([4.])
+    >>> scaler.step(optimizer), parameter.detach()
+    (True, tensor([0.5000]))
+    """
+
+    scales = True
+
+    def __init__(self, device_type: str, handler: GradScalerKwargs | None = None) -> None:
+        handler = handler or GradScalerKwargs()
+        self._scaler = torch.amp.GradScaler(
+            device_type,
+            init_scale=handler.init_scale,
+            growth_factor=handler.growth_factor,
+            backoff_factor=handler.backoff_factor,
+            growth_interval=handler.growth_interval,
+        )
+        self._begun = False  # a loss was scaled
+        self._late = False  # a loss was scaled while an update was due that could not run yet
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since the last update
+        self._unscaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Marks | None]
+        self._unscaled = weakref.WeakKeyDictionary()  # and not stepped yet; with their gradients as they were when a later loss was scaled
+
+    @property
+    def due(self) -> bool:
+        """Whether the scale is to be updated before the next loss is scaled."""
+        return bool(self._stepped) and not self._waiting()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale; an update that is due comes first."""
+        self.flush()
+        self._begun = True
+        self._late = bool(self._stepped)
+        for optimizer, marks in list(self._unscaled.items()):
+            if marks is None:
+                self._unscaled[optimizer] = _marks(optimizer)
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients of an optimizer by the scale; once per update, more calls do nothing."""
+        if _has_gradients(optimizer) and self._is_scaled(optimizer):
+            self._scaler.unscale_(optimizer)
+            self._unscaled[optimizer] = None
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
+        """Divides the gradients if that has not been done, and steps unless they overflowed: whether the parameters were updated."""
+        if closure is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(closure) cannot be used with mixed_precision='fp16': the closure computes gradients "
+                "within the step, where they cannot be checked for overflow. Write mixed_precision='bf16' or 'no', or take an optimizer "
+                "without a closure."
+            )
+        if not _has_gradients(optimizer):  # as plain PyTorch: a step without gradients changes nothing
+            optimizer.step()
+            return True
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} is no torch.optim.Optimizer, so it cannot be known whether its step was left out after an "
+                "overflow: write mixed_precision='bf16' or 'no', or derive it from torch.optim.Optimizer"
+            )
+        if optimizer in self._stepped and not self._late:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() was called twice after one backward: in fp16 its gradients were divided by the loss "
+                "scale already. Call backward before each step."
+            )
+        self._is_scaled(optimizer)
+        watch = _Watch()
+        hook = optimizer.register_step_post_hook(watch)
+        try:
+            self._scaler.step(optimizer)
+        finally:
+            hook.remove()
+        self._unscaled.pop(optimizer, None)
+        self._stepped.add(optimizer)
+        return watch.stepped
+
+    def flush(self, want_ratio: bool = False) -> float:
+        """Runs the update that is due. With `want_ratio`: how many times the old scale the new one is (waits for the device); else 1.0."""
+        if not self.due:
+            return 1.0
+        before = self._scaler.get_scale() if want_ratio else 1.0
+        self._scaler.update()
+        self._forget()
+        return self._scaler.get_scale() / before if want_ratio else 1.0
+
+    def get_scale(self) -> float:
+        """The scale that the next loss will have. Waits for the device."""
+        self.flush()
+        return self._scaler.get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, as `torch.amp.GradScaler` names them."""
+        self.flush()
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a saved state; an empty one (of another precision) leaves the scale where it is, which a warning says."""
+        if not state_dict:
+            warnings.warn(
+                f"there is no loss scale in what was loaded (it was saved with another precision): fp16 goes on with {self.get_scale():g}",
+                stacklevel=2,
+            )
+            return
+        self._keep_scale()
+        self._scaler.load_state_dict(state_dict)
+
+    def _is_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether its gradients still have the scale; marks of an earlier update that ended without a step are cleared."""
+        if not self._begun:
+            raise StateError(
+                "there are gradients, but no loss was scaled: backward was called on the loss itself. In fp16 write "
+                "accelerator.backward(loss) instead of loss.backward()."
+            )
+        if optimizer in self._stepped:
+            if not self._late:
+                return False
+            self._unscaled.pop(optimizer, None)
+            self._start_over(optimizer)
+        elif optimizer in self._unscaled:
+            marks = self._unscaled[optimizer]
+            if marks is None or marks == _marks(optimizer):
+                self._unscaled[optimizer] = None
+                return False
+            del self._unscaled[optimizer]
+            self._start_over(optimizer)
+        return True
+
+    def _start_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its gradients are of a new backward with the present scale; torch's note of the last ones is cleared by an update alone."""
+        if waiting := self._waiting():
+            others = " and ".join(type(one).__name__ for one in waiting)
+            raise StateError(
+                f"{type(optimizer).__name__} is to step again, but gradients of {others} were divided by the loss scale (by clipping) "
+                "and not used: in fp16 call its step() or zero_grad() first"
+            )
+        self._keep_scale()
+
+    def _waiting(self) -> list[torch.optim.Optimizer]:
+        """Optimizers whose gradients were divided and are still to be used: the scale cannot be updated before they step."""
+        if not self._unscaled:
+            return []
+        for optimizer, marks in list(self._unscaled.items()):
+            if not _has_gradients(optimizer) or (marks is not None and marks != _marks(optimizer)):
+                del self._unscaled[optimizer]
+        return list(self._unscaled)
+
+    def _keep_scale(self) -> None:
+        if self._begun:
+            self._scaler.update(self._scaler.get_scale())
+        self._forget()
+
+    def _forget(self) -> None:
+        self._stepped.clear()
+        self._unscaled.clear()
+        self._late = False
+
+
+_Marks = tuple[tuple[int, int] | None, ...]
+
+
+def _marks(optimizer: torch.optim.Optimizer) -> _Marks:
+    """What tells new gradients from old: a backward makes another tensor, or writes into it."""
+    grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return tuple(None if grad is None else (id(grad), grad._version) for grad in grads)
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+class _Watch:
+    """Hears of a step that an optimizer made."""
+
+    def __init__(self) -> None:
+        self.stepped = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A fused optimizer is always called, and leaves the parameters alone where torch tells it of an overflow.
+        overflow = getattr(optimizer, "found_inf", None)
+        self.stepped = overflow is None or not bool(overflow)

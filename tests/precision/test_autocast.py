@@ -1,0 +1,255 @@
+"""Autocast is installed once, and the model stays what it was in every other way."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import StateError
+from slipstream.precision.autocast import autocast_context, install, installed_policy, is_installed, remove
+from slipstream.precision.options import AutocastKwargs
+from slipstream.precision.policy import policy_for
+
+X = torch.ones(2, 4)
+BF16, FP16, NO = policy_for("bf16"), policy_for("fp16"), policy_for("no")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, *, factor: float = 1.0) -> dict[str, torch.Tensor]:
+        """What the model computes."""
+        out = self.layer(x)
+        self.seen.append(out.dtype)
+        return {"out": out * factor}
+
+
+class Traced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, *, factor: float = 1.0) -> dict[str, torch.Tensor]:
+        return {"out": self.layer(x) * factor}
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [(BF16, torch.bfloat16), (FP16, torch.float16)])
+def test_the_policy_is_what_ran(model: Model, policy, dtype) -> None:
+    install(model, policy, "cpu")
+    outputs = model(X)["out"]
+    outputs.float().sum().backward()
+    assert model.seen == [policy.compute] == [dtype]
+    assert {parameter.dtype for parameter in model.parameters()} == {policy.param} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {policy.reduce}
+    assert outputs.dtype is dtype
+    assert policy.output is None
+
+
+def test_outputs_are_float32_where_asked_for(model: Model) -> None:
+    for policy, argument in [(policy_for("bf16", outputs_to_fp32=True), False), (BF16, True)]:
+        model.seen.clear()
+        install(model, policy, "cpu", outputs_to_fp32=argument)
+        assert model(X)["out"].dtype is torch.float32
+        assert model.seen == [torch.bfloat16]
+
+
+def test_outputs_of_half_precision_weights_are_float32_without_mixed_precision_too(model: Model) -> None:
+    model.bfloat16()
+    install(model, policy_for("no", outputs_to_fp32=True), "cpu")
+    assert model(X.bfloat16())["out"].dtype is torch.float32
+    assert model.seen == [torch.bfloat16]
+
+
+def test_without_mixed_precision_nothing_is_installed(model: Model) -> None:
+    before = dict(vars(model))
+    install(model, NO, "cpu")
+    assert not is_installed(model)
+    assert vars(model) == before
+
+
+def test_autocast_can_be_turned_off(model: Model) -> None:
+    install(model, policy_for("bf16", autocast=False), "cpu", AutocastKwargs(enabled=False))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(X)["out"].dtype is torch.float32
+
+
+def test_class_keys_signature_and_docstring_stay(model: Model) -> None:
+    signature, keys = inspect.signature(model.forward), list(model.state_dict())
+    install(model, BF16, "cpu")
+    assert type(model) is Model
+    assert list(model.state_dict()) == keys
+    assert inspect.signature(model.forward) == signature
+    assert inspect.getfullargspec(model.forward).kwonlyargs == ["factor"]
+    assert inspect.unwrap(model.forward) == Model.forward.__get__(model)
+    assert model.forward.__name__ == "forward"
+    assert inspect.getdoc(model.forward) == "What the model computes."
+
+
+def test_installing_again_replaces_and_removing_restores(model: Model) -> None:
+    install(model, BF16, "cpu")
+    install(model, FP16, "cpu")
+    assert (installed_policy(model), model(X)["out"].dtype) == (FP16, torch.float16)
+    install(model, NO, "cpu")
+    assert (is_installed(model), model(X)["out"].dtype) == (False, torch.float32)
+    remove(model)
+    assert "forward" not in vars(model)
+
+
+def test_a_forward_that_stood_in_the_instance_is_used_and_comes_back(model: Model) -> None:
+    own = model.forward
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return own(x)["out"] * 2
+
+    model.forward = doubled
+    expected = model(X)
+    install(model, BF16, "cpu")
+    install(model, BF16, "cpu")
+    assert model(X).dtype is torch.bfloat16
+    torch.testing.assert_close(model(X).float(), expected, rtol=0.02, atol=0.02)
+    assert inspect.signature(model.forward) == inspect.signature(doubled)
+    remove(model)
+    assert model.forward is doubled
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "deepcopy of a parent", "pickle"])
+def test_a_copy_computes_with_its_own_weights(model: Model, kind: str) -> None:
+    install(model, BF16, "cpu")
+    if kind == "pickle":
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    else:
+        twin = copy.deepcopy(model) if kind == "deepcopy" else copy.deepcopy(nn.Sequential(model))[0]
+    before = model(X)["out"]
+    with torch.no_grad():
+        twin.layer.weight.zero_()
+        twin.layer.bias.fill_(7.0)
+    assert twin(X)["out"].tolist() == [[7.0] * 3] * 2
+    assert twin(X)["out"].dtype is torch.bfloat16
+    assert torch.equal(model(X)["out"], before)
+    del model
+    gc.collect()
+    assert twin(X)["out"].tolist() == [[7.0] * 3] * 2
+
+
+def test_a_copy_of_the_forward_alone_stays_with_its_model(model: Model) -> None:
+    install(model, BF16, "cpu")
+    assert torch.equal(copy.deepcopy(model.forward)(X)["out"], model(X)["out"])
+
+
+def test_the_model_is_freed_without_the_garbage_collector(model: Model, request: pytest.FixtureRequest) -> None:
+    held = Model()
+    install(held, BF16, "cpu")
+    held(X)
+    gc.disable()
+    try:
+        alive = weakref.ref(held)
+        del held
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_forward_whose_model_is_gone_says_so() -> None:
+    held = Model()
+    install(held, BF16, "cpu")
+    forward = held.forward
+    del held
+    with pytest.raises(StateError, match="deepcopy"):
+        forward(X)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_compiler_traces_through(dynamo: None, backend: str, in_place: bool) -> None:
+    model = Traced()
+    install(model, BF16, "cpu", outputs_to_fp32=True)
+    expected = model(X, factor=2.0)["out"]
+    expected.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    if in_place:
+        model.compile(backend=backend, fullgraph=True)
+    outputs = (model if in_place else torch.compile(model, backend=backend, fullgraph=True))(X, factor=2.0)["out"]
+    outputs.sum().backward()
+    assert torch.equal(outputs, expected)
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), gradients, strict=True))
+
+
+def test_a_compiled_model_computes_in_what_is_installed_later(dynamo: None) -> None:
+    model = Traced()
+    model.compile(backend="eager", fullgraph=True)
+    kinds = [model(X)["out"].dtype]
+    install(model, BF16, "cpu")
+    kinds.append(model(X)["out"].dtype)
+    remove(model)
+    kinds.append(model(X)["out"].dtype)
+    assert kinds == [torch.float32, torch.bfloat16, torch.float32]
+
+
+def test_a_model_that_calls_itself_keeps_its_precision() -> None:
+    class Recursive(nn.Linear):
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            return super().forward(self(x, depth - 1) if depth else x)
+
+    model = Recursive(4, 4)
+    install(model, BF16, "cpu")
+    assert model(X).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("policy", "handler", "dtype"),
+    [
+        (NO, None, torch.float32),
+        (BF16, None, torch.bfloat16),
+        (FP16, None, torch.float16),
+        (policy_for("fp8"), None, torch.bfloat16),
+        (BF16, AutocastKwargs(enabled=False), torch.float32),
+    ],
+)
+def test_the_context_computes_as_the_policy_says(policy, handler, dtype) -> None:
+    with autocast_context(policy, "cpu", handler):
+        assert (X @ X.T).dtype is dtype
+
+
+def test_the_context_without_mixed_precision_leaves_an_outer_autocast_alone_unless_turned_off() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast_context(NO, "cpu"):
+            assert (X @ X.T).dtype is torch.bfloat16
+        with autocast_context(NO, "cpu", AutocastKwargs(enabled=False)):
+            assert (X @ X.T).dtype is torch.float32
+
+
+def test_the_weight_cache_is_as_asked(model: Model) -> None:
+    seen = []
+    model.layer.register_forward_hook(lambda *_: seen.append(torch.is_autocast_cache_enabled()))
+    for wanted in (True, False):
+        install(model, BF16, "cpu", AutocastKwargs(cache_enabled=wanted))
+        model(X)
+    assert seen == [True, False]
