@@ -69,6 +69,9 @@ class PreparedLoader(DataLoader[Any]):
         """Batches per update, where `effective_batch_size` decides them."""
         self.last_pass: Pass | None = None
         """The pass that was read to its end last."""
+        self.at_start: Callable[[], None] | None = None
+        """Called when an iteration begins."""
+        self._uneven = False
         self._clock = Clock()
         self._skipping = 0
         self._move = _mover(device, put_on_device, config.non_blocking)
@@ -93,6 +96,9 @@ class PreparedLoader(DataLoader[Any]):
         """How far one full batch of all ranks moves the position."""
         return sum(self._given)
 
+    def _replan(self) -> None:
+        """`uneven` was changed."""
+
     def _known_remainder(self, start: int) -> int:
         """`remainder` as far as it is known before the first batch."""
         return -1
@@ -116,6 +122,8 @@ class PreparedLoader(DataLoader[Any]):
         state.enter(self)
         self.end_of_dataloader, self.shares, self.batches_left = False, None, None
         try:
+            if self.at_start is not None:
+                self.at_start()
             self.remainder = self._known_remainder(turn.start)
             for batch, shares, end, left in self._batches(turn.epoch, turn.start):
                 if shares is not previous:
@@ -148,6 +156,17 @@ class PreparedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; those after it count on from there."""
         self._clock.set(int(epoch))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks may have different numbers of batches, because the script deals with that (`join_uneven_inputs`)."""
+        return self._uneven
+
+    @uneven.setter
+    def uneven(self, uneven: bool) -> None:
+        if uneven != self._uneven:
+            self._uneven = uneven
+            self._replan()
 
     @property
     def epoch(self) -> int:
@@ -228,7 +247,7 @@ class PreparedLoader(DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: the gradient state, the way to the other processes, passes under way."""
         place = replace(self.place, channel=_channel)
-        state = {**self.__dict__, "place": place, "gradient_state": None, "last_pass": None, "_move": None}
+        state = {**self.__dict__, "place": place, "gradient_state": None, "last_pass": None, "at_start": None, "_move": None}
         state["plugin"] = self.gradient_state.plugin
         return state
 

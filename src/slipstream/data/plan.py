@@ -25,7 +25,7 @@ from slipstream.errors import ConfigError
 from slipstream.runtime.gradient_state import Shares
 from slipstream.runtime.split import real_counts
 
-__all__ = ["Dealing", "Order", "Piece", "Plan", "Policy"]
+__all__ = ["Cutting", "Dealing", "Order", "Piece", "Plan", "Policy"]
 
 Policy = Literal["even", "exact", "ragged"]
 """What happens to a short last batch."""
@@ -122,7 +122,7 @@ class Plan:
         whole = (length - start) // size if start < length else 0
         if last > first or self.policy == "exact":
             for position in range(start, start + whole * size, size):
-                yield order.take(position + first, position + last) or order.take(position, position + 1)
+                yield order.take(position + first, position + last) or order.take(0, 1)
         left = (length - start) % size if start < length else 0
         if left and not self.drop_last:
             samples = order.take(length - left, length)
@@ -132,27 +132,31 @@ class Plan:
 
     # -- an order that is drawn while it is read --------------------------------------------------------------------
 
-    def pieces(self, order: Iterator[Any], rank: int, head: Sequence[Any] | None = None) -> Iterator[Piece]:
-        """The pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last.
-
-        `head` is how the order began, if this is the rest of one.
-        """
+    def pieces(self, order: Iterator[Any], rank: int, start: int = 0) -> Iterator[Piece]:
+        """The pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last."""
         size = self.size
+        head = list(islice(order, size))
+        order = _from(head, order, start)
         batch = list(islice(order, size))
-        start = list(head) if head else batch
         while batch:
             following = list(islice(order, size)) if len(batch) == size else []
-            short = len(batch) < size
-            if short and self.drop_last:
+            if self.drop_last and len(following) < size:
+                following = []
+            if len(batch) == size:
+                shares = self.full
+            elif self.drop_last:
                 return
-            end = not following or (self.drop_last and len(following) < size)
-            shares = self.short(len(batch)) if short else self.full
-            piece = batch if shares is None and self.world_size == 1 else self._piece(batch, shares, rank, lambda: start)
-            if self.policy == "ragged" and following and len(following) < size and not self.drop_last:
-                end = self.short(len(following)).given[rank] == 0
+            else:
+                shares = self.short(len(batch))
+            piece = self._piece(batch, shares, rank, lambda: head)
             if piece:
-                yield piece, shares, end
+                yield piece, shares, self._is_last(following, rank)
             batch = following
+
+    def _is_last(self, following: Sequence[Any], rank: int) -> bool:
+        if self.policy != "ragged" or len(following) in (0, self.size):
+            return not following
+        return self.short(len(following)).given[rank] == 0
 
     def _piece(self, samples: Sequence[Any], shares: Shares | None, rank: int, head: Callable[[], Sequence[Any]]) -> list[Any]:
         """What one rank reads of a global batch: its share; what completes the batch, or keeps a rank busy, is taken from the head."""
@@ -191,29 +195,75 @@ class Dealing:
         whole, left = divmod(batches, self.world_size)
         return whole + (left > rank if self.policy == "ragged" else left > 0)
 
-    def pieces(self, batches: Iterator[Any], rank: int, head: Sequence[Any] | None = None) -> Iterator[Piece]:
-        """The batches of a rank; one round is drawn ahead. `head` is the first round of the epoch, if this is the rest of one."""
+    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0) -> Iterator[Piece]:
+        """The batches of a rank; one round (of batches of positions, not of data) is drawn ahead."""
         ranks = self.world_size
+        head = list(islice(batches, ranks))
+        nominal = self.nominal or (self.measure(head[0]) if head else 1)
+        batches = _from(head, batches, start)
         dealt = list(islice(batches, ranks))
-        start = list(head) if head else dealt
-        nominal = self.nominal or (self.measure(start[0]) if start else 1)
         while dealt:
             following = list(islice(batches, ranks)) if len(dealt) == ranks else []
-            shares = self._shares(dealt, start, nominal)
+            shares = self._shares(dealt, head, nominal)
             end = not following if self.policy != "ragged" else len(following) <= rank
             if rank < len(dealt):
                 yield dealt[rank], shares, end
-            elif self.policy == "even":
-                yield start[(rank - len(dealt)) % len(start)], shares, end
-            elif self.policy == "exact":
-                yield start[0], shares, end
+            elif self.policy != "ragged":
+                yield self._filler(head, rank - len(dealt)), shares, end
             dealt = following
+
+    def _filler(self, head: Sequence[Any], position: int) -> Any:
+        return head[position % len(head)] if self.policy == "even" else head[0]
 
     def _shares(self, dealt: Sequence[Any], start: Sequence[Any], nominal: int) -> Shares | None:
         sizes = tuple(map(self.measure, dealt))
         absent = self.world_size - len(sizes)
         if not absent and all(size == nominal for size in sizes):
             return None
-        fillers: Iterator[Any] = islice(cycle(start), absent) if self.policy == "even" else chain([start[0]] * absent)
-        given = sizes + ((0,) * absent if self.policy == "ragged" else tuple(map(self.measure, fillers)))
+        fillers = [] if self.policy == "ragged" else [self.measure(self._filler(start, position)) for position in range(absent)]
+        given = sizes + (tuple(fillers) or (0,) * absent)
         return Shares(given, sizes + (0,) * absent, self.policy != "even", nominal * self.world_size)
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """Batches of all sizes (of a batch sampler of the user's own), each cut into one piece per rank.
+
+    >>> cutting = Cutting(world_size=2)
+    >>> [[batch for batch, _, _ in cutting.pieces(iter(["abcd", "efg"]), rank)] for rank in range(2)]
+    [[['a', 'b'], ['e', 'f']], [['c', 'd'], ['g', 'a']]]
+    """
+
+    world_size: int
+    nominal: int | None = None
+    """Samples in a full batch; None takes the size of the first one."""
+    policy: Policy = "even"
+
+    def count(self, batches: int, rank: int = 0) -> int:
+        """How many pieces a rank reads of so many batches."""
+        return batches
+
+    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0) -> Iterator[Piece]:
+        """The pieces of a rank; one batch (of positions, not of data) is drawn ahead."""
+        head = next(batches, None)
+        nominal = self.nominal or (1 if head is None else len(head))
+        following = _from([] if head is None else [head], batches, start)
+        batch = next(following, None)
+        while batch is not None:
+            after = next(following, None)
+            size = len(batch)
+            room = -(-size // self.world_size) * self.world_size if self.policy == "even" else size
+            plan = Plan(self.world_size, max(1, room), self.policy)
+            shares = plan.full if size == room else plan.short(size)
+            piece = plan._piece(batch, shares, rank, lambda: head or ())
+            if shares is not None or size != nominal:
+                real = plan.given if shares is None else shares.real
+                shares = Shares(plan.given if shares is None else shares.given, real, self.policy != "even", nominal)
+            if piece:
+                yield piece, shares, after is None
+            batch = after
+
+
+def _from(head: Sequence[Any], rest: Iterator[Any], start: int) -> Iterator[Any]:
+    """What follows a position of an order whose head was drawn already."""
+    return islice(chain(head, rest), start, None)

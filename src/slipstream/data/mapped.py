@@ -1,0 +1,310 @@
+"""`MapLoader`: the prepared loader of data with positions. torch's own machinery reads it, from a batch sampler of ours.
+
+The script's loader is kept as it is; a copy of it, whose batch sampler and generator are ours, does the reading, so that workers, pinned
+memory, `collate_fn` and whatever a subclass adds stay the user's. Three kinds of batches, by the script's loader:
+
+* `batch_size`: samples of an order, cut by a `Plan`;
+* a batch sampler of the user's own: whole batches, dealt out in rounds (`Dealing`) or, with `split_batches`, cut (`Cutting`);
+* `batch_size=None`: single positions, dealt out: a `Plan` with one sample per rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from slipstream.data.loader import Handed, PreparedLoader
+from slipstream.data.order import announce_epoch, certain_length, inner_samplers, mix, order_of
+from slipstream.data.plan import Cutting, Dealing, Order, Piece, Plan, Policy
+from slipstream.errors import ConfigError
+from slipstream.logging import get_logger
+from slipstream.runtime.gradient_state import Shares
+
+__all__ = ["MapLoader", "RankBatches", "samples_per_batch"]
+
+
+def samples_per_batch(loader: DataLoader[Any]) -> int | None:
+    """The batch size, where batches are consecutive samples of the sampler's order; None where the user decides about batches.
+
+    >>> samples_per_batch(DataLoader(range(4), batch_size=2)), samples_per_batch(DataLoader(range(4), batch_size=None))
+    (2, None)
+    """
+    batch_sampler: Any = loader.batch_sampler
+    if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
+        return batch_sampler.batch_size
+    return loader.batch_size if batch_sampler is None else None
+
+
+class RankBatches:
+    """The batch sampler of one rank: what torch's machinery reads the positions from.
+
+    Iterating over it gives this rank's batches of the epoch that comes next. The script's own batch sampler is `batch_sampler`.
+    """
+
+    def __init__(self, loader: MapLoader) -> None:
+        self._loader = loader
+        self.pending: Iterator[Any] | None = None
+        """What the next iteration reads; set just before one begins."""
+
+    def __iter__(self) -> Iterator[Any]:
+        pending, self.pending = self.pending, None
+        return self._loader._preview() if pending is None else pending
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler of the script's loader."""
+        return self._loader.original.batch_sampler
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the script's loader."""
+        return self._loader.get_sampler()
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch and rank; None where batches have sizes of their own."""
+        return self._loader.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a short last batch is dropped."""
+        return self._loader.drop_last
+
+
+class MapLoader(PreparedLoader):
+    """A prepared loader of map-style data."""
+
+    def __init__(self, original: DataLoader[Any], *, samples_per_rank: int | None = None, **settings: Any) -> None:
+        """`samples_per_rank` is the batch size, if that is not what the script's loader says."""
+        super().__init__(original, **settings)
+        self._per_rank = samples_per_rank
+        self._engine: _Engine | None = None
+        self._plan = self._make_plan()
+        if original.num_workers and not getattr(original, "in_order", True):
+            get_logger(__name__).warning(
+                "in_order=False of a DataLoader has no effect once it is prepared: batches stay in order, "
+                "as all ranks read the same global batches and a position can be resumed."
+            )
+
+    def _make_plan(self) -> Plan | Dealing | Cutting:
+        original, ranks, split = self.original, self.place.world_size, self.config.split_batches
+        batch_sampler: Any = original.batch_sampler
+        if batch_sampler is None:
+            if split:
+                raise ConfigError(
+                    "split_batches=True cuts batches, and a DataLoader with batch_size=None has none to cut before its data is read. "
+                    "Write DataLoaderConfiguration(dispatch_batches=True), which cuts what was read, or split_batches=False."
+                )
+            return Plan(ranks, ranks, self.policy)
+        size = samples_per_batch(original)
+        if size is None:
+            nominal = getattr(batch_sampler, "batch_size", None)
+            kind: type[Dealing] | type[Cutting] = Cutting if split else Dealing
+            return kind(ranks, nominal if isinstance(nominal, int) and nominal > 0 else None, self.policy)
+        if self._per_rank is not None:
+            size = self._per_rank * ranks
+        elif not split:
+            size *= ranks
+        return Plan(ranks, size, self.policy, batch_sampler.drop_last)
+
+    # -- settings -------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """What happens to a short last batch: `even`, `exact` or `ragged` (see `plan.py`)."""
+        return "ragged" if self.uneven else "even" if self.config.even_batches else "exact"
+
+    def _replan(self) -> None:
+        self._plan = self._make_plan()
+
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]  # an attribute of torch's that can be read here
+        """The batch sampler of this rank; that of the script is its `batch_sampler`. None where batching is off."""
+        return None if self.original.batch_sampler is None else RankBatches(self)
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
+        """Samples per batch and rank; None where batches have sizes of their own."""
+        return self._given[0] if isinstance(self._plan, Plan) and self.original.batch_sampler is not None else None
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replaces the sampler, from the next iteration on."""
+        original = object.__new__(type(self.original))
+        original.__dict__.update(self.original.__dict__)
+        original.__dict__["sampler"] = sampler
+        batch_sampler: Any = original.batch_sampler
+        if batch_sampler is not None:
+            if not hasattr(batch_sampler, "sampler"):
+                raise ConfigError(
+                    f"set_sampler on a loader whose batches come from a {type(batch_sampler).__name__}: it has no sampler to replace. "
+                    "Prepare a DataLoader with another batch sampler."
+                )
+            replaced = object.__new__(type(batch_sampler))
+            replaced.__dict__.update({**batch_sampler.__dict__, "sampler": sampler})
+            original.__dict__["batch_sampler"] = replaced
+        self.original, self._engine = original, None
+        self._plan = self._make_plan()
+
+    # -- what the base asks ---------------------------------------------------------------------------------------
+
+    @property
+    def _units(self) -> Any:
+        """What gives the order: the sampler, or the batch sampler where whole batches are dealt out or cut."""
+        original = self.original
+        if not isinstance(self._plan, Plan):
+            return original.batch_sampler
+        return original.sampler if original.batch_sampler is None else original.batch_sampler.sampler  # type: ignore[attr-defined]
+
+    @property
+    def _given(self) -> tuple[int, ...]:
+        plan = self._plan
+        if isinstance(plan, Plan):
+            return plan.given if plan.full is None else plan.full.given
+        each = plan.nominal or 1
+        if isinstance(plan, Dealing):
+            return (each,) * plan.world_size
+        return Plan(plan.world_size, each, "exact").given
+
+    @property
+    def _stride(self) -> int:
+        plan = self._plan
+        return plan.size if isinstance(plan, Plan) else plan.world_size if isinstance(plan, Dealing) else 1
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in a full batch of all ranks together."""
+        return self._plan.size if isinstance(self._plan, Plan) else sum(self._given)
+
+    def _count(self, start: int) -> int:
+        return self._plan.count(max(0, len(self._units) - start), self.place.rank)
+
+    def _known_remainder(self, start: int) -> int:
+        length = certain_length(self._units)
+        if length is None or not isinstance(self._plan, Plan):
+            return -1
+        return self._plan.remainder(max(0, length - start))
+
+    def _order(self, epoch: int) -> Order | Iterator[Any]:
+        return order_of(self._units, seed=self.seed, epoch=epoch, block=max(1, self._stride))
+
+    def _preview(self) -> Iterator[Any]:
+        order, plan, rank = self._order(self._clock.next), self._plan, self.place.rank
+        if isinstance(order, Iterator):
+            return (piece for piece, _, _ in plan.pieces(order, rank))
+        if isinstance(plan, Plan):
+            return plan.known(order, rank)
+        return (piece for piece, _, _ in plan.pieces(iter(order.take(0, len(order))), rank))
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
+        original = self.original
+        announce_epoch([original.dataset, *inner_samplers(original.batch_sampler or original.sampler)], epoch)
+        order, plan = self._order(epoch), self._plan
+        if isinstance(order, Iterator):
+            return self._drawn(plan.pieces(order, self.place.rank, start), epoch, start)
+        if isinstance(plan, Plan):
+            return self._known(plan, order, epoch, start)
+        return self._drawn(plan.pieces(iter(order.take(0, len(order))), self.place.rank, start), epoch, start)
+
+    def _known(self, plan: Plan, order: Order, epoch: int, start: int) -> Iterator[Handed]:
+        """Everything is known beforehand: counting down is all there is to do."""
+        rank, total = self.place.rank, max(0, len(order) - start)
+        full = last = plan.full
+        if plan.remainder(total) and (plan.policy != "ragged" or plan.short(total % plan.size).given[rank]):
+            last = plan.short(total % plan.size)
+        left = plan.count(total, rank)
+        for batch in self._read(plan.known(order, rank, start), epoch):
+            left -= 1
+            if left:
+                yield batch, full, False, left
+            else:
+                yield batch, last, True, 0
+
+    def _drawn(self, pieces: Iterator[Piece], epoch: int, start: int) -> Iterator[Handed]:
+        """The order is drawn while it is read; what is known of a batch travels beside it."""
+        told: deque[tuple[Shares | None, bool]] = deque()
+
+        def positions() -> Iterator[Any]:
+            for piece, shares, end in pieces:
+                told.append((shares, end))
+                yield piece
+
+        expected = self._count(start) if hasattr(self._units, "__len__") else None
+        for batch in self._read(positions(), epoch):
+            shares, end = told.popleft()
+            if expected is not None:
+                expected = max(1, expected - 1)  # more come, whatever the sampler said of its length
+            yield batch, shares, end, 0 if end else expected
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def _read(self, positions: Iterator[Any], epoch: int) -> Iterator[Any]:
+        """The batches at these positions, read by torch."""
+        if self.original.batch_sampler is None:
+            positions = (piece[0] for piece in positions)
+        if self._engine is None:
+            self._engine = _Engine(self.original, self)
+        return self._engine.read(positions, mix(self.seed, epoch, "workers", self.place.rank))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_engine": None}
+
+
+class _Engine:
+    """Copies of the script's loader that read: their positions and their generator are ours."""
+
+    def __init__(self, original: DataLoader[Any], owner: MapLoader) -> None:
+        self.feed = RankBatches(owner)
+        self.loader = _with_feed(original, self.feed)
+        self.busy = False
+
+    def read(self, positions: Iterator[Any], seed: int) -> Iterator[Any]:
+        loader, feed = self.loader, self.feed
+        if loader.persistent_workers:
+            if not self.busy:
+                return self._read_persistently(positions, seed)
+            # The workers that stay are at work for another pass: this one has workers of its own.
+            loader = _with_feed(loader, feed, persistent_workers=False)
+        return self._begin(loader, positions, seed)
+
+    def _read_persistently(self, positions: Iterator[Any], seed: int) -> Iterator[Any]:
+        self.busy = True
+        try:
+            yield from self._begin(self.loader, positions, seed)
+        finally:
+            self.busy = False
+
+    def _begin(self, loader: DataLoader[Any], positions: Iterator[Any], seed: int) -> Iterator[Any]:
+        loader.generator.manual_seed(seed)
+        self.feed.pending = positions
+        iterator = iter(loader)
+        return iterator if self.feed.pending is None else self._begun_late(iterator, type(loader))
+
+    def _begun_late(self, iterator: Iterator[Any], kind: type) -> Iterator[Any]:
+        """For a subclass whose iteration begins with its first batch."""
+        first = next(iterator, None)
+        if self.feed.pending is not None:
+            raise ConfigError(
+                f"the DataLoader given to prepare is a {kind.__name__}, whose __iter__ does not read its batch_sampler: each process would "
+                "read everything. Let it call super().__iter__(), or pass a plain DataLoader."
+            )
+        if first is not None:
+            yield first
+            yield from iterator
+
+
+def _with_feed(original: DataLoader[Any], feed: RankBatches, **changes: Any) -> DataLoader[Any]:
+    kind = type(original)
+    if any(base.__module__.startswith("torchdata.") for base in kind.__mro__):
+        kind = DataLoader  # the position is kept by us; everything else of it is torch's
+    loader = object.__new__(kind)
+    index_sampler = "sampler" if original.batch_sampler is None else "batch_sampler"
+    ours = {index_sampler: feed, "generator": torch.Generator(), "_iterator": None, "in_order": True, **changes}
+    loader.__dict__.update({**original.__dict__, **ours})
+    return loader

@@ -1,0 +1,187 @@
+"""The order of samples, as a function of (seed, epoch): the user's sampler, iterated with random numbers of ours.
+
+What it promises: the same (seed, epoch) gives the same order on every rank and in every run; the user's random states (Python's,
+numpy's, torch's, and generators handed to samplers) are where they were. Samplers of torch whose length is certain are
+laid out at once; any other is drawn while it is read, a global batch at a time, so endless ones work and those that watch
+the training do not run ahead of it.
+
+What it never does: replace a sampler by another, or seed a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from slipstream.data.plan import Order
+from slipstream.data.randomness import OwnRandom
+from slipstream.errors import ConfigError
+
+__all__ = ["announce_epoch", "certain_length", "inner_samplers", "mix", "order_of", "refuse_sharded"]
+
+_LAID_OUT = 10_000_000
+"""Orders longer than this that are drawn with replacement are not laid out at once."""
+
+
+def mix(seed: int, *parts: int | str) -> int:
+    """A seed from a seed and what tells its uses apart: neighbouring seeds and epochs give unrelated ones.
+
+    >>> mix(42, 0) == mix(42, 0), mix(42, 1) == mix(43, 0), 0 <= mix(42, 0) < 2**63
+    (True, False, True)
+    """
+    text = repr((int(seed), *parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def order_of(sampler: Any, *, seed: int, epoch: int, block: int) -> Order | Iterator[Any]:
+    """The order in which a sampler (or batch sampler) gives its items in this epoch; laid out, or drawn `block` items at a time.
+
+    >>> order_of(SequentialSampler(range(5)), seed=0, epoch=0, block=2).take(3, 9)
+    [3, 4]
+    """
+    generator_seed = mix(seed, epoch, "order")
+    if _is(sampler, SequentialSampler):
+        return _Listed(range(len(sampler)))
+    if isinstance(sampler, (Sequence, torch.Tensor, numpy.ndarray)):
+        return _Listed(list(sampler))
+    if _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        count = len(sampler.data_source)
+        return _Array(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
+    holders = [one for one in inner_samplers(sampler) if _has_generator(one)]
+    if certain_length(sampler) is None:
+        return _drawn(sampler, _Scope(holders, generator_seed, process_too=True), block)
+    if len(sampler) > _LAID_OUT and _is(sampler, RandomSampler):
+        return _drawn(sampler, _Scope(holders, generator_seed), block)
+    with _Scope(holders, generator_seed):
+        return _Listed(list(sampler))
+
+
+def certain_length(sampler: Any) -> int | None:
+    """How many items a sampler gives, where that is certain: torch's own and sequences. Others may promise what they do not keep."""
+    if isinstance(sampler, (Sequence, torch.Tensor, numpy.ndarray)):
+        return len(sampler)
+    known = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return len(sampler) if any(_is(sampler, kind) for kind in known) else None
+
+
+def inner_samplers(sampler: Any) -> list[Any]:
+    """A sampler or batch sampler and those inside it, outermost first."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is one for one in found):
+        found.append(sampler)
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return found
+
+
+def announce_epoch(objects: Iterable[Any], epoch: int) -> None:
+    """Tells the epoch to those that want to know it."""
+    for one in objects:
+        tell = getattr(one, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
+
+
+def refuse_sharded(loader: Any) -> None:
+    """A `DistributedSampler` shares out what is shared out here already."""
+    for one in inner_samplers(getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)):
+        if isinstance(one, DistributedSampler):
+            raise ConfigError(
+                f"the DataLoader given to prepare has a {type(one).__name__} (for {one.num_replicas} processes): prepare shares the data "
+                f"between the processes itself, so each would read a part of a part. Write DataLoader(dataset, batch_size=..., "
+                f"shuffle={one.shuffle}) without the sampler; set_epoch works on the prepared loader."
+            )
+
+
+# An order that is laid out ----------------------------------------------------------------------------------------------
+
+
+class _Listed:
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def take(self, start: int, stop: int) -> list[Any]:
+        return list(self.values[start:stop])
+
+
+class _Array:
+    """Eight bytes per sample; numbers of Python are made when a batch is cut."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def take(self, start: int, stop: int) -> list[Any]:
+        taken: list[Any] = self.values[start:stop].tolist()
+        return taken
+
+
+# An order that is drawn -------------------------------------------------------------------------------------------------
+
+
+def _drawn(sampler: Iterable[Any], scope: _Scope, block: int) -> Iterator[Any]:
+    with scope:
+        iterator = iter(sampler)
+    while True:
+        with scope:
+            items = list(islice(iterator, block))
+        yield from items
+        if len(items) < block:
+            return
+
+
+class _Scope:
+    """While it is entered, samplers draw from generators of ours, and if they may draw from the process's random states, those are
+    ours too. Afterwards everything is as it was, and ours go on where they were when it is entered again."""
+
+    def __init__(self, holders: Sequence[Any], seed: int, *, process_too: bool = False) -> None:
+        self.holders = holders
+        self.ours = [_like(one.generator, mix(seed, position) if position else seed) for position, one in enumerate(holders)]
+        self.theirs: list[Any] = []
+        self.process: AbstractContextManager[None] = OwnRandom(seed) if process_too else nullcontext()
+
+    def __enter__(self) -> None:
+        self.theirs = [one.generator for one in self.holders]
+        for one, generator in zip(self.holders, self.ours, strict=True):
+            one.generator = generator
+        self.process.__enter__()
+
+    def __exit__(self, *details: object) -> None:
+        self.process.__exit__(None, None, None)
+        for one, generator in zip(self.holders, self.theirs, strict=True):
+            one.generator = generator
+
+
+def _torch_generator(seed: int, device: Any = None) -> torch.Generator:
+    return torch.Generator(device if device is not None else "cpu").manual_seed(seed)
+
+
+def _like(theirs: Any, seed: int) -> Any:
+    """A generator of the kind that a sampler has."""
+    if isinstance(theirs, numpy.random.Generator):
+        return numpy.random.default_rng(seed)
+    if isinstance(theirs, random.Random):
+        return random.Random(seed)
+    return _torch_generator(seed, None if theirs is None else theirs.device)
+
+
+def _has_generator(sampler: Any) -> bool:
+    kinds = (torch.Generator, numpy.random.Generator, random.Random)
+    return hasattr(sampler, "generator") and (sampler.generator is None or isinstance(sampler.generator, kinds))
+
+
+def _is(sampler: Any, kind: type) -> bool:
+    """Whether a sampler iterates and counts as this kind of torch's does."""
+    return isinstance(sampler, kind) and type(sampler).__iter__ is kind.__iter__ and type(sampler).__len__ is kind.__len__  # type: ignore[attr-defined]
