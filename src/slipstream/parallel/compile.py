@@ -19,6 +19,7 @@ from slipstream.config.handlers import KwargsHandler
 from slipstream.devices.table import _Names
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
+from slipstream.precision.swap import hand_over_hooks
 
 if TYPE_CHECKING:
     from slipstream.config.schema import Compute
@@ -235,7 +236,7 @@ def _settle_one(model: torch.nn.Module) -> torch.nn.Module:
     if not isinstance(model, OptimizedModule):
         return model
     original = _settle_one(model._orig_mod)
-    _move_hooks(model, original)
+    hand_over_hooks(model, original)
     original._compiled_call_impl = model.dynamo_ctx(original._call_impl)
     return original
 
@@ -249,19 +250,6 @@ def _settle_children(parent: torch.nn.Module, seen: set[int]) -> None:
         if settled is not child:
             parent.register_module(name, settled)
         _settle_children(settled, seen)
-
-
-def _move_hooks(wrapper: torch.nn.Module, original: torch.nn.Module) -> None:
-    """Hooks of the wrapper become the module's own, in the same dictionaries, so that their handles still remove them."""
-    for name, hooks in vars(wrapper).items():
-        if "_hooks" not in name or not isinstance(hooks, dict) or not hooks:
-            continue
-        if vars(original).get(name):
-            raise ConfigError(
-                f"hooks ({name.strip('_')}) were registered both on {type(original).__name__} and on what torch.compile made of it: "
-                "register them on the module itself, before torch.compile"
-            )
-        setattr(original, name, hooks)
 
 
 def _torch_name(backend: Any) -> Any:

@@ -110,7 +110,8 @@ class AORecipeKwargs(KwargsHandler):
     module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
     """Called with a layer and its name: whether to convert it. None: all but the first and last whose sizes are multiples of 16."""
     pad_inner_dim: bool | None = None
-    """Pad layers whose inputs are no multiple of 16, at the cost of memory. Part of `config`, if one is given."""
+    """Pad products whose inner size (the rows of a batch, in a gradient) is no multiple of 16, at the cost of memory. Part of `config`, if
+    one is given."""
     enable_fsdp_float8_all_gather: bool | None = None
     """For sharded strategies, of which there is none here yet: True is refused."""
 

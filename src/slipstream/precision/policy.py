@@ -122,7 +122,7 @@ def check_device(mixed_precision: str, device_type: str) -> None:
     why = None
     if not torch.amp.is_autocast_available(device_type):
         why = "torch has no autocast for it"
-    elif mixed_precision == "bf16" and not family.bf16(family.module()):
+    elif mixed_precision in ("bf16", "fp8") and not family.bf16(family.module()):
         why = "it does not compute in bfloat16"
     elif mixed_precision == "fp16" and family.type != CPU.type and not is_fp16_available():
         why = "it does not compute in float16"
