@@ -68,7 +68,7 @@ def convert(model: torch.nn.Module, recipe: AORecipeKwargs | None = None) -> tor
             "mixed_precision='bf16', or choose layers with AORecipeKwargs(module_filter_func=...)",
             stacklevel=2,
         )
-    elif config.emulate:
+    elif config.emulate and recipe.config is None:
         warnings.warn(
             "mixed_precision='fp8' is emulated on the CPU: numbers are rounded as float8 rounds them, but nothing gets faster", stacklevel=2
         )

@@ -118,14 +118,7 @@ def check_device(mixed_precision: str, device_type: str) -> None:
     """
     if mixed_precision == "no":
         return
-    family = family_of(device_type)
-    why = None
-    if not torch.amp.is_autocast_available(device_type):
-        why = "torch has no autocast for it"
-    elif mixed_precision in ("bf16", "fp8") and not family.bf16(family.module()):
-        why = "it does not compute in bfloat16"
-    elif mixed_precision == "fp16" and family.type != CPU.type and not is_fp16_available():
-        why = "it does not compute in float16"
+    why = _why_not(mixed_precision, device_type)
     if why is not None:
         raise ConfigError(
             f"mixed_precision={mixed_precision!r} cannot be used on {device_type}: {why}. "
@@ -136,6 +129,17 @@ def check_device(mixed_precision: str, device_type: str) -> None:
             "mixed_precision='fp8' runs through torchao (0.9 or later), which is not installed: "
             "pip install 'slipstream[fp8]', or write mixed_precision='bf16'"
         )
+
+
+def _why_not(mixed_precision: str, device_type: str) -> str | None:
+    if not torch.amp.is_autocast_available(device_type):
+        return "torch has no autocast for it"
+    family = family_of(device_type)
+    if mixed_precision in ("bf16", "fp8") and not family.bf16(family.module()):
+        return "it does not compute in bfloat16"
+    if mixed_precision == "fp16" and family.type != CPU.type and not is_fp16_available():
+        return "it does not compute in float16"
+    return None
 
 
 def check_parameters(policy: Policy, model: torch.nn.Module, *, scales: bool) -> None:

@@ -1,0 +1,127 @@
+"""The policy says in one line what runs, and what cannot run is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.devices import packages
+from slipstream.devices.table import CPU
+from slipstream.errors import ConfigError
+from slipstream.precision import policy as policies
+from slipstream.precision.options import PrecisionType
+from slipstream.precision.policy import check_device, check_parameters, policy_for
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"mixed_precision": "no"}, "no: parameters float32, compute float32, gradients reduced in float32, outputs as computed"),
+        ({"mixed_precision": "bf16"}, "bf16: parameters float32, compute bfloat16, gradients reduced in float32, outputs as computed"),
+        (
+            {"mixed_precision": PrecisionType.FP16, "outputs_to_fp32": True, "reduce": torch.bfloat16},
+            "fp16: parameters float32, compute float16, gradients reduced in bfloat16, outputs cast to float32",
+        ),
+        (
+            {"mixed_precision": "fp8"},
+            "fp8: parameters float32, compute float8 in converted linear layers and bfloat16 elsewhere, "
+            "gradients reduced in float32, outputs as computed",
+        ),
+        (
+            {"mixed_precision": "bf16", "autocast": False},
+            "bf16: parameters float32, compute float32 (autocast is turned off), gradients reduced in float32, outputs as computed",
+        ),
+    ],
+)
+def test_a_policy_is_one_line(options, line) -> None:
+    assert str(policy_for(**options)) == line
+
+
+def test_a_policy_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy_for("bf16").compute = torch.float32  # type: ignore[misc]
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'tf32'.*bf16"):
+        policy_for("tf32")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "expected"),
+    [
+        ("no", torch.bfloat16, (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+        ("bf16", torch.bfloat16, (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+        ("fp16", torch.bfloat16, (torch.bfloat16, torch.float16, torch.bfloat16)),
+        ("bf16", torch.float64, (torch.float64, torch.float64, torch.float64)),
+    ],
+)
+def test_the_policy_of_a_model_is_what_its_parameters_and_gradients_are(precision, dtype, expected) -> None:
+    model = nn.Linear(4, 4, dtype=dtype)
+    policy = policy_for(precision).for_model(model)
+    assert (policy.param, policy.compute, policy.reduce) == expected
+    with torch.autocast("cpu", dtype=policy.autocast_dtype, enabled=policy.autocast_dtype is not None):
+        outputs = model(torch.ones(1, 4, dtype=dtype))
+    outputs.sum().backward()
+    assert outputs.dtype is policy.compute
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {policy.reduce}
+
+
+def test_a_format_of_reduction_that_was_chosen_stays_with_a_model() -> None:
+    policy = policy_for("bf16", reduce=torch.float16).for_model(nn.Linear(2, 2, dtype=torch.bfloat16))
+    assert policy.reduce is torch.float16
+
+
+def test_a_model_without_parameters_leaves_the_policy_as_it_is() -> None:
+    assert policy_for("bf16").for_model(nn.ReLU()) == policy_for("bf16")
+
+
+def test_float16_parameters_with_a_loss_scale_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float16))
+    with pytest.raises(ConfigError, match=r"1\.weight.*float32"):
+        check_parameters(policy_for("fp16"), model, scales=True)
+    check_parameters(policy_for("fp16"), model, scales=False)
+    model[1].requires_grad_(False)
+    check_parameters(policy_for("fp16"), model, scales=True)
+
+
+def test_bfloat16_parameters_are_fine() -> None:
+    check_parameters(policy_for("fp16"), nn.Linear(2, 2, dtype=torch.bfloat16), scales=True)
+
+
+def test_mixed_precision_on_float64_warns_that_it_has_no_effect() -> None:
+    with pytest.warns(UserWarning, match="no effect"):
+        check_parameters(policy_for("bf16"), nn.Linear(2, 2, dtype=torch.float64), scales=False)
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16", "fp8"])
+def test_the_cpu_computes_in_every_precision(precision: str) -> None:
+    check_device(precision, "cpu")
+
+
+def test_a_device_that_cannot_is_refused(monkeypatch) -> None:
+    old = dataclasses.replace(CPU, bf16=lambda _: False)
+    monkeypatch.setattr(policies, "family_of", lambda _: old)
+    check_device("fp16", "cpu")
+    for precision in ("bf16", "fp8"):
+        with pytest.raises(ConfigError, match=f"{precision}.*bfloat16"):
+            check_device(precision, "cpu")
+    other = dataclasses.replace(CPU, type="other")
+    monkeypatch.setattr(policies, "family_of", lambda _: other)
+    monkeypatch.setattr(policies, "is_fp16_available", lambda: False)
+    with pytest.raises(ConfigError, match="float16"):
+        check_device("fp16", "cpu")
+
+
+def test_a_device_without_autocast_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no autocast"):
+        check_device("bf16", "meta")
+
+
+def test_float8_without_its_package_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(packages.PACKAGES, "torchao", packages.Package(("no_such_package",), ("no-such-package",)))
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream\[fp8\]'"):
+        check_device("fp8", "cpu")
