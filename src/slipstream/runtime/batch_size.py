@@ -1,0 +1,345 @@
+"""`find_executable_batch_size`: a function that is called with a smaller batch until it fits into memory, on every process the same.
+
+What it promises:
+
+- Out of memory is told by the type of the error where there is one (`devices/memory.py`); every other error is raised as it is, at once.
+- Before the next try nothing of the failed one is left: the frames of the exception are emptied, garbage is collected, and the caches
+  of the devices are given back.
+- With several processes all of them use the same size: if it does not fit on one, all of them try the next one. After each try they tell
+  each other how it went, in one guarded call.
+
+How the processes find together. A process whose batch did not fit goes straight to that call. Whoever is in another collective of this
+library learns of it there (the guard compares calls, nothing is transferred) and comes too. Whoever does not come within a few
+seconds may be in an operation of torch's own, such as the backward pass of DDP, where nothing can reach it: then the process group is
+ended (`Group.abandon`), which ends such waits with an error, and all meet in a new one. A model that was prepared before that belongs to
+the old group, so everything has to be built and prepared inside of the function, as it has to be for its memory to be freed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+
+from slipstream.comm.channel import Body, Channel, GroupChannel
+from slipstream.comm.sites import call_site
+from slipstream.comm.verify import Call
+from slipstream.devices.memory import clear_device_cache, should_reduce_batch_size
+from slipstream.errors import DistributedOperationException, MismatchError, PeerLostError, StateError, WaitTimeoutError
+from slipstream.runtime.current import current
+from slipstream.runtime.runtime import Runtime
+from slipstream.runtime.sizes import Sizes
+
+__all__ = ["find_executable_batch_size"]
+
+_OPERATION = "find_executable_batch_size"
+_GRACE = 3.0
+"""Seconds that the others have to come by themselves; then the process group is ended, so that they do."""
+_MEETINGS = 6
+"""How often processes that are told to come may be in yet another call (in a `finally` of the user's, say) before that is an error."""
+_LONGEST_TEXT = 300
+_logger = logging.getLogger(__name__)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+    *,
+    effective_batch_size: int | None = None,
+) -> Callable[..., Any]:
+    """Decorator: calls `function(batch_size, ...)` with a smaller batch size until it does not run out of memory.
+
+    The size is halved, or what `reduce_batch_size_fn` says: a function of the present size, or one without arguments that keeps its
+    own count. With `effective_batch_size` the function is called as `function(batch_size, gradient_accumulation_steps, ...)`, and
+    `batch_size * processes * steps` is that number for every size that is tried, so that the training stays the same.
+
+    A later call begins with the size that fitted last. Build and prepare everything inside of the function: what is made outside
+    keeps its memory between the tries, and with several processes it may belong to a process group that had to be ended.
+
+    >>> @find_executable_batch_size(starting_batch_size=64)
+    ... def train(batch_size, epochs):
+    ...     if batch_size > 20:
+    ...         raise MemoryError
+    ...     return f"{epochs} epochs with batches of {batch_size}"
+    >>> train(3)
+    '3 epochs with batches of 16'
+
+    >>> @find_executable_batch_size(effective_batch_size=96)
+    ... def train(batch_size, gradient_accumulation_steps):
+    ...     if batch_size > 20:
+    ...         raise MemoryError
+    ...     return batch_size, gradient_accumulation_steps
+    >>> train()
+    (12, 8)
+    """
+    settings = {
+        "starting_batch_size": starting_batch_size,
+        "reduce_batch_size_fn": reduce_batch_size_fn,
+        "effective_batch_size": effective_batch_size,
+    }
+    sizes = Sizes(starting_batch_size, reduce_batch_size_fn, effective_batch_size)
+    if function is None:
+        return functools.partial(find_executable_batch_size, **settings)  # type: ignore[arg-type]
+    if not callable(function):
+        raise TypeError(
+            f"{_OPERATION}({function!r}) needs the function that is to be called: to set the size, write starting_batch_size={function!r}"
+        )
+    return _decorated(function, sizes)
+
+
+def _decorated(function: Callable[..., Any], sizes: Sizes) -> Callable[..., Any]:
+    """The function without the parameters that are filled in; it remembers the size that fitted last."""
+    signature = inspect.signature(function)
+    given = _check_parameters(function, signature, sizes.names)
+    fitted: int | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal fitted
+        _check_arguments(function, signature, given, args, kwargs)
+        runtime = current()
+        search = _Search(runtime, _name(function))
+        size = sizes.first(runtime.process.world_size, fitted)
+        while True:
+            attempt = search.attempt(size, functools.partial(function, *sizes.arguments(size, runtime.process.world_size), *args, **kwargs))
+            if attempt.fits:
+                fitted = size
+                return attempt.result
+            next_size = sizes.after(size, runtime.process.world_size)
+            search.reduce(size, next_size, attempt)
+            size = next_size
+
+    call.__signature__ = signature.replace(parameters=list(signature.parameters.values())[len(given) :])  # type: ignore[attr-defined]
+    return call
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _check_parameters(function: Callable[..., Any], signature: inspect.Signature, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the parameters that are filled in; an error if the function has no place for them."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = [name for name, parameter in signature.parameters.items() if parameter.kind in positional]
+    first = next(iter(signature.parameters), None)
+    wanted = ", ".join(names)
+    if first in ("self", "cls"):
+        raise TypeError(
+            f"{_OPERATION} cannot decorate the method {_name(function)}{signature}, as the batch size comes first: decorate a function "
+            f"({wanted}, ...) inside of it, or the bound method"
+        )
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+        return tuple(own[: len(names)])
+    if len(own) < len(names):
+        short = getattr(function, "__name__", "function")
+        raise TypeError(f"{_OPERATION}: {_name(function)}{signature} has no place for {wanted}: write def {short}({wanted}, ...)")
+    return tuple(own[: len(names)])
+
+
+def _check_arguments(
+    function: Callable[..., Any], signature: inspect.Signature, given: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """An error for a call that passes what is filled in, or that the function could not take."""
+    passed = [name for name in given if name in kwargs]
+    try:
+        if passed:
+            raise TypeError(f"{passed[0]} was passed")
+        signature.bind(*(0 for _ in given), *args, **kwargs)
+    except TypeError as error:
+        rest = ", ".join(list(signature.parameters)[len(given) :])
+        raise TypeError(
+            f"{_name(function)} was called with arguments that do not fit ({error}): {_OPERATION} fills in {' and '.join(given)} by "
+            f"itself, so call it as {getattr(function, '__name__', 'function')}({rest})"
+        ) from None
+
+
+# -- one try ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Attempt:
+    """How one try went on this process; after `agree`, on all of them."""
+
+    fits: bool
+    result: Any = None
+    text: str = ""
+    """Why it does not fit, with the rank where there are several."""
+    cause: BaseException | None = None
+    """The out-of-memory error of this process, with emptied frames."""
+    out_of_memory: bool = False
+    """Whether memory ran out here; False if this process was called away from its try."""
+
+
+class _Search:
+    """One call of the decorated function: its tries, and the agreement with the other processes after each."""
+
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self._runtime = runtime
+        self._name = name
+        self._tried: list[int] = []
+        self._reopened_after: int | None = None
+
+    @property
+    def _several(self) -> bool:
+        return self._runtime.process.world_size > 1
+
+    def attempt(self, size: int, function: Callable[[], Any]) -> _Attempt:
+        """Calls the function, and gives back how that went on all processes; errors that are not about memory are raised."""
+        self._tried.append(size)
+        own = self._call(size, function)
+        if not own.fits:
+            clear_device_cache(garbage_collection=True)
+        return self._agree(size, own) if self._several else own
+
+    def _call(self, size: int, function: Callable[[], Any]) -> _Attempt:
+        try:
+            return _Attempt(fits=True, result=function())
+        except Exception as error:
+            out_of_memory = should_reduce_batch_size(error)
+            if not out_of_memory and not self._was_called_away(size, error):
+                self._hint()
+                raise
+            _empty_frames(error)
+            return _Attempt(False, text=_one_line(error), cause=error if out_of_memory else None, out_of_memory=out_of_memory)
+
+    def _hint(self) -> None:
+        if self._reopened_after is not None:
+            _logger.warning(
+                "the process group was opened anew after batch size %s of %s did not fit: if the error that follows is about it, "
+                "build and prepare the model inside of the function",
+                self._reopened_after,
+                self._name,
+            )
+
+    def reduce(self, size: int, next_size: int, attempt: _Attempt) -> None:
+        """Says that a size did not fit; an error if there is none left."""
+        if next_size < 1:
+            tried = ", ".join(map(str, self._tried))
+            raise StateError(
+                f"no batch size fits: {self._name} ran out of memory with {tried} (the last time: {attempt.text}). "
+                "Use a smaller model or sample, activation checkpointing, or a device with more memory"
+            ) from attempt.cause
+        if self._runtime.process.is_main:
+            _logger.warning("batch size %s did not fit (%s); trying %s", size, attempt.text, next_size)
+
+    # -- several processes ----------------------------------------------------------------------------------------
+
+    def _was_called_away(self, size: int, error: Exception) -> bool:
+        """Whether this error is how this process hears that the batch did not fit on another one."""
+        if not self._several or not isinstance(error, RuntimeError):
+            return False
+        if isinstance(error, DistributedOperationException):
+            return _mark(size) in str(error)
+        if not self._runtime.is_open:
+            return False
+        return _heard_of_failure(self._runtime.channel(), size)
+
+    def _agree(self, size: int, own: _Attempt) -> _Attempt:
+        """The same answer on all processes: whether the batch fitted on all of them."""
+        if not own.fits and not own.out_of_memory:
+            self._leave_broken_group(size)
+        told = self._exchange(size, own)
+        failed = [f"rank {rank}: {text}" for rank, (fits, text, out_of_memory) in enumerate(told) if not fits and out_of_memory]
+        if all(fits for fits, _, _ in told):
+            return own
+        return _Attempt(False, text="; ".join(failed[:3]) or own.text, cause=own.cause)
+
+    def _leave_broken_group(self, size: int) -> None:
+        """A process that an error called away ends the old group too, unless it was told by a call that all agreed to drop."""
+        if self._runtime.is_open and _heard_of_failure(self._runtime.channel(), size):
+            self._abandon(size)
+
+    def _abandon(self, size: int) -> None:
+        self._runtime.abandon(_OPERATION, f"{call_site()} {_mark(size)}")
+        self._reopened_after = size
+
+    def _exchange(self, size: int, own: _Attempt) -> list[tuple[bool, str, bool]]:
+        """What every process says of its try. Ends the present group if a process does not come, and meets the others in the next."""
+        limits = self._runtime.limits
+        generation = self._runtime.generation
+        call = self._announcement(size, own)
+        for meeting in range(_MEETINGS):
+            channel = self._open()
+            brief = not own.fits and self._runtime.generation == generation
+            waits = replace(limits, timeout=min(_GRACE, limits.timeout)) if brief else limits
+            try:
+                return _tell(channel, waits, call, own, patient=not brief)
+            except MismatchError as error:
+                if _mark(size) not in str(error) or meeting == _MEETINGS - 1:
+                    raise
+            except PeerLostError:
+                if not _heard_of_failure(channel, size):
+                    raise
+                self._abandon(size)
+            except WaitTimeoutError:
+                if not brief:
+                    raise
+                self._abandon(size)
+        raise AssertionError("the last meeting returns or raises")
+
+    def _announcement(self, size: int, own: _Attempt) -> Call:
+        site = call_site() if own.fits else f"{call_site()} {_mark(size)}"
+        agreement = f"{self._name}, try {len(self._tried)} with batch size {size}"
+        return Call(_OPERATION, agreement, site, lambda: f"{_OPERATION} of {agreement}")
+
+    def _open(self) -> Channel:
+        """The group, opened if it has to be: as patient with those who still work as the exchange itself."""
+        limits = self._runtime.limits
+        started = time.monotonic()
+        while True:
+            try:
+                return self._runtime.channel()
+            except WaitTimeoutError:
+                if time.monotonic() - started > limits.barrier_timeout or self._runtime.others_are_silent(limits.timeout):
+                    raise
+
+
+def _mark(size: int) -> str:
+    """The words by which another process is told, in whatever way it hears."""
+    return f"(batch size {size} did not fit)"
+
+
+def _heard_of_failure(channel: Channel, size: int) -> bool:
+    """Whether another process said that the batch did not fit there."""
+    if not isinstance(channel, GroupChannel):
+        return False
+    channel.beacon.find_loss(0.0)
+    return _mark(size) in (channel.beacon.loss or "")
+
+
+def _tell(channel: Channel, limits: Any, call: Call, own: _Attempt, *, patient: bool) -> list[tuple[bool, str, bool]]:
+    body = Body()
+    said = json.dumps([own.fits, own.text, own.out_of_memory]).encode()
+    body.add(numpy.frombuffer(said, dtype=numpy.uint8))
+    with channel.turn(call, limits, patient=patient) as turn:
+        return [tuple(json.loads(data.tobytes())) for data in turn.exchange(body)]
+
+
+# -- forgetting a failed try ------------------------------------------------------------------------------------------
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"[:_LONGEST_TEXT] if text else type(error).__name__
+
+
+def _empty_frames(error: BaseException) -> None:
+    """Empties the frames that an exception, and those behind it, hold: their variables are what keeps the memory."""
+    behind: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while behind:
+        one = behind.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        behind += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
