@@ -3,10 +3,12 @@
 The thread that calls collectives notes what it enters and leaves in memory (`enter`, `leave`: two assignments). A daemon thread
 publishes that note once a second with a beat that goes up, reads what others have posted, and, while this rank waits, samples
 the notes of the others. How fresh a note is, is judged by this process's own clock, so clocks need not agree between hosts.
+A section in which torch's own collectives run (`comm/engine.py`) is noted in the same way; its wait is looked after by this thread,
+because the thread that waits is blocked outside of Python.
 
 Events that concern everybody (a rank ended, left or gave up; a stack is wanted) raise the alarm counter; a waiting rank looks
 at it several times a second. The thread never raises into the program: what it finds stands in `loss` for the waiting thread to
-raise, and a store that does not answer is part of the report.
+raise (`mistake` says that it is one of the program's), and a store that does not answer is part of the report.
 """
 
 from __future__ import annotations
@@ -16,58 +18,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.comm.notes import Here, Peer, Watched, state_of
 from slipstream.comm.sites import user_frames
 from slipstream.comm.stack import StackSignal, process_state, signalled_stack
 from slipstream.launch.contract import ALARM_KEY, ExitNotice, exit_key
 
-__all__ = ["PROCESS_ENDED", "Beacon", "Here", "Peer"]
-
-
-@dataclass(frozen=True)
-class Here:
-    """What this rank is doing: waiting in a collective, or on its way after one."""
-
-    generation: int = 0
-    sequence: int = 0
-    operation: str = ""
-    site: str = ""
-    waiting: bool = False
-    since: float = field(default_factory=time.monotonic)
-
-    def note(self) -> dict[str, Any]:
-        waited = time.monotonic() - self.since
-        return {
-            "generation": self.generation,
-            "sequence": self.sequence,
-            "operation": self.operation,
-            "site": self.site,
-            "waiting": self.waiting,
-            "seconds": waited,
-        }
-
-
-@dataclass
-class Peer:
-    """What is known of another rank, by this process's own clock."""
-
-    note: dict[str, Any] = field(default_factory=dict)
-    beat: int = -1
-    heard: float = field(default_factory=time.monotonic)
-    stack: list[str] = field(default_factory=list)
-    stack_asked: float | None = None
-
-    def hear(self, note: dict[str, Any]) -> None:
-        if note["beat"] != self.beat:
-            self.beat, self.heard = note["beat"], time.monotonic()
-        self.note = note
-
-    @property
-    def silent(self) -> float:
-        """Seconds since its beat last went up."""
-        return time.monotonic() - self.heard
+__all__ = ["PROCESS_ENDED", "Beacon"]
 
 
 PROCESS_ENDED = "(end of the process)"
@@ -89,8 +47,16 @@ class Beacon:
         self.here = Here()
         self.hang_warning = 10.0
         """Seconds of waiting after which the table is printed; stacks are asked for before that."""
+        self.watched: Watched | None = None
+        """The section that was entered last, and whether this rank is in it now."""
+        self.inside = False
+        self.sections = 0
+        self.failure = ""
+        """Where this rank stopped in the middle of a section, with an error of its own."""
         self.loss: str | None = None
         """Why a collective that is under way cannot complete, as found in the store; None while all is well."""
+        self.mistake = False
+        """Whether the loss is a mistake of the program: the processes called different things."""
         self.store_trouble: str | None = None
         self._completed = self.here
         """What this rank completed last: the others took part in it too, whatever their last note says."""
@@ -102,6 +68,8 @@ class Beacon:
         self._events_seen = 0
         self._last_publish = 0.0
         self._last_sample = 0.0
+        self._departures: dict[int, dict[str, Any]] = {}
+        self._sections_before = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._signal = StackSignal()
@@ -112,11 +80,24 @@ class Beacon:
 
     def enter(self, generation: int, sequence: int, operation: str, site: str) -> None:
         self._main_thread = threading.get_ident()
-        self.here = Here(generation, sequence, operation, site, True)
+        self.here = Here(generation, sequence, operation, site, True, sections=self.sections, syncs=self.syncs)
 
     def leave(self) -> None:
         here = self.here
-        self.here = self._completed = Here(here.generation, here.sequence, here.operation, here.site, False)
+        self._sections_before = self.sections
+        self.here = self._completed = Here(here.generation, here.sequence, here.operation, here.site, sections=self.sections)
+
+    @property
+    def syncs(self) -> int:
+        """Watched sections that were entered since the last collective of ours."""
+        return self.sections - self._sections_before
+
+    def place(self) -> Here:
+        """What this rank is doing: the innermost of a collective of ours and a watched section, or the last of them."""
+        here, watched = self.here, self.watched
+        if watched is None or here.since >= watched.since and (here.waiting or not self.inside):
+            return here
+        return watched.here(self.inside)
 
     def start(self) -> None:
         self._signal.install()
@@ -133,8 +114,10 @@ class Beacon:
 
     def new_generation(self) -> None:
         """Forgets losses that belonged to the group before; a rank that ended stays lost."""
-        self.loss = None
+        self.loss, self.mistake, self.failure = None, False, ""
+        self.watched, self.inside, self.sections, self._sections_before = None, False, 0, 0
         with self._lock:
+            self._departures.clear()
             self._read_exits()
 
     def post(self, kind: str, **details: Any) -> None:
@@ -157,6 +140,7 @@ class Beacon:
                     if self._read_exits():
                         return
                     self._read_events()
+                    self._judge_departures()
                 except RuntimeError as error:
                     self.store_trouble = str(error).splitlines()[0]
                     break
@@ -168,15 +152,22 @@ class Beacon:
     # -- the beacon's own thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(self.LOOK_EVERY if self.here.waiting else self.PUBLISH_EVERY):
+        while not self._stop.wait(self._pause()):
             try:
                 with self._lock:
                     self._tick()
                 self.store_trouble = None
+                if self.inside and self.watched is not None:
+                    self.watched.look()
             except RuntimeError as error:  # torch's store errors: the report shows them, and the next tick tries again
                 self.store_trouble = str(error).splitlines()[0]
                 if self._stop.wait(self.PUBLISH_EVERY):
                     return
+
+    def _pause(self) -> float:
+        place = self.place()
+        waits = place.waiting and (not place.watched or time.monotonic() - place.since > self.LOOK_EVERY)
+        return self.LOOK_EVERY if waits else self.PUBLISH_EVERY
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -188,19 +179,36 @@ class Beacon:
             self._alarm_seen = alarm
             self._read_exits()
             self._read_events()
-        here = self.here
-        if here.waiting and now - here.since > 0.5 and now - self._last_sample >= min(1.0, self.hang_warning / 8):
+        place = self.place()
+        if not place.waiting:
+            return
+        self._judge_departures()
+        ask_after = self.watched.ask_after if place.watched and self.watched is not None else 0.5
+        if now - place.since > ask_after and now - self._last_sample >= min(1.0, self.hang_warning / 8):
             self._last_sample = now
             self._sample()
-            if now - here.since > self.hang_warning * 0.5:
+            if now - place.since > self.hang_warning * 0.5:
                 self._ask_for_stacks()
 
     def _publish(self) -> None:
         self._beat += 1
-        note = {"beat": self._beat, **self._identity, **self.here.note()}
+        note = {"beat": self._beat, **self._identity, **self._note()}
         self._store.set(f"beacon/{self.rank}", json.dumps(note))
 
+    def _note(self) -> dict[str, Any]:
+        return {**self.place().note(), "failure": self.failure}
+
+    def publish(self) -> None:
+        """Tells where this rank is now: its last word, before it leaves."""
+        with self._lock:
+            try:
+                self._publish()
+            except RuntimeError as error:
+                self.store_trouble = str(error).splitlines()[0]
+
     def _read_exits(self) -> bool:
+        if self.mistake:
+            return True  # a rank that ended because of the mistake says less than the mistake
         for other in self.peers:
             if self._store.check([exit_key(other)]):
                 notice = ExitNotice.from_json(self._store.get(exit_key(other)).decode())
@@ -219,24 +227,38 @@ class Beacon:
             handler: Callable[[dict[str, Any]], None] | None = {
                 "left": self._on_left,
                 "gave_up": self._on_gave_up,
+                "mistake": self._on_mistake,
                 "stack_wanted": self._on_stack_wanted,
             }.get(event["kind"])
             if handler is not None and event["rank"] != self.rank:
                 handler(event)
 
     def _on_left(self, event: dict[str, Any]) -> None:
-        here = self.here
-        if self.loss is None and event["generation"] == here.generation and (not here.waiting or event["sequence"] < here.sequence):
-            self.loss = f"rank {event['rank']} left the group after {event['sequence']} collectives ({event['site']})"
+        self._departures[event["rank"]] = event
+        self._judge_departures()
+
+    def _judge_departures(self) -> None:
+        """A rank that has left is lost for whatever it did not take part in before."""
+        place = self.place()
+        counted = "sections" if place.watched else "sequence"
+        for rank, event in self._departures.items():
+            missed = not place.waiting or event[counted] < getattr(place, counted)
+            if self.loss is None and event["generation"] == place.generation and missed:
+                last = f"; before that it was in {event['last']}" if event["last"] else ""
+                self.loss = f"rank {rank} left the group after {event['sequence']} collectives ({event['site']}){last}"
 
     def _on_gave_up(self, event: dict[str, Any]) -> None:
-        if self.loss is None and event["generation"] == self.here.generation:
-            self.loss = f"rank {event['rank']} gave up waiting in {event['operation']} number {event['sequence']} at {event['site']}"
+        if self.loss is None and event["generation"] == self.place().generation:
+            self.loss = event["because"] or f"rank {event['rank']} gave up waiting in {event['call']}"
+
+    def _on_mistake(self, event: dict[str, Any]) -> None:
+        if event["generation"] == self.place().generation:
+            self.loss, self.mistake = event["text"], True
 
     def _on_stack_wanted(self, event: dict[str, Any]) -> None:
         if event["of"] == self.rank:
             frames = user_frames(sys._current_frames().get(self._main_thread))
-            self._store.set(f"stack/{self.rank}", json.dumps(frames))
+            self._store.set(event["key"], json.dumps(frames))
 
     # -- watching the others while waiting ------------------------------------------------------------------------
 
@@ -264,18 +286,23 @@ class Beacon:
         return min(5.0, max(2.5, self.hang_warning / 2))
 
     def _is_with_us(self, peer: Peer) -> bool:
-        here, note = self.here, peer.note
-        same = note.get("sequence") == here.sequence and note.get("generation") == here.generation
+        place, note = self.place(), peer.note
+        compared = ("generation", "sequence", "watched", *(("syncs", "operation") if place.watched else ()))
+        same = all(note.get(name) == getattr(place, name) for name in compared)
         return bool(note.get("waiting")) and same and peer.silent < self._silent_after
 
     def _ask_for_stack(self, other: int, peer: Peer) -> None:
-        if peer.stack_asked is None or time.monotonic() - peer.stack_asked > 30:
+        if peer.stack_asked < self.place().since or time.monotonic() - peer.stack_asked > 30:
+            if peer.stack_asked < self.place().since:
+                peer.stack = []  # of another wait
             peer.stack_asked = time.monotonic()
             number = self._store.add("events", 1)
-            self._store.set(f"event/{number}", json.dumps({"kind": "stack_wanted", "rank": self.rank, "of": other}))
+            peer.stack_key = f"stack/{number}"
+            event = {"kind": "stack_wanted", "rank": self.rank, "of": other, "key": peer.stack_key}
+            self._store.set(f"event/{number}", json.dumps(event))
             self._store.add(ALARM_KEY, 1)
-        elif self._store.check([f"stack/{other}"]):
-            peer.stack = json.loads(self._store.get(f"stack/{other}").decode())
+        elif self._store.check([peer.stack_key]):
+            peer.stack = json.loads(self._store.get(peer.stack_key).decode())
         elif time.monotonic() - peer.stack_asked > 1.5 and peer.note.get("host") == self._identity["host"]:
             peer.stack = signalled_stack(peer.note)
 
@@ -289,6 +316,13 @@ class Beacon:
         """The ranks that are not in the call that this rank waits in."""
         return [other for other, peer in self.peers.items() if not self._is_with_us(peer)]
 
+    def gone(self) -> str:
+        """The ranks on this host whose processes have ended, in words; after a look at the notes."""
+        self.refresh()
+        here = [(other, peer.note) for other, peer in self.peers.items() if peer.note.get("host") == self._identity["host"]]
+        ended = [str(other) for other, note in here if process_state(note) is not None]
+        return f"rank {', '.join(ended)}" if ended else "another rank"
+
     def all_missing_silent(self, seconds: float) -> bool:
         """Whether every rank that we wait for has shown no sign of life for so long (stopped, or its interpreter held)."""
         missing = self.missing()
@@ -296,8 +330,7 @@ class Beacon:
 
     def table(self) -> str:
         """Where every rank is, one line each, with the stacks that could be had."""
-        here = self.here
-        rows: list[tuple[int, str, str, list[str]]] = [(self.rank, str(self._identity["host"]), _state({**here.note(), "heard": True}), [])]
+        rows: list[tuple[int, str, str, list[str]]] = [(self.rank, str(self._identity["host"]), state_of(self._note()), [])]
         rows += [
             (other, str(peer.note.get("host", "?")), self._peer_state(peer), self._peer_stack(peer)) for other, peer in self.peers.items()
         ]
@@ -310,10 +343,11 @@ class Beacon:
         return "\n".join(lines)
 
     def _peer_state(self, peer: Peer) -> str:
-        note, last = peer.note, self._completed
-        if last.operation and (note.get("generation", 0), note.get("sequence", 0)) < (last.generation, last.sequence):
-            note = {**note, **last.note()}  # its note is older than what it took part in
-        state = _state(note)
+        note = peer.note
+        for last in (self._completed, self.place()):
+            if last.operation and not last.waiting and last.is_after(note):
+                note = {**note, **last.note()}  # its note is older than what it took part in
+        state = state_of(note)
         if not peer.note or self._is_with_us(peer):
             return state
         condition = process_state(peer.note) if peer.note.get("host") == self._identity["host"] else None
@@ -322,15 +356,5 @@ class Beacon:
         return f"no sign of life for {peer.silent:.0f} s ({condition or 'its interpreter does not answer'}); before that {state}"
 
     def _peer_stack(self, peer: Peer) -> list[str]:
-        return [] if self._is_with_us(peer) else peer.stack
-
-
-def _state(note: dict[str, Any]) -> str:
-    if not note:
-        return "nothing heard of it yet"
-    call = f"{note['operation']} number {note['sequence']} at {note['site']}"
-    if note["waiting"]:
-        return f"waits {note['seconds']:.0f} s in {call}"
-    if not note["operation"]:
-        return f"in no collective yet, for {note['seconds']:.0f} s"
-    return f"in no collective for {note['seconds']:.0f} s; the last was {call}"
+        waits = peer.note.get("waiting") and peer.silent < self._silent_after
+        return [] if waits or peer.stack_asked < self.place().since else peer.stack

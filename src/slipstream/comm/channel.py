@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any, NoReturn, Protocol
 
 import numpy
@@ -130,7 +131,16 @@ class GroupChannel:
     """Several processes: headers over a wire, large payloads over a gloo group, device memory over the data group."""
 
     def __init__(
-        self, *, wire: Wire, control: Callable[[], Any], data: Any, beacon: Beacon, rank: int, world_size: int, generation: int
+        self,
+        *,
+        wire: Wire,
+        control: Callable[[], Any],
+        data: Any,
+        sever: Callable[[], bool],
+        beacon: Beacon,
+        rank: int,
+        world_size: int,
+        generation: int,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -139,19 +149,28 @@ class GroupChannel:
         self.room = wire.room
         self.broken: str | None = None
         """Why this generation can no longer be used; the next call opens another."""
+        self.spoilt: str | None = None
+        """Why torch's collectives no longer match between the ranks, while ours do; the next watched section opens another generation."""
+        self.fit = True
+        """Whether it is neither broken nor spoilt."""
         self.beacon = beacon
         self._wire = wire
         self._open_control = control
         self._control: Any = None
         self._data = data
+        self._sever = sever
+        self.begun = _counter(data)
+        """How many collectives of torch's own group have begun so far."""
         self._lock = threading.RLock()
+        self._closing = threading.Lock()
 
     def turn(self, call: Call, limits: Limits, *, patient: bool = False) -> _GroupTurn:
         """Begins a guarded call; `patient` waits as long as the others show signs of life, up to `barrier_timeout`."""
         return _GroupTurn(self, call, limits, patient)
 
-    def release(self) -> tuple[Any, Any]:
+    def release(self, reason: str) -> tuple[Any, Any]:
         """Closes the wire and gives the groups back to their owner, who closes them."""
+        self.broken, self.fit = self.broken or reason, False
         self._wire.close()
         groups = self._control, self._data
         self._control = self._data = None
@@ -163,10 +182,19 @@ class GroupChannel:
             self._control = self._open_control()
         return self._control
 
-    def give_up(self, reason: str) -> None:
-        """This generation cannot go on here: the others find the connection closed."""
-        self.broken = self.broken or reason
-        self._wire.close()
+    def give_up(self, reason: str) -> bool:
+        """This generation cannot go on here: the others find the connection closed, also those that wait in a collective of torch.
+
+        Gives back whether the connections of torch's own group could be ended: only then a wait in one of its collectives ends.
+        """
+        self.broken, self.fit = self.broken or reason, False
+        with self._closing:  # the thread that waits and the one that watches may come to it together
+            self._wire.close()
+            return self._sever()
+
+    def spoil(self, reason: str) -> None:
+        """This rank stopped in the middle of torch's collectives: the next ones would be taken for the rest of these."""
+        self.spoilt, self.fit = self.spoilt or reason, False
 
     # -- used by a turn -------------------------------------------------------------------------------------------
 
@@ -177,7 +205,7 @@ class GroupChannel:
             self.beacon.enter(self.generation, self.sequence, call.operation, call.site)
             if self.beacon.loss is not None:
                 self.give_up(self.beacon.loss)
-                Vigil(self.beacon, call.operation, call.site, Limits()).lose()
+                Vigil(self.beacon, Limits()).lose()
         except BaseException:
             self._lock.release()
             raise
@@ -212,7 +240,7 @@ class GroupChannel:
         except ConnectionLost as lost:
             self._connection_lost(turn, lost)
         except BaseException as error:  # a wait that was given up, or interrupted, leaves half a frame behind
-            self.give_up(f"{turn.call} was interrupted by {type(error).__name__}")
+            self.give_up(f"{turn.call.operation} at {turn.call.site} was interrupted by {type(error).__name__}")
             raise
         if self._wire.ended():  # a rank that left after this call is no concern of it; one that gave it up is
             self.beacon.find_loss(0.0)
@@ -258,7 +286,7 @@ class GroupChannel:
         except ConnectionLost as lost:
             self._connection_lost(turn, lost)
         except BaseException as error:
-            self.give_up(f"{turn.call} was interrupted by {type(error).__name__}")
+            self.give_up(f"{turn.call.operation} at {turn.call.site} was interrupted by {type(error).__name__}")
             raise
 
     def _connection_lost(self, turn: _GroupTurn, lost: ConnectionLost) -> NoReturn:
@@ -310,7 +338,7 @@ class _GroupTurn:
 
     def vigil(self) -> Vigil:
         if self._vigil is None:
-            self._vigil = Vigil(self.channel.beacon, self.call.operation, self.call.site, self.limits, patient=self.patient)
+            self._vigil = Vigil(self.channel.beacon, self.limits, patient=self.patient)
         return self._vigil
 
     def look(self) -> None:
@@ -332,6 +360,15 @@ class _GroupTurn:
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
         self.wait(self.channel.data_group(tensor).broadcast([tensor], _root(torch.distributed.BroadcastOptions, sender)))
+
+
+def _counter(group: Any) -> Callable[[], int]:
+    """Asks a group how many collectives it has begun; of one that does not count, the answer is more every time."""
+    try:
+        group._get_sequence_number_for_group()
+    except RuntimeError:
+        return count().__next__
+    return group._get_sequence_number_for_group  # type: ignore[no-any-return]
 
 
 def _root(options: Callable[[], Any], rank: int) -> Any:

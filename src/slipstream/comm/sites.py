@@ -17,7 +17,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-__all__ = ["Line", "call_site", "calling_code", "is_of_the_user", "relevant", "user_frames"]
+__all__ = ["Line", "call_site", "calling_code", "is_of_the_user", "is_ours", "relevant", "spell", "user_frames"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "testing") + os.sep
@@ -25,7 +25,8 @@ _PROGRAMS = os.path.join(_PACKAGE, "testing") + os.sep
 
 
 @lru_cache(maxsize=4096)
-def _is_ours(filename: str) -> bool:
+def is_ours(filename: str) -> bool:
+    """Whether a file stands between the user's line and ours: of this package, or of what calls it on the user's behalf."""
     inside = filename.startswith(_PACKAGE) and not filename.startswith(_PROGRAMS)
     return inside or filename == contextlib.__file__ or filename.startswith(_autograd())
 
@@ -40,7 +41,12 @@ def _autograd() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _spell(filename: str, line: int, function: str) -> str:
+def spell(filename: str, line: int, function: str) -> str:
+    """A place in the program, as messages show it.
+
+    >>> spell("/home/me/train.py", 12, "main"), spell("/home/me/train.py", 40, "<module>")
+    ('train.py:12 in main', 'train.py:40')
+    """
     where = f"{os.path.basename(filename)}:{line}"
     return where if function == "<module>" else f"{where} in {function}"
 
@@ -52,11 +58,11 @@ def call_site() -> str:
     True
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_code.co_filename):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "unknown place"
-    return _spell(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return spell(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def calling_code() -> CodeType | None:
@@ -66,7 +72,7 @@ def calling_code() -> CodeType | None:
     '<module>'
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_code.co_filename):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else frame.f_code
 

@@ -1,8 +1,9 @@
 """A wait for other processes: when it is reported, and when it ends with an exception.
 
-`look()` is called several times a second by whoever waits. It raises when a rank that is waited for is lost or when the limit is
-reached, and prints the table of ranks after `hang_warning` seconds and at twice that time each time after. A patient wait (a
-barrier, a turn) goes on as long as the others show signs of life: one rank may tokenise for an hour.
+`look()` is called several times a second by whoever waits. It raises when a rank that is waited for is lost, when the ranks wait for each
+other in different places, or when the limit is reached, and prints the table of ranks after `hang_warning` seconds and at twice that
+time each time after. A patient wait (a barrier, a turn) goes on as long as the others show signs of life: one rank may tokenise for
+an hour. In a watched section (`comm/engine.py`) nobody can tell work from waiting, so while every rank is in it little is said.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slipstream.comm.beacon import PROCESS_ENDED, Beacon
-from slipstream.errors import PeerLostError, WaitTimeoutError
+from slipstream.comm.notes import Here
+from slipstream.errors import MismatchError, PeerLostError, WaitTimeoutError
 
 __all__ = ["Limits", "Vigil"]
+
+_ALL_AT_WORK = 6
+"""A watched section that every rank is in is reported after this many times `hang_warning`."""
 
 
 @dataclass(frozen=True)
@@ -31,43 +36,82 @@ class Limits:
 
 
 class Vigil:
-    """One wait, from the moment that the beacon entered it."""
+    """One wait: that of the collective which the beacon has entered, or of the section that is given."""
 
-    def __init__(self, beacon: Beacon, operation: str, site: str, limits: Limits, *, patient: bool = False) -> None:
+    def __init__(self, beacon: Beacon, limits: Limits, *, patient: bool = False, section: Here | None = None) -> None:
         self._beacon = beacon
+        self._here = section or beacon.here
         self._limits = limits
         self._patient = patient
         self._limit = limits.barrier_timeout if patient else limits.timeout
         self._warn_at = limits.hang_warning if limits.hang_warning > 0 else float("inf")
-        self._call = f"{operation} number {beacon.here.sequence} at {site}"
+        self._suspects: dict[int, tuple[int, int]] = {}
         beacon.hang_warning = limits.hang_warning or 10.0
 
     def look(self) -> None:
-        waited = time.monotonic() - self._beacon.here.since
+        waited = time.monotonic() - self._here.since
         if self._beacon.loss is not None:
             self.lose()
-        if waited >= self._limit or (
+        self._look_for_a_deadlock()
+        if waited >= self._limit and self._somebody_is_missing() or (
             self._patient and waited > self._limits.timeout and self._beacon.all_missing_silent(self._limits.timeout)
         ):
-            self._give_up(waited)
-        if waited >= self._warn_at * 0.95:
+            self.give_up(waited)
+        if waited >= self._warn_at * 0.95 and (self._somebody_is_missing() or waited >= self._limits.hang_warning * _ALL_AT_WORK):
             self._warn_at = waited * 2
             self._report(waited)
 
+    def _somebody_is_missing(self) -> bool:
+        return not self._here.watched or bool(self._beacon.missing())
+
     def lose(self) -> NoReturn:
         beacon = self._beacon
+        if beacon.mistake:
+            raise MismatchError(f"{beacon.loss}\n(raised on rank {beacon.rank})")
         if beacon.loss is not None and beacon.loss.endswith(PROCESS_ENDED):
             beacon.find_loss(1.0)
         beacon.refresh()
-        raise PeerLostError(f"{self._call} cannot complete on rank {beacon.rank}: {beacon.loss}.\n{beacon.table()}")
+        raise PeerLostError(f"{self._here.call} cannot complete on rank {beacon.rank}: {beacon.loss}.\n{beacon.table()}")
+
+    # -- ranks that wait for each other ---------------------------------------------------------------------------
+
+    def _look_for_a_deadlock(self) -> None:
+        """Ends the wait if a rank is where it will never be joined. One note may be a moment old: two of them have to say it."""
+        here = self._beacon.place()
+        for rank, peer in self._beacon.peers.items():
+            if not peer.note or not _never_meet(here, peer.note):
+                self._suspects.pop(rank, None)
+                continue
+            sections = peer.note["sections"]
+            first_beat, before = self._suspects.setdefault(rank, (peer.beat, sections))
+            if before != sections:
+                del self._suspects[rank]
+            elif peer.beat > first_beat:
+                self._disagree()
+
+    def _disagree(self) -> NoReturn:
+        beacon = self._beacon
+        beacon.refresh()
+        text = (
+            "The processes wait for each other in different places, so none of them can go on:\n"
+            f"{beacon.table()}\n"
+            "Every process has to run every backward pass that averages gradients, and to make every call, in the same order.\n"
+            "Look for a loop that one process leaves early (break, return, fewer batches), and for a call under a condition that is not "
+            "true everywhere."
+        )
+        beacon.post("mistake", generation=self._here.generation, text=text)
+        raise MismatchError(f"{text}\n(raised on rank {beacon.rank})")
+
+    # -- long waits -----------------------------------------------------------------------------------------------
 
     def _report(self, waited: float) -> None:
         beacon = self._beacon
         if not beacon.is_lowest_waiting():
             return  # one table is enough, and that rank prints it
+        verb, then = ("been", "It") if self._here.watched else ("waited", "The wait")
         print(
-            f"slipstream: rank {beacon.rank} has waited {waited:.0f} s in {self._call}. Not there: {_ranks(beacon.missing())}. "
-            f"The wait ends with an error after {self._limit:.0f} s{self._or_silence()}.\n{beacon.table()}",
+            f"slipstream: rank {beacon.rank} has {verb} {waited:.0f} s in {self._here.call}. Not there: {_ranks(beacon.missing())}. "
+            f"{then} ends with an error after {self._limit:.0f} s{self._or_silence()}.\n{beacon.table()}",
             file=sys.stderr,
             flush=True,
         )
@@ -75,17 +119,36 @@ class Vigil:
     def _or_silence(self) -> str:
         return f", or after {self._limits.timeout:.0f} s without a sign of life" if self._patient else ""
 
-    def _give_up(self, waited: float) -> NoReturn:
-        beacon, here = self._beacon, self._beacon.here
+    def give_up(self, waited: float) -> NoReturn:
+        beacon, here = self._beacon, self._here
         name = "barrier_timeout" if waited >= self._limits.barrier_timeout and self._patient else "timeout"
         message = (
-            f"rank {beacon.rank} waited {waited:.0f} s in {self._call}, and {_ranks(beacon.missing())} did not come:\n{beacon.table()}\n"
+            f"rank {beacon.rank} waited {waited:.0f} s in {here.call}, and {_ranks(beacon.missing())} did not come:\n{beacon.table()}\n"
             f"If the work before it may take so long, raise the limit with {name}=... or SLIPSTREAM_{name.upper()} "
             f"(now {getattr(self._limits, name):g} s)."
         )
-        if here.sequence:  # opening the group can be tried again; a call that was given up cannot
-            beacon.post("gave_up", generation=here.generation, sequence=here.sequence, operation=here.operation, site=here.site)
+        if here.sequence or here.watched:  # opening the group can be tried again; a call that was given up cannot
+            beacon.post("gave_up", generation=here.generation, call=here.call, because="")
         raise WaitTimeoutError(message)
+
+
+def _never_meet(here: Here, note: dict[str, Any]) -> bool:
+    """Whether this rank and the one that wrote the note wait for each other in different places.
+
+    A rank that is in a collective of torch, in a section that another has not entered, waits for that one; if the other is in a
+    collective of ours that the first has not reached, it waits too.
+    """
+    if not note["waiting"] or note["generation"] != here.generation:
+        return False
+    own = vars(here)
+    if here.watched and note["watched"]:
+        both_begun = here.begun > 0 and note["begun"] > 0
+        same_place = (here.sequence, here.syncs) == (note["sequence"], note["syncs"])
+        return bool(both_begun and same_place and here.operation != note["operation"])
+    section, call = (own, note) if here.watched else (note, own)
+    if not section["watched"] or call["watched"]:
+        return False
+    return bool(section["begun"] and section["sequence"] == call["sequence"] - 1 and section["syncs"] > call["syncs"])
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -27,7 +27,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.comm.beacon import Beacon
-from slipstream.comm.channel import Channel, GroupChannel, Limits, wait_in_slices
+from slipstream.comm.channel import GroupChannel, Limits, wait_in_slices
+from slipstream.comm.links import Links
 from slipstream.comm.sites import call_site
 from slipstream.comm.vigil import Vigil
 from slipstream.comm.wire import LARGEST_MESH, Gloo, Wire, connect_sockets
@@ -65,11 +66,16 @@ class Group:
     def is_open(self) -> bool:
         return self._channel is not None and self._channel.broken is None
 
-    def channel(self, limits: Limits) -> Channel:
-        """The present generation; opens one if there is none or the last one broke."""
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether torch's own collectives no longer match in the present generation: models have to be prepared for the next."""
+        return self._channel is not None and self._channel.spoilt is not None
+
+    def channel(self, limits: Limits, *, fit: bool = False) -> GroupChannel:
+        """The present generation; opens one if there is none or the last one broke, and with `fit` also if it is spoilt."""
         with self._lock:
-            if self._channel is not None and self._channel.broken is not None:
-                self.close(self._channel.broken)
+            if self._channel is not None and (self._channel.broken is not None or (fit and self._channel.spoilt is not None)):
+                self.close(self._channel.broken or str(self._channel.spoilt))
             if self._channel is None:
                 self._channel = self._open(limits)
             return self._channel
@@ -85,10 +91,10 @@ class Group:
             self._beacon.start()
         generation = self.generation + 1
         store = PrefixStore(f"generation/{generation}", self._store)
-        site = call_site()
-        self._beacon.enter(generation, 0, _OPENING, site)
+        self._beacon.enter(generation, 0, _OPENING, call_site())
         self._beacon.new_generation()
-        vigil = Vigil(self._beacon, _OPENING, site, limits)
+        vigil = Vigil(self._beacon, limits)
+        links = Links(store, process.rank, process.world_size)
         with contextlib.ExitStack() as closing:
             closing.callback(self._beacon.leave)
             listener = closing.enter_context(self._listen())
@@ -100,7 +106,8 @@ class Group:
         return GroupChannel(
             wire=wire,
             control=control,
-            data=self._default_group(store, limits),
+            data=self._default_group(store, limits, links),
+            sever=links.sever,
             beacon=self._beacon,
             rank=process.rank,
             world_size=process.world_size,
@@ -161,15 +168,18 @@ class Group:
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         return ProcessGroupGloo(*place, options)
 
-    def _default_group(self, store: Store, limits: Limits) -> Any:
+    def _default_group(self, store: Store, limits: Limits, links: Links) -> Any:
         if not dist.is_initialized():
-            dist.init_process_group(
-                self.settings.backend,
-                store=PrefixStore("default", store),
-                rank=self.process.rank,
-                world_size=self.process.world_size,
-                timeout=timedelta(seconds=limits.timeout),
-            )
+            with links.recording():
+                dist.init_process_group(
+                    self.settings.backend,
+                    store=PrefixStore("default", store),
+                    rank=self.process.rank,
+                    world_size=self.process.world_size,
+                    timeout=timedelta(seconds=limits.timeout),
+                )
+            assert dist.group.WORLD is not None
+            links.also(dist.group.WORLD.abort)
         return dist.group.WORLD
 
     # -- closing --------------------------------------------------------------------------------------------------
@@ -180,12 +190,33 @@ class Group:
         if channel is None:
             return
         assert self._beacon is not None
-        self._beacon.post("left", generation=channel.generation, sequence=channel.sequence, site=reason)
-        groups = channel.release()
-        if channel.broken is not None:
+        last = self._beacon.place()
+        told = {"sequence": channel.sequence, "sections": self._beacon.sections, "last": last.call if last.operation else ""}
+        self._beacon.publish()
+        self._beacon.post("left", generation=channel.generation, site=reason, **told)
+        is_broken = channel.broken is not None
+        groups = channel.release(reason)
+        if is_broken:
             _keep_forever(groups)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def abandon(self, operation: str, reason: str) -> None:
+        """Ends the present generation although somebody may be in the middle of it: every wait in it ends with an error.
+
+        That is true of what torch does by itself, too, such as the backward pass of DDP; the other ranks read `reason`.
+        """
+        channel = self._channel
+        if channel is None:
+            return
+        assert self._beacon is not None
+        self._beacon.post("gave_up", generation=channel.generation, sequence=channel.sequence, operation=operation, site=reason)
+        channel.give_up(reason)
+        self.close(reason)
+
+    def others_are_silent(self, seconds: float) -> bool:
+        """Whether no other rank that we wait for has shown a sign of life for so long."""
+        return self._beacon is None or self._beacon.all_missing_silent(seconds)
 
     def end(self, reason: str) -> None:
         """Closes the group and the store: for the end of the process, or of a test."""

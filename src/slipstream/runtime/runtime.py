@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slipstream.comm.channel import Channel, Limits, Solo
+from slipstream.comm.channel import Channel, GroupChannel, Limits, Solo
+from slipstream.comm.engine import Unwatched, Watch
 from slipstream.devices.table import best_family
 from slipstream.errors import ConfigError, StateError
 from slipstream.runtime.group import Group, GroupSettings
@@ -59,13 +60,29 @@ class Runtime:
 
     @property
     def generation(self) -> int:
-        """How many groups were opened so far: a model prepared under another generation is wrapped again."""
-        return self._group.generation if self._group is not None else 0
+        """How many groups were opened so far: a model prepared under another generation is wrapped again.
+
+        One that is no longer fit for torch's collectives counts as over: the next section of them opens another.
+        """
+        return self._group.generation + self._group.is_spoilt if self._group is not None else 0
 
     def channel(self, limits: Limits | None = None, settings: GroupSettings | None = None) -> Channel:
         """The way to the other processes; opens the group if it is not open."""
         if self.process.world_size == 1:
             return self._solo
+        return self._group_channel(limits, settings)
+
+    def watch(self, kind: str, limits: Limits | None = None, settings: GroupSettings | None = None) -> Watch | Unwatched:
+        """For sections in which torch's own collectives run ("backward"); see `comm/engine.py`. Made once, entered often.
+
+        >>> with Runtime(Process()).watch("backward"):
+        ...     pass
+        """
+        if self.process.world_size == 1:
+            return Unwatched()
+        return Watch(kind, limits or self.limits, lambda: self._group_channel(limits, settings, fit=True))
+
+    def _group_channel(self, limits: Limits | None, settings: GroupSettings | None, *, fit: bool = False) -> GroupChannel:
         if self.child_of is not None:
             raise StateError(
                 f"this is a child of process {self.child_of}, which is rank {self.process.rank}: a worker of a DataLoader, "
@@ -75,7 +92,7 @@ class Runtime:
             if self._group is None:
                 self._group = Group(self.process, settings or _default_settings())
         try:
-            return self._group.channel(limits or self.limits)
+            return self._group.channel(limits or self.limits, fit=fit)
         except ConfigError:
             self._group = None  # with settings that cannot be used, nothing is open
             raise
@@ -88,6 +105,15 @@ class Runtime:
         """Closes the group; the next call that needs one opens another."""
         if self._group is not None:
             self._group.close(reason)
+
+    def abandon(self, operation: str, reason: str) -> None:
+        """Ends the group although somebody may be in the middle of a call: see `Group.abandon`."""
+        if self._group is not None:
+            self._group.abandon(operation, reason)
+
+    def others_are_silent(self, seconds: float) -> bool:
+        """Whether no other process that this one waits for has shown a sign of life for so long."""
+        return self._group is None or self._group.others_are_silent(seconds)
 
     def end(self, reason: str) -> None:
         """Closes the group and forgets the store."""

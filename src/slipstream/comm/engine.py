@@ -1,0 +1,224 @@
+"""Sections in which torch's own collectives run: the averaging of gradients in a backward pass, the making of a replica.
+
+Their waits happen in C++, so neither the guard nor the vigil of a collective of ours is there. A `Watch` notes that this rank is in
+such a section, at the user's line. The beacon's thread looks after it: it prints the table of ranks after a long wait, and when the
+wait cannot end (a rank is lost, or waits elsewhere for this one, or the limit is reached) it ends the connections of torch's group, so
+that the blocked call fails. What then comes out of the section is one of our errors, with every rank and its line, raised from torch's.
+
+Entering and leaving is a few assignments: the place is spelled only when somebody asks. An error of the program's own passes through as
+it is; if torch's collectives had begun when it was raised, the group is spoilt: the others would take the next ones for the rest of
+these. Collectives of ours go on in it; the next section opens another generation, for which models are prepared again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from time import monotonic
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from slipstream.comm.channel import GroupChannel
+from slipstream.comm.notes import Here
+from slipstream.comm.sites import is_ours, spell
+from slipstream.comm.vigil import Limits, Vigil
+from slipstream.errors import DistributedOperationException, StateError
+
+__all__ = ["Unwatched", "Watch"]
+
+_LOOK_AFTER = 0.5
+_getframe = sys._getframe
+
+
+class Unwatched:
+    """One process: nothing to wait for, so nothing to watch.
+
+    >>> with Unwatched():
+    ...     1 + 1
+    2
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def enter(self) -> None:
+        return None
+
+    def leave(self, error: BaseException | None = None) -> None:
+        return None
+
+
+class Watch:
+    """A kind of section, made once and entered any number of times, one after the other; by the thread that calls collectives.
+
+    `channel` gives the present generation of the group, and opens one if there is none: asked for at the first entry, and at the
+    first one after a generation has ended.
+    """
+
+    def __init__(self, kind: str, limits: Limits, channel: Callable[[], GroupChannel]) -> None:
+        self.since = 0.0
+        self.ask_after = 0.4 * min(limits.hang_warning or limits.timeout, limits.timeout)
+        self._kind = kind
+        self._limits = limits
+        self._present = channel
+        self._channel: Any = _Unbound()
+        self._at: tuple[int, CodeType | None, int] = (0, None, 0)
+        """Number of the section, and the user's line."""
+        self._beacon: Any = None
+        self._begun: Callable[[], int] = int
+        self._begun_before = 0
+        self._left = 0.0
+        self._vigil: tuple[float, Vigil] | None = None
+        self._verdict: tuple[float, DistributedOperationException] | None = None
+        """What the beacon's thread has found, with the entry that it belongs to."""
+
+    # -- the thread that computes ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        if not self._channel.fit:
+            self._bind()
+        frame: FrameType | None = _getframe(1)
+        while frame is not None and is_ours(frame.f_code.co_filename):
+            frame = frame.f_back
+        beacon = self._beacon
+        beacon.sections = number = beacon.sections + 1
+        self._at = (number, None, 0) if frame is None else (number, frame.f_code, frame.f_lineno)
+        self._begun_before = self._begun()
+        self.since = monotonic()
+        beacon.watched = self
+        beacon.inside = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._fail(error)
+        self._left = monotonic()
+        self._beacon.inside = False
+
+    def enter(self) -> None:
+        """As `with watch:`, where a block is in the way; `leave` has to follow."""
+        self.__enter__()
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Ends the section; with the error that ended it, if there was one, which may become another."""
+        self.__exit__(type(error) if error is not None else None, error, None)
+
+    def _bind(self) -> None:
+        self._channel = self._present()
+        self._beacon = self._channel.beacon
+        self._begun = self._channel.begun  # kept by itself: it is asked for after the channel has let go of its group, too
+
+    def _fail(self, error: BaseException) -> None:
+        """Raises what an error in the section means between the processes; returns if it is the program's own."""
+        here = self.here(True)
+        try:
+            if isinstance(error, DistributedOperationException):
+                return  # of a collective of ours in the section: all has been said
+            if not _is_of_a_connection(error):
+                self._spoil(here, error)
+                return
+            if not here.begun:
+                raise StateError(
+                    f"{here.call} averages gradients in a process group that has been released since its model was prepared: prepare the "
+                    "model again (`model = accelerator.prepare(model)`), and it is wrapped for the present group"
+                ) from error
+            raise self._meaning(here, error) from error
+        finally:
+            self._beacon.inside = False
+            self._beacon.watched = None  # not completed, so nothing that the others took part in
+
+    def _spoil(self, here: Here, error: BaseException) -> None:
+        """This rank did not take part in the section; the others may be in it, waiting for the rest of what it began."""
+        self._beacon.sections -= 1
+        if here.begun:
+            self._beacon.failure = f"{here.call} with {type(error).__name__}: {_first_line(error)}"
+            self._channel.spoil(f"rank {self._beacon.rank} failed in {self._beacon.failure}")
+
+    def _meaning(self, here: Here, error: BaseException) -> DistributedOperationException:
+        """What a broken connection of torch's group means: the others, the launcher, or our own thread can say."""
+        vigil, beacon = Vigil(self._beacon, self._limits, section=here), self._beacon
+        text = _told(error)
+        try:
+            if self._verdict is not None and self._verdict[0] == here.since:
+                raise self._verdict[1]
+            if "imed out" in text:
+                beacon.refresh()
+                vigil.give_up(monotonic() - here.since)
+            beacon.find_loss(1.5)
+            beacon.loss = beacon.loss or f"the connection to {beacon.gone()} broke ({text})"
+            if not beacon.mistake:
+                beacon.post("gave_up", generation=here.generation, call=here.call, because=beacon.loss)
+            vigil.lose()
+        except DistributedOperationException as meaning:
+            self._channel.give_up(_first_line(meaning))
+            return meaning
+
+    # -- the beacon's thread --------------------------------------------------------------------------------------
+
+    def here(self, waiting: bool) -> Here:
+        """Where this rank is, or was last."""
+        number, code, line = self._at
+        beacon = self._beacon
+        return Here(
+            generation=self._channel.generation,
+            sequence=beacon.here.sequence,
+            operation=self._kind,
+            site="unknown place" if code is None else spell(code.co_filename, line, code.co_name),
+            waiting=waiting,
+            since=self.since if waiting else self._left,
+            sections=number,
+            syncs=beacon.syncs,
+            watched=True,
+            begun=self._begun() - self._begun_before if waiting else 0,
+        )
+
+    def look(self) -> None:
+        """The vigil over a section that is under way."""
+        since = self.since
+        if monotonic() - since < _LOOK_AFTER or (self._verdict is not None and self._verdict[0] == since):
+            return
+        if self._vigil is None or self._vigil[0] != since:
+            self._vigil = since, Vigil(self._beacon, self._limits, section=self.here(True))
+        try:
+            self._vigil[1].look()
+        except DistributedOperationException as error:
+            if self._beacon.inside and self.since == since:
+                self._end_wait(since, error)
+
+    def _end_wait(self, since: float, error: DistributedOperationException) -> None:
+        self._verdict = since, error
+        if not self._channel.give_up(_first_line(error)):
+            print(
+                f"slipstream: {error}\nThis program opened torch's process group itself, so rank {self._beacon.rank} waits until "
+                "the other process ends, or for the time limit of that group.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+class _Unbound:
+    """The channel of a watch that has not been entered yet."""
+
+    fit = False
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Whether an error says that another rank could not be reached, and not that the program is wrong."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo/transport/" in text or "Connection closed by peer" in text)
+
+
+def _told(error: BaseException) -> str:
+    """The text of an error of gloo without the line of its source and the guesses that follow."""
+    return re.sub(r"^\[\S*\] ", "", _first_line(error)).partition(". ")[0]
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")
