@@ -18,6 +18,10 @@ from slipstream.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from slipstream.accelerator import Accelerator as Accelerator
+    from slipstream.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from slipstream.data.options import DataLoaderConfiguration as DataLoaderConfiguration
+    from slipstream.data.prepare import prepare_data_loader as prepare_data_loader
+    from slipstream.data.skip import skip_first_batches as skip_first_batches
     from slipstream.devices.packages import is_rich_available as is_rich_available
     from slipstream.devices.table import DistributedType as DistributedType
     from slipstream.errors import (
@@ -31,12 +35,19 @@ if TYPE_CHECKING:
         WaitTimeoutError as WaitTimeoutError,
     )
     from slipstream.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
+    from slipstream.precision.options import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
+    from slipstream.runtime.gradient_state import GradientState as GradientState
     from slipstream.runtime.state import AcceleratorState as AcceleratorState, PartialState as PartialState
+    from slipstream.strategies.options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "slipstream.accelerator": ("Accelerator",),
+    "slipstream.config.handlers": ("InitProcessGroupKwargs",),
+    "slipstream.data.options": ("DataLoaderConfiguration",),
+    "slipstream.data.prepare": ("prepare_data_loader",),
+    "slipstream.data.skip": ("skip_first_batches",),
     "slipstream.devices.packages": ("is_rich_available",),
     "slipstream.devices.table": ("DistributedType",),
     "slipstream.errors": (
@@ -53,18 +64,30 @@ _HOMES = {
         "debug_launcher",
         "notebook_launcher",
     ),
+    "slipstream.precision.options": (
+        "AutocastKwargs",
+        "GradScalerKwargs",
+    ),
+    "slipstream.runtime.gradient_state": ("GradientState",),
     "slipstream.runtime.state": (
         "AcceleratorState",
         "PartialState",
     ),
+    "slipstream.strategies.options": ("DistributedDataParallelKwargs",),
 }
 
 __all__ = [
     "Accelerator",
     "AcceleratorState",
+    "AutocastKwargs",
     "ConfigError",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "GradScalerKwargs",
+    "GradientState",
+    "InitProcessGroupKwargs",
     "LaunchError",
     "MismatchError",
     "PartialState",
@@ -75,6 +98,8 @@ __all__ = [
     "debug_launcher",
     "is_rich_available",
     "notebook_launcher",
+    "prepare_data_loader",
+    "skip_first_batches",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

@@ -1,194 +1,158 @@
 """`Accelerator`: the facade that scripts hold. It keeps the parts and delegates; each method names the owner of its meaning.
 
-This version has process control and collectives. Preparing models, optimizers and loaders is not in it yet.
+Its methods stand by subject in `facade/`: processes and collectives, preparation, the training loop, settings. Any number of
+Accelerators can exist in a process, each with settings of its own; they share the process group and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import torch
-
-from slipstream.devices.table import DistributedType
+from slipstream.config.handlers import GradientAccumulationPlugin, ProjectConfiguration
+from slipstream.data.options import DataLoaderConfiguration
+from slipstream.devices.table import RNGType
+from slipstream.facade.handlers import refuse_plugins, sort_handlers
+from slipstream.facade.parts import accumulation_of, assemble, dynamo_of, loading_of, project_of
+from slipstream.facade.preparation import Preparation
+from slipstream.facade.processes import Processes
+from slipstream.facade.settings import Settings
+from slipstream.facade.training import Training
+from slipstream.parallel.compile import TorchDynamoPlugin
 from slipstream.runtime.state import AcceleratorState
+from slipstream.step.profile import ProfileKwargs, profiling
+from slipstream.track.registry import resolve
+from slipstream.track.trackers import Trackers
 
 __all__ = ["Accelerator"]
 
 _NOT_YET = frozenset(
     [
-        "accumulate",
-        "autocast",
-        "backward",
-        "clear",
-        "clip_grad_norm_",
-        "clip_grad_value_",
-        "free_memory",
-        "get_state_dict",
-        "get_tracker",
-        "init_trackers",
-        "join_uneven_inputs",
         "load_state",
-        "log",
-        "no_sync",
-        "optimizer_step_was_skipped",
-        "prepare",
-        "prepare_data_loader",
-        "prepare_model",
-        "prepare_optimizer",
-        "prepare_scheduler",
-        "profile",
         "register_for_checkpointing",
+        "register_load_state_pre_hook",
+        "register_save_state_pre_hook",
         "save",
         "save_model",
         "save_state",
-        "skip_first_batches",
-        "sync_gradients",
-        "unwrap_model",
     ]
 )
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
-class Accelerator:
+class Accelerator(Processes, Preparation, Training, Settings):
     """What a script needs to run on any number of processes.
 
-    >>> accelerator = Accelerator()
-    >>> accelerator.gather(torch.tensor([1, 2]))
-    tensor([1, 2])
+    >>> import torch
+    >>> accelerator = Accelerator(cpu=True)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> accelerator.backward(model(torch.ones(4, 2)).mean())
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+
+    Besides what is known from the relative: `effective_batch_size` fixes the samples per update over all processes, `outputs_to_fp32` casts
+    outputs of models, `scheduler_steps_per_process` moves schedulers as often per update as there are processes (which is the rule of
+    the relative), and `debug`, `timeout`, `barrier_timeout` and `hang_warning` are those of `PartialState`.
     """
 
-    def __init__(self, *, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
-        self.state = AcceleratorState(mixed_precision, cpu, **kwargs)
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        effective_batch_size: int | None = None,
+        outputs_to_fp32: bool = False,
+        scheduler_steps_per_process: bool = False,
+        **options: Any,
+    ) -> None:
+        refuse_plugins(
+            {
+                "deepspeed_plugin": deepspeed_plugin,
+                "fsdp_plugin": fsdp_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+                "parallelism_config": parallelism_config,
+            }
+        )
+        asked = sort_handlers(kwargs_handlers)
+        if asked.init is not None:
+            options = {**asked.init.to_kwargs(), **options}
+        self.state = AcceleratorState(mixed_precision, cpu, gradient_accumulation_steps=gradient_accumulation_steps, **options)
+        self._handlers = asked.fitting(self.state.mixed_precision)
+        self.project_configuration = project_of(project_dir, project_config)
+        self._parts = assemble(
+            self.state,
+            self._handlers,
+            accumulation_of(self.state, gradient_accumulation_steps, gradient_accumulation_plugin, effective_batch_size),
+            loading_of(dataloader_config, split_batches),
+            dynamo_of(self.state, dynamo_backend, dynamo_plugin),
+            outputs_to_fp32=outputs_to_fp32,
+            rng_types=rng_types,
+            device_placement=device_placement,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scheduler_steps_per_process=scheduler_steps_per_process,
+            effective_batch_size=effective_batch_size,
+        )
+        self._trackers = Trackers(
+            resolve(log_with, self.logging_dir), self.logging_dir, is_main_process=self.state.is_main_process
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_YET:
-            raise AttributeError(f"Accelerator.{name} is not in this version of slipstream yet: it has process control and collectives")
+            raise AttributeError(f"Accelerator.{name} is not in this version of slipstream yet: checkpoints come with the next one")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return repr(self.state).replace(type(self.state).__name__, type(self).__name__, 1)
 
-    @property
-    def device(self) -> torch.device:
-        """See `PartialState.device`."""
-        return self.state.device
+    # -- trackers (track/) ----------------------------------------------------------------------------------------
 
     @property
-    def distributed_type(self) -> DistributedType:
-        """See `PartialState.distributed_type`."""
-        return self.state.distributed_type
+    def trackers(self) -> list[Any]:
+        """The trackers that were started."""
+        return self._trackers.started
 
-    @property
-    def num_processes(self) -> int:
-        """See `PartialState.num_processes`."""
-        return self.state.num_processes
+    def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None) -> None:
+        """Starts the trackers of `log_with`, on the main process."""
+        self._trackers.start(project_name, config, init_kwargs)
 
-    @property
-    def process_index(self) -> int:
-        """See `PartialState.process_index`."""
-        return self.state.process_index
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name; with `unwrap`, the package's own run object."""
+        return self._trackers.get(name, unwrap)
 
-    @property
-    def local_process_index(self) -> int:
-        """See `PartialState.local_process_index`."""
-        return self.state.local_process_index
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Sends values to every tracker, from the main process."""
+        self._trackers.log(values, step, log_kwargs)
 
-    @property
-    def use_distributed(self) -> bool:
-        """See `PartialState.use_distributed`."""
-        return self.state.use_distributed
+    # -- the rest -------------------------------------------------------------------------------------------------
 
-    @property
-    def is_main_process(self) -> bool:
-        """See `PartialState.is_main_process`."""
-        return self.state.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """See `PartialState.is_local_main_process`."""
-        return self.state.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """See `PartialState.is_last_process`."""
-        return self.state.is_last_process
-
-    @property
-    def mixed_precision(self) -> str:
-        """See `AcceleratorState.mixed_precision`."""
-        return self.state.mixed_precision
-
-    def wait_for_everyone(self) -> None:
-        """See `PartialState.wait_for_everyone`."""
-        self.state.wait_for_everyone()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """See `PartialState.main_process_first`."""
-        return self.state.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """See `PartialState.local_main_process_first`."""
-        return self.state.local_main_process_first()
-
-    def on_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_main_process`."""
-        return self.state.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_local_main_process`."""
-        return self.state.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_last_process`."""
-        return self.state.on_last_process(function)
-
-    def on_process(self, function: Callable[P, R] | None = None, process_index: int | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_process`."""
-        return self.state.on_process(function, process_index)
-
-    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int | None = None) -> Callable[..., Any]:
-        """See `PartialState.on_local_process`."""
-        return self.state.on_local_process(function, local_process_index)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """See `PartialState.print`."""
-        self.state.print(*args, **kwargs)
-
-    def set_trigger(self) -> None:
-        """See `PartialState.set_trigger`."""
-        self.state.set_trigger()
-
-    def check_trigger(self) -> bool:
-        """See `PartialState.check_trigger`."""
-        return self.state.check_trigger()
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """See `PartialState.split_between_processes`."""
-        return self.state.split_between_processes(inputs, apply_padding)
-
-    def gather(self, tensor: Any, dst: int | None = None, with_gradient: bool = False) -> Any:
-        """See `PartialState.gather`."""
-        return self.state.gather(tensor, dst, with_gradient)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """See `PartialState.gather_for_metrics`."""
-        return self.state.gather_for_metrics(input_data, use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """See `PartialState.reduce`."""
-        return self.state.reduce(tensor, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """See `PartialState.pad_across_processes`."""
-        return self.state.pad_across_processes(tensor, dim, pad_index, pad_first)
-
-    def destroy_process_group(self) -> None:
-        """See `PartialState.destroy_process_group`."""
-        self.state.destroy_process_group()
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """A block that torch's profiler watches; see `step/profile.py`."""
+        return profiling(profile_handler or self._handlers.profile, self.state.process_index)
 
     def end_training(self) -> None:
-        """Closes what the script opened: for the end of a run."""
+        """Ends the trackers and closes the process group: for the end of a run."""
+        self._trackers.finish()
         self.state.destroy_process_group()

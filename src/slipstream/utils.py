@@ -31,13 +31,15 @@ if TYPE_CHECKING:
         send_to_device as send_to_device,
         slice_tensors as slice_tensors,
     )
-    from slipstream.comm.tree import (
-        honor_type as honor_type,
-        is_namedtuple as is_namedtuple,
+    from slipstream.comm.tree import honor_type as honor_type, is_namedtuple as is_namedtuple
+    from slipstream.config.handlers import (
+        GradientAccumulationPlugin as GradientAccumulationPlugin,
+        InitProcessGroupKwargs as InitProcessGroupKwargs,
+        KwargsHandler as KwargsHandler,
+        ProjectConfiguration as ProjectConfiguration,
     )
-    from slipstream.config.write import (
-        write_basic_config as write_basic_config,
-    )
+    from slipstream.config.write import write_basic_config as write_basic_config
+    from slipstream.data.options import DataLoaderConfiguration as DataLoaderConfiguration
     from slipstream.devices.memory import (
         clear_device_cache as clear_device_cache,
         convert_bytes as convert_bytes,
@@ -113,8 +115,26 @@ if TYPE_CHECKING:
         is_xccl_available as is_xccl_available,
         is_xpu_available as is_xpu_available,
     )
-    from slipstream.errors import (
-        DistributedOperationException as DistributedOperationException,
+    from slipstream.errors import DistributedOperationException as DistributedOperationException
+    from slipstream.parallel.compile import (
+        DynamoBackend as DynamoBackend,
+        TorchDynamoPlugin as TorchDynamoPlugin,
+        compile_regions as compile_regions,
+        has_compiled_regions as has_compiled_regions,
+        has_repeated_blocks as has_repeated_blocks,
+        is_compiled_module as is_compiled_module,
+        is_repeated_blocks as is_repeated_blocks,
+    )
+    from slipstream.parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel
+    from slipstream.precision.options import (
+        AORecipeKwargs as AORecipeKwargs,
+        AutocastKwargs as AutocastKwargs,
+        FP8BackendType as FP8BackendType,
+        FP8RecipeKwargs as FP8RecipeKwargs,
+        GradScalerKwargs as GradScalerKwargs,
+        MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+        PrecisionType as PrecisionType,
+        TERecipeKwargs as TERecipeKwargs,
     )
     from slipstream.runtime.collectives import (
         broadcast as broadcast,
@@ -127,6 +147,10 @@ if TYPE_CHECKING:
         reduce as reduce,
         set_seed as set_seed,
         wait_for_everyone as wait_for_everyone,
+    )
+    from slipstream.strategies.options import (
+        DDPCommunicationHookType as DDPCommunicationHookType,
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     )
 
 _HOMES = {
@@ -155,7 +179,14 @@ _HOMES = {
         "honor_type",
         "is_namedtuple",
     ),
+    "slipstream.config.handlers": (
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "KwargsHandler",
+        "ProjectConfiguration",
+    ),
     "slipstream.config.write": ("write_basic_config",),
+    "slipstream.data.options": ("DataLoaderConfiguration",),
     "slipstream.devices.memory": (
         "clear_device_cache",
         "convert_bytes",
@@ -232,6 +263,26 @@ _HOMES = {
         "is_xpu_available",
     ),
     "slipstream.errors": ("DistributedOperationException",),
+    "slipstream.parallel.compile": (
+        "DynamoBackend",
+        "TorchDynamoPlugin",
+        "compile_regions",
+        "has_compiled_regions",
+        "has_repeated_blocks",
+        "is_compiled_module",
+        "is_repeated_blocks",
+    ),
+    "slipstream.parallel.unwrap": ("extract_model_from_parallel",),
+    "slipstream.precision.options": (
+        "AORecipeKwargs",
+        "AutocastKwargs",
+        "FP8BackendType",
+        "FP8RecipeKwargs",
+        "GradScalerKwargs",
+        "MSAMPRecipeKwargs",
+        "PrecisionType",
+        "TERecipeKwargs",
+    ),
     "slipstream.runtime.collectives": (
         "broadcast",
         "broadcast_object_list",
@@ -244,25 +295,48 @@ _HOMES = {
         "set_seed",
         "wait_for_everyone",
     ),
+    "slipstream.strategies.options": (
+        "DDPCommunicationHookType",
+        "DistributedDataParallelKwargs",
+    ),
 }
 
 __all__ = [
+    "AORecipeKwargs",
+    "AutocastKwargs",
     "CannotPadNestedTensorWarning",
     "ConvertOutputsToFp32",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "DynamoBackend",
+    "FP8BackendType",
+    "FP8RecipeKwargs",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "MSAMPRecipeKwargs",
+    "PrecisionType",
+    "ProjectConfiguration",
     "RNGType",
+    "TERecipeKwargs",
     "TensorInformation",
+    "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
     "clear_device_cache",
     "compare_versions",
+    "compile_regions",
     "concatenate",
     "convert_bytes",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
     "copy_tensor_to_devices",
     "deepspeed_required",
+    "extract_model_from_parallel",
     "find_batch_size",
     "find_device",
     "gather",
@@ -270,6 +344,8 @@ __all__ = [
     "gather_tensor_shape",
     "get_data_structure",
     "get_shape",
+    "has_compiled_regions",
+    "has_repeated_blocks",
     "honor_type",
     "ignorant_find_batch_size",
     "initialize_tensors",
@@ -283,6 +359,7 @@ __all__ = [
     "is_boto3_available",
     "is_clearml_available",
     "is_comet_ml_available",
+    "is_compiled_module",
     "is_cuda_available",
     "is_datasets_available",
     "is_deepspeed_available",
@@ -309,6 +386,7 @@ __all__ = [
     "is_pippy_available",
     "is_pynvml_available",
     "is_pytest_available",
+    "is_repeated_blocks",
     "is_rich_available",
     "is_rocm_available",
     "is_sagemaker_available",

@@ -29,6 +29,10 @@ class Arrange(Protocol):
     def total(self) -> int:
         """How many samples the whole input had, as far as this rank knows; -1 for not known. All ranks have to know the same."""
 
+    @property
+    def leaf_by_leaf(self) -> bool:
+        """Whether each leaf is judged by itself (some hold samples, others do not), rather than all together."""
+
     def order(self, counts: Sequence[int]) -> list[int] | None:
         """Given how many samples each rank brought: positions in their concatenation; None if these are not results of the split."""
 
@@ -203,10 +207,13 @@ class _Joined:
             else:
                 results.append(list(next(objects)))
                 counts.append(None)
-        order = _agreed(arrange, self.totals, [count for count in counts if count is not None])
+        if arrange is not None and arrange.leaf_by_leaf:
+            orders = [None if count is None else _agreed(arrange, self.totals, [count]) for count in counts]
+        else:
+            order = _agreed(arrange, self.totals, [count for count in counts if count is not None])
+            orders = [None if count is None else order for count in counts]
         return [
-            _finish_leaf(leaf, pack, result, None if count is None else order)
-            for leaf, pack, result, count in zip(leaves, packed, results, counts, strict=True)
+            _finish_leaf(leaf, pack, result, order) for leaf, pack, result, order in zip(leaves, packed, results, orders, strict=True)
         ]
 
 

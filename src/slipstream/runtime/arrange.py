@@ -27,6 +27,7 @@ def arrangement(part: Part | None) -> Arrange | None:
 @dataclass(frozen=True)
 class _Arrangement:
     part: Part
+    leaf_by_leaf: bool = False
 
     @property
     def total(self) -> int:

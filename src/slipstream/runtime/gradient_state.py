@@ -146,3 +146,8 @@ class GradientState:
         remaining = self.dataloader_references
         self.active = remaining[-1] if remaining else None
         self.finished = loader if exhausted else None
+
+    def forget(self) -> None:
+        """Drops every loader: nothing here keeps one alive afterwards."""
+        self._stack, self.active, self.finished = [], None, None
+        self.sync_gradients = True

@@ -23,6 +23,7 @@ from slipstream.comm.differentiable import gather_with_gradient
 from slipstream.comm.gather import Arrange
 from slipstream.comm.sites import call_site, calling_code
 from slipstream.config import Config, for_worker
+from slipstream.config.schema import Compute
 from slipstream.config.sources import environment
 from slipstream.devices import rng
 from slipstream.devices.table import DistributedType, best_family, device_for, set_device
@@ -30,6 +31,7 @@ from slipstream.errors import ConfigError
 from slipstream.runtime.arrange import arrangement
 from slipstream.runtime.current import current, current_or_none
 from slipstream.runtime.group import GroupSettings, torch_group_is_open
+from slipstream.runtime.runtime import Runtime
 from slipstream.runtime.split import Part, split
 from slipstream.runtime.turns import first, leave_together, only_if, wait_for_everyone
 
@@ -229,11 +231,14 @@ class PartialState:
             return gather_with_gradient(self._channel(), self._limits, tensor)
         return gathering.gather(self._channel(), self._limits, tensor, dst=dst, arrange=self._arrangement())
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without what only padded a part; `use_gather_object` concatenates lists of any objects, tensors included."""
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, arrange: Arrange | None = None) -> Any:
+        """As `gather`, without what only padded a part; `use_gather_object` concatenates lists of any objects, tensors included.
+
+        `arrange` says how the data was dealt out, where that was not `split_between_processes`.
+        """
+        arrange = arrange or self._arrangement(anywhere=True)
         if use_gather_object:
-            return self._gather_objects(input_data, None, self._arrangement(anywhere=True))
-        arrange = self._arrangement(anywhere=True)
+            return self._gather_objects(input_data, None, arrange)
         return gathering.gather(self._channel(), self._limits, input_data, arrange=arrange, operation="gather_for_metrics")
 
     def gather_object(self, object: Any, dst: int | None = None) -> Any:
@@ -311,6 +316,25 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """The precision of this object: no, fp16, bf16 or fp8."""
         return self._config.compute.mixed_precision
+
+    @property
+    def compute(self) -> Compute:
+        """What this object was told about computing: precision, accumulation, compilation."""
+        return self._config.compute
+
+    @property
+    def runtime(self) -> Runtime:
+        """What all state objects of this process share."""
+        return self._runtime
+
+    @property
+    def limits(self) -> Limits:
+        """How long calls of this object wait."""
+        return self._limits
+
+    def channel(self) -> Channel:
+        """The way to the other processes; opens the group if it is not open."""
+        return self._channel()
 
 
 _CONSTRUCTOR_OPTIONS = ("debug", "timeout", "barrier_timeout", "hang_warning", "mixed_precision", "gradient_accumulation_steps")

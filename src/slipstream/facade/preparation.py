@@ -1,0 +1,272 @@
+"""`prepare`: models, optimizers, loaders and schedulers, in any order and number; gives back what it was given, in order.
+
+Models come first whatever their place, then optimizers, loaders and schedulers, since each looks for what came before. Objects of other
+kinds are given back as they are; a container of things to prepare is an error, since it would be given back unprepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream.comm import ops
+from slipstream.data.loader import PreparedLoader
+from slipstream.data.prepare import build, seed_of
+from slipstream.data.skip import skip_first_batches
+from slipstream.devices.memory import release_memory
+from slipstream.devices.table import CPU
+from slipstream.errors import ConfigError, StateError
+from slipstream.facade.parts import Parts
+from slipstream.parallel.compile import compile_model, settle
+from slipstream.parallel.unwrap import extract_model_from_parallel
+from slipstream.runtime.rng import synchronize_rng_states
+from slipstream.step.optimizer import AcceleratedOptimizer
+from slipstream.step.scheduler import AcceleratedScheduler
+from slipstream.strategies.ddp import Replicated, join_models
+
+__all__ = ["Preparation"]
+
+_KINDS = ("model", "optimizer", "loader", "scheduler")
+
+
+class Preparation:
+    """The methods of `Accelerator` that take objects in and give them back."""
+
+    _parts: Parts
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None, device_map: Any = None) -> Any:
+        """Prepares objects for this run, and gives them back in order; see `facade/preparation.py`.
+
+        >>> from slipstream import Accelerator
+        >>> model, number = Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2), 7)
+        >>> type(model).__name__, number
+        ('Linear', 7)
+        """
+        if device_map is not None:
+            raise ConfigError("prepare(device_map=...): models that are spread over devices are not in this version; leave it out")
+        places = _places(device_placement, len(args))
+        _check_objects(args)
+        results: list[Any] = list(args)
+        kinds = [_kind(one) for one in args]
+        positions = {kind: [index for index, one in enumerate(kinds) if one == kind] for kind in _KINDS}
+        for index in positions["model"]:
+            results[index] = self.prepare_model(args[index], places[index])
+        for index in positions["optimizer"]:
+            results[index] = self.prepare_optimizer(args[index], places[index])
+        loaders = [args[index] for index in positions["loader"]]
+        placed = [places[index] for index in positions["loader"]]
+        for index, loader in zip(positions["loader"], self._prepare_loaders(loaders, placed, None), strict=True):
+            results[index] = loader
+        for index in positions["scheduler"]:
+            results[index] = self.prepare_scheduler(args[index])
+        return results[0] if len(results) == 1 else tuple(results)
+
+    # -- models ---------------------------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Places one model, gives it the precision, compiles and replicates it; `evaluation_mode` leaves out the replicas."""
+        parts = self._parts
+        known = parts.stepper.find(model)
+        original = model.module if isinstance(model, Replicated) else settle(model) if known is None else known.original
+        known = known or parts.stepper.find(original)
+        parts.strategy.check(original, _present_device(original) if self._places(device_placement) else parts.state.device)
+        if self._places(device_placement):
+            original.to(parts.state.device)
+        parts.precision.apply(original)
+        if parts.dynamo is not None:
+            compile_model(original, parts.dynamo)
+        before = None if known is None else known.prepared
+        prepared = original if evaluation_mode else parts.strategy.prepare(original, before)
+        if known is None or prepared is not before:
+            parts.stepper.add(original, prepared)
+            if parts.state.debug and not evaluation_mode:
+                parts.state.expect_equal(f"weights of {type(original).__name__}", original.state_dict)
+        return prepared
+
+    def _places(self, device_placement: bool | None) -> bool:
+        return self._parts.device_placement if device_placement is None else device_placement
+
+    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
+        """The user's model inside any wrappers; see `parallel/unwrap.py`."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The weights of a model, under the names that it has without wrappers."""
+        inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
+        return self._parts.strategy.state(inner)
+
+    # -- optimizers and schedulers --------------------------------------------------------------------------------
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """An optimizer that steps where updates end; see `step/optimizer.py`."""
+        parts = self._parts
+        known = parts.registry.find_optimizer(optimizer)
+        if known is not None:
+            return known
+        if isinstance(optimizer, AcceleratedOptimizer):
+            raise StateError(
+                f"this {type(optimizer.optimizer).__name__} was prepared by another Accelerator, and follows its updates: "
+                "prepare the optimizer that you made (or a new one), not what the other gave back"
+            )
+        if self._places(device_placement) and optimizer.state and parts.state.device.type != CPU.type:
+            optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
+        prepared = AcceleratedOptimizer(optimizer, parts.stepper, lambda model: parts.strategy.step(model.prepared))
+        parts.registry.optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """A scheduler that moves with updates; see `step/scheduler.py`."""
+        parts = self._parts
+        for known in parts.registry.schedulers:
+            if scheduler is known or scheduler is known.scheduler:
+                return known
+        inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+        repeats = parts.scheduler_steps_per_process and not parts.loading.split_batches
+        prepared = AcceleratedScheduler(
+            inner,
+            parts.gradient_state,
+            parts.registry.find_optimizer,
+            step_with_optimizer=parts.step_scheduler_with_optimizer,
+            moves=parts.state.num_processes if repeats else 1,
+            same_everywhere=lambda value: parts.state.verify_replicas(metric=float(value)),
+        )
+        parts.registry.schedulers.append(prepared)
+        return prepared
+
+    # -- loaders --------------------------------------------------------------------------------------------------
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Callable[..., Any] | None = None
+    ) -> PreparedLoader:
+        """A loader of this process's part of the batches; see `data/loader.py`."""
+        return self._prepare_loaders([data_loader], [device_placement], slice_fn_for_dispatch)[0]
+
+    def _prepare_loaders(
+        self, loaders: Sequence[Any], placements: Sequence[bool | None], slice_fn: Callable[..., Any] | None
+    ) -> list[PreparedLoader]:
+        parts = self._parts
+        prepared = []
+        for loader, place, seed in zip(loaders, placements, self._seeds(loaders), strict=True):
+            built = build(
+                loader,
+                place=parts.place,
+                config=parts.loading,
+                seed=seed,
+                device=parts.state.device,
+                put_on_device=self._places(place),
+                gradient_state=parts.gradient_state,
+                effective_batch_size=parts.effective_batch_size,
+                slice_fn=slice_fn,
+            )
+            if parts.rng_types:
+                built.at_start = self._synchronize
+            if built not in parts.registry.loaders:
+                parts.registry.loaders.append(built)
+            prepared.append(built)
+        return prepared
+
+    def _seeds(self, loaders: Sequence[Any]) -> list[int]:
+        """The seeds of rank 0, so that all ranks read in the same order."""
+        parts = self._parts
+        first = len(parts.registry.loaders)
+        seeds = [seed_of(loader, parts.loading, first + number) for number, loader in enumerate(loaders)]
+        if not seeds or parts.place.world_size == 1:
+            return seeds
+        shared: list[int] = ops.broadcast_objects(parts.state.channel(), parts.state.limits, seeds, 0)
+        return shared
+
+    def _synchronize(self) -> None:
+        synchronize_rng_states(self._parts.rng_types)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that begins after so many batches; see `data/skip.py`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """A block in which processes may run out of batches at different times; those that are done keep step with the others.
+
+        `even_batches=False` hands out what each process has, and nothing that fills up, while the block runs.
+        """
+        loaders = self._parts.registry.loaders if even_batches is not None else []
+        before = [(loader, loader.uneven) for loader in loaders]
+        for loader in loaders:
+            loader.uneven = even_batches is False
+        try:
+            with join_models([one for one in joinables if isinstance(one, torch.nn.Module)]):
+                yield
+        finally:
+            for loader, uneven in before:
+                loader.uneven = uneven
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forgets everything prepared and gives cached memory back; assign the result to the names: `model, = free_memory(model)`."""
+        parts = self._parts
+        parts.stepper.forget()
+        parts.registry.forget()
+        parts.gradient_state.forget()
+        parts.state.runtime.replicas.clear()
+        count = len(objects)
+        del objects
+        release_memory()
+        return [None] * count
+
+    def clear(self, *objects: Any) -> list[None]:
+        """See `free_memory`."""
+        return self.free_memory(*objects)
+
+
+def _present_device(model: torch.nn.Module) -> torch.device:
+    """Where the parameters of a model are that is about to be moved; none of them may be without memory."""
+    return next((parameter.device for parameter in model.parameters() if parameter.device.type != "meta"), torch.device(CPU.type))
+
+
+def _kind(one: Any) -> str:
+    if isinstance(one, torch.nn.Module):
+        return "model"
+    if isinstance(one, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(one, DataLoader):
+        return "loader"
+    is_scheduler = isinstance(one, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler) or (
+        callable(getattr(one, "step", None)) and isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer)
+    )
+    return "scheduler" if is_scheduler else "other"
+
+
+def _check_objects(objects: Sequence[Any]) -> None:
+    for one in objects:
+        if isinstance(one, (list, tuple, dict)):
+            inside = list(one.values()) if isinstance(one, dict) else one
+            found = next((item for item in inside if _kind(item) != "other"), None)
+            if found is not None:
+                raise ConfigError(
+                    f"prepare was given a {type(one).__name__} with a {type(found).__name__} in it, which would come back unprepared: "
+                    "pass the objects themselves, e.g. prepare(*objects)"
+                )
+    seen: dict[int, torch.optim.Optimizer] = {}
+    for one in objects:
+        if not isinstance(one, torch.optim.Optimizer):
+            continue
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+            if seen.setdefault(id(parameter), one) is not one:
+                raise ConfigError(
+                    f"prepare was given two optimizers ({type(seen[id(parameter)]).__name__} and {type(one).__name__}) that share a parameter "
+                    f"of shape {tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
+                )
+
+
+def _places(device_placement: Sequence[bool | None] | None, count: int) -> Sequence[bool | None]:
+    if device_placement is None:
+        return [None] * count
+    if isinstance(device_placement, bool) or len(device_placement) != count:
+        raise ConfigError(f"prepare(device_placement={device_placement!r}): it is a list with one entry for each of the {count} objects")
+    return device_placement

@@ -1,0 +1,131 @@
+"""The methods of `Accelerator` inside of a training loop: each is a line that names its owner."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from slipstream.data.metrics import batch_arrangement, pass_arrangement
+from slipstream.errors import ConfigError
+from slipstream.facade.parts import Parts
+from slipstream.precision.options import AutocastKwargs
+from slipstream.precision.policy import Policy
+from slipstream.runtime.gradient_state import GradientState
+from slipstream.step.stepper import Section
+from slipstream.strategies.ddp import trigger_sync
+
+__all__ = ["Training"]
+
+
+class Training:
+    """Accumulation, backward, clipping, precision, and metrics."""
+
+    _parts: Parts
+
+    # -- accumulation and backward (step/stepper.py) --------------------------------------------------------------
+
+    def accumulate(self, *models: torch.nn.Module) -> Section:
+        """One batch of a window of accumulation: gradients are reduced and optimizers step where the window closes.
+
+        >>> from slipstream import Accelerator
+        >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+        >>> for _ in range(2):
+        ...     with accelerator.accumulate(model):
+        ...         print(accelerator.sync_gradients)
+        False
+        True
+        """
+        return self._parts.stepper.accumulate(models)
+
+    def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
+        """The gradients of a loss: a mean over the batch, or with `weight` a sum over so many samples or tokens.
+
+        The update then has the gradient of one big batch over all processes and all batches of its window.
+        """
+        self._parts.stepper.backward(loss, weight, **kwargs)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """A block in which backward does not reduce gradients between processes."""
+        return self._parts.strategy.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """A block whose backward reduces gradients although the passes before it ran in `no_sync`."""
+        return trigger_sync(model)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """What the loop is doing now; see `runtime/gradient_state.py`."""
+        return self._parts.gradient_state
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present batch ends an update."""
+        return self._parts.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._parts.gradient_state.sync_gradients = value
+        for model in self._parts.stepper.models:
+            model.window.closing = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches per update; with `effective_batch_size`, those of the loader that is being read."""
+        loader = self._parts.gradient_state.active
+        return (None if loader is None else loader.steps_per_update) or self._parts.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"gradient_accumulation_steps={value!r}: write a whole number of batches, from 1")
+        self._parts.gradient_state.plugin.num_steps = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._parts.registry.optimizers)
+
+    # -- clipping (step/clip.py) ----------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clips gradients together, once per update, and gives the norm that they had over all processes."""
+        return self._parts.clipper.norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clips each entry of the gradients, once per update."""
+        self._parts.clipper.value(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divides gradients by the loss scale of fp16, once per update, for these optimizers or for all."""
+        self._parts.clipper.unscale(optimizer)
+
+    # -- precision (precision/) -----------------------------------------------------------------------------------
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A block that computes in the precision of this Accelerator, for code outside of prepared models, such as a loss."""
+        return self._parts.precision.context(autocast_handler)
+
+    @property
+    def precision(self) -> Policy:
+        """The policy of the precision: what is computed, reduced and returned in which number format."""
+        return self._parts.precision.policy
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scale of fp16, or None."""
+        scaler = self._parts.precision.scaler
+        return scaler if scaler.scales else None
+
+    # -- metrics (data/metrics.py) --------------------------------------------------------------------------------
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, in dataset order and without the samples that only filled up a batch."""
+        state = self._parts.gradient_state
+        if state.active is not None:
+            arrange = batch_arrangement(state.active)
+        else:
+            arrange = None if state.finished is None else pass_arrangement(state.finished)
+        return self._parts.state.gather_for_metrics(input_data, use_gather_object, arrange)

@@ -1,0 +1,128 @@
+"""Learning rates follow updates: the same curve on any number of processes, whatever is skipped in between (pain A1, 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import Accelerator, DistributedOperationException
+from slipstream.utils import GradientAccumulationPlugin, GradScalerKwargs
+
+
+def curve(updates: int, steps: int = 1, **options: Any) -> list[float]:
+    """The learning rates of the updates of a run whose scheduler is stepped after every batch."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10))
+    net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    rates = []
+    for _ in range(updates * steps):
+        with accelerator.accumulate(net):
+            accelerator.backward(net(torch.ones(1, 1)).sum())
+            if accelerator.sync_gradients:
+                rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return rates
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_curve_does_not_depend_on_the_number_of_processes_or_batches(ranks: Any, world: int) -> None:
+    expected = [1 - step / 10 for step in range(6)]
+    for plain, accumulated in ranks(world).run(lambda: (curve(6), curve(6, steps=3))):
+        assert plain == pytest.approx(expected)
+        assert accumulated == pytest.approx(expected)
+
+
+def test_the_rule_of_the_relative_is_an_option(ranks: Any) -> None:
+    def run() -> Any:
+        return curve(4, scheduler_steps_per_process=True), curve(4, scheduler_steps_per_process=True, split_batches=True)
+
+    for repeated, split in ranks(2).run(run):
+        assert repeated == pytest.approx([1.0, 0.8, 0.6, 0.4])
+        assert split == pytest.approx([1.0, 0.9, 0.8, 0.7])
+
+
+def test_a_scheduler_of_its_own_moves_at_every_call() -> None:
+    assert curve(3, steps=2, step_scheduler_with_optimizer=False) == pytest.approx([0.9, 0.7, 0.5])
+
+
+def test_skipped_calls_are_counted_if_asked_for() -> None:
+    for adjust, expected in ((True, 4), (False, 2)):
+        accelerator = Accelerator(
+            cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3, adjust_scheduler=adjust)
+        )
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        net, optimizer, scheduler = accelerator.prepare(net, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+        for _ in range(3):
+            with accelerator.accumulate(net):
+                accelerator.backward(net(torch.ones(1, 1)).sum())
+                optimizer.step()
+                scheduler.step()
+        assert scheduler.scheduler._step_count == expected
+
+
+def test_an_overflow_skips_the_step_and_the_schedule(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        net, optimizer, scheduler = accelerator.prepare(net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        seen = []
+        for number in range(3):
+            bad = number == 1 and accelerator.process_index == 0
+            before = accelerator.unwrap_model(net).weight.item()
+            accelerator.backward(net(torch.ones(1, 1)).float().sum() * (float("inf") if bad else 1.0))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            moved = accelerator.unwrap_model(net).weight.item() != before
+            seen.append((accelerator.optimizer_step_was_skipped, moved, scheduler.get_last_lr()[0]))
+        return seen, accelerator.scaler.get_scale()
+
+    for world in (1, 2):
+        for seen, scale in ranks(world).run(run):
+            assert seen == [(False, True, 0.5), (True, False, 0.5), (False, True, 0.25)]
+            assert scale == 2.0
+
+
+def test_a_plateau_has_to_be_the_same_for_everyone(ranks: Any) -> None:
+    def run(same: bool) -> float:
+        accelerator = Accelerator(cpu=True)
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+        for _ in range(2):
+            scheduler.step(1.0 if same else float(accelerator.process_index))
+        return optimizer.param_groups[0]["lr"]
+
+    assert ranks(2).run(lambda: run(True)) == [0.5, 0.5]
+    for outcome in ranks(2).outcomes(lambda: run(False)):
+        assert isinstance(outcome.error, DistributedOperationException) or "metric" in str(outcome.error)
+
+
+def test_schedulers_made_after_prepare_work_too() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = torch.nn.Linear(1, 1)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4))
+    rates = []
+    for _ in range(3):
+        accelerator.backward(net(torch.ones(1, 1)).sum())
+        optimizer.step()
+        scheduler.step()
+        rates.append(round(scheduler.get_last_lr()[0], 3))
+    inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    plain = torch.optim.lr_scheduler.OneCycleLR(inner, max_lr=1.0, total_steps=4)
+    expected = []
+    for _ in range(3):
+        inner.step()
+        plain.step()
+        expected.append(round(plain.get_last_lr()[0], 3))
+    assert rates == expected
