@@ -1,0 +1,340 @@
+"""`DispatchLoader`: rank 0 alone reads, and deals the batches out (`dispatch_batches=True`).
+
+Each global batch is one guarded call: every rank gets its own batch, how the global batch was shared, and whether it is the last one.
+Batches of the ranks are never joined, so texts, ragged tensors and any structure work. With `split_batches` a batch of all ranks
+is cut along its first dimension, lists too; `slice_fn` cuts in the script's own way. The other ranks never touch the dataset, and
+the random state of rank 0 moves no more than theirs. If reading fails, every rank raises.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, islice, tee
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from slipstream.comm.deal import deal
+from slipstream.data.batching import derive
+from slipstream.data.loader import Handed, PreparedLoader
+from slipstream.data.mapped import MapLoader
+from slipstream.data.options import DataLoaderConfiguration
+from slipstream.data.order import announce_epoch, inner_samplers, mix
+from slipstream.data.place import Place
+from slipstream.data.plan import Dealing, Order, Piece, Plan, Policy
+from slipstream.data.randomness import OwnRandom
+from slipstream.data.reading import (
+    Cut,
+    CutItems,
+    Engine,
+    Message,
+    Recipe,
+    as_it_is,
+    cut_rows,
+    in_blocks,
+    open_items,
+    samples_in,
+    say_reading,
+)
+from slipstream.data.shards import settle_pipeline
+from slipstream.logging import get_logger
+from slipstream.runtime.gradient_state import GradientState, Shares
+
+__all__ = ["DispatchLoader", "dispatch_loader"]
+
+
+def dispatch_loader(
+    loader: DataLoader[Any],
+    *,
+    place: Place,
+    config: DataLoaderConfiguration,
+    seed: int,
+    device: torch.device | None,
+    put_on_device: bool,
+    gradient_state: GradientState,
+    effective_batch_size: int | None = None,
+    slice_fn: Cut | None = None,
+) -> DispatchLoader:
+    """A loader whose data rank 0 reads for everyone, map-style or iterable."""
+    per_rank = steps = None
+    if effective_batch_size is not None:
+        most = loader.batch_size
+        if most is not None and config.split_batches:
+            most = max(1, most // place.world_size)
+        per_rank, steps = derive(effective_batch_size, most, place.world_size)
+    get_logger(__name__).info(f"rank 0 reads {type(loader.dataset).__name__} for all {place.world_size} processes")
+    return DispatchLoader(
+        loader,
+        samples_per_rank=per_rank,
+        slice_fn=slice_fn,
+        steps_per_update=steps,
+        place=place,
+        config=config,
+        seed=seed,
+        device=device,
+        put_on_device=put_on_device,
+        gradient_state=gradient_state,
+    )
+
+
+class DispatchLoader(PreparedLoader):
+    """A prepared loader whose data rank 0 reads."""
+
+    def __init__(
+        self, original: DataLoader[Any], *, samples_per_rank: int | None = None, slice_fn: Cut | None = None, **settings: Any
+    ) -> None:
+        """`samples_per_rank` is the batch size, if that is not what the script's loader says."""
+        super().__init__(original, **settings)
+        self._per_rank = samples_per_rank
+        self._slice_fn = slice_fn
+        self._nominal = 1
+        self._source = self._make_source()
+
+    def _make_source(self) -> _Source:
+        cut = self._slice_fn or (cut_rows if self.config.split_batches and self.place.world_size > 1 else None)
+        kind: type[_Stream] | type[_Positions] = _Stream if isinstance(self.original.dataset, IterableDataset) else _Positions
+        return kind(self, cut, self.policy)
+
+    @property
+    def policy(self) -> Policy:
+        """What happens to a short last batch: `even` or `exact` (see `plan.py`). All ranks take part in every dealing, also if `uneven`."""
+        return "even" if self.config.even_batches and not self.uneven else "exact"
+
+    def _replan(self) -> None:
+        self._source = self._make_source()
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
+        """Samples per batch and rank; None where batches have sizes of their own."""
+        size = self._source.size
+        return None if size is None else self._given[0]
+
+    # -- what the base asks ---------------------------------------------------------------------------------------
+
+    @property
+    def _given(self) -> tuple[int, ...]:
+        if self._source.size is None:
+            return (self._nominal,) * self.place.world_size
+        plan = Plan(self.place.world_size, self._source.size, self.policy)
+        return plan.given if plan.full is None else plan.full.given
+
+    @property
+    def _stride(self) -> int:
+        return self._source.stride
+
+    def _count(self, start: int) -> int:
+        return self._source.count(start)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
+        place, condition = self.place, f"pass {epoch} over {type(self.original.dataset).__name__}"
+        source = self._parts(epoch, start) if place.rank == 0 else None
+        previous: Shares | None = None
+        step, end = 0, False
+        while not end:
+            parts = None if source is None else _attempt(source)
+            name = f"batch {step} of {condition}"
+            got = deal(place.channel(), place.limits, parts, operation="next batch", condition=name)
+            if got is None:  # there is nothing at all
+                return
+            batch, plain, end, left, self._nominal = got
+            shares = None if plain is None else Shares(tuple(plain[0]), tuple(plain[1]), *plain[2:])
+            previous = shares = previous if shares == previous else shares
+            yield batch, shares, end, left
+            step += 1
+
+    def _parts(self, epoch: int, start: int) -> Iterator[list[Any]]:
+        """On rank 0: what is dealt out, one part for each rank."""
+        ranks = self.place.world_size
+        nominal = self._nominal
+        left = self._source.known_count(start)
+        for message in self._source.messages(epoch, start):
+            shares = message.shares
+            plain = None if shares is None else [shares.given, shares.real, shares.weighed, shares.full]
+            if shares is None:
+                nominal = message.sizes[0]
+            left = None if left is None else max(1, left - 1)
+            after = 0 if message.end else left
+            yield [[batch, plain, message.end, after, nominal] for batch in message.batches]
+            if message.end:
+                return
+        yield [None] * ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_source": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._source = self._make_source()
+
+
+def _attempt(source: Iterator[list[Any]]) -> list[Any] | Exception:
+    """The next parts, or what went wrong: the other ranks have to hear of that."""
+    try:
+        return next(source)
+    except Exception as error:  # handed on: every rank raises
+        return error
+
+
+# -- what rank 0 reads ------------------------------------------------------------------------------------------------
+
+
+class _Source(Protocol):
+    """Where rank 0 gets the batches of all ranks from; the others ask for sizes alone."""
+
+    size: int | None
+    """Samples in a full batch of all ranks; None where batches have sizes of their own."""
+    stride: int
+    """How far one full batch of all ranks moves the position."""
+
+    def count(self, start: int) -> int: ...
+
+    def known_count(self, start: int) -> int | None:
+        """How many batches there are, where that is certain."""
+
+    def messages(self, epoch: int, start: int) -> Iterator[Message]: ...
+
+
+def _ready_made(owner: DispatchLoader, cut: Cut | None, policy: Policy, collate: Callable[[Any], Any]) -> Recipe:
+    """The recipe for items that are batches already."""
+    ranks = owner.place.world_size
+    everyone = tuple(range(ranks))
+    if owner.config.split_batches:
+        return Recipe(CutItems(ranks, collate, cut), 1, everyone, as_it_is, batched=False)
+    return Recipe(Dealing(ranks, None, policy, samples_in), ranks, everyone, collate, batched=False, cut=cut)
+
+
+def _full_size(owner: DispatchLoader, batch_size: int) -> int:
+    ranks = owner.place.world_size
+    if owner._per_rank is not None:
+        return owner._per_rank * ranks
+    return batch_size if owner.config.split_batches else batch_size * ranks
+
+
+class _Stream:
+    """Iterable data."""
+
+    def __init__(self, owner: DispatchLoader, cut: Cut | None, policy: Policy) -> None:
+        original, ranks = owner.original, owner.place.world_size
+        self.owner, self.policy = owner, policy
+        self.engine = Engine(original)
+        if original.batch_size is None:
+            self.size = None
+            self.recipe = _ready_made(owner, cut, policy, original.collate_fn)
+        else:
+            self.size = _full_size(owner, original.batch_size)
+            plan = Plan(ranks, self.size, policy, original.drop_last)
+            self.recipe = Recipe(plan, self.size, tuple(range(ranks)), original.collate_fn, cut=cut)
+        self.stride = self.recipe.block
+
+    def count(self, start: int) -> int:
+        length = max(0, len(self.owner.original.dataset) - start)  # type: ignore[arg-type]  # a dataset without a length says so itself
+        plan: Any = self.recipe.plan
+        return length if isinstance(plan, CutItems) else int(plan.count(length))
+
+    def known_count(self, start: int) -> int | None:
+        return None  # a stream may promise a length that it does not keep
+
+    def messages(self, epoch: int, start: int) -> Iterator[Message]:
+        dataset, recipe, seed = self.owner.original.dataset, self.recipe, self.owner.seed
+        announce_epoch([dataset], epoch)
+        reading_seed = mix(seed, epoch, "stream")
+        if self.engine.has_workers:
+            steps = start // self.stride
+            if steps:
+                say_reading(dataset, steps, "batches")
+            return islice(self.engine.in_workers(dataset, recipe, seed=reading_seed), steps, None)
+
+        def read(dataset: Any) -> Iterator[Any]:
+            settle_pipeline(dataset, mix(seed, epoch, "pipeline"), 0, 1)
+            return in_blocks(dataset, recipe.block, OwnRandom(reading_seed))
+
+        items, start = open_items(dataset, recipe.block, start, read, needs_head=self.policy == "even")
+        return self.engine.here(recipe.messages(items, start))
+
+
+class _Positions:
+    """Map-style data: torch reads it from positions, which are those that the ranks would read themselves."""
+
+    def __init__(self, owner: DispatchLoader, cut: Cut | None, policy: Policy) -> None:
+        original = owner.original
+        self.owner, self.cut = owner, cut
+        self.alone = original.batch_sampler is None
+        """Whether a position gives a batch that is ready-made."""
+        place = owner.place if not self.alone else replace(owner.place, rank=0, world_size=1)
+        split = owner.config.split_batches and not self.alone
+        config = replace(owner.config, split_batches=split, even_batches=policy == "even")
+        self.reader = MapLoader(
+            original,
+            samples_per_rank=owner._per_rank,
+            place=replace(place, rank=0),
+            config=config,
+            seed=owner.seed,
+            device=None,
+            put_on_device=False,
+            gradient_state=owner.gradient_state,
+        )
+        plan = self.reader._plan
+        self.size = plan.size if isinstance(plan, Plan) and not self.alone else None
+        self.recipe = _ready_made(owner, cut, policy, as_it_is) if self.alone else None
+        self.stride = self.reader._stride if self.recipe is None else self.recipe.block
+
+    def count(self, start: int) -> int:
+        if self.recipe is None:
+            return self.reader._count(start)
+        length = max(0, len(self.reader._units) - start)
+        plan: Any = self.recipe.plan
+        return length if isinstance(plan, CutItems) else int(plan.count(length))
+
+    def known_count(self, start: int) -> int | None:
+        return self.count(start) if hasattr(self.reader._units, "__len__") else None
+
+    def messages(self, epoch: int, start: int) -> Iterator[Message]:
+        reader, original = self.reader, self.owner.original
+        reader.seed = self.owner.seed
+        announce_epoch([original.dataset, *inner_samplers(original)[1:]], epoch)
+        order = reader._order(epoch)
+        walk = order if isinstance(order, Iterator) else _walk(order)
+        if self.recipe is None:
+            return self._together(walk, epoch, start)
+        items = self._scoped(reader._read(([position] for position in walk), epoch), epoch)
+        return self.recipe.messages(items, start)
+
+    def _together(self, walk: Iterator[Any], epoch: int, start: int) -> Iterator[Message]:
+        """What is known of a global batch travels beside its positions; torch reads one batch for each rank, or one to cut."""
+        plan, ranks = self.reader._plan, self.owner.place.world_size
+        told: deque[tuple[Piece, ...]] = deque()
+
+        def positions() -> Iterator[Any]:
+            for pieces in zip(*(plan.pieces(feed, rank, start) for rank, feed in enumerate(tee(walk, ranks))), strict=True):
+                told.append(pieces)
+                own = [piece for piece, _, _ in pieces]
+                yield from own if self.cut is None else [list(chain.from_iterable(own))]
+
+        batches = self._scoped(self.reader._read(positions(), epoch), epoch)
+        while read := list(islice(batches, ranks if self.cut is None else 1)):
+            pieces = told.popleft()
+            sizes = [len(piece) for piece, _, _ in pieces]
+            _, shares, end = pieces[0]
+            yield Message(read if self.cut is None else self._cut(read[0], sizes), sizes, shares, end, None)
+
+    def _cut(self, whole: Any, sizes: list[int]) -> list[Any]:
+        assert self.cut is not None
+        ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
+        return [
+            self.cut(whole, slice(end - size, end), process_index=rank, num_processes=len(sizes))
+            for rank, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+
+    def _scoped(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+        """Read inside random states of the reader's own, as long as the data draws any; workers have states of their own anyway."""
+        if self.owner.original.num_workers:
+            return batches
+        return in_blocks(batches, 1, OwnRandom(mix(self.owner.seed, epoch, "stream")))
+
+
+def _walk(order: Order) -> Iterator[Any]:
+    for begin in range(0, len(order), 4096):
+        yield from order.take(begin, begin + 4096)

@@ -1,0 +1,333 @@
+"""`StreamLoader`: the prepared loader of iterable data. Who reads what is decided once, by asking the dataset (`shards.py`).
+
+* One process reads the stream as it is.
+* **own**: each rank has a part of its own (shared out already, or given by the dataset's protocol). Parts end at different times, so
+  before each batch the ranks tell each other how much they have: one small guarded call. A rank that has run out is handed a batch that
+  counts nothing, as long as another one has data; all leave the loop together, and one that left it alone is named.
+* **by turns**: every rank reads the whole stream and takes its slice of each global batch; the global batches are those of one
+  process. Before the first one, ranks compare what they read: a stream that shared itself out without saying so is noticed and read
+  as *own*, with a warning, rather than losing most of it.
+* `dispatch_batches=True` (never by itself): rank 0 reads, see `dispatch.py`.
+
+The script's random state is left alone: what a stream draws is a function of (seed, epoch), the same on every rank where all read the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream.comm.deal import deal, tell
+from slipstream.data.batching import derive
+from slipstream.data.dispatch import dispatch_loader
+from slipstream.data.fingerprint import fingerprint
+from slipstream.data.loader import Handed, PreparedLoader
+from slipstream.data.options import DataLoaderConfiguration
+from slipstream.data.order import announce_epoch, mix
+from slipstream.data.place import Place
+from slipstream.data.plan import Dealing, Plan, Policy
+from slipstream.data.randomness import OwnRandom
+from slipstream.data.reading import CutItems, Engine, Message, Recipe, as_it_is, in_blocks, open_items, samples_in, say_reading
+from slipstream.data.shards import Answer, ask, settle_pipeline
+from slipstream.logging import get_logger
+from slipstream.runtime.gradient_state import GradientState, Shares
+
+__all__ = ["StreamLoader", "Way", "stream_loader"]
+
+Way = Literal["whole", "own", "turns"]
+"""Who reads what: one process everything, each rank a part of its own, or every rank everything by turns."""
+
+
+def stream_loader(
+    loader: DataLoader[Any],
+    *,
+    place: Place,
+    config: DataLoaderConfiguration,
+    seed: int,
+    device: torch.device | None,
+    put_on_device: bool,
+    gradient_state: GradientState,
+    effective_batch_size: int | None = None,
+    slice_fn: Callable[..., Any] | None = None,
+) -> PreparedLoader:
+    """What `prepare` makes of the loader of an `IterableDataset`; says which way it took."""
+    settings: dict[str, Any] = {
+        "place": place,
+        "config": config,
+        "seed": seed,
+        "device": device,
+        "put_on_device": put_on_device,
+        "gradient_state": gradient_state,
+    }
+    if config.dispatch_batches:
+        return dispatch_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
+    if slice_fn is not None:
+        get_logger(__name__).warning("slice_fn_for_dispatch has no effect without dispatch_batches=True: each rank collates its samples")
+    per_rank = None
+    if effective_batch_size is not None:
+        split = config.split_batches and loader.batch_size is not None
+        most = loader.batch_size // place.world_size if split and loader.batch_size else loader.batch_size
+        per_rank, settings["steps_per_update"] = derive(effective_batch_size, most, place.world_size)
+    dataset, name = loader.dataset, type(loader.dataset).__name__
+    if place.world_size == 1:
+        return StreamLoader(loader, way="whole", dataset=dataset, samples_per_rank=per_rank, **settings)
+    answer = ask(dataset, place.rank, place.world_size)
+    _say(name, answer)
+    return StreamLoader(loader, way="own" if answer.own else "turns", dataset=answer.dataset, samples_per_rank=per_rank, **settings)
+
+
+def _say(name: str, answer: Answer) -> None:
+    logger = get_logger(__name__)
+    if answer.own:
+        logger.info(f"{name} {answer.reason}; each process reads a part of its own")
+    else:
+        logger.info(f"{name} {answer.reason}; every process reads all of it and keeps its slice of each global batch")
+    if answer.doubt:
+        logger.warning(f"{name} {answer.reason}, but {answer.doubt}" if answer.own else f"{name} is read by every process: {answer.doubt}")
+
+
+class StreamLoader(PreparedLoader):
+    """A prepared loader of iterable data."""
+
+    def __init__(
+        self, original: DataLoader[Any], *, way: Way, dataset: Any, samples_per_rank: int | None = None, **settings: Any
+    ) -> None:
+        """`dataset` is what this rank reads; `samples_per_rank` the batch size, if that is not what the script's loader says."""
+        super().__init__(original, **settings)
+        self.way: Way = way
+        self._dataset = dataset
+        self._per_rank = samples_per_rank
+        self._compared = way != "turns"
+        self._nominal = 1
+        self._engine = Engine(original)
+        self._recipe()  # what cannot be is said now
+
+    # -- how batches are made ---------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """What happens to a short last batch of ranks that take turns: `even`, `exact` or `ragged` (see `plan.py`)."""
+        return "ragged" if self.uneven else "even" if self.config.even_batches else "exact"
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
+        """Samples per batch and rank; None where items are batches already."""
+        return None if self.original.batch_size is None else self._given[0]
+
+    def _recipe(self) -> Recipe:
+        """How this rank makes its batches of what it reads."""
+        original, place, split = self.original, self.place, self.config.split_batches
+        own = self.way == "own"
+        ranks, rank = (1, 0) if own else (place.world_size, place.rank)
+        if original.batch_size is None:
+            if split and not own:
+                return Recipe(CutItems(ranks, original.collate_fn), 1, (rank,), as_it_is, batched=False)
+            dealing = Dealing(ranks, None, self.policy, samples_in)
+            return Recipe(dealing, ranks, (rank,), original.collate_fn, batched=False)
+        size = self._size
+        if own:
+            size = max(1, Plan(place.world_size, size, "exact").given[place.rank])
+        plan = Plan(ranks, size, self.policy, original.drop_last)
+        return Recipe(plan, size, (rank,), original.collate_fn)
+
+    @property
+    def _size(self) -> int:
+        """Samples in a full batch of all ranks."""
+        assert self.original.batch_size is not None
+        if self._per_rank is not None:
+            return self._per_rank * self.place.world_size
+        return self.original.batch_size * (1 if self.config.split_batches else self.place.world_size)
+
+    # -- what the base asks ---------------------------------------------------------------------------------------
+
+    @property
+    def _given(self) -> tuple[int, ...]:
+        ranks = self.place.world_size
+        if self.original.batch_size is None:
+            return (self._nominal,) * ranks
+        plan = Plan(ranks, self._size, self.policy if self.way == "turns" else "exact")
+        return plan.given if plan.full is None else plan.full.given
+
+    @property
+    def _stride(self) -> int:
+        if self.original.batch_size is not None:
+            return self._size
+        return 1 if self._cuts_items else self.place.world_size
+
+    @property
+    def _cuts_items(self) -> bool:
+        return self.original.batch_size is None and self.config.split_batches and self.way != "own"
+
+    def _count(self, start: int) -> int:
+        """As far as the dataset has a length; of a part of its own, this rank's batches."""
+        plan: Any = self._recipe().plan
+        if self._cuts_items:
+            return max(0, len(self._dataset) - start)
+        own = self.way == "own"
+        samples = len(self._dataset) - (start // self._stride * self._recipe().block if own else start)
+        return int(plan.count(max(0, samples), 0 if own else self.place.rank))
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
+        announce_epoch([self._dataset], epoch)
+        steps = start // self._stride
+        if self.way == "own":
+            return self._own_batches(epoch, self._messages(epoch, steps))
+        if not self._compared:
+            return self._compare_first(epoch, steps)
+        return self._shared_batches(self._messages(epoch, steps))
+
+    def _shared_batches(self, messages: Iterator[Message]) -> Iterator[Handed]:
+        """All ranks read the same: what is known of the stream is known to all."""
+        for message in messages:
+            self._note(message)
+            yield message.batches[0], message.shares, message.end, 0 if message.end else None
+
+    def _note(self, message: Message) -> None:
+        if message.shares is None and self.original.batch_size is None:
+            self._nominal = message.sizes[0]
+
+    def _messages(self, epoch: int, steps: int, *, digest: bool = False) -> Iterator[Message]:
+        """What this rank reads, after so many messages."""
+        recipe, engine = self._recipe(), self._engine
+        seed = self._reading_seed(epoch)
+        if engine.has_workers:
+            place = (self.place.rank, self.place.world_size) if self.way == "own" else (0, 1)
+            messages = engine.in_workers(self._dataset, recipe, seed=seed, place=place, digest=digest, scoped=self.way == "turns")
+            if steps:
+                say_reading(self._dataset, steps, "batches")
+            return islice(messages, steps, None)
+        items, start = open_items(self._dataset, recipe.block, steps * recipe.block, self._reader(epoch), needs_head=self._needs_head)
+        return engine.here(recipe.messages(items, start))
+
+    @property
+    def _needs_head(self) -> bool:
+        """Whether a short last batch is completed from the start of the pass."""
+        return self.policy == "even" and self.way == "turns"
+
+    def _reading_seed(self, epoch: int) -> int:
+        """The same on all ranks that read the same."""
+        return mix(self.seed, epoch, "stream", self.place.rank) if self.way == "own" else mix(self.seed, epoch, "stream")
+
+    def _reader(self, epoch: int) -> Callable[[Any], Iterator[Any]]:
+        """What reads a dataset in this process."""
+        block, seed, careful = self._recipe().block, self._reading_seed(epoch), self.way == "turns"
+        pipeline = mix(self.seed, epoch, "pipeline")
+        place = (self.place.rank, self.place.world_size) if self.way == "own" else (0, 1)
+
+        def read(dataset: Any) -> Iterator[Any]:
+            settle_pipeline(dataset, pipeline, *place)
+            return in_blocks(dataset, block, OwnRandom(seed), careful=careful)
+
+        return read
+
+    # -- by turns: is it the same stream everywhere? -----------------------------------------------------------------
+
+    def _compare_first(self, epoch: int, steps: int) -> Iterator[Handed]:
+        """The first pass of ranks that take turns: they compare what they read before anything is handed out."""
+        if self._engine.has_workers:
+            return self._compare_in_workers(epoch, steps)
+        items = self._reader(epoch)(self._dataset)
+        head = self._attempt(lambda: list(islice(items, self._recipe().block)))
+        same = self._agree(epoch, head if isinstance(head, Exception) else fingerprint(head))
+        recipe = self._recipe()
+        start = steps * recipe.block
+        if start and callable(getattr(self._dataset, "skip", None)):
+            items, start = open_items(self._dataset, recipe.block, start, self._reader(epoch), needs_head=self._needs_head)
+        else:
+            items = chain(head, items)
+            if start:
+                say_reading(self._dataset, start, "items")
+        messages = self._engine.here(recipe.messages(items, start))
+        return self._shared_batches(messages) if same else self._own_batches(epoch, messages)
+
+    def _compare_in_workers(self, epoch: int, steps: int) -> Iterator[Handed]:
+        messages = self._messages(epoch, 0, digest=True)
+        first = self._attempt(lambda: next(messages, None))
+        found = first if isinstance(first, Exception) or first is None else first.digest
+        if not self._agree(epoch, found):  # what came is slices: begin again, in workers that know nothing of this attempt
+            return self._own_batches(epoch, self._messages(epoch, steps))
+        if steps:
+            say_reading(self._dataset, steps, "batches")
+        return self._shared_batches(islice(chain([] if first is None else [first], messages), steps, None))
+
+    def _attempt(self, read: Callable[[], Any]) -> Any:
+        """What was read, or what went wrong: the other ranks have to hear of that."""
+        try:
+            return read()
+        except Exception as error:  # handed on: every rank raises
+            return error
+
+    def _agree(self, epoch: int, found: bytes | Exception | None) -> bool:
+        """Whether all ranks read the same; if not, each has a part of its own from now on."""
+        place = self.place
+        told = tell(place.channel(), place.limits, found, operation="comparison of streams", condition=self._name(epoch, 0))
+        self._compared = True
+        if len(set(told)) == 1:
+            return True
+        self.way = "own"
+        get_logger(__name__).warning(
+            f"the processes read different data from {type(self._dataset).__name__}, so it is shared out already: each process keeps "
+            "everything that it reads. Give the dataset `rank` and `world_size` attributes to say so, and nothing is compared. If it should "
+            "have been the same, look for random numbers that do not come from Python's, numpy's or torch's global generators."
+        )
+        return False
+
+    # -- each rank has a part of its own -----------------------------------------------------------------------------
+
+    def _own_batches(self, epoch: int, messages: Iterator[Message]) -> Iterator[Handed]:
+        """Ranks tell each other how much they have; those that have run out go on with what counts nothing until all have."""
+        if self.uneven:  # the script deals with ranks that end at different times: nobody has to know of the others
+            yield from ((one.batches[0], None, one.end, 0 if one.end else None) for one in messages)
+            return
+        place = self.place
+        channel, limits, ranks = place.channel, place.limits, place.world_size
+        batch: Any = None
+        given = [0] * ranks
+        full: tuple[int, ...] = () if self.original.batch_size is None else self._given
+        previous: Shares | None = None
+        step = 0
+        while True:
+            found = self._attempt(lambda: next(messages, None))
+            if isinstance(found, Message):
+                batch = found.batches[0]
+            own: Any = found if isinstance(found, Exception) else (0, False) if found is None else (found.sizes[0], not found.end)
+            told = tell(channel(), limits, own, operation="next batch", condition=self._name(epoch, step))
+            real = tuple(count for count, _ in told)
+            if not any(real):
+                return
+            if step == 0:
+                full = full or (max(real),) * ranks
+                self._nominal = max(full)
+                batch = self._lend(epoch, batch, real, given)
+            given = [count or before for count, before in zip(real, given, strict=True)]
+            shares = None if real == full else Shares(tuple(given), real, True, sum(full))
+            previous = shares = previous if shares == previous else shares
+            end = not any(more for _, more in told)
+            yield batch, shares, end, 0 if end else None
+            if end:
+                return
+            step += 1
+
+    def _lend(self, epoch: int, batch: Any, real: tuple[int, ...], given: list[int]) -> Any:
+        """A rank that has no data at all gets a batch of one that has, to go on with."""
+        if all(real):
+            return batch
+        giver = next(rank for rank, count in enumerate(real) if count)
+        given[:] = [real[giver]] * len(real)
+        parts = [None if count else batch for count in real] if self.place.rank == giver else None
+        name = self._name(epoch, 0)
+        lent = deal(self.place.channel(), self.place.limits, parts, sender=giver, operation="loan of a batch", condition=name)
+        return batch if real[self.place.rank] else lent
+
+    def _name(self, epoch: int, step: int) -> str:
+        """What ranks that are at the same batch agree on; from which line they ask for it may differ."""
+        return f"batch {step} of pass {epoch} over {type(self.original.dataset).__name__}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_engine": Engine(self.original)}
