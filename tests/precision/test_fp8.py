@@ -30,7 +30,8 @@ class Derived(nn.Linear):
 
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 24), nn.Linear(24, 32), Derived(32, 32), nn.Linear(32, 16))
+    inner = [nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 24), nn.Linear(24, 32), Derived(32, 32)]
+    return nn.Sequential(nn.Linear(16, 32), *inner, nn.Linear(32, 16))
 
 
 def converted(model: nn.Module) -> list[str]:

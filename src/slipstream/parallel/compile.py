@@ -245,7 +245,9 @@ def _settle_children(parent: torch.nn.Module, seen: set[int]) -> None:
     if id(parent) in seen:
         return
     seen.add(id(parent))
-    for name, child in list(parent.named_children()):
+    for name, child in list(parent._modules.items()):  # named_children() leaves out a module that is there twice
+        if child is None:
+            continue
         settled = _settle_one(child)
         if settled is not child:
             parent.register_module(name, settled)

@@ -62,7 +62,9 @@ def _peel_children(parent: torch.nn.Module, keep_fp32_wrapper: bool, keep_torch_
     if id(parent) in seen:
         return
     seen.add(id(parent))
-    for name, child in list(parent.named_children()):
+    for name, child in list(parent._modules.items()):  # named_children() leaves out a module that is there twice
+        if child is None:
+            continue
         bare, compiled = _peel(child)
         _peel_children(bare, keep_fp32_wrapper, keep_torch_compile, seen)
         if not keep_fp32_wrapper:

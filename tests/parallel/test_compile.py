@@ -1,0 +1,341 @@
+"""Compilation in place: the model stays the object it was, and settings that the user chose survive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.config.schema import Compute
+from slipstream.errors import ConfigError
+from slipstream.parallel.compile import (
+    DynamoBackend,
+    TorchDynamoPlugin,
+    compile_model,
+    compile_regions,
+    completed,
+    has_compiled_regions,
+    has_repeated_blocks,
+    is_compiled_module,
+    is_repeated_blocks,
+    settle,
+)
+from slipstream.precision.autocast import install
+from slipstream.precision.policy import policy_for
+
+# torch's tracer looks at the gradient of whatever comes in, and so meets its own warning where an input was computed.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+X = torch.ones(2, 4)
+
+
+class Counting:
+    """A backend that counts the graphs it was given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        return graph.forward
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(x))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Breaking(nn.Module):
+    """Cannot be one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        torch._dynamo.graph_break()
+        return out + 1
+
+
+@pytest.fixture
+def backend() -> Iterator[Counting]:
+    torch._dynamo.reset()
+    yield Counting()
+    torch._dynamo.reset()
+
+
+# --- compiling -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_model_is_compiled_in_place(backend: Counting) -> None:
+    model = Model()
+    keys, expected = list(model.state_dict()), model(X)
+    assert compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True)) is model
+    assert type(model) is Model
+    assert list(model.state_dict()) == keys
+    assert is_compiled_module(model)
+    assert torch.equal(model(X), expected)
+    assert backend.graphs == 1
+
+
+def test_blocks_that_are_alike_are_compiled_once(backend: Counting) -> None:
+    model, x = Model(depth=12), X.clone().requires_grad_()  # as what comes out of a block does
+    keys, expected = list(model.state_dict()), model(x)
+    compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True, use_regional_compilation=True))
+    assert [is_compiled_module(one) for one in (model, model.head, *model.blocks)] == [False, False] + [True] * 12
+    assert has_compiled_regions(model)
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model(x), expected)
+    assert backend.graphs == 1
+
+
+def test_gradients_of_compiled_blocks_are_those_of_the_model(backend: Counting) -> None:
+    model = Model()
+    model(X).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    compile_regions(model, backend="aot_eager")(X).sum().backward()
+    assert all(torch.equal(parameter.grad, wanted) for parameter, wanted in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_model_without_blocks_is_compiled_as_a_whole_and_that_is_said(backend: Counting, caplog: pytest.LogCaptureFixture) -> None:
+    model = Block()
+    compile_model(model, TorchDynamoPlugin(backend=backend, use_regional_compilation=True))
+    assert is_compiled_module(model)
+    assert "compiled as a whole" in caplog.text
+
+
+def test_settings_of_the_user_are_not_overruled(backend: Counting, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    model.compile(backend=backend)
+    compile_model(model, TorchDynamoPlugin(backend="aot_eager"))
+    assert "compiled already" in caplog.text
+    model(X)
+    assert backend.graphs == 1
+
+
+@pytest.mark.parametrize("plugin", [TorchDynamoPlugin(), TorchDynamoPlugin(backend="no"), TorchDynamoPlugin(backend="eager", disable=True)])
+def test_nothing_is_compiled_unless_asked_for(plugin: TorchDynamoPlugin) -> None:
+    assert not is_compiled_module(compile_model(Block(), plugin))
+
+
+def test_what_is_installed_on_a_model_is_compiled_with_it(backend: Counting) -> None:
+    model = Model()
+    install(model, policy_for("bf16"), "cpu")
+    compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True))
+    assert model(X).dtype is torch.bfloat16
+    assert backend.graphs == 1
+
+
+# --- options -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_backend_that_this_torch_does_not_have_is_refused_when_used() -> None:
+    for plugin in (TorchDynamoPlugin(backend=DynamoBackend.FX2TRT), TorchDynamoPlugin(backend="inductr")):
+        with pytest.raises(ConfigError, match=r"(fx2trt|inductr).*inductor"):
+            compile_model(Block(), plugin)
+
+
+@pytest.mark.parametrize("values", [{"backend": 3}, {"mode": "max-autotune", "options": {"shape_padding": True}}])
+def test_values_that_make_no_sense_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="TorchDynamoPlugin"):
+        TorchDynamoPlugin(**values)
+
+
+def test_arguments_are_those_of_torch_compile() -> None:
+    plugin = TorchDynamoPlugin(backend=DynamoBackend.AOT_EAGER, mode="default", dynamic=False, use_regional_compilation=True)
+    assert plugin.to_kwargs() == {"backend": "aot_eager", "mode": "default", "dynamic": False}
+    assert plugin.to_dict()["backend"] == "aot_eager"
+    assert plugin.to_dict()["use_regional_compilation"] is True
+    assert TorchDynamoPlugin(backend="Eager").backend is DynamoBackend.EAGER
+
+
+def test_the_plugin_wins_over_the_other_sources() -> None:
+    options = Compute(
+        dynamo_backend="eager",
+        dynamo_mode="reduce-overhead",
+        dynamo_use_fullgraph=True,
+        dynamo_use_dynamic=True,
+        dynamo_use_regional_compilation=True,
+    )
+    taken = completed(None, options)
+    assert taken.to_kwargs() == {"backend": "eager", "mode": "reduce-overhead", "fullgraph": True, "dynamic": True}
+    assert taken.use_regional_compilation is True
+    own = TorchDynamoPlugin(backend="aot_eager", options={"a": 1}, fullgraph=False, dynamic=False, use_regional_compilation=False)
+    assert completed(own, options) == own
+    assert not completed(None, Compute()).compiles
+
+
+# --- regions -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "repeats"),
+    [
+        (nn.ModuleList([Block(), Block()]), True),
+        (nn.ModuleList([Block()]), True),
+        (nn.ModuleList([]), False),
+        (nn.ModuleList([Block(), nn.Linear(4, 4)]), False),
+        (nn.Sequential(Block(), Block()), True),
+        (nn.Sequential(Block()), False),
+        (nn.ModuleList([nn.Sequential(Block(), nn.ReLU()), nn.Sequential(nn.ReLU())]), False),
+        (Block(), False),
+        ("no module", False),
+    ],
+)
+def test_repeated_blocks_are_lists_of_one_class(module: Any, repeats: bool) -> None:
+    assert is_repeated_blocks(module) is repeats
+
+
+def test_repeated_blocks_are_found_inside() -> None:
+    assert has_repeated_blocks(Model())
+    assert not has_repeated_blocks(Block())
+    assert not has_repeated_blocks(None)
+
+
+def test_nested_lists_are_compiled_at_their_outermost_blocks() -> None:
+    inner = [nn.ModuleList([Model(2), Model(2)]), nn.ModuleList([Block(), Block()])]
+    model = nn.ModuleList(inner)
+    compile_regions(model, backend="eager")
+    assert [name for name, module in model.named_modules() if is_compiled_module(module)] == ["0.0", "0.1", "1.0", "1.1"]
+
+
+# --- compiled by the user before -----------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_becomes_its_original_with_the_same_settings(backend: Counting) -> None:
+    model = Model()
+    expected = model(X)
+    settled = settle(torch.compile(model, backend=backend, fullgraph=True))
+    assert settled is model
+    assert is_compiled_module(model)
+    assert not any("_orig_mod" in key for key in model.state_dict())
+    assert torch.equal(model(X), expected)
+    assert backend.graphs == 1
+
+
+def test_fullgraph_survives(backend: Counting) -> None:
+    strict, lenient = (settle(torch.compile(Breaking(), backend=backend, fullgraph=flag)) for flag in (True, False))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        strict(X)
+    torch._dynamo.reset()
+    assert lenient(X).shape == X.shape
+    assert backend.graphs == 2
+
+
+def test_dynamic_shapes_survive(backend: Counting) -> None:
+    model = settle(torch.compile(Block(), backend=backend, dynamic=True))
+    for rows in (2, 3, 5):
+        model(torch.ones(rows, 4))
+    assert backend.graphs == 1
+
+
+def test_regions_that_were_compiled_by_hand_are_settled_too(backend: Counting) -> None:
+    model = Model()
+    keys, expected = list(model.state_dict()), model(X)
+    for position, block in enumerate(model.blocks):
+        model.blocks[position] = torch.compile(block, backend=backend, fullgraph=True)
+    model.head = torch.compile(model.head, backend=backend)
+    outer = torch.compile(nn.Sequential(model), backend=backend)
+    settled = settle(outer)
+    assert list(settled.state_dict()) == [f"0.{key}" for key in keys]
+    assert [is_compiled_module(one) for one in (settled, model, *model.blocks, model.head)] == [True, False, True, True, True, True]
+    assert [type(block) for block in model.blocks] == [Block] * 3
+    assert torch.equal(settled(X), expected)
+
+
+def test_a_block_that_is_shared_stays_shared(backend: Counting) -> None:
+    shared = torch.compile(Block(), backend=backend)
+    model = nn.Sequential(shared, shared)
+    settle(model)
+    assert model[0] is model[1]
+    assert type(model[1]) is Block
+
+
+def test_what_is_installed_after_settling_is_compiled_too(backend: Counting) -> None:
+    model = Model()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert compiled(X).dtype is torch.float32
+    install(settle(compiled), policy_for("bf16"), "cpu")
+    assert model(X).dtype is compiled(X).dtype is torch.bfloat16
+
+
+def test_hooks_of_the_wrapper_go_with_the_model(backend: Counting) -> None:
+    calls: list[int] = []
+    model = Block()
+    compiled = torch.compile(model, backend=backend)
+    handle = compiled.register_forward_hook(lambda *_: calls.append(1))
+    settle(compiled)
+    model(X)
+    handle.remove()
+    model(X)
+    assert calls == [1]
+
+
+def test_hooks_in_both_places_are_refused(backend: Counting) -> None:
+    model = Block()
+    compiled = torch.compile(model, backend=backend)
+    for one in (model, compiled):
+        one.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="before torch.compile"):
+        settle(compiled)
+
+
+def test_a_model_that_is_not_compiled_stays_as_it_is() -> None:
+    model = Model()
+    assert settle(model) is model
+    assert not has_compiled_regions(model)
+    assert not is_compiled_module(model)
+    assert not has_compiled_regions(None)
+
+
+# --- with replicas -------------------------------------------------------------------------------------------------------
+
+
+def _gradients_of_compiled_replicas() -> list[list[list[float]]]:
+    from slipstream import PartialState
+
+    state = PartialState(cpu=True)
+    state.wait_for_everyone()
+    rows = torch.arange(16, dtype=torch.float64).view(4, 4)[2 * state.process_index : 2 * state.process_index + 2]
+    found = []
+    for regional in (False, True):
+        torch.manual_seed(0)
+        model = Model().double()
+        compile_model(model, TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional))
+        replica = nn.parallel.DistributedDataParallel(model)
+        replica(rows).mean().backward()
+        found.append([parameter.grad.flatten().tolist() for parameter in model.parameters()])
+        torch._dynamo.reset()
+    return found
+
+
+def test_compiled_replicas_have_the_gradients_of_one_process(ranks: Any) -> None:
+    torch.manual_seed(0)
+    model = Model().double()
+    model(torch.arange(16, dtype=torch.float64).view(4, 4)).mean().backward()
+    expected = [parameter.grad.flatten() for parameter in model.parameters()]
+    for whole_and_regional in ranks(2).run(_gradients_of_compiled_replicas):
+        for gradients in whole_and_regional:
+            for found, wanted in zip(gradients, expected, strict=True):
+                torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted)
