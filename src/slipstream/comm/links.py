@@ -12,9 +12,11 @@ one that has both ends in the job is the group's. Groups that the program opened
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -58,7 +60,7 @@ class Links:
     def sever(self) -> bool:
         """Ends the connections, so that whoever waits on them fails, here and there; whether they are known."""
         for link in self._links:
-            with suppress(OSError), socket.socket(fileno=os.dup(link.file)) as connection:  # closed already, or ended by the other side
+            with suppress(OSError), _socket(link.file) as connection:  # closed already, or ended by the other side
                 if os.fstat(connection.fileno()).st_ino == link.inode:
                     connection.shutdown(socket.SHUT_RDWR)
         self._abort()
@@ -89,9 +91,21 @@ def _open_files() -> list[int]:
     return []
 
 
+def _socket(file: int) -> socket.socket:
+    """A second handle on an open socket; OSError if it is none."""
+    if not stat.S_ISSOCK(os.fstat(file).st_mode):
+        raise OSError(errno.ENOTSOCK, f"open file {file} is no socket")
+    copy = os.dup(file)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # another file has taken the number in the meantime
+        os.close(copy)
+        raise
+
+
 def _link(file: int) -> _Link | None:
     try:
-        with socket.socket(fileno=os.dup(file)) as connection:
+        with _socket(file) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
             ends = tuple(f"{host} {port}" for host, port in (connection.getsockname()[:2], connection.getpeername()[:2]))
