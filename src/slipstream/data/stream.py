@@ -273,7 +273,7 @@ class StreamLoader(PreparedLoader):
         self.way = "own"
         get_logger(__name__).warning(
             f"the processes read different data from {type(self._dataset).__name__}, so it is shared out already: each process keeps "
-            "everything that it reads. Give the dataset `rank` and `world_size` attributes to say so, and nothing is compared. If it should "
+            "what it reads. Give the dataset `rank` and `world_size` attributes to say so, and nothing is compared. If it should "
             "have been the same, look for random numbers that do not come from Python's, numpy's or torch's global generators."
         )
         return False
