@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from slipstream.comm.nested import send_to_device
 from slipstream.data.clock import Clock, Pass
 from slipstream.data.options import DataLoaderConfiguration
+from slipstream.data.order import inner_samplers
 from slipstream.data.place import Place
 from slipstream.runtime.current import current
 from slipstream.runtime.gradient_state import GradientState, Shares
@@ -264,10 +265,8 @@ def get_sampler(dataloader: Any) -> Any:
     >>> type(get_sampler(DataLoader(range(4), batch_size=2))).__name__
     'SequentialSampler'
     """
-    found: Any = dataloader
-    while (inner := getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)) is not None:
-        found = inner
-    return None if found is dataloader else found
+    samplers = inner_samplers(dataloader)[1:]
+    return samplers[-1] if samplers else None
 
 
 def _channel() -> Any:

@@ -10,15 +10,17 @@ memory, `collate_fn` and whatever a subclass adds stay the user's. Three kinds o
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from slipstream.data.loader import Handed, PreparedLoader
-from slipstream.data.order import announce_epoch, certain_length, inner_samplers, mix, order_of
+from slipstream.data.order import announce_epoch, certain_length, inner_samplers, mix, order_of, standard_kind
 from slipstream.data.plan import Cutting, Dealing, Order, Piece, Plan, Policy
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
@@ -34,8 +36,8 @@ def samples_per_batch(loader: DataLoader[Any]) -> int | None:
     (2, None)
     """
     batch_sampler: Any = loader.batch_sampler
-    if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
-        return batch_sampler.batch_size
+    if standard_kind(batch_sampler) == "BatchSampler":
+        return int(batch_sampler.batch_size)
     return loader.batch_size if batch_sampler is None else None
 
 
@@ -85,6 +87,7 @@ class MapLoader(PreparedLoader):
         """`samples_per_rank` is the batch size, if that is not what the script's loader says."""
         super().__init__(original, **settings)
         self._per_rank = samples_per_rank
+        self._policy: Policy | None = None
         self._engine: _Engine | None = None
         self._plan = self._make_plan()
         if original.num_workers and not getattr(original, "in_order", True):
@@ -119,7 +122,12 @@ class MapLoader(PreparedLoader):
     @property
     def policy(self) -> Policy:
         """What happens to a short last batch: `even`, `exact` or `ragged` (see `plan.py`)."""
-        return "ragged" if self.uneven else "even" if self.config.even_batches else "exact"
+        return self._policy or ("ragged" if self.uneven else "even" if self.config.even_batches else "exact")
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
+        self._replan()
 
     def _replan(self) -> None:
         self._plan = self._make_plan()
@@ -204,7 +212,7 @@ class MapLoader(PreparedLoader):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
         original = self.original
-        announce_epoch([original.dataset, *inner_samplers(original.batch_sampler or original.sampler)], epoch)
+        announce_epoch([original.dataset, *inner_samplers(original)[1:]], epoch)
         order, plan = self._order(epoch), self._plan
         if isinstance(order, Iterator):
             return self._drawn(plan.pieces(order, self.place.rank, start), epoch, start)
@@ -232,6 +240,8 @@ class MapLoader(PreparedLoader):
 
         def positions() -> Iterator[Any]:
             for piece, shares, end in pieces:
+                if not told:
+                    self._learn(piece, shares)
                 told.append((shares, end))
                 yield piece
 
@@ -241,6 +251,13 @@ class MapLoader(PreparedLoader):
             if expected is not None:
                 expected = max(1, expected - 1)  # more come, whatever the sampler said of its length
             yield batch, shares, end, 0 if end else expected
+
+    def _learn(self, piece: Any, shares: Shares | None) -> None:
+        """A batch sampler that does not say how large its batches are: the first one is taken for a full one."""
+        plan, ranks = self._plan, self.place.world_size
+        if not isinstance(plan, Plan) and plan.nominal is None:
+            full = ranks * len(piece) if shares is None else shares.full
+            self._plan = replace(plan, nominal=full // ranks if isinstance(plan, Dealing) else full)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -260,7 +277,7 @@ class _Engine:
     """Copies of the script's loader that read: their positions and their generator are ours."""
 
     def __init__(self, original: DataLoader[Any], owner: MapLoader) -> None:
-        self.feed = RankBatches(owner)
+        self.feed = RankBatches(weakref.proxy(owner))  # no cycle: workers that stay end with the prepared loader
         self.loader = _with_feed(original, self.feed)
         self.busy = False
 

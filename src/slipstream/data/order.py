@@ -19,14 +19,16 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler
 
 from slipstream.data.plan import Order
 from slipstream.data.randomness import OwnRandom
 from slipstream.errors import ConfigError
 
-__all__ = ["announce_epoch", "certain_length", "inner_samplers", "mix", "order_of", "refuse_sharded"]
+__all__ = ["announce_epoch", "certain_length", "inner_samplers", "mix", "order_of", "refuse_sharded", "standard_kind"]
 
+_STANDARD = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+_KINDS = ("BatchSampler", "RandomSampler", "SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 _LAID_OUT = 10_000_000
 """Orders longer than this that are drawn with replacement are not laid out at once."""
 
@@ -44,21 +46,22 @@ def mix(seed: int, *parts: int | str) -> int:
 def order_of(sampler: Any, *, seed: int, epoch: int, block: int) -> Order | Iterator[Any]:
     """The order in which a sampler (or batch sampler) gives its items in this epoch; laid out, or drawn `block` items at a time.
 
-    >>> order_of(SequentialSampler(range(5)), seed=0, epoch=0, block=2).take(3, 9)
+    >>> order_of(torch.utils.data.SequentialSampler(range(5)), seed=0, epoch=0, block=2).take(3, 9)
     [3, 4]
     """
     generator_seed = mix(seed, epoch, "order")
-    if _is(sampler, SequentialSampler):
+    kind = standard_kind(sampler)
+    if kind == "SequentialSampler":
         return _Listed(range(len(sampler)))
     if isinstance(sampler, (Sequence, torch.Tensor, numpy.ndarray)):
         return _Listed(list(sampler))
-    if _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         count = len(sampler.data_source)
         return _Array(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
     holders = [one for one in inner_samplers(sampler) if _has_generator(one)]
     if certain_length(sampler) is None:
         return _drawn(sampler, _Scope(holders, generator_seed, process_too=True), block)
-    if len(sampler) > _LAID_OUT and _is(sampler, RandomSampler):
+    if len(sampler) > _LAID_OUT and kind == "RandomSampler":
         return _drawn(sampler, _Scope(holders, generator_seed), block)
     with _Scope(holders, generator_seed):
         return _Listed(list(sampler))
@@ -68,17 +71,34 @@ def certain_length(sampler: Any) -> int | None:
     """How many items a sampler gives, where that is certain: torch's own and sequences. Others may promise what they do not keep."""
     if isinstance(sampler, (Sequence, torch.Tensor, numpy.ndarray)):
         return len(sampler)
-    known = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    return len(sampler) if any(_is(sampler, kind) for kind in known) else None
+    return None if standard_kind(sampler) in (None, "BatchSampler") else len(sampler)
+
+
+def standard_kind(sampler: Any) -> str | None:
+    """The name of the class of torch (or of its equal in torchdata) as which a sampler iterates and counts, whatever else it adds.
+
+    >>> standard_kind(torch.utils.data.SequentialSampler(range(3))), standard_kind([0, 1, 2])
+    ('SequentialSampler', None)
+    """
+    bases = type(sampler).__mro__
+    iterates = next((one for one in bases if "__iter__" in vars(one)), object)
+    counts = next((one for one in bases if "__len__" in vars(one)), object)
+    own = iterates.__module__ in _STANDARD and counts.__module__ in _STANDARD and iterates.__name__ == counts.__name__
+    return iterates.__name__ if own and iterates.__name__ in _KINDS else None
 
 
 def inner_samplers(sampler: Any) -> list[Any]:
-    """A sampler or batch sampler and those inside it, outermost first."""
+    """A sampler, batch sampler or loader and the samplers inside it, outermost first."""
     found: list[Any] = []
     while sampler is not None and not any(sampler is one for one in found):
         found.append(sampler)
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        sampler = _inside(sampler)
     return found
+
+
+def _inside(holder: Any) -> Any:
+    batch_sampler = getattr(holder, "batch_sampler", None)  # an empty one counts as false, an endless one has no length
+    return getattr(holder, "sampler", None) if batch_sampler is None else batch_sampler
 
 
 def announce_epoch(objects: Iterable[Any], epoch: int) -> None:
@@ -91,7 +111,7 @@ def announce_epoch(objects: Iterable[Any], epoch: int) -> None:
 
 def refuse_sharded(loader: Any) -> None:
     """A `DistributedSampler` shares out what is shared out here already."""
-    for one in inner_samplers(getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)):
+    for one in inner_samplers(loader):
         if isinstance(one, DistributedSampler):
             raise ConfigError(
                 f"the DataLoader given to prepare has a {type(one).__name__} (for {one.num_replicas} processes): prepare shares the data "
@@ -180,8 +200,3 @@ def _like(theirs: Any, seed: int) -> Any:
 def _has_generator(sampler: Any) -> bool:
     kinds = (torch.Generator, numpy.random.Generator, random.Random)
     return hasattr(sampler, "generator") and (sampler.generator is None or isinstance(sampler.generator, kinds))
-
-
-def _is(sampler: Any, kind: type) -> bool:
-    """Whether a sampler iterates and counts as this kind of torch's does."""
-    return isinstance(sampler, kind) and type(sampler).__iter__ is kind.__iter__ and type(sampler).__len__ is kind.__len__  # type: ignore[attr-defined]

@@ -1,0 +1,74 @@
+"""What one process with plain PyTorch would read, and ranks that are simulated in one process: the yardstick of the tests of loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from slipstream.comm.channel import Limits, Solo
+from slipstream.data.loader import PreparedLoader
+from slipstream.data.options import DataLoaderConfiguration
+from slipstream.data.place import Place
+from slipstream.data.prepare import build
+from slipstream.runtime.gradient_state import GradientState
+
+
+def place(rank: int = 0, world_size: int = 1) -> Place:
+    return Place(rank, world_size, Solo, Limits())
+
+
+def prepared(
+    loader: DataLoader[Any],
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    seed: int = 7,
+    effective_batch_size: int | None = None,
+    gradient_state: GradientState | None = None,
+    **options: Any,
+) -> PreparedLoader:
+    """The loader of one rank."""
+    return build(
+        loader,
+        place=place(rank, world_size),
+        config=DataLoaderConfiguration(**options),
+        seed=seed,
+        device=None,
+        put_on_device=False,
+        gradient_state=gradient_state or GradientState(),
+        effective_batch_size=effective_batch_size,
+    )
+
+
+def ranks_of(make: Callable[[], DataLoader[Any]], world_size: int, **options: Any) -> list[PreparedLoader]:
+    """The loaders of all ranks of a world, each from a loader of its own, as in processes."""
+    return [prepared(make(), rank, world_size, **options) for rank in range(world_size)]
+
+
+def rounds(loaders: list[PreparedLoader]) -> Iterator[tuple[list[Any], Any]]:
+    """Batches of all ranks side by side, and how they were shared; the ranks have to agree on everything that they tell."""
+    for batches in zip(*loaders, strict=True):
+        told = [(one.shares, one.end_of_dataloader, one.batches_left, one.remainder) for one in loaders]
+        assert all(one == told[0] for one in told), "the ranks know the same of a batch"
+        yield list(batches), loaders[0].shares
+
+
+def real_samples(batches: list[Any], shares: Any) -> list[Any]:
+    """The samples of a global batch that count, in the order of the ranks."""
+    counts = [len(batch) for batch in batches] if shares is None else shares.real
+    if shares is not None:
+        assert tuple(len(batch) for batch in batches) == shares.given
+    return [sample for batch, count in zip(batches, counts, strict=True) for sample in batch[:count]]
+
+
+def chunks(order: list[Any], size: int, drop_last: bool = False) -> list[list[Any]]:
+    """What one process with that batch size reads."""
+    found = [order[start : start + size] for start in range(0, len(order), size)]
+    return [one for one in found if len(one) == size or not drop_last]
+
+
+def keep(batch: list[Any]) -> list[Any]:
+    """A collate function that keeps samples as they are."""
+    return list(batch)

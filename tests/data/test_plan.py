@@ -1,0 +1,186 @@
+"""The plan against a slow twin: the global batches of one process, and what the three policies make of the last one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from data_twin import chunks
+from hypothesis import given, settings, strategies as st
+
+from slipstream.data.plan import Cutting, Dealing, Plan, Policy
+from slipstream.errors import ConfigError
+from slipstream.runtime.gradient_state import Shares
+
+
+class Listed:
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def take(self, start: int, stop: int) -> list[Any]:
+        return self.values[start:stop]
+
+
+def spread(length: int) -> list[int]:
+    return [(7 * position) % (10 * length + 1) + 100 for position in range(length)]
+
+
+small = st.integers(min_value=0, max_value=40)
+worlds = st.integers(min_value=1, max_value=5)
+
+
+@given(small, worlds, st.integers(1, 6), st.sampled_from(["even", "exact"]), st.booleans(), st.integers(0, 3))
+@settings(max_examples=300, deadline=None)
+def test_ranks_together_read_the_batches_of_one_process(
+    length: int, world: int, each: int, policy: Policy, drop_last: bool, skipped: int
+) -> None:
+    order = spread(length)
+    plan = Plan(world, world * each, policy, drop_last)
+    start = skipped * plan.size
+    expected = chunks(order[start:], plan.size, drop_last)
+    told = [list(plan.pieces(iter(order), rank, start)) for rank in range(world)]
+    known = [list(plan.known(Listed(order), rank, start)) for rank in range(world)]
+    assert known == [[piece for piece, _, _ in rank] for rank in told], "both ways of reading agree"
+    assert [len(rank) for rank in told] == [plan.count(max(0, length - start))] * world == [len(expected)] * world
+    for number, (together, batch) in enumerate(zip(zip(*told, strict=True), expected, strict=True)):
+        pieces, (shares, *same), ends = zip(*together, strict=True)
+        assert all(one == shares for one in same)
+        assert set(ends) == {number == len(expected) - 1}
+        real = tuple(map(len, pieces)) if shares is None else shares.real
+        assert [sample for piece, count in zip(pieces, real, strict=True) for sample in piece[:count]] == batch
+        assert all(piece for piece in pieces), "every rank has something to do"
+        if shares is None:
+            assert real == (each,) * world
+        else:
+            assert shares.full == plan.size
+            assert shares.given == tuple(map(len, pieces))
+            assert shares.weighed == (policy == "exact")
+            assert len(batch) < plan.size, "a full batch needs no telling"
+            assert max(real) - min(real) <= 1 or policy == "even"
+        if policy == "even" and world > 1:
+            assert [len(piece) for piece in pieces] == [each] * world
+
+
+@given(small, worlds, st.integers(1, 6), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_ragged_ranks_read_every_sample_once_and_nothing_else(length: int, world: int, size: int, drop_last: bool) -> None:
+    order = spread(length)
+    plan = Plan(world, size, "ragged", drop_last)
+    told = [list(plan.pieces(iter(order), rank)) for rank in range(world)]
+    assert [list(plan.known(Listed(order), rank)) for rank in range(world)] == [[piece for piece, _, _ in rank] for rank in told]
+    assert sorted(sample for rank in told for piece, _, _ in rank for sample in piece) == sorted(sum(chunks(order, size, drop_last), []))
+    for rank, pieces in enumerate(told):
+        assert [end for _, _, end in pieces] == [number == len(pieces) - 1 for number in range(len(pieces))]
+        assert len(pieces) == plan.count(length, rank)
+
+
+@given(small, st.integers(1, 3), st.sampled_from(["even", "exact"]))
+@settings(max_examples=100, deadline=None)
+def test_the_global_batches_are_the_same_on_any_number_of_ranks(length: int, each: int, policy: Policy) -> None:
+    order = spread(length)
+
+    def read(world: int) -> list[list[int]]:
+        plan = Plan(world, 12 * each, policy)
+        ranks = [list(plan.pieces(iter(order), rank)) for rank in range(world)]
+        return [
+            [sample for (piece, shares, _), rank in zip(together, range(world), strict=True)
+             for sample in (piece if shares is None else piece[: shares.real[rank]])]
+            for together in zip(*ranks, strict=True)
+        ]  # fmt: skip
+
+    assert read(1) == read(2) == read(3) == read(4)
+
+
+def test_a_short_batch_is_completed_from_the_start_of_the_order() -> None:
+    plan = Plan(3, 6, "even")
+    assert [list(plan.known(Listed(list("abcdefgh")), rank)) for rank in range(3)] == [
+        [["a", "b"], ["g", "h"]],
+        [["c", "d"], ["a", "b"]],
+        [["e", "f"], ["c", "d"]],
+    ]
+    assert plan.short(2) == Shares((2, 2, 2), (2, 0, 0), False, 6)
+
+
+def test_completing_goes_round_where_there_are_fewer_samples_than_that() -> None:
+    plan = Plan(4, 8, "even")
+    together = [list(plan.known(Listed(["a", "b", "c"]), rank)) for rank in range(4)]
+    assert together == [[["a", "b"]], [["c", "a"]], [["b", "c"]], [["a", "b"]]]
+
+
+def test_exact_shares_are_as_even_as_can_be_and_a_rank_without_any_repeats_one_that_counts_nothing() -> None:
+    plan = Plan(4, 8, "exact")
+    assert plan.short(6) == Shares((2, 2, 1, 1), (2, 2, 1, 1), True, 8)
+    assert plan.short(2) == Shares((1, 1, 1, 1), (1, 1, 0, 0), True, 8)
+    assert [list(plan.known(Listed(list("abcdefghij")), rank))[-1] for rank in range(4)] == [["i"], ["j"], ["a"], ["a"]]
+
+
+def test_one_process_reads_a_short_batch_as_it_is() -> None:
+    assert Plan(1, 4, "even").short(3) == Shares((3,), (3,), False, 4)
+    assert Plan(1, 4, "exact").short(3) == Shares((3,), (3,), True, 4)
+
+
+def test_uneven_pieces_of_full_batches_are_weighed() -> None:
+    assert Plan(2, 5, "exact").full == Shares((3, 2), (3, 2), True, 5)
+    assert Plan(4, 2, "exact").full == Shares((1, 1, 1, 1), (1, 1, 0, 0), True, 2)
+
+
+@pytest.mark.parametrize(("size", "near"), [(10, "batch_size=8 or 12"), (3, "batch_size=4")])
+def test_a_batch_that_cannot_be_split_evenly_is_refused_with_sizes_that_can(size: int, near: str) -> None:
+    with pytest.raises(ConfigError, match=near):
+        Plan(4, size, "even")
+
+
+sizes = st.lists(st.integers(1, 4), max_size=14)
+
+
+def batches_of(lengths: list[int]) -> list[list[int]]:
+    return [[100 * number + position for position in range(length)] for number, length in enumerate(lengths)]
+
+
+@given(sizes, worlds, st.sampled_from(["even", "exact", "ragged"]), st.integers(0, 3))
+@settings(max_examples=300, deadline=None)
+def test_dealt_batches_go_round_the_ranks(lengths: list[int], world: int, policy: Policy, skipped: int) -> None:
+    batches = batches_of(lengths)
+    dealing = Dealing(world, None, policy)
+    told = [list(dealing.pieces(iter(batches), rank, skipped * world)) for rank in range(world)]
+    rest = batches[skipped * world :]
+    assert [len(rank) for rank in told] == [dealing.count(len(rest), rank) for rank in range(world)]
+    for number, round_ in enumerate(chunks(rest, world)):
+        here = [(rank, *pieces[number]) for rank, pieces in enumerate(told) if number < len(pieces)]
+        assert [piece for rank, piece, _, _ in here if rank < len(round_)] == round_
+        assert policy == "ragged" or len(here) == world
+        for rank, piece, shares, end in here:
+            assert end == (number == len(told[rank]) - 1)
+            if rank >= len(round_):
+                assert piece == (batches[(rank - len(round_)) % min(world, len(batches))] if policy == "even" else batches[0])
+            if shares is None:
+                assert {len(one) for one in round_} == {lengths[0]}
+                assert len(round_) == world
+                continue
+            assert shares.real == tuple(len(one) for one in round_) + (0,) * (world - len(round_))
+            assert shares.given[rank] == len(piece)
+            assert shares.weighed == (policy != "even")
+            assert shares.full == world * lengths[0]
+
+
+@given(sizes, worlds, st.sampled_from(["even", "exact"]), st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_cut_batches_are_whole_again_when_the_pieces_are_joined(lengths: list[int], world: int, policy: Policy, skipped: int) -> None:
+    batches = batches_of(lengths)
+    cutting = Cutting(world, None, policy)
+    told = [list(cutting.pieces(iter(batches), rank, skipped)) for rank in range(world)]
+    rest = batches[skipped:]
+    assert [len(rank) for rank in told] == [len(rest)] * world
+    for number, (together, batch) in enumerate(zip(zip(*told, strict=True), rest, strict=True)):
+        pieces, (shares, *same), ends = zip(*together, strict=True)
+        assert all(one == shares for one in same)
+        assert set(ends) == {number == len(rest) - 1}
+        real = tuple(map(len, pieces)) if shares is None else shares.real
+        assert [sample for piece, count in zip(pieces, real, strict=True) for sample in piece[:count]] == batch
+        assert all(pieces)
+        assert (shares is None) == (len(batch) == lengths[0] and len(batch) % world == 0)
+        if policy == "even":
+            assert len({len(piece) for piece in pieces}) == 1
