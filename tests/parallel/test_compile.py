@@ -134,6 +134,16 @@ def test_settings_of_the_user_are_not_overruled(backend: Counting, caplog: pytes
     assert backend.graphs == 1
 
 
+@pytest.mark.parametrize("regional", [False, True])
+def test_compiling_again_as_before_changes_nothing_and_says_nothing(regional: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, plugin = Model(), TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    compile_model(model, plugin)
+    before = [module._compiled_call_impl for module in model.modules()]
+    compile_model(model, plugin)
+    assert [module._compiled_call_impl for module in model.modules()] == before
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("plugin", [TorchDynamoPlugin(), TorchDynamoPlugin(backend="no"), TorchDynamoPlugin(backend="eager", disable=True)])
 def test_nothing_is_compiled_unless_asked_for(plugin: TorchDynamoPlugin) -> None:
     assert not is_compiled_module(compile_model(Block(), plugin))

@@ -137,7 +137,10 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> torch.nn
     if not plugin.compiles:
         return model
     _check_backend(plugin.backend)
-    if is_compiled_module(model) or has_compiled_regions(model):
+    compiled = [module for module in model.modules() if is_compiled_module(module)]
+    if compiled and all(getattr(_compiled(module), _MARK, None) == plugin for module in compiled):
+        return model  # by an earlier call
+    if compiled:
         get_logger(__name__).warning_once(
             f"{type(model).__name__} is compiled already, with settings of its own: those of TorchDynamoPlugin are not used for it. "
             "Leave torch.compile out of the script to use them."
@@ -145,12 +148,15 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> torch.nn
         return model
     if not plugin.use_regional_compilation:
         model.compile(**plugin.to_kwargs())
-        return model
-    if not has_repeated_blocks(model):
-        get_logger(__name__).warning_once(
-            f"{type(model).__name__} has no list of blocks of one class to compile by region: it is compiled as a whole"
-        )
-    return compile_regions(model, **plugin.to_kwargs())
+    else:
+        if not has_repeated_blocks(model):
+            get_logger(__name__).warning_once(
+                f"{type(model).__name__} has no list of blocks of one class to compile by region: it is compiled as a whole"
+            )
+        compile_regions(model, **plugin.to_kwargs())
+    for module in filter(is_compiled_module, model.modules()):
+        setattr(_compiled(module), _MARK, plugin)
+    return model
 
 
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
@@ -216,8 +222,13 @@ def settle(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+_MARK = "_slipstream_plugin"
 _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 _CONTAINERS = (*_LISTS, torch.nn.ModuleDict)
+
+
+def _compiled(module: torch.nn.Module) -> Any:
+    return module._compiled_call_impl
 
 
 def _outermost_blocks(module: torch.nn.Module, seen: set[int]) -> list[torch.nn.Module]:

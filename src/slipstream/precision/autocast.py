@@ -119,30 +119,22 @@ class _AutocastForward:
         self.__doc__ = (before or type(module).forward).__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.casts:
-            with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled):
-                outputs = self.run(*args, **kwargs)
-        else:
-            outputs = self.run(*args, **kwargs)
-        return _to_fp32(outputs) if self.upcasts else outputs
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward as it was before."""
-        if self.before is not None:
-            return self.before(*args, **kwargs)
-        module = self.module()
+        if not self.casts:
+            return _to_fp32(self.__wrapped__(*args, **kwargs))
+        module, before = self.module(), self.before
         if module is None:
-            raise StateError(
-                "the model that this forward belongs to is gone: it was called through a shallow copy, or kept apart from the model. "
-                "Keep the model, or copy it with copy.deepcopy."
-            )
-        return type(module).forward(module, *args, **kwargs)
+            raise _gone()
+        with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
+            outputs = type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
+        return _to_fp32(outputs) if self.upcasts else outputs
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
+        if self.before is not None:
+            return self.before
         module = self.module()
-        if self.before is not None or module is None:
-            return self.before or torch.nn.Module.forward
+        if module is None:
+            raise _gone()
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
     @property
@@ -185,6 +177,13 @@ def _to_fp32(outputs: Any) -> Any:
 
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def _gone() -> StateError:
+    return StateError(
+        "the model that this forward belongs to is gone: it was called through a shallow copy, or kept apart from the model. "
+        "Keep the model, or copy it with copy.deepcopy."
+    )
 
 
 def _nothing() -> None:

@@ -106,6 +106,7 @@ class LossScaler:
             growth_interval=handler.growth_interval,
         )
         self._begun = False  # a loss was scaled
+        self._touched = False  # gradients were divided since the last update
         self._late = False  # a loss was scaled while an update was due that could not run yet
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since the last update
         self._unscaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Marks | None]
@@ -114,22 +115,24 @@ class LossScaler:
     @property
     def due(self) -> bool:
         """Whether the scale is to be updated before the next loss is scaled."""
-        return bool(self._stepped) and not self._waiting()
+        return self._touched and bool(self._stepped) and not self._waiting()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale; an update that is due comes first."""
-        self.flush()
+        if self._touched:
+            self.flush()
+            self._late = bool(self._stepped)
+            for optimizer, marks in list(self._unscaled.items()):
+                if marks is None:
+                    self._unscaled[optimizer] = _marks(optimizer)
         self._begun = True
-        self._late = bool(self._stepped)
-        for optimizer, marks in list(self._unscaled.items()):
-            if marks is None:
-                self._unscaled[optimizer] = _marks(optimizer)
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients of an optimizer by the scale; once per update, more calls do nothing."""
         if _has_gradients(optimizer) and self._is_scaled(optimizer):
             self._scaler.unscale_(optimizer)
+            self._touched = True
             self._unscaled[optimizer] = None
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
@@ -161,6 +164,7 @@ class LossScaler:
         finally:
             hook.remove()
         self._unscaled.pop(optimizer, None)
+        self._touched = True
         self._stepped.add(optimizer)
         return watch.stepped
 
@@ -242,7 +246,7 @@ class LossScaler:
     def _forget(self) -> None:
         self._stepped.clear()
         self._unscaled.clear()
-        self._late = False
+        self._touched = self._late = False
 
 
 _Marks = tuple[tuple[int, int] | None, ...]
