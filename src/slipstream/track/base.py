@@ -1,0 +1,124 @@
+"""What a tracker is: a name, whether it needs a folder, and four verbs (start, store_init_configuration, log, finish).
+
+A tracker of your own is a subclass of `GeneralTracker` with `name`, `requires_logging_directory` and a property `tracker` (the object of
+the package behind it); pass an instance to `Accelerator(log_with=...)`, or its name once the class exists.
+
+    class Printer(GeneralTracker):
+        name = "printer"
+        requires_logging_directory = False
+        tracker = None
+
+        def log(self, values, step=None, **kwargs):
+            print(step, values)
+
+Trackers work on the main process, unless `main_process_only` is False. Elsewhere a `NullTracker` stands in: whatever is asked of it
+does nothing, so that scripts need no condition around their calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from slipstream.track.where import this_process
+
+__all__ = ["GeneralTracker", "NullTracker", "on_main_process"]
+
+
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for methods of a tracker: runs on the main process only, where the tracker has `main_process_only`; else gives None.
+
+    >>> class Printer(GeneralTracker):
+    ...     @on_main_process
+    ...     def log(self, values, step=None, **kwargs):
+    ...         return values
+    >>> Printer().log({"loss": 1})
+    {'loss': 1}
+    """
+
+    @wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", True) and not this_process().is_main:
+            return None
+        return function(self, *args, **kwargs)
+
+    return method
+
+
+class GeneralTracker:
+    """The base of trackers: each verb does nothing until a subclass says otherwise.
+
+    >>> GeneralTracker(_blank=True).log({"loss": 1.0}, step=1)
+    """
+
+    name: str
+    """What the tracker is called in `log_with` and `get_tracker`."""
+    requires_logging_directory: bool
+    """Whether the class is called with a folder after the name of the run."""
+    main_process_only: bool = True
+    """Whether it works on the main process alone."""
+
+    def __init__(self, _blank: bool = False) -> None:
+        self._blank = _blank
+
+    def start(self) -> None:
+        """Begins the run: called once, before anything else."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keeps the settings of the run."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keeps values of one step."""
+
+    def finish(self) -> None:
+        """Ends the run."""
+
+
+class NullTracker(GeneralTracker):
+    """What stands for a tracker on the processes where it does not work.
+
+    >>> nothing = NullTracker("wandb")
+    >>> nothing.log_images({"sample": []}), nothing.tracker.summary.update(best=1)
+    (None, None)
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_blank=True)
+        self.name = name
+
+    @property
+    def tracker(self) -> Any:
+        """An object that takes everything and does nothing."""
+        return _Nothing()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+
+class _Nothing:
+    """Takes every call, attribute and item."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        return None
+
+    def __getitem__(self, key: Any) -> Any:
+        return _Nothing()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def __bool__(self) -> bool:
+        return False

@@ -1,0 +1,96 @@
+"""Values of any kind as what can be written down: numbers, texts, lists and dicts. Never an error: what is unknown becomes its text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+__all__ = ["flat", "number", "plain"]
+
+_MANY = 1000
+"""Tensors with more elements are described and not written out."""
+
+
+def plain(value: Any) -> Any:
+    """The value as data that JSON and YAML know; numbers that they do not know (nan, inf) become texts.
+
+    >>> import torch
+    >>> plain({"lr": torch.tensor(0.5), "dtype": torch.float32, "betas": (0.9, float("inf")), "layers": {3, 1}, 4: None})
+    {'lr': 0.5, 'dtype': 'torch.float32', 'betas': [0.9, 'inf'], 'layers': [1, 3], '4': None}
+    """
+    return _plain(value, ())
+
+
+def _plain(value: Any, above: tuple[int, ...]) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, Enum):
+        return _plain(value.value, above)
+    if isinstance(value, int | float):
+        return _finite(value)
+    if id(value) in above:
+        return "(the same again)"
+    above = (*above, id(value))
+    if isinstance(value, argparse.Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return {name: _plain(one, above) for name, one in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {str(_plain(key, above)): _plain(one, above) for key, one in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(one, above) for one in value), key=lambda one: (str(type(one)), str(one)))
+    if isinstance(value, list | tuple):
+        return [_plain(one, above) for one in value]
+    return _from_array(value, above)
+
+
+def _finite(value: float) -> Any:
+    if isinstance(value, int):
+        return int(value)
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _from_array(value: Any, above: tuple[int, ...]) -> Any:
+    """Tensors and arrays, and numbers of numpy, as their elements; anything else as its text."""
+    count = _count(value)
+    if count is None:
+        return value.__qualname__ if isinstance(value, type) else str(value)
+    if count > _MANY:
+        return f"{type(value).__name__} of {tuple(value.shape)}"
+    return _plain(value.tolist(), above)
+
+
+def _count(value: Any) -> int | None:
+    shape = getattr(value, "shape", None)
+    if not hasattr(value, "tolist") or not isinstance(shape, tuple):
+        return None
+    return math.prod(shape)
+
+
+def number(value: Any) -> Any:
+    """A number where the value is one in another form (a tensor or array of one element); any other value as it is.
+
+    >>> import torch
+    >>> number(torch.tensor([3])), number("text"), number(True)
+    (3, 'text', True)
+    """
+    return value.item() if _count(value) == 1 and hasattr(value, "item") else value
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with names that are joined by slashes.
+
+    >>> flat({"a": 1, "b": {"c": 2, "d": {"e": 3}}})
+    {'a': 1, 'b/c': 2, 'b/d/e': 3}
+    """
+    return dict(_flat(values, prefix))
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value

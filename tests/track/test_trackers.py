@@ -1,0 +1,369 @@
+"""Trackers: chosen by name, started once and on one process, and never in the way of training."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from slipstream import PartialState
+from slipstream.errors import ConfigError, StateError
+from slipstream.track.base import GeneralTracker, NullTracker, on_main_process
+from slipstream.track.local import LocalTracker
+from slipstream.track.plain import plain
+from slipstream.track.registry import LoggerType, filter_trackers, get_available_trackers, register_tracker_class, resolve
+from slipstream.track.tensorboard import TensorBoardTracker
+from slipstream.track.trackers import Trackers
+from slipstream.track.wandb import WandBTracker
+
+
+class Memory(GeneralTracker):
+    """Keeps what it is told; `fails` are the verbs that raise."""
+
+    name = "memory of a test"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "", fails: tuple[str, ...] = ()) -> None:
+        self.run_name = run_name
+        self.fails = fails
+        self.told: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.told
+
+    def _note(self, verb: str, *what: Any) -> None:
+        if verb in self.fails:
+            raise OSError(f"{verb} is broken")
+        self.told.append((verb, *what))
+
+    def start(self) -> None:
+        self._note("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._note("config", values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._note("log", values, step, kwargs)
+
+    def finish(self) -> None:
+        self._note("finish")
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """wandb without a network; its service process ends with the test."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield tmp_path
+    sys.modules["wandb"].teardown()
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_names_kinds_instances_and_lists_are_resolved_once_each_and_in_order() -> None:
+    own = Memory()
+    found = resolve(["wandb", LoggerType.TENSORBOARD, own, "WandB", own], "runs")
+    assert found == [WandBTracker, TensorBoardTracker, own]
+    assert resolve(None, None) == []
+    assert resolve("local", "runs") == [LocalTracker]
+    assert filter_trackers(["wandb", LoggerType.WANDB, own]) == ["wandb", own]
+
+
+def test_all_are_those_that_are_installed() -> None:
+    assert set(get_available_trackers()) == {LoggerType.LOCAL, LoggerType.TENSORBOARD, LoggerType.WANDB}
+    assert set(resolve(LoggerType.ALL, "runs")) == {LocalTracker, TensorBoardTracker, WandBTracker}
+
+
+@pytest.mark.parametrize(
+    ("log_with", "complaint"),
+    [
+        ("wandbb", "'wandbb' is not known: write one of local, tensorboard, wandb"),
+        ("mlflow", "'mlflow': this version has no tracker for it yet"),
+        (3, "3 is no tracker"),
+        ("local", "needs a folder to write to: pass project_dir"),
+        ([Memory(), Memory()], "several trackers of the name memory of a test"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_what_to_write(log_with: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        resolve(log_with, None)
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.track.registry.installed", lambda name: False)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        resolve("wandb", None)
+    assert get_available_trackers() == [LoggerType.LOCAL]
+
+
+def test_a_class_of_the_users_is_found_by_its_name() -> None:
+    assert register_tracker_class(Memory) is Memory
+    assert resolve("Memory of a test", None) == [Memory]
+    with pytest.raises(ConfigError, match="'wandb' is the name of another tracker"):
+        register_tracker_class(type("Mine", (Memory,), {"name": "wandb"}))
+    with pytest.raises(ConfigError, match="not a class derived from GeneralTracker"):
+        register_tracker_class(dict)  # type: ignore[arg-type]
+
+
+def test_a_tracker_that_lacks_something_is_refused() -> None:
+    class Half(GeneralTracker):
+        name = "half"
+
+    with pytest.raises(ConfigError, match="Half has no requires_logging_directory, no tracker"):
+        resolve(Half(), None)
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_stores_logs_and_ends_in_order() -> None:
+    own = Memory()
+    trackers = Trackers([own], None, is_main_process=True)
+    trackers.start("project", argparse.Namespace(lr=0.1))
+    trackers.log({"loss": 1}, step=3, log_kwargs={own.name: {"commit": True}})
+    assert trackers.get(own.name) is own
+    assert trackers.get(own.name, unwrap=True) is own.told
+    trackers.finish()
+    trackers.finish()
+    assert own.told == [("start",), ("config", {"lr": 0.1}), ("log", {"loss": 1}, 3, {"commit": True}), ("finish",)]
+    with pytest.raises(StateError, match="call init_trackers first"):
+        trackers.get(own.name)
+
+
+def test_classes_get_the_project_and_keywords_of_their_own() -> None:
+    trackers = Trackers([Memory], None, is_main_process=True)
+    trackers.start("project", None, {Memory.name: {"fails": ("log",)}})
+    made = trackers.get(Memory.name)
+    assert (made.run_name, made.fails) == ("project", ("log",))
+
+
+def test_names_that_fit_no_tracker_and_a_second_start_are_errors() -> None:
+    trackers = Trackers([Memory()], None, is_main_process=True)
+    with pytest.raises(ConfigError, match="init_kwargs has wandb, but log_with has memory of a test"):
+        trackers.start("project", None, {"wandb": {}})
+    with pytest.raises(ConfigError, match="is an object already"):
+        trackers.start("project", None, {Memory.name: {"run_name": "x"}})
+    trackers.start("project")
+    with pytest.raises(ConfigError, match="log_kwargs has wandb"):
+        trackers.log({}, log_kwargs={"wandb": {}})
+    with pytest.raises(StateError, match="end_training"):
+        trackers.start("project")
+    with pytest.raises(StateError, match="no such tracker runs; there is memory of a test"):
+        trackers.get("wandb")
+
+
+def test_a_failing_start_raises_and_ends_those_that_had_started() -> None:
+    good, bad = Memory(), type("Bad", (Memory,), {"name": "bad"})(fails=("start",))
+    trackers = Trackers([good, bad], None, is_main_process=True)
+    with pytest.raises(OSError, match="start is broken"):
+        trackers.start("project")
+    assert good.told == [("start",), ("finish",)]
+    assert trackers.started == []
+
+
+def test_a_failing_log_or_finish_is_said_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Memory(fails=("log", "finish")), type("Good", (Memory,), {"name": "good"})()
+    trackers = Trackers([bad, good], None, is_main_process=True)
+    trackers.start("project")
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            trackers.log({"loss": step}, step=step)
+        trackers.finish()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "the tracker memory of a test failed in log (OSError: log is broken); the run goes on, and this is said once",
+        "the tracker memory of a test failed in finish (OSError: finish is broken); the run goes on, and this is said once",
+    ]
+    assert [entry[0] for entry in good.told] == ["start", "log", "log", "log", "finish"]
+
+
+def test_logging_before_the_start_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    trackers = Trackers([Memory()], None, is_main_process=True)
+    trackers.log({"loss": 1})
+    trackers.log({"loss": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        "log() goes nowhere: memory of a test runs from init_trackers(...) to end_training()"
+    ]
+    Trackers([], None, is_main_process=True).log({"loss": 1})
+    assert len(caplog.records) == 1
+
+
+def test_other_processes_hold_null_objects_and_every_call_is_safe(ranks: Any, tmp_path: Path) -> None:
+    def run(folder: str) -> Any:
+        state = PartialState()
+        trackers = Trackers(resolve(["local", "tensorboard"], folder), folder, is_main_process=state.is_main_process)
+        trackers.start("run", {"lr": 1}, {"tensorboard": {"flush_secs": 5}})
+        trackers.log({"loss": float(state.process_index)}, step=1)
+        trackers.get("tensorboard").log_images({})
+        trackers.get("tensorboard", unwrap=True).add_text("a", "b")
+        if not state.is_main_process:
+            trackers.get("local", unwrap=True).summary["best"] = 1
+        kinds = [type(tracker).__name__ for tracker in trackers.started]
+        trackers.finish()
+        return kinds
+
+    assert ranks(2).run(run, str(tmp_path)) == [["LocalTracker", "TensorBoardTracker"], ["NullTracker", "NullTracker"]]
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [line.get("values") for line in lines] == [None, {"loss": 0.0}]
+
+
+def test_a_tracker_may_work_on_every_process(ranks: Any) -> None:
+    def run() -> Any:
+        only_main = on_main_process  # what a class body alone refers to does not travel
+
+        class Everywhere(GeneralTracker):
+            name = "everywhere"
+            requires_logging_directory = False
+            main_process_only = False
+            tracker = None
+            logged = 0
+
+            @only_main
+            def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+                self.logged += 1
+
+        class OnMain(Everywhere):
+            name = "on main"
+            main_process_only = True
+
+        here, main = Everywhere(), OnMain()
+        here.log({})
+        main.log({})  # before any state: the rank comes from the launcher's variables
+        assert not torch.distributed.is_initialized()
+        trackers = Trackers([here], None, is_main_process=PartialState().is_main_process)
+        trackers.start("run")
+        trackers.log({})
+        return here.logged, main.logged
+
+    assert ranks(2).run(run) == [(2, 1), (2, 0)]
+
+
+def test_a_null_tracker_takes_everything() -> None:
+    null = NullTracker("wandb")
+    null.log_table("t", data=[])
+    assert null.name == "wandb"
+    assert not null.tracker
+    null.tracker.config.update(a=1)
+    with pytest.raises(AttributeError):
+        null.__len__()
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_any_kind_become_plain_data() -> None:
+    class Color(enum.Enum):
+        RED = "red"
+
+    @dataclasses.dataclass
+    class Options:
+        path: Path
+        size: int
+
+    again: list[Any] = [1]
+    again.append(again)
+    given = {
+        "tensor": torch.tensor([1.5, 2.0]),
+        "large": torch.zeros(2000),
+        "array": numpy.float32(0.5),
+        "enum": Color.RED,
+        "options": Options(Path("a/b"), 3),
+        "device": torch.device("cpu"),
+        "class": Path,
+        "function": print,
+        "nan": float("nan"),
+        "again": again,
+        ("a", 1): {1, 2},
+        "truth": True,
+    }
+    result = plain(given)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert result["tensor"] == [1.5, 2.0]
+    assert result["large"] == "Tensor of (2000,)"
+    assert result["array"] == 0.5
+    assert result["enum"] == "red"
+    assert result["options"] == {"path": "a/b", "size": 3}
+    assert (result["device"], result["class"], result["nan"], result["truth"]) == ("cpu", "Path", "nan", True)
+    assert result["again"] == [1, "(the same again)"]
+    assert result["['a', 1]"] == [1, 2]
+
+
+# -- the trackers themselves ------------------------------------------------------------------------------------------
+
+
+def test_local_writes_a_line_at_once_for_every_call(tmp_path: Path) -> None:
+    tracker = LocalTracker("team/run", tmp_path / "deep")
+    tracker.start()
+    tracker.store_init_configuration({"lr": torch.tensor(0.5)})
+    tracker.log({"loss": torch.tensor(2.0), "nan": float("nan")}, step=7)
+    lines = [json.loads(line) for line in (tmp_path / "deep" / "team-run.jsonl").read_text().splitlines()]
+    tracker.finish()
+    assert lines[0]["config"] == {"lr": 0.5}
+    assert (lines[1]["step"], lines[1]["values"]) == (7, {"loss": 2.0, "nan": "nan"})
+    again = LocalTracker("team/run", tmp_path / "deep")
+    again.start()
+    again.log({"loss": 1})
+    again.finish()
+    lines = [json.loads(line) for line in again.tracker.read_text().splitlines()]
+    assert [sorted(line) for line in lines[2:]] == [["config", "run", "started"], ["step", "time", "values"]]
+
+
+def test_local_says_where_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write .*run.jsonl"):
+        LocalTracker("run", tmp_path / "file").start()
+
+
+def test_wandb_offline_keeps_settings_values_and_steps(offline: Path) -> None:
+    trackers = Trackers(resolve("wandb", None), None, is_main_process=True)
+    trackers.start("portable", {"lr": 0.01, "model": torch.nn.Linear(1, 1)}, {"wandb": {"name": "first"}})
+    run = trackers.get("wandb", unwrap=True)
+    trackers.log({"loss": torch.tensor(0.5)}, step=3)
+    trackers.log({"loss": 0.25}, step=5)
+    trackers.get("wandb").log_images({"sample": [numpy.zeros((2, 2, 3), dtype=numpy.uint8)]}, step=6)
+    trackers.get("wandb").log_table("table", columns=["a"], data=[[1]], step=7)
+    assert (run.project, run.name, run.step) == ("portable", "first", 7)
+    assert run.config["lr"] == 0.01
+    assert run.config["model"].startswith("Linear(")
+    assert run.summary["loss"] == 0.25
+    trackers.finish()
+    runs = [path for path in (offline / "wandb").glob("offline-run-*") if path.is_dir()]
+    assert len(runs) == 1, "one run, not two"
+    assert list(runs[0].glob("*.wandb"))
+
+
+def test_tensorboard_writes_scalars_with_steps_texts_charts_and_settings(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = Trackers(resolve("tensorboard", tmp_path), tmp_path, is_main_process=True)
+    trackers.start("run", {"lr": 0.1, "model": {"layers": [1, 2], "bias": True, "kind": None}})
+    trackers.log({"loss": torch.tensor(0.5), "note": "hello", "both": {"a": 1, "b": torch.tensor(2)}}, step=4)
+    trackers.log({"loss": 0.25}, step=9)
+    trackers.get("tensorboard").log_images({"sample": torch.zeros(1, 3, 2, 2)}, step=9)
+    trackers.finish()
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 0.5), (9, 0.25)]
+    assert "sample" in events.Tags()["images"]
+    assert (tmp_path / "run" / "both_b").is_dir()
+    assert "layers:\n  - 1\n  - 2" in (tmp_path / "run" / "hparams.yml").read_text()
+
+
+def test_tensorboard_says_what_it_has_no_chart_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trackers = Trackers(resolve("tensorboard", tmp_path), tmp_path, is_main_process=True)
+    trackers.start("run")
+    trackers.log({"weights": torch.zeros(3)}, step=1)
+    trackers.finish()
+    assert "weights is a Tensor, which TensorBoard has no chart for" in caplog.text
