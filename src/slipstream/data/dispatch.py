@@ -240,15 +240,15 @@ class _Stream:
     def messages(self, epoch: int, start: int) -> Iterator[Message]:
         dataset, recipe, seed = self.owner.original.dataset, self.recipe, self.owner.seed
         announce_epoch([dataset], epoch)
-        reading_seed = mix(seed, epoch, "stream")
+        reading_seed, pipeline = mix(seed, epoch, "stream"), mix(seed, epoch, "pipeline")
         if self.engine.has_workers:
             steps = start // self.stride
             if steps:
                 say_reading(dataset, steps, "batches")
-            return islice(self.engine.in_workers(dataset, recipe, seed=reading_seed), steps, None)
+            return islice(self.engine.in_workers(dataset, recipe, seed=reading_seed, pipeline=pipeline), steps, None)
 
         def read(dataset: Any) -> Iterator[Any]:
-            settle_pipeline(dataset, mix(seed, epoch, "pipeline"), 0, 1)
+            settle_pipeline(dataset, pipeline, 0, 1)
             return in_blocks(dataset, recipe.block, OwnRandom(reading_seed))
 
         items, start = open_items(dataset, recipe.block, start, read, needs_head=self.policy == "even")

@@ -252,17 +252,17 @@ def say_reading(dataset: Any, count: int, what: str) -> None:
 class _Reading(IterableDataset[Message]):
     """The dataset of a worker: the script's dataset, made into messages there."""
 
-    def __init__(self, dataset: Any, recipe: Recipe, *, seed: int, place: tuple[int, int], digest: bool, scoped: bool) -> None:
+    def __init__(self, dataset: Any, recipe: Recipe, *, pipeline: int, place: tuple[int, int], digest: bool, scoped: bool) -> None:
         self.dataset = dataset
         self.recipe = recipe
-        self.seed = seed
+        self.pipeline = pipeline
         self.place = place
         self.digest = digest
         self.scope = OwnRandom() if scoped else None
         self.passes = 0
 
     def __iter__(self) -> Iterator[Message]:
-        settle_pipeline(self.dataset, mix(self.seed, "pipeline", self.passes), *self.place)
+        settle_pipeline(self.dataset, mix(self.pipeline, self.passes), *self.place)
         self.passes += 1
         items = in_blocks(self.dataset, self.recipe.block, self.scope, careful=True)
         if not self.digest:
@@ -320,16 +320,24 @@ class Engine:
         return iter(DataLoader(_Once(messages), batch_size=None, collate_fn=as_it_is, pin_memory=True))
 
     def in_workers(
-        self, dataset: Any, recipe: Recipe, *, seed: int, place: tuple[int, int] = (0, 1), digest: bool = False, scoped: bool = False
+        self,
+        dataset: Any,
+        recipe: Recipe,
+        *,
+        seed: int,
+        pipeline: int,
+        place: tuple[int, int] = (0, 1),
+        digest: bool = False,
+        scoped: bool = False,
     ) -> Iterator[Message]:
         """What workers read; one message is taken ahead, as the workers do not know of each other's ends.
 
-        `place` is (rank, world size) for pipelines that share themselves out.
+        `pipeline` and `place` (rank, world size) are for pipelines that share themselves out: a seed that all ranks have.
         """
         if self._kept is not None and self._kept[0] is dataset and self._kept[1] == recipe:
             loader = self._kept[2]
         else:
-            reading = _Reading(dataset, recipe, seed=seed, place=place, digest=digest, scoped=scoped)
+            reading = _Reading(dataset, recipe, pipeline=pipeline, place=place, digest=digest, scoped=scoped)
             loader = self._loader(reading)
             self._kept = (dataset, recipe, loader) if self.original.persistent_workers else None
         assert loader.generator is not None

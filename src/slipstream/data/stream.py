@@ -198,7 +198,10 @@ class StreamLoader(PreparedLoader):
         seed = self._reading_seed(epoch)
         if engine.has_workers:
             place = (self.place.rank, self.place.world_size) if self.way == "own" else (0, 1)
-            messages = engine.in_workers(self._dataset, recipe, seed=seed, place=place, digest=digest, scoped=self.way == "turns")
+            pipeline, scoped = mix(self.seed, epoch, "pipeline"), self.way == "turns"
+            messages = engine.in_workers(
+                self._dataset, recipe, seed=seed, pipeline=pipeline, place=place, digest=digest, scoped=scoped
+            )
             if steps:
                 say_reading(self._dataset, steps, "batches")
             return islice(messages, steps, None)
