@@ -51,8 +51,8 @@ class Beacon:
         """The section that was entered last, and whether this rank is in it now."""
         self.inside = False
         self.sections = 0
-        self.failure = ""
-        """Where this rank stopped in the middle of a section, with an error of its own."""
+        self.failure = (0, "")
+        """Where this rank stopped in the middle of a section, with an error of its own, and after how many others."""
         self.loss: str | None = None
         """Why a collective that is under way cannot complete, as found in the store; None while all is well."""
         self.mistake = False
@@ -70,6 +70,8 @@ class Beacon:
         self._last_sample = 0.0
         self._departures: dict[int, dict[str, Any]] = {}
         self._sections_before = 0
+        self._begun: Callable[[], int] = int
+        self._begun_before = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._signal = StackSignal()
@@ -80,17 +82,27 @@ class Beacon:
 
     def enter(self, generation: int, sequence: int, operation: str, site: str) -> None:
         self._main_thread = threading.get_ident()
-        self.here = Here(generation, sequence, operation, site, True, sections=self.sections, syncs=self.syncs)
+        self.here = Here(generation, sequence, operation, site, True, sections=self.sections, syncs=self.syncs, reductions=self.reductions)
 
     def leave(self) -> None:
         here = self.here
         self._sections_before = self.sections
+        self._begun_before = self._begun()
         self.here = self._completed = Here(here.generation, here.sequence, here.operation, here.site, sections=self.sections)
 
     @property
     def syncs(self) -> int:
         """Watched sections that were entered since the last collective of ours."""
         return self.sections - self._sections_before
+
+    @property
+    def reductions(self) -> int:
+        """Collectives of torch's own group that were begun since the last collective of ours."""
+        return self._begun() - self._begun_before
+
+    def count_with(self, begun: Callable[[], int]) -> None:
+        """How to ask how many collectives torch's own group has begun, in this generation."""
+        self._begun, self._begun_before = begun, begun()
 
     def place(self) -> Here:
         """What this rank is doing: the innermost of a collective of ours and a watched section, or the last of them."""
@@ -114,8 +126,9 @@ class Beacon:
 
     def new_generation(self) -> None:
         """Forgets losses that belonged to the group before; a rank that ended stays lost."""
-        self.loss, self.mistake, self.failure = None, False, ""
+        self.loss, self.mistake, self.failure = None, False, (0, "")
         self.watched, self.inside, self.sections, self._sections_before = None, False, 0, 0
+        self.count_with(int)
         with self._lock:
             self._departures.clear()
             self._read_exits()
@@ -196,7 +209,8 @@ class Beacon:
         self._store.set(f"beacon/{self.rank}", json.dumps(note))
 
     def _note(self) -> dict[str, Any]:
-        return {**self.place().note(), "failure": self.failure}
+        sections, failure = self.failure
+        return {**self.place().note(), "failure": failure if sections == self.sections else ""}
 
     def publish(self) -> None:
         """Tells where this rank is now: its last word, before it leaves."""

@@ -161,6 +161,7 @@ class GroupChannel:
         self._sever = sever
         self.begun = _counter(data)
         """How many collectives of torch's own group have begun so far."""
+        beacon.count_with(self.begun)
         self._lock = threading.RLock()
         self._closing = threading.Lock()
 

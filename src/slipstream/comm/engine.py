@@ -69,7 +69,8 @@ class Watch:
         self._present = channel
         self._channel: Any = _Unbound()
         self._at: tuple[int, CodeType | None, int] = (0, None, 0)
-        """Number of the section, and the user's line."""
+        """Number of the section, and the user's place: code, and instruction in it."""
+        self._ours = _Ours()
         self._beacon: Any = None
         self._begun: Callable[[], int] = int
         self._begun_before = 0
@@ -84,11 +85,12 @@ class Watch:
         if not self._channel.fit:
             self._bind()
         frame: FrameType | None = _getframe(1)
-        while frame is not None and is_ours(frame.f_code.co_filename):
+        ours = self._ours
+        while frame is not None and ours[frame.f_code.co_filename]:
             frame = frame.f_back
         beacon = self._beacon
         beacon.sections = number = beacon.sections + 1
-        self._at = (number, None, 0) if frame is None else (number, frame.f_code, frame.f_lineno)
+        self._at = (number, None, 0) if frame is None else (number, frame.f_code, frame.f_lasti)
         self._begun_before = self._begun()
         self.since = monotonic()
         beacon.watched = self
@@ -97,7 +99,6 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             self._fail(error)
-        self._left = monotonic()
         self._beacon.inside = False
 
     def enter(self) -> None:
@@ -134,10 +135,11 @@ class Watch:
 
     def _spoil(self, here: Here, error: BaseException) -> None:
         """This rank did not take part in the section; the others may be in it, waiting for the rest of what it began."""
+        text = f"{here.call} with {type(error).__name__}: {_first_line(error)}"
         self._beacon.sections -= 1
+        self._beacon.failure = self._beacon.sections, text
         if here.begun:
-            self._beacon.failure = f"{here.call} with {type(error).__name__}: {_first_line(error)}"
-            self._channel.spoil(f"rank {self._beacon.rank} failed in {self._beacon.failure}")
+            self._channel.spoil(f"rank {self._beacon.rank} failed in {text}")
 
     def _meaning(self, here: Here, error: BaseException) -> DistributedOperationException:
         """What a broken connection of torch's group means: the others, the launcher, or our own thread can say."""
@@ -162,19 +164,22 @@ class Watch:
 
     def here(self, waiting: bool) -> Here:
         """Where this rank is, or was last."""
-        number, code, line = self._at
+        number, code, instruction = self._at
         beacon = self._beacon
+        if self._left < self.since and not waiting:
+            self._left = monotonic()  # about then: the first who asks after it was left
         return Here(
             generation=self._channel.generation,
             sequence=beacon.here.sequence,
             operation=self._kind,
-            site="unknown place" if code is None else spell(code.co_filename, line, code.co_name),
+            site="unknown place" if code is None else spell(code.co_filename, _line(code, instruction), code.co_name),
             waiting=waiting,
             since=self.since if waiting else self._left,
             sections=number,
             syncs=beacon.syncs,
             watched=True,
             begun=self._begun() - self._begun_before if waiting else 0,
+            reductions=beacon.reductions,
         )
 
     def look(self) -> None:
@@ -201,10 +206,23 @@ class Watch:
             )
 
 
+class _Ours(dict[str, bool]):
+    """Whether a file is ours, remembered: a look-up costs a sixth of a call."""
+
+    def __missing__(self, filename: str) -> bool:
+        self[filename] = found = is_ours(filename)
+        return found
+
+
 class _Unbound:
     """The channel of a watch that has not been entered yet."""
 
     fit = False
+
+
+def _line(code: CodeType, instruction: int) -> int:
+    """The line of an instruction: found when somebody asks, as it takes a walk through the code's table."""
+    return next((line for start, end, line in code.co_lines() if line and start <= instruction < end), code.co_firstlineno)
 
 
 def _is_of_a_connection(error: BaseException) -> bool:

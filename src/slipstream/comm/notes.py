@@ -30,6 +30,8 @@ class Here:
     """Whether this is a watched section and not a collective of ours."""
     begun: int = 0
     """Collectives of torch that have begun in the section."""
+    reductions: int = 0
+    """Collectives of torch that it has begun after its last collective of ours, in a section or not."""
 
     @property
     def call(self) -> str:

@@ -53,7 +53,7 @@ class Vigil:
         if self._beacon.loss is not None:
             self.lose()
         self._look_for_a_deadlock()
-        if waited >= self._limit and self._somebody_is_missing() or (
+        if waited >= self._limit and self._is_waiting() or (
             self._patient and waited > self._limits.timeout and self._beacon.all_missing_silent(self._limits.timeout)
         ):
             self.give_up(waited)
@@ -63,6 +63,10 @@ class Vigil:
 
     def _somebody_is_missing(self) -> bool:
         return not self._here.watched or bool(self._beacon.missing())
+
+    def _is_waiting(self) -> bool:
+        """Whether this is more than work: in a section, a collective has begun in it that somebody does not take part in."""
+        return not self._here.watched or (self._beacon.place().begun > 0 and self._somebody_is_missing())
 
     def lose(self) -> NoReturn:
         beacon = self._beacon
@@ -135,8 +139,9 @@ class Vigil:
 def _never_meet(here: Here, note: dict[str, Any]) -> bool:
     """Whether this rank and the one that wrote the note wait for each other in different places.
 
-    A rank that is in a collective of torch, in a section that another has not entered, waits for that one; if the other is in a
-    collective of ours that the first has not reached, it waits too.
+    A rank that has begun a collective of torch in a section which another has not entered waits for that one; if the other is in a
+    collective of ours that the first has not reached, it waits too. Both are counted from the last collective of ours, and both
+    sections and collectives of torch have to say so: one rank may well run some of either alone.
     """
     if not note["waiting"] or note["generation"] != here.generation:
         return False
@@ -148,7 +153,8 @@ def _never_meet(here: Here, note: dict[str, Any]) -> bool:
     section, call = (own, note) if here.watched else (note, own)
     if not section["watched"] or call["watched"]:
         return False
-    return bool(section["begun"] and section["sequence"] == call["sequence"] - 1 and section["syncs"] > call["syncs"])
+    is_ahead = section["syncs"] > call["syncs"] and section["reductions"] > call["reductions"]
+    return bool(section["begun"] and is_ahead and section["sequence"] == call["sequence"] - 1)
 
 
 def _ranks(ranks: list[int]) -> str:
