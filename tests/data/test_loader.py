@@ -330,6 +330,18 @@ def test_a_subclass_keeps_what_it_adds_to_iterating() -> None:
     assert list(loader) == [[4, 6], [12, 14]]
 
 
+def test_batches_that_are_none_are_handed_on() -> None:
+    class Lazy(DataLoader[Any]):
+        def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+            yield from super().__iter__()
+
+    for kind in (DataLoader, Lazy):
+        assert list(prepared(kind(list(range(4)), batch_size=2, collate_fn=lambda samples: None if 0 in samples else samples))) == [
+            None,
+            [2, 3],
+        ]
+
+
 def test_a_subclass_that_reads_everything_by_itself_is_refused() -> None:
     class Stubborn(DataLoader[Any]):
         def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -194,3 +194,10 @@ def test_a_plain_stream_is_asked_to_skip_or_read_with_a_word_about_it(caplog: py
         assert words in caplog.text
         assert bool(caplog.text) == bool(words)
         assert len(list(later)) == 5
+
+
+def test_skipping_twice_adds_up() -> None:
+    assert list(skip_first_batches(skip_first_batches(prepared(DataLoader(range(10), batch_size=2, collate_fn=keep)), 1), 2)) == [
+        [6, 7],
+        [8, 9],
+    ]

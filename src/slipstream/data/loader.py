@@ -219,7 +219,7 @@ class PreparedLoader(DataLoader[Any]):
         """A loader whose first pass begins after so many batches of the present epoch; both count the same epochs."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin._skipping = num_batches
+        twin._skipping = self._skipping + num_batches
         return twin
 
     # -- the script's own loader ----------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ from slipstream.runtime.gradient_state import Shares
 
 __all__ = ["MapLoader", "RankBatches", "samples_per_batch"]
 
+_NOTHING = object()
+
 
 def samples_per_batch(loader: DataLoader[Any]) -> int | None:
     """The batch size, where batches are consecutive samples of the sampler's order; None where the user decides about batches.
@@ -269,6 +271,12 @@ class MapLoader(PreparedLoader):
             self._engine = _Engine(self.original, self)
         return self._engine.read(positions, mix(self.seed, epoch, "workers", self.place.rank))
 
+    def skipping(self, num_batches: int) -> PreparedLoader:
+        """See `PreparedLoader.skipping`. Workers that stay are started again for it: those of this loader may outlive it, or end before."""
+        twin = super().skipping(num_batches)
+        twin.__dict__["_engine"] = None
+        return twin
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None}
 
@@ -277,7 +285,7 @@ class _Engine:
     """Copies of the script's loader that read: their positions and their generator are ours."""
 
     def __init__(self, original: DataLoader[Any], owner: MapLoader) -> None:
-        self.feed = RankBatches(weakref.proxy(owner))  # no cycle: workers that stay end with the prepared loader
+        self.feed = RankBatches(weakref.proxy(owner))  # a cycle would keep workers that stay beyond the prepared loader
         self.loader = _with_feed(original, self.feed)
         self.busy = False
 
@@ -305,15 +313,16 @@ class _Engine:
 
     def _begun_late(self, iterator: Iterator[Any], kind: type) -> Iterator[Any]:
         """For a subclass whose iteration begins with its first batch."""
-        first = next(iterator, None)
+        first = next(iterator, _NOTHING)
+        if first is _NOTHING:
+            return
         if self.feed.pending is not None:
             raise ConfigError(
                 f"the DataLoader given to prepare is a {kind.__name__}, whose __iter__ does not read its batch_sampler: each process would "
                 "read everything. Let it call super().__iter__(), or pass a plain DataLoader."
             )
-        if first is not None:
-            yield first
-            yield from iterator
+        yield first
+        yield from iterator
 
 
 def _with_feed(original: DataLoader[Any], feed: RankBatches, **changes: Any) -> DataLoader[Any]:

@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.comm import ops
 from slipstream.data.batching import derive
+from slipstream.data.dispatch import dispatch_loader
 from slipstream.data.loader import PreparedLoader, get_sampler
 from slipstream.data.mapped import MapLoader, samples_per_batch
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import mix, refuse_sharded
 from slipstream.data.place import Place
+from slipstream.data.stream import stream_loader
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.runtime.current import current
@@ -57,12 +59,8 @@ def build(
         "gradient_state": gradient_state,
     }
     if config.dispatch_batches:
-        from slipstream.data.dispatch import dispatch_loader
-
         return dispatch_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
     if isinstance(loader.dataset, IterableDataset):
-        from slipstream.data.stream import stream_loader
-
         return stream_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
     if effective_batch_size is None:
         return MapLoader(loader, **settings)
