@@ -129,13 +129,13 @@ class DispatchLoader(PreparedLoader):
         return self._source.count(start)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
-        place, condition = self.place, f"pass {epoch} over {type(self.original.dataset).__name__}"
+        place = self.place
         source = self._parts(epoch, start) if place.rank == 0 else None
         previous: Shares | None = None
         step, end = 0, False
         while not end:
             parts = None if source is None else _attempt(source)
-            name = f"batch {step} of {condition}"
+            name = f"batch {step} of pass {epoch}"  # and not whose: the others may have no dataset at all
             got = deal(place.channel(), place.limits, parts, operation="next batch", condition=name)
             if got is None:  # there is nothing at all
                 return
