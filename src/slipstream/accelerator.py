@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 from slipstream.config.handlers import GradientAccumulationPlugin, ProjectConfiguration
@@ -28,16 +29,23 @@ from slipstream.track.trackers import Trackers
 
 __all__ = ["Accelerator"]
 
-_NOT_YET = frozenset(
-    [
-        "load_state",
-        "register_for_checkpointing",
-        "register_load_state_pre_hook",
-        "register_save_state_pre_hook",
-        "save",
-        "save_model",
-        "save_state",
-    ]
+_CHECKPOINTS = "checkpoints come with the next version"
+_ENGINES = "the engine or package that it belongs to is not in this version"
+_NOT_YET = MappingProxyType(
+    {
+        "context_parallel_rank": _ENGINES,
+        "deepspeed_ulysses_dl_adapter": _ENGINES,
+        "load_state": _CHECKPOINTS,
+        "lomo_backward": _ENGINES,
+        "maybe_context_parallel": _ENGINES,
+        "pipeline_parallel_rank": _ENGINES,
+        "register_for_checkpointing": _CHECKPOINTS,
+        "register_load_state_pre_hook": _CHECKPOINTS,
+        "register_save_state_pre_hook": _CHECKPOINTS,
+        "save": _CHECKPOINTS,
+        "save_model": _CHECKPOINTS,
+        "save_state": _CHECKPOINTS,
+    }
 )
 
 
@@ -121,13 +129,18 @@ class Accelerator(Processes, Preparation, Training, Settings):
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_YET:
-            raise AttributeError(f"Accelerator.{name} is not in this version of slipstream yet: checkpoints come with the next one")
+            raise AttributeError(f"Accelerator.{name} is not in this version of slipstream: {_NOT_YET[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return repr(self.state).replace(type(self.state).__name__, type(self).__name__, 1)
 
     # -- trackers (track/) ----------------------------------------------------------------------------------------
+
+    @property
+    def log_with(self) -> list[str]:
+        """The names of the trackers that were chosen."""
+        return self._trackers.names
 
     @property
     def trackers(self) -> list[Any]:

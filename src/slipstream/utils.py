@@ -126,6 +126,11 @@ if TYPE_CHECKING:
         is_repeated_blocks as is_repeated_blocks,
     )
     from slipstream.parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel
+    from slipstream.precision.fp8 import (
+        convert_model_to_fp8_ao as convert_model_to_fp8_ao,
+        filter_first_and_last_linear_layers as filter_first_and_last_linear_layers,
+        has_ao_layers as has_ao_layers,
+    )
     from slipstream.precision.options import (
         AORecipeKwargs as AORecipeKwargs,
         AutocastKwargs as AutocastKwargs,
@@ -273,6 +278,11 @@ _HOMES = {
         "is_repeated_blocks",
     ),
     "slipstream.parallel.unwrap": ("extract_model_from_parallel",),
+    "slipstream.precision.fp8": (
+        "convert_model_to_fp8_ao",
+        "filter_first_and_last_linear_layers",
+        "has_ao_layers",
+    ),
     "slipstream.precision.options": (
         "AORecipeKwargs",
         "AutocastKwargs",
@@ -332,11 +342,13 @@ __all__ = [
     "compile_regions",
     "concatenate",
     "convert_bytes",
+    "convert_model_to_fp8_ao",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
     "copy_tensor_to_devices",
     "deepspeed_required",
     "extract_model_from_parallel",
+    "filter_first_and_last_linear_layers",
     "find_batch_size",
     "find_device",
     "gather",
@@ -344,6 +356,7 @@ __all__ = [
     "gather_tensor_shape",
     "get_data_structure",
     "get_shape",
+    "has_ao_layers",
     "has_compiled_regions",
     "has_repeated_blocks",
     "honor_type",

@@ -321,8 +321,8 @@ def test_a_rank_that_stops_early_does_not_change_the_order_on_itself_alone(ranks
 
 
 def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(AttributeError, match="prepare is not in this version"):
-        Accelerator().prepare(torch.nn.Linear(1, 1))
+    with pytest.raises(AttributeError, match="save_state is not in this version"):
+        Accelerator().save_state("here")
     with pytest.raises(AttributeError, match="no attribute 'perpare'"):
         Accelerator().perpare  # noqa: B018
     assert not hasattr(Accelerator(), "save_state")

@@ -116,6 +116,8 @@ def test_the_model_shows_through_its_wrapper(ranks: Any) -> None:
         inner = accelerator.unwrap_model(net)
         assert net.temperature == 1.0
         assert net.describe() == "an encoder"
+        layers = accelerator.prepare(model())
+        assert layers[0] is accelerator.unwrap_model(layers)[0]
         net.temperature = 2.0
         assert inner.temperature == 2.0
         with pytest.raises(AttributeError, match="nothing_of_the_kind") as missing:
@@ -127,11 +129,21 @@ def test_the_model_shows_through_its_wrapper(ranks: Any) -> None:
     assert ranks(2).run(run) == [(0.5, True)] * 2
 
 
+class Idle(torch.nn.Module):
+    """A model with a layer that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
 def test_unused_parameters_are_named_before_the_first_update(ranks: Any) -> None:
     def run() -> str:
         accelerator = Accelerator(cpu=True)
-        net = torch.nn.ModuleDict({"used": torch.nn.Linear(1, 1), "idle": torch.nn.Linear(1, 1)})
-        net.forward = lambda x: net["used"](x)
+        net = Idle()
         net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
         accelerator.backward(net(torch.ones(1, 1)).sum())
         before = weights(net)
@@ -146,8 +158,7 @@ def test_unused_parameters_are_named_before_the_first_update(ranks: Any) -> None
 
     def allowed() -> bool:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-        net = torch.nn.ModuleDict({"used": torch.nn.Linear(1, 1), "idle": torch.nn.Linear(1, 1)})
-        net.forward = lambda x: net["used"](x)
+        net = Idle()
         net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
         for _ in range(2):
             accelerator.backward(net(torch.ones(1, 1)).sum())

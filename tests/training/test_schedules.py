@@ -47,6 +47,7 @@ def test_the_rule_of_the_relative_is_an_option(ranks: Any) -> None:
         assert split == pytest.approx([1.0, 0.9, 0.8, 0.7])
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # torch's own, and right: it is called before any update
 def test_a_scheduler_of_its_own_moves_at_every_call() -> None:
     assert curve(3, steps=2, step_scheduler_with_optimizer=False) == pytest.approx([0.9, 0.7, 0.5])
 

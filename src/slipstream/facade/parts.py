@@ -93,7 +93,7 @@ def assemble(
     distributed = state.use_distributed
     strategy: Strategy = Strategy()
     if distributed:
-        strategy = DDP(state.runtime, state.device, handlers.ddp, getattr(state.runtime, "watch", lambda *a: None)("backward", state.limits))
+        strategy = DDP(state.runtime, state.device, handlers.ddp, state.runtime.watch("backward", state.limits))
     precision = Precision(
         state.mixed_precision, strategy.realise(state.device), handlers, outputs_to_fp32=outputs_to_fp32, distributed=distributed
     )

@@ -6,8 +6,10 @@ kinds are given back as they are; a container of things to prepare is an error, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +88,7 @@ class Preparation:
         if known is None or prepared is not before:
             parts.stepper.add(original, prepared)
             if parts.state.debug and not evaluation_mode:
-                parts.state.expect_equal(f"weights of {type(original).__name__}", original.state_dict)
+                parts.state.expect_equal(f"weights of {type(original).__name__}", partial(_weights, weakref.ref(original)))
         return prepared
 
     def _places(self, device_placement: bool | None) -> bool:
@@ -94,7 +96,8 @@ class Preparation:
 
     def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
         """The user's model inside any wrappers; see `parallel/unwrap.py`."""
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return inner
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The weights of a model, under the names that it has without wrappers."""
@@ -116,7 +119,7 @@ class Preparation:
             )
         if self._places(device_placement) and optimizer.state and parts.state.device.type != CPU.type:
             optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
-        prepared = AcceleratedOptimizer(optimizer, parts.stepper, lambda model: parts.strategy.step(model.prepared))
+        prepared = AcceleratedOptimizer(optimizer, parts.stepper, parts.strategy.step if parts.strategy.averages else None)
         parts.registry.optimizers.append(prepared)
         return prepared
 
@@ -127,14 +130,15 @@ class Preparation:
             if scheduler is known or scheduler is known.scheduler:
                 return known
         inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+        state, registry = parts.state, weakref.ref(parts.registry)  # which will hold the scheduler
         repeats = parts.scheduler_steps_per_process and not parts.loading.split_batches
         prepared = AcceleratedScheduler(
             inner,
             parts.gradient_state,
-            parts.registry.find_optimizer,
+            lambda optimizer: found.find_optimizer(optimizer) if (found := registry()) is not None else None,
             step_with_optimizer=parts.step_scheduler_with_optimizer,
             moves=parts.state.num_processes if repeats else 1,
-            same_everywhere=lambda value: parts.state.verify_replicas(metric=float(value)),
+            same_everywhere=lambda value: state.verify_replicas(metric=float(value)),
         )
         parts.registry.schedulers.append(prepared)
         return prepared
@@ -165,7 +169,7 @@ class Preparation:
                 slice_fn=slice_fn,
             )
             if parts.rng_types:
-                built.at_start = self._synchronize
+                built.at_start = partial(synchronize_rng_states, parts.rng_types)
             if built not in parts.registry.loaders:
                 parts.registry.loaders.append(built)
             prepared.append(built)
@@ -180,9 +184,6 @@ class Preparation:
             return seeds
         shared: list[int] = ops.broadcast_objects(parts.state.channel(), parts.state.limits, seeds, 0)
         return shared
-
-    def _synchronize(self) -> None:
-        synchronize_rng_states(self._parts.rng_types)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader that begins after so many batches; see `data/skip.py`."""
@@ -224,6 +225,12 @@ class Preparation:
         return self.free_memory(*objects)
 
 
+def _weights(model: weakref.ref[torch.nn.Module]) -> dict[str, Any]:
+    """The weights of a model that is still there."""
+    present = model()
+    return {} if present is None else present.state_dict()
+
+
 def _present_device(model: torch.nn.Module) -> torch.device:
     """Where the parameters of a model are that is about to be moved; none of them may be without memory."""
     return next((parameter.device for parameter in model.parameters() if parameter.device.type != "meta"), torch.device(CPU.type))
@@ -259,7 +266,7 @@ def _check_objects(objects: Sequence[Any]) -> None:
         for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
             if seen.setdefault(id(parameter), one) is not one:
                 raise ConfigError(
-                    f"prepare was given two optimizers ({type(seen[id(parameter)]).__name__} and {type(one).__name__}) that share a parameter "
+                    f"prepare was given two optimizers ({type(seen[id(parameter)]).__name__}, {type(one).__name__}) that share a parameter "
                     f"of shape {tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
                 )
 
@@ -267,6 +274,6 @@ def _check_objects(objects: Sequence[Any]) -> None:
 def _places(device_placement: Sequence[bool | None] | None, count: int) -> Sequence[bool | None]:
     if device_placement is None:
         return [None] * count
-    if isinstance(device_placement, bool) or len(device_placement) != count:
+    if not isinstance(device_placement, (list, tuple)) or len(device_placement) != count:
         raise ConfigError(f"prepare(device_placement={device_placement!r}): it is a list with one entry for each of the {count} objects")
     return device_placement

@@ -73,8 +73,7 @@ class GradientState:
         """Whether gradients of the present batch are reduced and the optimizers step."""
         self.active: ActiveLoader | None = None
         """The innermost loader that is being read."""
-        self.finished: Any = None
-        """The loader that was read to its end last, for results that are gathered after the loop."""
+        self._finished: weakref.ref[Any] | None = None
         self._stack: list[weakref.ref[Any]] = []
 
     def __repr__(self) -> str:
@@ -134,20 +133,25 @@ class GradientState:
         """Samples in the last global batch of the active loader if it is not full; -1 for not known."""
         return -1 if self.active is None else self.active.remainder
 
+    @property
+    def finished(self) -> Any:
+        """The loader that was read to its end last, for results that are gathered after the loop; None where there is none."""
+        return None if self._finished is None else self._finished()
+
     def enter(self, loader: Any) -> None:
         """A loader begins an iteration."""
         self._stack.append(weakref.ref(loader))
         self.active = loader
-        self.finished = None
+        self._finished = None
 
     def leave(self, loader: Any, *, exhausted: bool) -> None:
         """A loader's iteration ends: at its end, by `break` or by an exception."""
         self._stack = [reference for reference in self._stack if reference() not in (loader, None)]
         remaining = self.dataloader_references
         self.active = remaining[-1] if remaining else None
-        self.finished = loader if exhausted else None
+        self._finished = weakref.ref(loader) if exhausted else None
 
     def forget(self) -> None:
         """Drops every loader: nothing here keeps one alive afterwards."""
-        self._stack, self.active, self.finished = [], None, None
+        self._stack, self.active, self._finished = [], None, None
         self.sync_gradients = True

@@ -40,7 +40,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     False
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stepper: Stepper, check: Callable[[PreparedModel], None]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, stepper: Stepper, check: Callable[[torch.nn.Module], None] | None) -> None:
         # The base class is not initialised: groups, state and hooks are those of the user's optimizer.
         self.optimizer = optimizer
         self.stepper = stepper
@@ -64,7 +64,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if not model.window.closing:
                 return None
         for model in models:
-            self._check(model)
+            if self._check is not None:
+                self._check(model.prepared)
             model.window.touched = True
         if self.scaler.scales:
             self.step_was_skipped = not self.scaler.step(self.optimizer, closure)
@@ -94,7 +95,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             shapes = ", ".join(str(tuple(one.shape)) for one in strangers[:3]) + (", ..." if len(strangers) > 3 else "")
             raise StateError(
                 f"{type(self.optimizer).__name__} has {len(strangers)} of {len(parameters)} parameters (shapes {shapes}) that belong to no "
-                "model prepared by this Accelerator: their gradients would not be averaged between processes. Prepare the model they belong "
+                "model prepared by this Accelerator: their gradients would not be averaged over processes. Prepare the model they belong "
                 "to (as it is now: not a copy, and not one made after the optimizer); a lone parameter goes into a module."
             )
         self._models = tuple(models)

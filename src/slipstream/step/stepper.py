@@ -10,6 +10,7 @@ over the ranks; so a rank's part is weighed here, and only where ranks or batche
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -73,9 +74,11 @@ class Scaler(Protocol):
 class _Engine(Protocol):
     """What stepping needs of a strategy."""
 
+    averages: bool
+
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]: ...
 
-    def backward(self, loss: torch.Tensor, reduces: bool, kwargs: dict[str, Any]) -> None: ...
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None: ...
 
 
 class Section:
@@ -86,22 +89,25 @@ class Section:
     def __init__(self, stepper: Stepper, models: Sequence[PreparedModel]) -> None:
         self.models = tuple(models)
         self.windows = tuple(model.window for model in models)
-        self._stepper = stepper
+        self._stepper = weakref.ref(stepper)  # which keeps its sections: a cycle would keep models until garbage is collected
         self._outer: Section | None = None
         self._paused: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        stepper = self._stepper
+        stepper = self._stepper()
+        assert stepper is not None
         closing = stepper.begin(self)
         self._outer, stepper.section = stepper.section, self
-        if not (closing or stepper.state.plugin.sync_each_batch):
+        if not closing and stepper.engine.averages and not stepper.state.plugin.sync_each_batch:
             for model in self.models:
                 paused = stepper.engine.no_sync(model.prepared)
                 paused.__enter__()
                 self._paused.append(paused)
 
     def __exit__(self, *details: Any) -> None:
-        self._stepper.section = self._outer
+        stepper = self._stepper()
+        assert stepper is not None
+        stepper.section, self._outer = self._outer, None
         while self._paused:
             self._paused.pop().__exit__(None, None, None)
 
@@ -270,7 +276,12 @@ class Stepper:
             loss = loss * (part / divisor)
         elif divisor != 1.0:
             loss = loss / divisor
-        self.engine.backward(self.scaler.scale(loss), reduces, kwargs)
+        if self.scaler.scales:
+            loss = self.scaler.scale(loss)
+        if reduces and self.engine.averages:
+            self.engine.backward(loss, **kwargs)
+        else:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def _update_scale(self) -> None:
         """A new loss scale; gradients of windows that are still open were made with the old one."""

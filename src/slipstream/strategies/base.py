@@ -4,7 +4,7 @@
     prepare     wraps a model, or gives it back
     realise     says how the precision policy is carried out here
     no_sync     a block in which backward does not reduce gradients
-    backward    the gradients of a loss; `reduces` says whether this is a pass that reduces them
+    backward    the gradients of a loss, in a pass that reduces them
     step        looks at a model before its optimizer steps
     clip        clips gradients to a norm, and gives the global norm
     unwrap      the user's model inside of what `prepare` gave
@@ -30,6 +30,8 @@ class Strategy:
     """One process runs the step by itself: every verb as plain PyTorch does it."""
 
     name = "single"
+    averages = False
+    """Whether gradients are averaged between processes: if not, a step need not ask this strategy for anything."""
 
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
         """Refuses models whose parameters are nowhere, or not where this process computes."""
@@ -61,7 +63,7 @@ class Strategy:
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor, reduces: bool, kwargs: dict[str, Any]) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, model: torch.nn.Module) -> None:

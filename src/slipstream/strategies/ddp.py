@@ -67,6 +67,9 @@ class Replicated(DistributedDataParallel):
         else:
             super().__setattr__(name, value)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # of a Sequential, say; others raise as they do by themselves
+
     def _tied(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """A method of the model whose results, where they need gradients, are averaged over the ranks as those of `forward` are."""
 
@@ -141,6 +144,7 @@ class DDP(Strategy):
     """Several processes, each with a replica of the whole model."""
 
     name = "ddp"
+    averages = True
 
     def __init__(
         self, runtime: Runtime, device: torch.device, options: DistributedDataParallelKwargs | None = None, watch: Any = None
@@ -174,10 +178,7 @@ class DDP(Strategy):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
-    def backward(self, loss: torch.Tensor, reduces: bool, kwargs: dict[str, Any]) -> None:
-        if not reduces:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-            return
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         with self._watch:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 

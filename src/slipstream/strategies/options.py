@@ -11,6 +11,7 @@ import torch
 
 from slipstream.config.handlers import KwargsHandler
 from slipstream.errors import ConfigError
+from slipstream.strategies.power import batched_power_hook
 
 __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
 
@@ -53,7 +54,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_wrapper = _hook("comm_wrapper", self.comm_wrapper)
         if self.dim != 0 or self.check_reduction:
             raise ConfigError(
-                "DistributedDataParallelKwargs(dim=..., check_reduction=...): torch ignores both with one device per process; leave them out"
+                "DistributedDataParallelKwargs(dim=..., check_reduction=...): torch ignores both, so leave them out"
             )
         if self.comm_wrapper in _POWER:
             raise ConfigError(f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}): a wrapper is fp16 or bf16")
@@ -81,7 +82,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
             DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
             DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
-            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: batched_power_hook,
         }
         wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
             DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
@@ -91,7 +92,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if self.comm_wrapper is not DDPCommunicationHookType.NO:
             hook = wrappers[self.comm_wrapper](hook)
         state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if self.comm_hook in _POWER else None
-        model.register_comm_hook(state, hook)
+        # torch knows the bf16 hooks by name and wants a GPU for them; the backends themselves, gloo too, add bfloat16.
+        model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
 
 
 def _hook(name: str, value: Any) -> DDPCommunicationHookType:

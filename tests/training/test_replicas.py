@@ -1,0 +1,208 @@
+"""Replicas: options and hooks of DistributedDataParallel, uneven inputs, blocks without averaging, and mistakes between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import close, mean_loss, model, rows, weights
+from torch.utils.data import DataLoader
+
+from slipstream import Accelerator, ConfigError, DistributedDataParallelKwargs
+from slipstream.utils import DataLoaderConfiguration
+
+
+def gradient(accelerator: Accelerator, net: Any) -> float:
+    return accelerator.unwrap_model(net).weight.grad.item()
+
+
+def one_weight(accelerator: Accelerator) -> Any:
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(net.weight)
+    return accelerator.prepare(net)
+
+
+def test_replicas_start_from_the_weights_of_rank_0(ranks: Any) -> None:
+    def run() -> float:
+        accelerator = Accelerator(cpu=True)
+        net = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(net.weight, accelerator.process_index + 1.0)
+        return accelerator.unwrap_model(accelerator.prepare(net)).weight.item()
+
+    assert ranks(3).run(run) == [1.0] * 3
+
+
+def test_blocks_without_averaging_and_the_one_that_makes_up_for_them(ranks: Any) -> None:
+    def run() -> list[float]:
+        accelerator = Accelerator(cpu=True)
+        net = one_weight(accelerator)
+        x = torch.full((1, 1), float(accelerator.process_index))
+        seen = []
+        with accelerator.no_sync(net):
+            accelerator.backward(net(x).sum())
+            seen.append(gradient(accelerator, net))
+            first, second = net(x), net(x)
+            accelerator.backward(first.sum())
+        with accelerator.trigger_sync_in_backward(net):
+            accelerator.backward(second.sum())
+        return [*seen, gradient(accelerator, net)]
+
+    assert ranks(2).run(run) == [[0.0, 1.5], [1.0, 1.5]]
+    assert ranks(1).run(run) == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "power_sgd", "batched_power_sgd"])
+def test_communication_hooks(ranks: Any, hook: str) -> None:
+    def run() -> Any:
+        state = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2} if "power" in hook else {}
+        wrapper = "fp16" if hook == "power_sgd" else "no"
+        options = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=state)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+        net = torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.ones_(net.weight)
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(4):
+            accelerator.backward(net(torch.full((1, 4), accelerator.process_index + 1.0)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        reduced = str(accelerator.precision)
+        return accelerator.unwrap_model(net).weight.detach().flatten()[:2].tolist(), reduced
+
+    found = ranks(2).run(run)
+    assert found[0][0] == found[1][0] == pytest.approx([1 - 4 * 0.1 * 1.5 / 4] * 2, rel=0.01)
+    if hook == "bf16":
+        assert "gradients reduced in bfloat16" in found[0][1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"comm_hook": "fp8"},
+        {"comm_wrapper": "fp16"},
+        {"comm_hook": "fp16", "comm_state_option": {"a": 1}},
+        {"dim": 1},
+        {"check_reduction": True},
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        DistributedDataParallelKwargs(**options)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_may_run_out_of_batches_in_a_join_block(ranks: Any, world: int) -> None:
+    """On the CPU, too (pain 12)."""
+
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True)
+        net = model()
+        net, optimizer, loader = accelerator.prepare(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(rows(5), batch_size=1)
+        )
+        batches = 0
+        with accelerator.join_uneven_inputs([net], even_batches=False):
+            for x, y, _ in loader:
+                accelerator.backward(mean_loss(net, x, y))
+                optimizer.step()
+                optimizer.zero_grad()
+                batches += 1
+        evened = len(list(loader))
+        everyone = accelerator.gather(weights(accelerator.unwrap_model(net)).unsqueeze(0))
+        assert all(close(row, everyone[0]) for row in everyone)
+        return batches, evened
+
+    counts = ranks(world).run(run)
+    assert sum(batches for batches, _ in counts) == 5
+    assert {evened for _, evened in counts} == {-(-5 // world)}
+
+
+def test_clipping_acts_once_per_update_on_whole_gradients(ranks: Any) -> None:
+    """In full precision and with the scale of fp16: the norm is that of one process (pain 24)."""
+
+    def run(precision: str) -> Any:
+        accelerator = Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(data_seed=1)
+        )
+        net = torch.nn.Linear(3, 1).float()
+        with torch.no_grad():
+            net.weight.copy_(torch.tensor([[1.0, -2.0, 3.0]]))
+            net.bias.zero_()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        net, optimizer = accelerator.prepare(net, optimizer)
+        data = torch.arange(24.0).reshape(8, 3) / 8
+        norms = []
+        for step in range(4):
+            with accelerator.accumulate(net):
+                mine = data[2 * step : 2 * step + 2].chunk(accelerator.num_processes)[accelerator.process_index]
+                accelerator.backward(net(mine).float().square().mean())
+                norms.append(round(float(accelerator.clip_grad_norm_(net.parameters(), 0.1)), 2))
+                optimizer.step()
+                optimizer.zero_grad()
+        return norms, [round(value, 2) for value in weights(accelerator.unwrap_model(net)).tolist()]
+
+    for precision in ("no", "fp16"):
+        (norms, found), *_ = ranks(1).run(lambda precision=precision: run(precision))
+        assert norms[0] == 0.0
+        assert norms[1] == norms[2] != norms[3]
+        assert norms[1] > 0.1
+        for other in ranks(2).run(lambda precision=precision: run(precision)):
+            assert other[1] == pytest.approx(found, abs=0.02)
+            assert other[0] == pytest.approx(norms, rel=0.02)
+
+
+def test_values_are_clipped_between_no_updates() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = one_weight(accelerator)
+    for expected in (5.0, 1.0):
+        with accelerator.accumulate(net):
+            accelerator.backward(net(torch.full((1, 1), 10.0)).sum())
+            accelerator.clip_grad_value_(net.parameters(), 1.0)
+            assert gradient(accelerator, net) == expected
+
+
+def test_the_precision_is_what_it_says(ranks: Any) -> None:
+    def run() -> Any:
+        seen = {}
+        for precision in ("no", "bf16", "fp16"):
+            for upcast in (False, True):
+                accelerator = Accelerator(cpu=True, mixed_precision=precision, outputs_to_fp32=upcast)
+                net = accelerator.prepare(torch.nn.Linear(2, 2))
+                out = net(torch.ones(1, 2))
+                with accelerator.autocast():
+                    inside = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+                accelerator.backward(out.float().sum())
+                grads = {parameter.grad.dtype for parameter in net.parameters()}
+                assert grads == {accelerator.precision.param}
+                assert inside == accelerator.precision.compute
+                assert out.dtype == (accelerator.precision.output or accelerator.precision.compute)
+                seen[precision, upcast] = str(accelerator.precision)
+        return seen
+
+    for world in (1, 2):
+        texts = ranks(world).run(run)[0]
+        assert texts["bf16", False] == "bf16: parameters float32, compute bfloat16, gradients reduced in float32, outputs as computed"
+        assert texts["fp16", True].endswith("outputs cast to float32")
+
+
+def test_float16_weights_cannot_be_trained_with_a_scale() -> None:
+    with pytest.raises(ConfigError, match="Load the model in float32"):
+        Accelerator(cpu=True, mixed_precision="fp16").prepare(torch.nn.Linear(1, 1).half())
+
+
+def test_a_rank_that_leaves_the_loop_early_is_named(ranks: Any) -> None:
+    def run() -> str:
+        accelerator = Accelerator(cpu=True, hang_warning=5.0)
+        net = one_weight(accelerator)
+        for number in range(4):
+            if number == 2 and accelerator.process_index == 1:
+                break
+            accelerator.backward(net(torch.ones(1, 1)).sum())
+        accelerator.gather(torch.ones(1))
+        return "done"
+
+    for outcome in ranks(2).outcomes(run):
+        assert outcome.error is not None
+        text = str(outcome.error)
+        assert "backward" in text
+        assert "gather" in text
