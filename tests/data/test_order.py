@@ -173,6 +173,17 @@ def test_a_sampler_that_promises_a_wrong_length_ends_where_it_ends() -> None:
     assert told == [(8, False), (7, False), (6, False), (5, False), (0, True)]
 
 
+def test_an_order_that_a_sampler_has_in_whole_tells_how_many_batches_are_left() -> None:
+    class AtOnce(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(random.sample(DATA, 10))
+
+    make: Callable[[], Any] = AtOnce
+    assert epochs(make, 1, 4) == epochs(make, 2, 2)
+    loader = prepared(loader_of(AtOnce()))
+    assert [loader.batches_left for _ in loader] == [4, 3, 2, 1, 0]
+
+
 def test_batch_samplers_of_the_users_own_draw_the_same_on_every_rank() -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(DATA, batch_sampler=TokenBudget(RandomSampler(DATA)), collate_fn=keep)

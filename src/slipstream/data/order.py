@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import numpy
@@ -29,6 +30,7 @@ __all__ = ["announce_epoch", "certain_length", "inner_samplers", "mix", "order_o
 
 _STANDARD = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 _KINDS = ("BatchSampler", "RandomSampler", "SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler")
+_OF_CONTAINERS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 _LAID_OUT = 10_000_000
 """Orders longer than this that are drawn with replacement are not laid out at once."""
 
@@ -60,9 +62,9 @@ def order_of(sampler: Any, *, seed: int, epoch: int, block: int) -> Order | Iter
         return _Array(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
     holders = [one for one in inner_samplers(sampler) if _has_generator(one)]
     if certain_length(sampler) is None:
-        return _drawn(sampler, _Scope(holders, generator_seed, process_too=True), block)
+        return _begun(sampler, _Scope(holders, generator_seed, process_too=True), block)
     if len(sampler) > _LAID_OUT and kind == "RandomSampler":
-        return _drawn(sampler, _Scope(holders, generator_seed), block)
+        return _begun(sampler, _Scope(holders, generator_seed), block)
     with _Scope(holders, generator_seed):
         return _Listed(list(sampler))
 
@@ -151,9 +153,15 @@ class _Array:
 # An order that is drawn -------------------------------------------------------------------------------------------------
 
 
-def _drawn(sampler: Iterable[Any], scope: _Scope, block: int) -> Iterator[Any]:
+def _begun(sampler: Iterable[Any], scope: _Scope, block: int) -> Order | Iterator[Any]:
     with scope:
         iterator = iter(sampler)
+        if type(iterator) in _OF_CONTAINERS and length_hint(iterator) <= _LAID_OUT:  # the whole order is there already
+            return _Listed(list(iterator))
+    return _drawn(iterator, scope, block)
+
+
+def _drawn(iterator: Iterator[Any], scope: _Scope, block: int) -> Iterator[Any]:
     while True:
         with scope:
             items = list(islice(iterator, block))
