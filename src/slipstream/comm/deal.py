@@ -11,6 +11,7 @@ the call, `condition`, where it is given, and the user's line otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from slipstream.comm import codec, tree
 from slipstream.comm.channel import Body, Channel, Limits
 from slipstream.comm.guarded import Reader, announce, check_rank
-from slipstream.comm.leaves import Packed, is_items
+from slipstream.comm.leaves import Packed
 from slipstream.comm.sites import call_site
 from slipstream.comm.verify import Call
 from slipstream.errors import DistributedOperationException
@@ -147,31 +148,48 @@ def _dealt_body(parts: Sequence[Any], sender: int) -> Body:
 
 
 def _add_part(body: Body, part: Any) -> int:
-    leaves = tree.flatten(part, is_items)
-    raw = [(place, Packed(leaf)) for place, leaf in enumerate(leaves) if _travels_raw(leaf)]
-    places = {place for place, _ in raw}
-    others = [[place, leaf] for place, leaf in enumerate(leaves) if place not in places]
-    numbers = iter(range(len(leaves)))
-    description = codec.encode(
-        [
-            tree.map_leaves(lambda _: next(numbers), part, is_items),
-            [[place, str(pack.dtype).removeprefix("torch."), list(pack.shape), pack.is_array] for place, pack in raw],
-            others,
-        ]
-    )
+    raw: list[Packed] = []
+    others: list[Any] = []
+    structure = _apart(part, raw, others)
+    kinds = [[str(pack.dtype)[6:], list(pack.shape), pack.is_array] for pack in raw]
+    description = codec.encode([structure, kinds, others])
     start = body.add(_flag(len(description)))
     body.add(_bytes(description))
-    for _, pack in raw:
+    for pack in raw:
         body.add(pack.bytes() if pack.on_host else Packed(pack.tensor.cpu()).bytes())
     return start
+
+
+def _apart(value: Any, raw: list[Packed], others: list[Any]) -> Any:
+    """The structure, with a number for each leaf: n for the n-th tensor that travels as raw bytes, -n for the n-th of the others.
+
+    A list or tuple without such tensors is one leaf, whatever its length.
+    """
+    kind = type(value)
+    if kind is torch.Tensor or kind is numpy.ndarray:
+        if _travels_raw(value):
+            raw.append(Packed(value))
+            return len(raw)
+    elif kind is dict:
+        return {key: _apart(item, raw, others) for key, item in value.items()}
+    elif kind is list or kind is tuple:
+        tensors, rest = len(raw), len(others)
+        inner = [_apart(item, raw, others) for item in value]
+        if len(raw) > tensors:
+            return inner if kind is list else tuple(inner)
+        del others[rest:]
+    elif tree.is_node(value):
+        return tree.rebuild(value, [_apart(item, raw, others) for _, item in tree.children(value)])
+    others.append(value)
+    return -len(others)
 
 
 def _travels_raw(leaf: Any) -> bool:
     """Plain tensors and arrays of numbers; other kinds of them keep their class on the way through the codec."""
     if type(leaf) is torch.Tensor:
         return leaf.layout is torch.strided and not (leaf.is_quantized or leaf.is_meta or leaf.is_nested)
-    largest = 8 if type(leaf) is numpy.ndarray and leaf.dtype.kind == "f" else 16
-    return type(leaf) is numpy.ndarray and leaf.dtype.kind in "biufc" and leaf.dtype.isnative and leaf.dtype.itemsize <= largest
+    kind = leaf.dtype.kind
+    return kind in "biufc" and leaf.dtype.isnative and leaf.dtype.itemsize <= (8 if kind == "f" else 16)
 
 
 def _take(data: Any, channel: Channel, operation: str, sender: int) -> Any:
@@ -179,15 +197,13 @@ def _take(data: Any, channel: Channel, operation: str, sender: int) -> Any:
     start = data[16 : 16 + 8 * channel.world_size].view(numpy.int64)[channel.rank]
     reader = Reader(data[start:])
     length = int.from_bytes(reader.take(8), "little")
-    structure, tensors, others = codec.decode(reader.take(length))
-    values: dict[int, Any] = dict(others)
-    for place, dtype, shape, is_array in tensors:
-        values[place] = _tensor(reader, getattr(torch, dtype), shape, is_array)
-    return tree.map_leaves(values.__getitem__, structure)
+    structure, kinds, others = codec.decode(reader.take(length))
+    raw = [_tensor(reader, getattr(torch, dtype), shape, is_array) for dtype, shape, is_array in kinds]
+    return tree.map_leaves(lambda number: raw[number - 1] if number > 0 else others[-number - 1], structure)
 
 
 def _tensor(reader: Reader, dtype: torch.dtype, shape: list[int], is_array: bool) -> Any:
-    tensor = torch.empty(shape, dtype=dtype)
-    if size := tensor.numel() * tensor.element_size():
-        tensor.view(-1).view(torch.uint8).numpy()[:] = reader.take(size)
+    size = math.prod(shape) * dtype.itemsize
+    data = reader.take(size)
+    tensor = torch.from_numpy(data.copy()).view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
     return tensor.numpy() if is_array else tensor
