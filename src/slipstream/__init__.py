@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     )
     from slipstream.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
     from slipstream.precision.options import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
+    from slipstream.runtime.batch_size import find_executable_batch_size as find_executable_batch_size
     from slipstream.runtime.gradient_state import GradientState as GradientState
+    from slipstream.runtime.rng import synchronize_rng_states as synchronize_rng_states
     from slipstream.runtime.state import AcceleratorState as AcceleratorState, PartialState as PartialState
+    from slipstream.step.profile import ProfileKwargs as ProfileKwargs
     from slipstream.strategies.options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 
 __version__ = "0.1.0"
@@ -68,11 +71,14 @@ _HOMES = {
         "AutocastKwargs",
         "GradScalerKwargs",
     ),
+    "slipstream.runtime.batch_size": ("find_executable_batch_size",),
     "slipstream.runtime.gradient_state": ("GradientState",),
+    "slipstream.runtime.rng": ("synchronize_rng_states",),
     "slipstream.runtime.state": (
         "AcceleratorState",
         "PartialState",
     ),
+    "slipstream.step.profile": ("ProfileKwargs",),
     "slipstream.strategies.options": ("DistributedDataParallelKwargs",),
 }
 
@@ -92,14 +98,17 @@ __all__ = [
     "MismatchError",
     "PartialState",
     "PeerLostError",
+    "ProfileKwargs",
     "SlipstreamError",
     "StateError",
     "WaitTimeoutError",
     "debug_launcher",
+    "find_executable_batch_size",
     "is_rich_available",
     "notebook_launcher",
     "prepare_data_loader",
     "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

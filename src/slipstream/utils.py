@@ -141,6 +141,7 @@ if TYPE_CHECKING:
         PrecisionType as PrecisionType,
         TERecipeKwargs as TERecipeKwargs,
     )
+    from slipstream.runtime.batch_size import find_executable_batch_size as find_executable_batch_size
     from slipstream.runtime.collectives import (
         broadcast as broadcast,
         broadcast_object_list as broadcast_object_list,
@@ -153,6 +154,8 @@ if TYPE_CHECKING:
         set_seed as set_seed,
         wait_for_everyone as wait_for_everyone,
     )
+    from slipstream.runtime.rng import synchronize_rng_state as synchronize_rng_state, synchronize_rng_states as synchronize_rng_states
+    from slipstream.step.profile import ProfileKwargs as ProfileKwargs
     from slipstream.strategies.options import (
         DDPCommunicationHookType as DDPCommunicationHookType,
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
@@ -293,6 +296,7 @@ _HOMES = {
         "PrecisionType",
         "TERecipeKwargs",
     ),
+    "slipstream.runtime.batch_size": ("find_executable_batch_size",),
     "slipstream.runtime.collectives": (
         "broadcast",
         "broadcast_object_list",
@@ -305,6 +309,11 @@ _HOMES = {
         "set_seed",
         "wait_for_everyone",
     ),
+    "slipstream.runtime.rng": (
+        "synchronize_rng_state",
+        "synchronize_rng_states",
+    ),
+    "slipstream.step.profile": ("ProfileKwargs",),
     "slipstream.strategies.options": (
         "DDPCommunicationHookType",
         "DistributedDataParallelKwargs",
@@ -330,6 +339,7 @@ __all__ = [
     "KwargsHandler",
     "MSAMPRecipeKwargs",
     "PrecisionType",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
     "TERecipeKwargs",
@@ -351,6 +361,7 @@ __all__ = [
     "filter_first_and_last_linear_layers",
     "find_batch_size",
     "find_device",
+    "find_executable_batch_size",
     "gather",
     "gather_object",
     "gather_tensor_shape",
@@ -437,6 +448,8 @@ __all__ = [
     "set_seed",
     "should_reduce_batch_size",
     "slice_tensors",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
     "torchao_required",
     "wait_for_everyone",
     "write_basic_config",

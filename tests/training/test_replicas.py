@@ -10,7 +10,7 @@ from problems import close, mean_loss, model, rows, weights
 from torch.utils.data import DataLoader
 
 from slipstream import Accelerator, ConfigError, DistributedDataParallelKwargs
-from slipstream.utils import DataLoaderConfiguration
+from slipstream.utils import GradScalerKwargs
 
 
 def gradient(accelerator: Accelerator, net: Any) -> float:
@@ -122,7 +122,10 @@ def test_clipping_acts_once_per_update_on_whole_gradients(ranks: Any) -> None:
 
     def run(precision: str) -> Any:
         accelerator = Accelerator(
-            cpu=True, mixed_precision=precision, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(data_seed=1)
+            cpu=True,
+            mixed_precision=precision,
+            gradient_accumulation_steps=2,
+            kwargs_handlers=[GradScalerKwargs(init_scale=8.0)] if precision == "fp16" else None,
         )
         net = torch.nn.Linear(3, 1).float()
         with torch.no_grad():
@@ -206,3 +209,31 @@ def test_a_rank_that_leaves_the_loop_early_is_named(ranks: Any) -> None:
         text = str(outcome.error)
         assert "backward" in text
         assert "gather" in text
+
+
+def test_different_models_are_named_before_they_are_wrapped(ranks: Any) -> None:
+    def run() -> None:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(torch.nn.Linear(2, 1 + accelerator.process_index))
+
+    for outcome in ranks(2).outcomes(run):
+        assert "the parameters of Linear" in str(outcome.error)
+        assert "weight" in str(outcome.error)
+
+
+def test_a_forward_with_buffers_on_one_rank_alone_is_named(ranks: Any) -> None:
+    """Evaluation on the main process of a model with batch norm, while the others wait for it."""
+
+    def run() -> None:
+        accelerator = Accelerator(cpu=True)
+        net = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2)))
+        accelerator.backward(net(torch.randn(4, 1)).sum())
+        net.eval()
+        if accelerator.is_main_process:
+            with torch.no_grad():
+                net(torch.ones(1, 1))
+        accelerator.wait_for_everyone()
+
+    for outcome in ranks(2).outcomes(run):
+        assert "forward" in str(outcome.error)
+        assert "wait_for_everyone" in str(outcome.error)

@@ -91,9 +91,7 @@ def assemble(
     """The parts, joined."""
     gradient_state, registry = GradientState(accumulation), Registry()
     distributed = state.use_distributed
-    strategy: Strategy = Strategy()
-    if distributed:
-        strategy = DDP(state.runtime, state.device, handlers.ddp, state.runtime.watch("backward", state.limits))
+    strategy = DDP(state.runtime, state.limits, state.device, handlers.ddp) if distributed else Strategy()
     precision = Precision(
         state.mixed_precision, strategy.realise(state.device), handlers, outputs_to_fp32=outputs_to_fp32, distributed=distributed
     )

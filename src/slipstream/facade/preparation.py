@@ -6,6 +6,7 @@ kinds are given back as they are; a container of things to prepare is an error, 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ class Preparation:
         if device_map is not None:
             raise ConfigError("prepare(device_map=...): models that are spread over devices are not in this version; leave it out")
         places = _places(device_placement, len(args))
-        _check_objects(args)
+        _check_objects(args, self._parts.place.world_size)
         results: list[Any] = list(args)
         kinds = [_kind(one) for one in args]
         positions = {kind: [index for index, one in enumerate(kinds) if one == kind] for kind in _KINDS}
@@ -249,8 +250,14 @@ def _kind(one: Any) -> str:
     return "scheduler" if is_scheduler else "other"
 
 
-def _check_objects(objects: Sequence[Any]) -> None:
+def _check_objects(objects: Sequence[Any], world_size: int) -> None:
     for one in objects:
+        if world_size > 1 and _kind(one) == "other" and hasattr(one, "__iter__") and hasattr(one, "dataset"):
+            warnings.warn(
+                f"prepare gives the {type(one).__name__} back as it is, since it is no DataLoader: every process reads all of it, unless "
+                "it shares its data out by itself",
+                stacklevel=3,
+            )
         if isinstance(one, (list, tuple, dict)):
             inside = list(one.values()) if isinstance(one, dict) else one
             found = next((item for item in inside if _kind(item) != "other"), None)

@@ -19,6 +19,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from slipstream.comm.agree import check_agreement
+from slipstream.comm.channel import Limits
 from slipstream.errors import ConfigError, StateError
 from slipstream.runtime.runtime import Runtime
 from slipstream.strategies.base import Strategy
@@ -36,8 +38,11 @@ def _always() -> bool:
 class Replicated(DistributedDataParallel):
     """A model whose replicas average their gradients; made by `prepare`."""
 
-    def __init__(self, module: torch.nn.Module, is_current: Callable[[], bool], **options: Any) -> None:
+    def __init__(
+        self, module: torch.nn.Module, is_current: Callable[[], bool], watch: AbstractContextManager[Any] | None = None, **options: Any
+    ) -> None:
         super().__init__(module, **options)
+        self._forward_watch = watch or nullcontext()
         self.trained = _trained(module)
         """Identities of the parameters that took gradients when it was made: only these are averaged."""
         self._is_current = is_current
@@ -95,11 +100,13 @@ class Replicated(DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state.pop("_is_current", None)
+        state.pop("_forward_watch", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._is_current = _always
+        self._forward_watch = nullcontext()
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +120,11 @@ class Replicated(DistributedDataParallel):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise self.explained(error) from error
+
+    def _sync_buffers(self) -> None:
+        """Buffers are those of rank 0 in every forward that follows an averaged one: all ranks have to come, so the wait is watched."""
+        with self._forward_watch:
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
 
     def check_reduced(self) -> None:
         """Raises if the last backward left gradients that were not averaged, naming the parameters."""
@@ -147,13 +159,20 @@ class DDP(Strategy):
     averages = True
 
     def __init__(
-        self, runtime: Runtime, device: torch.device, options: DistributedDataParallelKwargs | None = None, watch: Any = None
+        self,
+        runtime: Runtime,
+        limits: Limits,
+        device: torch.device,
+        options: DistributedDataParallelKwargs | None = None,
     ) -> None:
         self._runtime = runtime
+        self._limits = limits
         self._device = device
         self._options = options or DistributedDataParallelKwargs()
-        self._watch: AbstractContextManager[Any] = watch or nullcontext()
-        """Waits in torch's own collectives are watched: see `comm/engine.py`."""
+        # Waits in torch's own collectives are watched: see `comm/engine.py`.
+        self._in_backward = runtime.watch("backward", limits)
+        self._in_forward = runtime.watch("forward", limits)
+        self._in_prepare = runtime.watch("prepare", limits)
 
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
         super().check(model, device)
@@ -170,8 +189,12 @@ class DDP(Strategy):
         if isinstance(before, Replicated) and before._is_current() and before.trained == _trained(model):
             return before
         devices = [self._device.index] if self._device.index is not None else None
-        with self._watch:
-            replicated = Replicated(model, _Generation(self._runtime), device_ids=devices, **self._options.to_kwargs())
+        layout = {name: f"{list(one.shape)} {one.dtype} trained: {one.requires_grad}" for name, one in model.named_parameters()}
+        check_agreement(self._runtime.channel(self._limits), self._limits, f"the parameters of {type(model).__name__}", layout)
+        with self._in_prepare:
+            replicated = Replicated(
+                model, _Generation(self._runtime), self._in_forward, device_ids=devices, **self._options.to_kwargs()
+            )
         self._options.register_comm_hook(replicated)
         return replicated
 
@@ -179,7 +202,7 @@ class DDP(Strategy):
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        with self._watch:
+        with self._in_backward:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, model: torch.nn.Module) -> None:

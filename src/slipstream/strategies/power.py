@@ -21,7 +21,7 @@ def batched_power_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Te
     """The averaged bucket, as the product of two matrices of rank `state.matrix_approximation_rank`."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    group = state.process_group or dist.group.WORLD
+    group: Any = state.process_group or dist.group.WORLD
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(group, bucket)
@@ -49,7 +49,7 @@ def batched_power_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Te
 
 def _start(state: Any, index: int, side: int, device: torch.device) -> torch.Tensor:
     """The matrix to begin with: that of the last pass, or random numbers that are the same on every rank."""
-    kept = state.q_memory_dict.get(index)
+    kept: torch.Tensor | None = state.q_memory_dict.get(index)
     if kept is not None:
         return kept
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
