@@ -6,8 +6,11 @@ and is handed on untouched, byte for byte. What is wrong with the options is fou
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -31,6 +34,8 @@ _TITLES: Final[Mapping[str, str]] = MappingProxyType(
         "safety": "Waiting and checking",
     }
 )
+_OPTIMIZES: Final = re.compile(rb"\boptim\b|Accelerator|DistributedDataParallel|\bTrainer\b")
+_SETS_UP_THE_COMPILER: Final = re.compile(rb"TORCHDYNAMO|TORCHINDUCTOR")
 
 
 class _Launch(click.Command):
@@ -84,11 +89,27 @@ def _machine(environ: Mapping[str, str]) -> Machine:
     return Machine(accelerators=Accelerators(count, family.visible))
 
 
+def _preload(target: Target) -> list[str]:
+    """What the workers will want, to be imported once before they are forked.
+
+    The first optimizer of a process, and the first DistributedDataParallel, import torch's compiler, which takes as long as torch itself.
+    A program that has neither should not pay for it, so its text is asked; one that sets the compiler's variables has to come first.
+    """
+    wanted = ["slipstream.runtime.state", "psutil"]
+    path = {"script": target.name, "module": target.name.replace(".", "/") + ".py"}.get(target.kind)
+    with contextlib.suppress(OSError):  # no such file: whoever runs it says so
+        text = Path(path).read_bytes() if path is not None else b""
+        if _OPTIMIZES.search(text) and not _SETS_UP_THE_COMPILER.search(text):
+            wanted.append("torch._dynamo")
+    return wanted
+
+
 def _run(words: Sequence[str], **flags: Any) -> None:
     environ = environment()
     config = resolve(flags={name: value for name, value in flags.items() if value is not None}, environ=environ, default_file=True)
     config = filled_in(config, environ)
-    plan = make_plan(config, _target(config, words), environ, _machine(environ))
+    target = _target(config, words)
+    plan = make_plan(config, target, environ, _machine(environ))
     if config.command.show:
         click.echo(describe(plan, config))
         return
@@ -101,7 +122,7 @@ def _run(words: Sequence[str], **flags: Any) -> None:
         detect(environ)  # rank variables that are half set would fail in the script, with a traceback
     from slipstream.launch.start import launch
 
-    exit_code = launch(plan, preload=["slipstream.runtime.state", "psutil"])
+    exit_code = launch(plan, preload=_preload(target))
     end_interpreter(exit_code)  # at once: taking down an interpreter that has torch in it takes a third of a second
 
 
