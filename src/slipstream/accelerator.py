@@ -95,15 +95,9 @@ class Accelerator(Processes, Preparation, Training, Settings):
         **options: Any,
     ) -> None:
         refuse_plugins(
-            {
-                "deepspeed_plugin": deepspeed_plugin,
-                "fsdp_plugin": fsdp_plugin,
-                "torch_tp_plugin": torch_tp_plugin,
-                "megatron_lm_plugin": megatron_lm_plugin,
-                "deepspeed_plugins": deepspeed_plugins,
-                "parallelism_config": parallelism_config,
-            }
-        )
+            deepspeed_plugin=deepspeed_plugin, fsdp_plugin=fsdp_plugin, torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin, deepspeed_plugins=deepspeed_plugins, parallelism_config=parallelism_config,
+        )  # fmt: skip
         asked = sort_handlers(kwargs_handlers)
         if asked.init is not None:
             options = {**asked.init.to_kwargs(), **options}

@@ -63,7 +63,7 @@ def sort_handlers(handlers: Sequence[Any] | None) -> Handlers:
     return found
 
 
-def refuse_plugins(plugins: dict[str, Any]) -> None:
+def refuse_plugins(**plugins: Any) -> None:
     """An error for a plugin of an engine that this version does not have."""
     for name, plugin in plugins.items():
         if plugin is not None:
