@@ -436,6 +436,33 @@ class Drawing(Dataset[Any]):
         return 8
 
 
+@pytest.mark.parametrize("stay", [False, True])
+def test_workers_read_the_same_batches_in_every_epoch(stay: bool) -> None:
+    class Drawn(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from torch.randperm(11).tolist()
+
+    class Late(DataLoader[Any]):
+        def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+            yield from super().__iter__()
+
+    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": stay}
+    kinds: list[dict[str, Any]] = [
+        {"shuffle": True, "batch_size": 2},
+        {"sampler": Drawn(), "batch_size": 2},
+        {"sampler": Drawn(), "batch_size": None},
+    ]
+    for kind, options in zip((DataLoader, Late, DataLoader), kinds, strict=True):
+        plain, ours = (prepared(kind(list(range(11)), collate_fn=str, **options, **more), 1, 2) for more in ({}, workers))
+        for _ in range(2):
+            assert list(ours) == list(plain)
+        next(iter(ours))
+        next(iter(plain))
+        assert list(ours) == list(plain)
+        del ours
+        gc.collect()
+
+
 def test_workers_that_stay_read_every_pass_and_draw_other_numbers_on_every_rank() -> None:
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_workers": True, "collate_fn": keep, "in_order": False}
     loaders = ranks_of(lambda: DataLoader(Drawing(), **options), 2)

@@ -52,11 +52,13 @@ class RankBatches:
     def __init__(self, loader: MapLoader) -> None:
         self._loader = loader
         self.pending: Iterator[Any] | None = None
-        """What the next iteration reads; set just before one begins."""
+        """What an iteration reads; set while one begins."""
+        self.asked = False
 
     def __iter__(self) -> Iterator[Any]:
-        pending, self.pending = self.pending, None
-        return self._loader._preview() if pending is None else pending
+        self.asked = True
+        # torch's iterator with workers asks twice when it is made, and draws from the second
+        return self._loader._preview() if self.pending is None else self.pending
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -307,16 +309,21 @@ class _Engine:
 
     def _begin(self, loader: DataLoader[Any], positions: Iterator[Any], seed: int) -> Iterator[Any]:
         loader.generator.manual_seed(seed)
-        self.feed.pending = positions
+        feed = self.feed
+        feed.pending, feed.asked = positions, False
         iterator = iter(loader)
-        return iterator if self.feed.pending is None else self._begun_late(iterator, type(loader))
+        if not feed.asked:
+            return self._begun_late(iterator, type(loader))
+        feed.pending = None
+        return iterator
 
     def _begun_late(self, iterator: Iterator[Any], kind: type) -> Iterator[Any]:
         """For a subclass whose iteration begins with its first batch."""
         first = next(iterator, _NOTHING)
+        self.feed.pending = None
         if first is _NOTHING:
             return
-        if self.feed.pending is not None:
+        if not self.feed.asked:
             raise ConfigError(
                 f"the DataLoader given to prepare is a {kind.__name__}, whose __iter__ does not read its batch_sampler: each process would "
                 "read everything. Let it call super().__iter__(), or pass a plain DataLoader."
