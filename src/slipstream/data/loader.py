@@ -183,7 +183,8 @@ class PreparedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands, in plain numbers: `samples` of the epoch's order were handed out, to all ranks together.
 
-        Where a batch sampler of the user's own decides about batches, `samples` counts those. `left` is 1 for a pass that was left by `break`: it is over, and the next one is another epoch.
+        Where a batch sampler of the user's own decides about batches, `samples` counts those. `left` is 1 for a pass that was left by
+        `break`: it is over, and the next one is another epoch.
         """
         clock = self._clock
         turn = clock.live[0] if clock.live else clock.left
