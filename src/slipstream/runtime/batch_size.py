@@ -8,11 +8,12 @@ What it promises:
 - With several processes all of them use the same size: if it does not fit on one, all of them try the next one. After each try they tell
   each other how it went, in one guarded call.
 
-How the processes find together. A process whose batch did not fit goes straight to that call. Whoever is in another collective of this
-library learns of it there (the guard compares calls, nothing is transferred) and comes too. Whoever does not come within a few
-seconds may be in an operation of torch's own, such as the backward pass of DDP, where nothing can reach it: then the process group is
-ended (`Group.abandon`), which ends such waits with an error, and all meet in a new one. A model that was prepared before that belongs to
-the old group, so everything has to be built and prepared inside of the function, as it has to be for its memory to be freed.
+How the processes find together. A process whose batch did not fit leaves a note (`runtime/notes.py`) and goes straight to that call.
+Whoever is in another collective of this library learns of it there (the guard compares calls, nothing is transferred), sees the note and
+comes too. Whoever does not come within a few seconds may be in an operation of torch's own, such as the backward pass of DDP, where
+nothing can reach it: then the process group is ended (`Group.abandon`), which ends such waits with an error, and all meet in a new one.
+A model that was prepared before that belongs to the old group, so everything has to be built and prepared inside of the function, as it
+has to be for its memory to be freed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
+import torch
 
-from slipstream.comm.channel import Body, Channel, GroupChannel
+from slipstream.comm.channel import Body, Channel, Limits
 from slipstream.comm.sites import call_site
 from slipstream.comm.verify import Call
 from slipstream.devices.memory import clear_device_cache, should_reduce_batch_size
@@ -45,6 +47,9 @@ _GRACE = 3.0
 """Seconds that the others have to come by themselves; then the process group is ended, so that they do."""
 _MEETINGS = 6
 """How often processes that are told to come may be in yet another call (in a `finally` of the user's, say) before that is an error."""
+_NOTICE = 2.0
+"""Seconds that a process whose connection broke looks for the note of the one that ran out of memory."""
+_LOST_CONNECTION = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer")
 _LONGEST_TEXT = 300
 _logger = logging.getLogger(__name__)
 
@@ -167,16 +172,14 @@ def _check_arguments(
 
 @dataclass
 class _Attempt:
-    """How one try went on this process; after `agree`, on all of them."""
+    """How one try went: on this process, and, once they have agreed, on all of them."""
 
     fits: bool
     result: Any = None
     text: str = ""
-    """Why it does not fit, with the rank where there are several."""
+    """Why it does not fit, with the rank where there are several; nothing if this process was called away from its try."""
     cause: BaseException | None = None
     """The out-of-memory error of this process, with emptied frames."""
-    out_of_memory: bool = False
-    """Whether memory ran out here; False if this process was called away from its try."""
 
 
 class _Search:
@@ -186,7 +189,8 @@ class _Search:
         self._runtime = runtime
         self._name = name
         self._tried: list[int] = []
-        self._reopened_after: int | None = None
+        self._ended_after: int | None = None
+        """The last size after which the process group had to be ended."""
 
     @property
     def _several(self) -> bool:
@@ -195,28 +199,31 @@ class _Search:
     def attempt(self, size: int, function: Callable[[], Any]) -> _Attempt:
         """Calls the function, and gives back how that went on all processes; errors that are not about memory are raised."""
         self._tried.append(size)
-        own = self._call(size, function)
+        own = self._call(function)
         if not own.fits:
             clear_device_cache(garbage_collection=True)
-        return self._agree(size, own) if self._several else own
+        return self._agree(own) if self._several else own
 
-    def _call(self, size: int, function: Callable[[], Any]) -> _Attempt:
+    def _call(self, function: Callable[[], Any]) -> _Attempt:
         try:
             return _Attempt(fits=True, result=function())
         except Exception as error:
-            out_of_memory = should_reduce_batch_size(error)
-            if not out_of_memory and not self._was_called_away(size, error):
+            if should_reduce_batch_size(error):
+                self._runtime.notes.leave(self._try)
+                _empty_frames(error)
+                return _Attempt(fits=False, text=_one_line(error), cause=error)
+            if not self._is_called_away(error):
                 self._hint()
                 raise
             _empty_frames(error)
-            return _Attempt(False, text=_one_line(error), cause=error if out_of_memory else None, out_of_memory=out_of_memory)
+            return _Attempt(fits=False)
 
     def _hint(self) -> None:
-        if self._reopened_after is not None:
+        if self._ended_after is not None:
             _logger.warning(
-                "the process group was opened anew after batch size %s of %s did not fit: if the error that follows is about it, "
+                "the process group had to be ended when batch size %s of %s did not fit: if the error that follows is about it, "
                 "build and prepare the model inside of the function",
-                self._reopened_after,
+                self._ended_after,
                 self._name,
             )
 
@@ -233,63 +240,55 @@ class _Search:
 
     # -- several processes ----------------------------------------------------------------------------------------
 
-    def _was_called_away(self, size: int, error: Exception) -> bool:
+    @property
+    def _try(self) -> str:
+        """What is tried, in words that have to be the same on all processes."""
+        return f"{self._name}, try {len(self._tried)} with batch size {self._tried[-1]}"
+
+    def _is_called_away(self, error: Exception) -> bool:
         """Whether this error is how this process hears that the batch did not fit on another one."""
-        if not self._several or not isinstance(error, RuntimeError):
+        if not self._several or not _is_between_processes(error):
             return False
-        if isinstance(error, DistributedOperationException):
-            return _mark(size) in str(error)
-        if not self._runtime.is_open:
-            return False
-        return _heard_of_failure(self._runtime.channel(), size)
+        return self._runtime.notes.has(self._try, wait=_NOTICE)
 
-    def _agree(self, size: int, own: _Attempt) -> _Attempt:
+    def _agree(self, own: _Attempt) -> _Attempt:
         """The same answer on all processes: whether the batch fitted on all of them."""
-        if not own.fits and not own.out_of_memory:
-            self._leave_broken_group(size)
-        told = self._exchange(size, own)
-        failed = [f"rank {rank}: {text}" for rank, (fits, text, out_of_memory) in enumerate(told) if not fits and out_of_memory]
-        if all(fits for fits, _, _ in told):
+        told = self._exchange(own)
+        if own.text:
+            self._runtime.notes.take_back(self._try)  # everybody is here, so everybody has seen it
+        if all(fits for fits, _ in told):
             return own
-        return _Attempt(False, text="; ".join(failed[:3]) or own.text, cause=own.cause)
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+        return _Attempt(fits=False, text="; ".join(failed[:3]), cause=own.cause)
 
-    def _leave_broken_group(self, size: int) -> None:
-        """A process that an error called away ends the old group too, unless it was told by a call that all agreed to drop."""
-        if self._runtime.is_open and _heard_of_failure(self._runtime.channel(), size):
-            self._abandon(size)
-
-    def _abandon(self, size: int) -> None:
-        self._runtime.abandon(_OPERATION, f"{call_site()} {_mark(size)}")
-        self._reopened_after = size
-
-    def _exchange(self, size: int, own: _Attempt) -> list[tuple[bool, str, bool]]:
-        """What every process says of its try. Ends the present group if a process does not come, and meets the others in the next."""
-        limits = self._runtime.limits
-        generation = self._runtime.generation
-        call = self._announcement(size, own)
+    def _exchange(self, own: _Attempt) -> list[tuple[bool, str]]:
+        """What every process says of its try. Ends the present group if one does not come, and meets the others in the next."""
+        limits, notes = self._runtime.limits, self._runtime.notes
+        used = self._runtime.generation if self._runtime.is_open else None
+        outcome = "fits" if own.fits else own.text
+        call = Call(_OPERATION, self._try, call_site(), lambda: f"{_OPERATION} of {self._try} ({outcome})")
         for meeting in range(_MEETINGS):
             channel = self._open()
-            brief = not own.fits and self._runtime.generation == generation
+            brief = bool(own.text) and self._runtime.generation == used
             waits = replace(limits, timeout=min(_GRACE, limits.timeout)) if brief else limits
             try:
                 return _tell(channel, waits, call, own, patient=not brief)
-            except MismatchError as error:
-                if _mark(size) not in str(error) or meeting == _MEETINGS - 1:
+            except MismatchError:
+                if meeting == _MEETINGS - 1 or not notes.has(self._try):
                     raise
             except PeerLostError:
-                if not _heard_of_failure(channel, size):
+                if not notes.has(self._try):
                     raise
-                self._abandon(size)
+                self._end_group()
             except WaitTimeoutError:
                 if not brief:
                     raise
-                self._abandon(size)
+                self._end_group()
         raise AssertionError("the last meeting returns or raises")
 
-    def _announcement(self, size: int, own: _Attempt) -> Call:
-        site = call_site() if own.fits else f"{call_site()} {_mark(size)}"
-        agreement = f"{self._name}, try {len(self._tried)} with batch size {size}"
-        return Call(_OPERATION, agreement, site, lambda: f"{_OPERATION} of {agreement}")
+    def _end_group(self) -> None:
+        self._runtime.abandon(_OPERATION, f"{call_site()}, where {self._try} did not fit")
+        self._ended_after = self._tried[-1]
 
     def _open(self) -> Channel:
         """The group, opened if it has to be: as patient with those who still work as the exchange itself."""
@@ -303,23 +302,18 @@ class _Search:
                     raise
 
 
-def _mark(size: int) -> str:
-    """The words by which another process is told, in whatever way it hears."""
-    return f"(batch size {size} did not fit)"
+def _is_between_processes(error: BaseException) -> bool:
+    """Whether an error may come from another process: one of ours, or a lost connection of torch's, also as the cause of another."""
+    if isinstance(error, DistributedOperationException | torch.distributed.DistError):
+        return True
+    if isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST_CONNECTION):
+        return True
+    return error.__cause__ is not None and _is_between_processes(error.__cause__)
 
 
-def _heard_of_failure(channel: Channel, size: int) -> bool:
-    """Whether another process said that the batch did not fit there."""
-    if not isinstance(channel, GroupChannel):
-        return False
-    channel.beacon.find_loss(0.0)
-    return _mark(size) in (channel.beacon.loss or "")
-
-
-def _tell(channel: Channel, limits: Any, call: Call, own: _Attempt, *, patient: bool) -> list[tuple[bool, str, bool]]:
+def _tell(channel: Channel, limits: Limits, call: Call, own: _Attempt, *, patient: bool) -> list[tuple[bool, str]]:
     body = Body()
-    said = json.dumps([own.fits, own.text, own.out_of_memory]).encode()
-    body.add(numpy.frombuffer(said, dtype=numpy.uint8))
+    body.add(numpy.frombuffer(json.dumps([own.fits, own.text]).encode(), dtype=numpy.uint8))
     with channel.turn(call, limits, patient=patient) as turn:
         return [tuple(json.loads(data.tobytes())) for data in turn.exchange(body)]
 

@@ -33,6 +33,7 @@ from slipstream.comm.sites import call_site
 from slipstream.comm.vigil import Vigil
 from slipstream.comm.wire import LARGEST_MESH, Gloo, Wire, connect_sockets
 from slipstream.config.sources import environment
+from slipstream.runtime.notes import Notes
 from slipstream.runtime.process import Process
 from slipstream.runtime.store import connect, own_address, second_connection
 
@@ -213,6 +214,11 @@ class Group:
         self._beacon.post("gave_up", generation=channel.generation, sequence=channel.sequence, operation=operation, site=reason)
         channel.give_up(reason)
         self.close(reason)
+
+    @property
+    def notes(self) -> Notes:
+        """What ranks leave for each other in the store, whatever generation they are in."""
+        return Notes(self._store)
 
     def others_are_silent(self, seconds: float) -> bool:
         """Whether no other rank that we wait for has shown a sign of life for so long."""

@@ -16,6 +16,7 @@ from slipstream.comm.engine import Unwatched, Watch
 from slipstream.devices.table import best_family
 from slipstream.errors import ConfigError, StateError
 from slipstream.runtime.group import Group, GroupSettings
+from slipstream.runtime.notes import Notes
 from slipstream.runtime.process import Process
 from slipstream.runtime.turns import wait_for_everyone
 
@@ -110,6 +111,11 @@ class Runtime:
         """Ends the group although somebody may be in the middle of a call: see `Group.abandon`."""
         if self._group is not None:
             self._group.abandon(operation, reason)
+
+    @property
+    def notes(self) -> Notes:
+        """Where processes leave notes for each other, outside of any collective; see `runtime/notes.py`."""
+        return Notes(None) if self._group is None else self._group.notes
 
     def others_are_silent(self, seconds: float) -> bool:
         """Whether no other process that this one waits for has shown a sign of life for so long."""
