@@ -534,3 +534,61 @@ def test_the_stream_of_hugging_face_datasets(ranks: Any, tmp_path: Any) -> None:
             got = together([result[case][0] for result in results])
             assert sorted(item for one, _, _, _ in got for item in one) == wanted
             assert {result[case][1] for result in results} == {"own"}
+
+
+class Keeping(Stream):
+    """Keeps its position, as streams with a state do."""
+
+    begin = at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self.begin = self.begin, 0
+        while self.at < len(self.items):
+            self.at += 1
+            self.read += 1
+            yield self.items[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["at"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_state_of_the_dataset_is_saved_and_leads_back_without_reading(world: int) -> None:
+    whole = simulated(lambda: DataLoader(Keeping(range(203)), batch_size=2), world)
+    make = lambda rank: prepared(DataLoader(Keeping(range(203)), batch_size=2), rank, world, use_stateful_dataloader=True)  # noqa: E731
+    for cut in (0, 1, 40):
+        loader = make(0)
+        iterator = iter(loader)
+        for _ in range(cut):
+            next(iterator)
+        state = loader.state_dict()
+        iterator.close()  # type: ignore[attr-defined]
+        assert state.get("dataset") == (None if cut == 0 else {"at": 2 * world * cut})
+        resumed = [make(rank) for rank in range(world)]
+        for one in resumed:
+            one.load_state_dict(state)
+        assert together([passed(one) for one in resumed]) == whole[cut:]
+        read = resumed[0].original.dataset.read  # type: ignore[attr-defined]
+        heads = 0 if world == 1 or not cut else 2 * 2 * world  # compared, and kept to complete the last batch
+        assert read == 203 - 2 * world * cut + heads
+        assert together([passed(one) for one in resumed]) == simulated(lambda: DataLoader(Keeping(range(203)), batch_size=2), world)
+
+
+def test_a_stream_of_hugging_face_datasets_goes_on_where_it_was_saved() -> None:
+    """Exactly, though what its shuffle holds in a buffer is not part of its own state."""
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"id": list(range(40))}).to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=5)
+    make = lambda: prepared(DataLoader(stream, batch_size=4), 0, 1, use_stateful_dataloader=True)  # noqa: E731
+    whole = [batch["id"].tolist() for batch in make()]
+    assert sorted(sum(whole, [])) == list(range(40))
+    loader = make()
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert [batch["id"].tolist() for batch in resumed] == whole[3:]
+    iterator.close()  # type: ignore[attr-defined]

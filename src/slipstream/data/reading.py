@@ -202,24 +202,31 @@ def _checked(leaf: Any, length: int, rows: int) -> Any:
 # -- items ------------------------------------------------------------------------------------------------------------
 
 
-def in_blocks(dataset: Any, block: int, scope: OwnRandom | None, *, careful: bool = False) -> Iterator[Any]:
+def in_blocks(
+    dataset: Any, block: int, scope: OwnRandom | None, *, careful: bool = False, before: Callable[[int], None] | None = None
+) -> Iterator[Any]:
     """The items of a stream, drawn a block at a time inside random states of the reader's own.
 
-    Unless `careful`, a stream that drew no random number for its first block is trusted not to draw any.
+    Unless `careful`, a stream that drew no random number for its first block is trusted not to draw any. `before` is called ahead of
+    each block with the number of items read so far.
     """
     if scope is None:
         yield from dataset
         return
     with scope:
         stream = iter(dataset)
-        items = list(islice(stream, block))
-    yield from items
-    while len(items) == block:
-        if not (careful or scope.used):
+    read, first = 0, True
+    items: list[Any] = []
+    while first or len(items) == block:
+        if not (first or careful or scope.used or before):
             yield from stream
             return
+        first = False
+        if before is not None:
+            before(read)
         with scope:
             items = list(islice(stream, block))
+        read += len(items)
         yield from items
 
 

@@ -41,6 +41,8 @@ __all__ = ["StreamLoader", "Way", "stream_loader"]
 Way = Literal["whole", "own", "turns"]
 """Who reads what: one process everything, each rank a part of its own, or every rank everything by turns."""
 
+_MARKS = 4
+
 
 def stream_loader(
     loader: DataLoader[Any],
@@ -103,6 +105,10 @@ class StreamLoader(PreparedLoader):
         self._per_rank = samples_per_rank
         self._compared = way != "turns"
         self._nominal = 1
+        self._marks: dict[tuple[int, int], Any] = {}
+        """States of the dataset by epoch and position: those of the last few blocks, as the reader is ahead of the script."""
+        self._saved: tuple[int, int, Any] | None = None
+        """Epoch, position and state of the dataset that were loaded."""
         self._engine = Engine(original)
         self._recipe()  # what cannot be is said now
 
@@ -205,8 +211,20 @@ class StreamLoader(PreparedLoader):
             if steps:
                 say_reading(self._dataset, steps, "batches")
             return islice(messages, steps, None)
-        items, start = open_items(self._dataset, recipe.block, steps * recipe.block, self._reader(epoch), needs_head=self._needs_head)
+        items, start = self._open(epoch, steps * recipe.block)
         return engine.here(recipe.messages(items, start))
+
+    def _open(self, epoch: int, start: int) -> tuple[Iterator[Any], int]:
+        """The items around a position, and how many of them come before it; a state of the dataset that was saved there leads to it."""
+        block, read = self._recipe().block, self._reader(epoch)
+        if not start or self._saved is None or self._saved[:2] != (epoch, start):
+            return open_items(self._dataset, block, start, read, needs_head=self._needs_head)
+        head = list(islice(read(self._dataset), block)) if self._needs_head else []
+        self._dataset.load_state_dict(self._saved[2])
+        return chain(head, self._reader(epoch, start)(self._dataset)), len(head)
+
+    def _can_seek(self, epoch: int, start: int) -> bool:
+        return self._can_skip or (self._saved is not None and self._saved[:2] == (epoch, start))
 
     @property
     def _needs_head(self) -> bool:
@@ -217,17 +235,51 @@ class StreamLoader(PreparedLoader):
         """The same on all ranks that read the same."""
         return mix(self.seed, epoch, "stream", self.place.rank) if self.way == "own" else mix(self.seed, epoch, "stream")
 
-    def _reader(self, epoch: int) -> Callable[[Any], Iterator[Any]]:
-        """What reads a dataset in this process."""
+    def _reader(self, epoch: int, start: int = 0) -> Callable[[Any], Iterator[Any]]:
+        """What reads a dataset in this process; `start` is where the dataset stands already."""
         block, seed, careful = self._recipe().block, self._reading_seed(epoch), self.way == "turns"
         pipeline = mix(self.seed, epoch, "pipeline")
         place = (self.place.rank, self.place.world_size) if self.way == "own" else (0, 1)
 
+        def mark(read: int) -> None:
+            self._marks[epoch, start + read] = self._dataset.state_dict()
+            for old in list(self._marks)[:-_MARKS]:
+                del self._marks[old]
+
         def read(dataset: Any) -> Iterator[Any]:
             settle_pipeline(dataset, pipeline, *place)
-            return in_blocks(dataset, block, OwnRandom(seed), careful=careful)
+            before = mark if self._keeps_states and dataset is self._dataset else None
+            return in_blocks(dataset, block, OwnRandom(seed), careful=careful, before=before)
 
         return read
+
+    # -- position -------------------------------------------------------------------------------------------------
+
+    @property
+    def _keeps_states(self) -> bool:
+        """Whether the dataset's own state is part of the position: all ranks have the same one, and this process reads.
+
+        Not where the dataset can skip: that is exact, while a state may leave out what a shuffle holds in its buffer.
+        """
+        if not self.config.use_stateful_dataloader or self.way == "own" or self._engine.has_workers or self._can_skip:
+            return False
+        return all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    @property
+    def _can_skip(self) -> bool:
+        return callable(getattr(self._dataset, "skip", None))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every loader. With `use_stateful_dataloader`, `dataset` is the state of a dataset that keeps one and cannot skip."""
+        state: dict[str, Any] = super().state_dict()
+        found = self._marks.get((state["epoch"], state["samples"]))
+        return state if found is None else {**state, "dataset": found}
+
+    def load_state_dict(self, state: dict[str, Any], *, resume: bool | None = None) -> None:
+        """As of every loader; the state of the dataset is used when a pass begins at that position."""
+        saved = state.get("dataset")
+        self._saved = None if saved is None else (int(state["epoch"]), int(state["samples"]), saved)
+        super().load_state_dict({name: value for name, value in state.items() if name != "dataset"}, resume=resume)
 
     # -- by turns: is it the same stream everywhere? -----------------------------------------------------------------
 
@@ -240,8 +292,8 @@ class StreamLoader(PreparedLoader):
         same = self._agree(epoch, head if isinstance(head, Exception) else fingerprint(head))
         recipe = self._recipe()
         start = steps * recipe.block
-        if start and callable(getattr(self._dataset, "skip", None)):
-            items, start = open_items(self._dataset, recipe.block, start, self._reader(epoch), needs_head=self._needs_head)
+        if start and self._can_seek(epoch, start):
+            items, start = self._open(epoch, start)
         else:
             items = chain(head, items)
             if start:
