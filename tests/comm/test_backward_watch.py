@@ -311,7 +311,7 @@ def test_two_kinds_of_sections_that_wait_for_each_other_are_a_mistake(ranks: Any
 
     for (kind, message, _), works in ranks(2).run(run):
         assert kind == "MismatchError", message
-        assert "in prepare number 2 at " + HERE in message
+        assert "in prepare number 1 at " + HERE in message
         assert "in backward number 2 at " + HERE in message
         assert works
 

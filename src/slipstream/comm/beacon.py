@@ -205,12 +205,14 @@ class Beacon:
 
     def _publish(self) -> None:
         self._beat += 1
-        note = {"beat": self._beat, **self._identity, **self._note()}
+        note = {"beat": self._beat, **self._identity, **self.note()}
         self._store.set(f"beacon/{self.rank}", json.dumps(note))
 
-    def _note(self) -> dict[str, Any]:
+    def note(self) -> dict[str, Any]:
+        """Where this rank is, with what it has done by now, also in other threads than the one that waits."""
         sections, failure = self.failure
-        return {**self.place().note(), "failure": failure if sections == self.sections else ""}
+        done = {"syncs": self.syncs, "reductions": self.reductions, "failure": failure if sections == self.sections else ""}
+        return {**self.place().note(), **done}
 
     def publish(self) -> None:
         """Tells where this rank is now: its last word, before it leaves."""
@@ -344,7 +346,7 @@ class Beacon:
 
     def table(self) -> str:
         """Where every rank is, one line each, with the stacks that could be had."""
-        rows: list[tuple[int, str, str, list[str]]] = [(self.rank, str(self._identity["host"]), state_of(self._note()), [])]
+        rows: list[tuple[int, str, str, list[str]]] = [(self.rank, str(self._identity["host"]), state_of(self.note()), [])]
         rows += [
             (other, str(peer.note.get("host", "?")), self._peer_state(peer), self._peer_stack(peer)) for other, peer in self.peers.items()
         ]

@@ -68,6 +68,7 @@ class Watch:
         self._limits = limits
         self._present = channel
         self._channel: Any = _Unbound()
+        self._number = 0
         self._at: tuple[int, CodeType | None, int] = (0, None, 0)
         """Number of the section, and the user's place: code, and instruction in it."""
         self._ours = _Ours()
@@ -89,7 +90,8 @@ class Watch:
         while frame is not None and ours[frame.f_code.co_filename]:
             frame = frame.f_back
         beacon = self._beacon
-        beacon.sections = number = beacon.sections + 1
+        beacon.sections += 1
+        self._number = number = self._number + 1
         self._at = (number, None, 0) if frame is None else (number, frame.f_code, frame.f_lasti)
         self._begun_before = self._begun()
         self.since = monotonic()
@@ -110,7 +112,7 @@ class Watch:
         self.__exit__(type(error) if error is not None else None, error, None)
 
     def _bind(self) -> None:
-        self._channel = self._present()
+        self._channel, self._number = self._present(), 0
         self._beacon = self._channel.beacon
         self._begun = self._channel.begun  # kept by itself: it is asked for after the channel has let go of its group, too
 
@@ -137,6 +139,7 @@ class Watch:
         """This rank did not take part in the section; the others may be in it, waiting for the rest of what it began."""
         text = f"{here.call} with {type(error).__name__}: {_first_line(error)}"
         self._beacon.sections -= 1
+        self._number -= 1
         self._beacon.failure = self._beacon.sections, text
         if here.begun:
             self._channel.spoil(f"rank {self._beacon.rank} failed in {text}")
@@ -175,9 +178,10 @@ class Watch:
             site="unknown place" if code is None else spell(code.co_filename, _line(code, instruction), code.co_name),
             waiting=waiting,
             since=self.since if waiting else self._left,
-            sections=number,
+            sections=beacon.sections,
             syncs=beacon.syncs,
             watched=True,
+            number=number,
             begun=self._begun() - self._begun_before if waiting else 0,
             reductions=beacon.reductions,
         )

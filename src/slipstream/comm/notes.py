@@ -28,6 +28,8 @@ class Here:
     """Those of them that it entered after its last collective of ours: ranks that are in step have the same."""
     watched: bool = False
     """Whether this is a watched section and not a collective of ours."""
+    number: int = 0
+    """The how manieth section of its kind it is."""
     begun: int = 0
     """Collectives of torch that have begun in the section."""
     reductions: int = 0
@@ -87,7 +89,7 @@ class Peer:
 
 
 def _call(note: dict[str, Any]) -> str:
-    return f"{note['operation']} number {note['sections'] if note['watched'] else note['sequence']} at {note['site']}"
+    return f"{note['operation']} number {note['number'] if note['watched'] else note['sequence']} at {note['site']}"
 
 
 def state_of(note: dict[str, Any]) -> str:

@@ -81,9 +81,9 @@ class Vigil:
 
     def _look_for_a_deadlock(self) -> None:
         """Ends the wait if a rank is where it will never be joined. One note may be a moment old: two of them have to say it."""
-        here = self._beacon.place()
+        own = self._beacon.note()
         for rank, peer in self._beacon.peers.items():
-            if not peer.note or not _never_meet(here, peer.note):
+            if not peer.note or not _never_meet(own, peer.note):
                 self._suspects.pop(rank, None)
                 continue
             sections = peer.note["sections"]
@@ -136,21 +136,19 @@ class Vigil:
         raise WaitTimeoutError(message)
 
 
-def _never_meet(here: Here, note: dict[str, Any]) -> bool:
+def _never_meet(own: dict[str, Any], note: dict[str, Any]) -> bool:
     """Whether this rank and the one that wrote the note wait for each other in different places.
 
     A rank that has begun a collective of torch in a section which another has not entered waits for that one; if the other is in a
     collective of ours that the first has not reached, it waits too. Both are counted from the last collective of ours, and both
     sections and collectives of torch have to say so: one rank may well run some of either alone.
     """
-    if not note["waiting"] or note["generation"] != here.generation:
+    if not note["waiting"] or note["generation"] != own["generation"]:
         return False
-    own = vars(here)
-    if here.watched and note["watched"]:
-        both_begun = here.begun > 0 and note["begun"] > 0
-        same_place = (here.sequence, here.syncs) == (note["sequence"], note["syncs"])
-        return bool(both_begun and same_place and here.operation != note["operation"])
-    section, call = (own, note) if here.watched else (note, own)
+    if own["watched"] and note["watched"]:
+        same_place = all(own[name] == note[name] for name in ("sequence", "syncs"))
+        return bool(own["begun"] and note["begun"] and same_place and own["operation"] != note["operation"])
+    section, call = (own, note) if own["watched"] else (note, own)
     if not section["watched"] or call["watched"]:
         return False
     is_ahead = section["syncs"] > call["syncs"] and section["reductions"] > call["reductions"]
