@@ -10,7 +10,7 @@ PIP := python -m pip --disable-pip-version-check install --quiet --prefer-binary
 .PHONY: help demo test quick lint check bench soak clean
 
 help:
-	@echo "make demo     two CPU processes share a job, and a mistake between them is explained"
+	@echo "make demo     a small model learns on two CPU processes"
 	@echo "make test     ruff, mypy, and every test"
 	@echo "make quick    the tests that start no processes"
 	@echo "make check    ruff, mypy, and the shape of the tree"
@@ -18,7 +18,7 @@ help:
 	@echo "make soak     random faults, many rounds: restarts, kills, and ten minutes on busy cores without a false alarm"
 
 demo: $(INSTALLED)
-	$(BIN)/slipstream launch --cpu --num_processes 2 examples/batch_inference.py
+	$(BIN)/slipstream launch --cpu --num_processes 2 examples/demo.py
 
 test: lint
 	$(BIN)/python -m pytest --durations=15 --durations-min=2

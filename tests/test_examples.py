@@ -1,51 +1,116 @@
-"""The examples run: on one rank and on several, and through the real command line as `make demo` does."""
+"""The examples run, on one process and on several, and say the same; the demo runs through the real command line, as `make demo` does."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-DEMO = next(path for path in EXAMPLES if path.name == "batch_inference.py")
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+Outputs = Callable[..., list[str]]
 
 
-def run(path: Path) -> None:
-    runpy.run_path(str(path), run_name="__main__")
+def run(path: Path, arguments: tuple[str, ...]) -> str:
+    """Runs a file as a script, on one rank; what it printed."""
+    before, sys.argv = sys.argv, [str(path), *arguments]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv = before
+    return printed.getvalue()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_runs(ranks, path, size):
-    ranks(size).run(run, path)
+@pytest.fixture(scope="module")
+def done() -> dict[object, list[str]]:
+    return {}
 
 
-def test_the_demo_shows_the_work_shared_and_the_mistake_explained(ranks):
-    main, other = (outcome.output for outcome in ranks(2).outcomes(run, DEMO))
-    assert "process 0  a quiet film that stays with you" in main
-    assert "process 1  seen it twice already" in main
-    assert "MismatchError on every process" in main
-    assert "rank 1: reduce(sum) float32(3,) at batch_inference.py:" in main
-    assert "7 reviews were scored by all of them" in main
-    assert other == "", "only the main process speaks"
+@pytest.fixture
+def outputs(ranks, done) -> Outputs:
+    """What an example printed on each of so many ranks; it is run once for all tests of this file."""
+
+    def of(name: str, size: int, *arguments: str) -> list[str]:
+        key = (name, size, *arguments)
+        if key not in done:
+            done[key] = ranks(size).run(run, FOLDER / f"{name}.py", arguments, timeout=100)
+        return done[key]
+
+    return of
 
 
-def test_the_results_do_not_depend_on_the_number_of_processes(ranks):
-    def scores(size):
-        text = ranks(size).outcomes(run, DEMO)[0].output
-        return [(line.split()[0], line.split()[3:]) for line in text.splitlines() if line.startswith("  ") and "process" in line]
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_and_the_main_process_alone_speaks(outputs: Outputs, name, size):
+    main, *others = outputs(name, size)
+    assert main
+    assert set(others) <= {""}
 
-    assert len(scores(1)) == 7
-    assert scores(1) == scores(2) == scores(4)
+
+SAME = {
+    "batch_inference": r"^  ([+-]\d\.\d{3})  process \d (.*)",
+    "cross_validation": r"^fold .*|^error over all .*",
+    "early_stopping": r"^epoch .*",
+    "effective_batch": r"^losses .*",
+    "language_model": r"^epoch .*",
+    "template": r"^epoch .*",
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_results_do_not_depend_on_the_number_of_processes(outputs: Outputs, name):
+    alone, *others = (re.findall(SAME[name], outputs(name, size)[0], re.MULTILINE) for size in (1, 2, 4))
+    assert len(alone) > 2
+    assert others == [alone, alone]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_template_learns_in_every_precision(outputs: Outputs, precision):
+    text = outputs("template", 2, "--mixed_precision", precision)[0]
+    assert text.startswith(f"{precision}: parameters float32, compute {'bfloat16' if precision == 'bf16' else 'float16'}")
+
+
+def test_the_template_stops_in_time_on_every_process(outputs: Outputs):
+    text = outputs("template", 2, "--seconds", "0")[0]
+    assert "epoch 0  update   1 " in text
+    assert "the time is up" in text
+
+
+def test_a_mistake_between_processes_is_explained(outputs: Outputs):
+    text = outputs("batch_inference", 2)[0]
+    assert "process 0  a quiet film that stays with you" in text
+    assert "process 1  seen it twice already" in text
+    assert "MismatchError on every process" in text
+    assert "rank 1: reduce(sum) float32(3,) at batch_inference.py:" in text
+    assert "7 reviews were scored by all of them" in text
+
+
+def test_uneven_data_shows_what_is_repeated_and_what_is_not(outputs: Outputs):
+    text = outputs("uneven_data", 2)[0]
+    assert "even_batches=False: 14 samples were handed out for 13" in text
+    assert "even_batches=True: 16 samples were handed out for 13" in text
+
+
+def test_the_batch_that_fits_is_the_same_on_all_processes(outputs: Outputs):
+    assert "batches of 16 fit" in outputs("automatic_batch_size", 1)[0]
+    assert "batches of 8 fit" in outputs("automatic_batch_size", 2)[0]
 
 
 @pytest.mark.launched
 def test_the_demo_runs_through_the_command_line(tmp_path):
-    command = [Path(sys.executable).with_name("slipstream"), "launch", "--cpu", "--num_processes", "2", DEMO]
+    command = [Path(sys.executable).with_name("slipstream"), "launch", "--cpu", "--num_processes", "2", FOLDER / "demo.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    assert "7 reviews were scored by all of them" in done.stdout
+    assert re.search(r"epoch 8: \d+ of 1001 test samples are right", done.stdout)
+    assert re.search(r"^\d+ samples/s over 2 process\(es\)", done.stdout, re.MULTILINE)
+    assert done.stderr == "", "the bar is quiet without a terminal"
