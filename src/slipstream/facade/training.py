@@ -38,14 +38,15 @@ class Training:
         False
         True
         """
-        return self._parts.stepper.accumulate(models)
+        stepper = self._parts.stepper
+        return stepper.sections.get(models) or stepper.accumulate(models)
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
         """The gradients of a loss: a mean over the batch, or with `weight` a sum over so many samples or tokens.
 
         The update then has the gradient of one big batch over all processes and all batches of its window.
         """
-        self._parts.stepper.backward(loss, weight, **kwargs)
+        self._parts.stepper.backward(loss, weight, kwargs)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """A block in which backward does not reduce gradients between processes."""

@@ -146,7 +146,10 @@ class GradientState:
 
     def leave(self, loader: Any, *, exhausted: bool) -> None:
         """A loader's iteration ends: at its end, by `break` or by an exception."""
-        self._stack = [reference for reference in self._stack if reference() not in (loader, None)]
+        for place in reversed(range(len(self._stack))):  # a loader may be read inside of itself: the inner one leaves
+            if self._stack[place]() is loader:
+                del self._stack[place]
+                break
         remaining = self.dataloader_references
         self.active = remaining[-1] if remaining else None
         self._finished = weakref.ref(loader) if exhausted else None

@@ -55,7 +55,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @property
     def closing(self) -> bool:
         """Whether an update ends with the present batch."""
-        return all(model.window.closing for model in self._models or self._link())
+        for model in self._models or self._link():  # noqa: SIM110  # a generator costs as much as all the rest
+            if not model.window.closing:
+                return False
+        return True
 
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters if an update ends with this batch; else nothing is done."""

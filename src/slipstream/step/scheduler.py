@@ -66,8 +66,9 @@ class AcceleratedScheduler:
                     return
         if self._needs_metric:
             self._same_everywhere(args[0] if args else kwargs.get("metrics"))
-        for _ in range(self.moves):
-            if self.moves > 1 and self._is_over():
+        self.scheduler.step(*args, **kwargs)
+        for _ in range(self.moves - 1):
+            if self._is_over():
                 return
             self.scheduler.step(*args, **kwargs)
 

@@ -84,11 +84,13 @@ class _Engine(Protocol):
 class Section:
     """`with accelerator.accumulate(model):`, one batch of a window."""
 
-    __slots__ = ("_outer", "_paused", "_stepper", "models", "windows")
+    __slots__ = ("_outer", "_paused", "_stepper", "models", "together", "window", "windows")
 
     def __init__(self, stepper: Stepper, models: Sequence[PreparedModel]) -> None:
         self.models = tuple(models)
         self.windows = tuple(model.window for model in models)
+        self.window = self.windows[0]
+        self.together = len(self.windows) > 1
         self._stepper = weakref.ref(stepper)  # which keeps its sections: a cycle would keep models until garbage is collected
         self._outer: Section | None = None
         self._paused: list[AbstractContextManager[None]] = []
@@ -96,20 +98,42 @@ class Section:
     def __enter__(self) -> None:
         stepper = self._stepper()
         assert stepper is not None
-        closing = stepper.begin(self)
+        if stepper.section is self:
+            raise StateError("accumulate of a model inside of accumulate of the same model: one block is one batch, so leave it out")
+        state = stepper.state
+        plugin, loader = state.plugin, state.active
+        steps, end, left = plugin.num_steps or 1, False, None
+        if loader is not None:
+            steps = loader.steps_per_update or steps
+            if plugin.sync_with_dataloader:
+                end, left = loader.end_of_dataloader, loader.batches_left
+        closing = self.window.begin(steps, end, left)
+        if self.together:
+            self._begin_others(closing, steps, end, left)
+        state.sync_gradients = closing
+        stepper.has_open_window = not closing
         self._outer, stepper.section = stepper.section, self
-        if not closing and stepper.engine.averages and not stepper.state.plugin.sync_each_batch:
+        if not closing and stepper.engine.averages and not plugin.sync_each_batch:
             for model in self.models:
                 paused = stepper.engine.no_sync(model.prepared)
                 paused.__enter__()
                 self._paused.append(paused)
 
-    def __exit__(self, *details: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         stepper = self._stepper()
         assert stepper is not None
         stepper.section, self._outer = self._outer, None
         while self._paused:
             self._paused.pop().__exit__(None, None, None)
+
+    def _begin_others(self, closing: bool, steps: int, end: bool, left: int | None) -> None:
+        if all([window.begin(steps, end, left) == closing for window in self.windows[1:]]):  # noqa: C419  # all of them begin
+            return
+        places = ", ".join(f"{type(model.original).__name__}: batch {model.window.index} of {steps}" for model in self.models)
+        raise StateError(
+            f"accumulate was given models that are at different places of their windows ({places}), as they were accumulated apart "
+            "before. Give each its own accumulate block, or always the same ones together."
+        )
 
 
 class Stepper:
@@ -135,7 +159,10 @@ class Stepper:
         self._world_size = world_size
         self._total = total
         """Adds a number up over all ranks."""
-        self._sections: dict[tuple[int, ...], Section] = {}
+        self.has_open_window = False
+        """Whether the batch that was begun last left its window open."""
+        self.sections: dict[tuple[torch.nn.Module, ...], Section] = {}
+        """The blocks of `accumulate` by their models."""
         self._warned: set[str] = set()
 
     # -- models ---------------------------------------------------------------------------------------------------
@@ -145,7 +172,7 @@ class Stepper:
         self.models = [model for model in self.models if model.original is not original]
         owned = frozenset(id(parameter) for parameter in original.parameters())
         self.models.append(PreparedModel(original, prepared, owned=owned))
-        self._sections.clear()
+        self.sections.clear()
         return self.models[-1]
 
     def find(self, model: torch.nn.Module) -> PreparedModel | None:
@@ -166,18 +193,17 @@ class Stepper:
 
     def forget(self) -> None:
         """Drops every model: nothing here keeps one alive afterwards."""
-        self.models = []
+        self.models, self.has_open_window = [], False
         self.section = None
-        self._sections.clear()
+        self.sections.clear()
 
     # -- windows --------------------------------------------------------------------------------------------------
 
-    def accumulate(self, models: Sequence[torch.nn.Module]) -> Section:
+    def accumulate(self, models: tuple[torch.nn.Module, ...]) -> Section:
         """One batch of the windows of these models (of all prepared ones if none is named)."""
-        key = tuple(map(id, models))
-        section = self._sections.get(key)
-        if section is None or section is self.section:
-            section = self._sections[key] = Section(self, self._records(models))
+        section = self.sections.get(models)
+        if section is None:
+            section = self.sections[models] = Section(self, self._records(models))
         return section
 
     def _records(self, models: Sequence[torch.nn.Module]) -> list[PreparedModel]:
@@ -194,38 +220,36 @@ class Stepper:
                 )
         return [record for record in records if record is not None]
 
-    def begin(self, section: Section) -> bool:
-        """The next batch of a section's windows; whether it ends an update."""
-        state, loader = self.state, self.state.active
-        plugin = state.plugin
-        steps, end, left = plugin.num_steps or 1, False, None
-        if loader is not None:
-            steps = loader.steps_per_update or steps
-            if plugin.sync_with_dataloader:
-                end, left = loader.end_of_dataloader, loader.batches_left
-        closing = [window.begin(steps, end, left) for window in section.windows]
-        if any(one != closing[0] for one in closing):
-            places = ", ".join(
-                f"{type(model.original).__name__}: batch {model.window.index} of {steps}" for model in section.models
-            )
-            raise StateError(
-                f"accumulate was given models that are at different places of their windows ({places}), as they were accumulated apart "
-                "before. Give each its own accumulate block, or always the same ones together."
-            )
-        state.sync_gradients = closing[0]
-        return closing[0]
-
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, weight: Any = None, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         """The gradients of a loss; see the head of this module for what they are divided by."""
-        section = self.section
+        section, loader = self.section, self.state.active
+        if weight is None and (loader is None or loader.shares is None) and not self.scaler.scales:
+            if section is None:
+                usual = not self.has_open_window and self._steps() == 1
+            else:
+                usual = section.window.single and not section.together
+                section.window.touched = True
+            if usual:  # one batch, one update, nothing to weigh: as plain PyTorch
+                if self.engine.averages:
+                    self.engine.backward(loss, **kwargs)
+                else:
+                    loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+                return
         if self.scaler.due:
             self._update_scale()
         if section is None:
             self._alone(loss, weight, kwargs)
-            return
-        window, (part, count) = section.windows[0], self._share()
+        else:
+            self._in_window(section, loss, weight, kwargs)
+
+    def _steps(self) -> int:
+        loader = self.state.active
+        return (None if loader is None else loader.steps_per_update) or self.state.plugin.num_steps or 1
+
+    def _in_window(self, section: Section, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
+        window, (part, count) = section.window, self._share()
         change = window.add_mean(count) if weight is None else self._weighted(window, part, weight)
         for other in section.windows[1:]:
             other.follow(window)
@@ -255,9 +279,8 @@ class Stepper:
         for model in self.models:
             if not model.window.closing:
                 model.window.reset()
-        self.state.sync_gradients = True
-        loader = self.state.active
-        steps = (None if loader is None else loader.steps_per_update) or self.state.plugin.num_steps or 1
+        self.state.sync_gradients, self.has_open_window = True, False
+        steps = self._steps()
         if steps > 1:
             self._warn(
                 f"backward at {call_site()} is outside of `with accelerator.accumulate(model):`, so gradients of {steps} batches are "

@@ -38,7 +38,7 @@ class Window:
     [False, False, True, False]
     """
 
-    __slots__ = ("_carried", "_counted", "_estimate", "_expected", "_kind", "_total", "closing", "index", "touched")
+    __slots__ = ("_carried", "_counted", "_estimate", "_expected", "_kind", "_total", "closing", "index", "single", "touched")
 
     def __init__(self) -> None:
         self.closing = True
@@ -47,8 +47,10 @@ class Window:
         """The number of the present batch in its window, from 1; 0 outside of windows."""
         self.touched = False
         """Whether the present batch has had its backward pass, or its update."""
+        self.single = False
+        """Whether the present batch is the only one of its window."""
         self._counted = False
-        self._expected = 1.0
+        self._expected = 1
         self._estimate = 1.0
         self._total = 0.0
         self._carried: float | None = None
@@ -57,16 +59,18 @@ class Window:
     def begin(self, steps: int, end: bool, left: int | None) -> bool:
         """The next batch begins; `end` says that it closes the window anyway, `left` how many follow. Whether it closes the window."""
         if self.closing:
-            self.reset()
-            self._expected = float(steps if left is None else min(steps, left + 1))
-        self.index += 1
+            self.index, self._total, self._carried, self._kind = 1, 0.0, None, None
+            self._expected = steps if left is None or left >= steps else left + 1
+        else:
+            self.index += 1
         self.touched = self._counted = False
-        self.closing = end or self.index >= steps
-        return self.closing
+        self.closing = closing = end or self.index >= steps
+        self.single = closing and self.index == 1
+        return closing
 
     def reset(self) -> None:
         """No batch has been taken in."""
-        self.closing, self.index, self.touched, self._counted = True, 0, False, False
+        self.closing, self.single, self.index, self.touched, self._counted = True, False, 0, False, False
         self._total, self._carried, self._kind = 0.0, None, None
 
     @property
@@ -80,7 +84,7 @@ class Window:
         return self.index > 1 or self.touched
 
     @property
-    def expected(self) -> float:
+    def expected(self) -> int:
         """How many batches this window is expected to have."""
         return self._expected
 
