@@ -271,6 +271,23 @@ def test_a_pass_that_begins_later_gives_the_rest(ranks: Any, kind: Any) -> None:
         assert together([result[skipped] for result in results]) == whole[skipped:]
 
 
+def test_seeking_reads_nothing_that_comes_before_but_what_completes_the_last_batch(ranks: Any) -> None:
+    def run() -> Any:
+        found = []
+        for size in (None, 1):
+            dataset = Mapped([torch.tensor([number]) for number in range(101)])
+            later = passed(skip_first_batches(prepared(DataLoader(dataset, batch_size=size)), 45))
+            found.append((later, dataset.touched))
+        return found
+
+    results = ranks(2).run(run)
+    for case in range(2):
+        read = [item for one, _, _, _ in together([result[case][0] for result in results]) for item in one]
+        assert [int(torch.tensor(item)) for item in read] == list(range(90, 101))
+        assert results[0][case][1] <= 11 + 3
+        assert results[1][case][1] == 0
+
+
 def test_one_call_for_each_global_batch(ranks: Any) -> None:
     def run() -> Any:
         channel: Any = PartialState()._channel()

@@ -150,7 +150,7 @@ class DispatchLoader(PreparedLoader):
         ranks = self.place.world_size
         nominal = self._nominal
         left = self._source.known_count(start)
-        for message in self._source.messages(epoch, start):
+        for message in self._source.messages(epoch, start, self.seed):
             shares = message.shares
             plain = None if shares is None else [shares.given, shares.real, shares.weighed, shares.full]
             if shares is None:
@@ -194,7 +194,7 @@ class _Source(Protocol):
     def known_count(self, start: int) -> int | None:
         """How many batches there are, where that is certain."""
 
-    def messages(self, epoch: int, start: int) -> Iterator[Message]: ...
+    def messages(self, epoch: int, start: int, seed: int) -> Iterator[Message]: ...
 
 
 def _ready_made(owner: DispatchLoader, cut: Cut | None, policy: Policy, collate: Callable[[Any], Any]) -> Recipe:
@@ -218,7 +218,7 @@ class _Stream:
 
     def __init__(self, owner: DispatchLoader, cut: Cut | None, policy: Policy) -> None:
         original, ranks = owner.original, owner.place.world_size
-        self.owner, self.policy = owner, policy
+        self.policy, self.dataset = policy, original.dataset  # and not the owner: workers end with it, and not when the cycle is found
         self.engine = Engine(original)
         if original.batch_size is None:
             self.size = None
@@ -230,15 +230,15 @@ class _Stream:
         self.stride = self.recipe.block
 
     def count(self, start: int) -> int:
-        length = max(0, len(self.owner.original.dataset) - start)  # type: ignore[arg-type]  # a dataset without a length says so itself
+        length = max(0, len(self.dataset) - start)  # type: ignore[arg-type]  # a dataset without a length says so itself
         plan: Any = self.recipe.plan
         return length if isinstance(plan, CutItems) else int(plan.count(length))
 
     def known_count(self, start: int) -> int | None:
         return None  # a stream may promise a length that it does not keep
 
-    def messages(self, epoch: int, start: int) -> Iterator[Message]:
-        dataset, recipe, seed = self.owner.original.dataset, self.recipe, self.owner.seed
+    def messages(self, epoch: int, start: int, seed: int) -> Iterator[Message]:
+        dataset, recipe = self.dataset, self.recipe
         announce_epoch([dataset], epoch)
         reading_seed, pipeline = mix(seed, epoch, "stream"), mix(seed, epoch, "pipeline")
         if self.engine.has_workers:
@@ -259,8 +259,8 @@ class _Positions:
     """Map-style data: torch reads it from positions, which are those that the ranks would read themselves."""
 
     def __init__(self, owner: DispatchLoader, cut: Cut | None, policy: Policy) -> None:
-        original = owner.original
-        self.owner, self.cut = owner, cut
+        original = self.original = owner.original
+        self.cut, self.ranks = cut, owner.place.world_size
         self.alone = original.batch_sampler is None
         """Whether a position gives a batch that is ready-made."""
         place = owner.place if not self.alone else replace(owner.place, rank=0, world_size=1)
@@ -291,20 +291,23 @@ class _Positions:
     def known_count(self, start: int) -> int | None:
         return self.count(start) if hasattr(self.reader._units, "__len__") else None
 
-    def messages(self, epoch: int, start: int) -> Iterator[Message]:
-        reader, original = self.reader, self.owner.original
-        reader.seed = self.owner.seed
+    def messages(self, epoch: int, start: int, seed: int) -> Iterator[Message]:
+        reader, original = self.reader, self.original
+        reader.seed = seed
         announce_epoch([original.dataset, *inner_samplers(original)[1:]], epoch)
         order = reader._order(epoch)
         walk = order if isinstance(order, Iterator) else _walk(order)
         if self.recipe is None:
             return self._together(walk, epoch, start)
+        if start:  # what completes the last batch is read, and nothing else that comes before
+            head = list(islice(walk, self.recipe.block))
+            walk, start = chain(head, islice(walk, start - len(head), None)), len(head)
         items = self._scoped(reader._read(([position] for position in walk), epoch), epoch)
         return self.recipe.messages(items, start)
 
     def _together(self, walk: Iterator[Any], epoch: int, start: int) -> Iterator[Message]:
         """What is known of a global batch travels beside its positions; torch reads one batch for each rank, or one to cut."""
-        plan, ranks = self.reader._plan, self.owner.place.world_size
+        plan, ranks = self.reader._plan, self.ranks
         told: deque[tuple[Piece, ...]] = deque()
 
         def positions() -> Iterator[Any]:
@@ -330,9 +333,9 @@ class _Positions:
 
     def _scoped(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         """Read inside random states of the reader's own, as long as the data draws any; workers have states of their own anyway."""
-        if self.owner.original.num_workers:
+        if self.original.num_workers:
             return batches
-        return in_blocks(batches, 1, OwnRandom(mix(self.owner.seed, epoch, "stream")))
+        return in_blocks(batches, 1, OwnRandom(mix(self.reader.seed, epoch, "stream")))
 
 
 def _walk(order: Order) -> Iterator[Any]:
