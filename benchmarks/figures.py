@@ -34,9 +34,13 @@ class Figure:
     """The largest ratio that is good enough; the largest value where there is nothing to compare with."""
     spread: str = ""
     """What the ratio of the medians was, or other words about how sure this is."""
+    paired: float | None = None
+    """The ratio, where it was found by comparing neighbouring rounds and not from the two times."""
 
     @property
     def ratio(self) -> float | None:
+        if self.paired is not None:
+            return self.paired
         return None if self.theirs is None else self.ours / self.theirs
 
     @property
@@ -82,7 +86,7 @@ def _number(value: float) -> str:
 def machine() -> dict[str, Any]:
     """What the figures were taken on."""
     versions = {}
-    for name in ("slipstream", "torch", "accelerate", "lightning"):
+    for name in ("slipstream", "torch", "accelerate", "lightning-fabric"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

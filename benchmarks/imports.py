@@ -38,9 +38,9 @@ def commands() -> dict[str, list[str]]:
         found["accelerate launch --help"] = [accelerate, "launch", "--help"]
         found["accelerate.PartialState"] = [*python, "import accelerate; accelerate.PartialState"]
         found["accelerate env"] = [accelerate, "env"]
-    if importlib.util.find_spec("lightning"):
+    if importlib.util.find_spec("lightning_fabric"):
         found["fabric run --help"] = [str(Path(sys.executable).parent / "fabric"), "run", "--help"]
-        found["lightning.fabric.Fabric"] = [*python, "from lightning.fabric import Fabric"]
+        found["lightning_fabric.Fabric"] = [*python, "from lightning_fabric import Fabric"]
     return found
 
 
@@ -89,7 +89,7 @@ def figures(times: dict[str, tuple[float, float]]) -> list[Figure]:
     ]
     pairs = [("launch --help", "slipstream launch --help"), ("PartialState", "slipstream.PartialState"), ("env", "slipstream env")]
     found += [compare(ours, other) for what, ours in pairs for other in times if other.startswith("accelerate") and other.endswith(what)]
-    others = [("slipstream launch --help", "fabric run --help"), ("slipstream.PartialState", "lightning.fabric.Fabric")]
+    others = [("slipstream launch --help", "fabric run --help"), ("slipstream.PartialState", "lightning_fabric.Fabric")]
     found += [compare(ours, other) for ours, other in others if other in times]
     for words in TORCH_FREE:
         found.append(Figure(f"modules of torch in `slipstream {' '.join(words)}`", len(modules_of_torch(words)), "modules", goal=0))

@@ -1,0 +1,113 @@
+"""The training step: ours against plain PyTorch (1.00), Accelerate and Fabric, in the same processes, in turns.
+
+    python benchmarks/training.py [--ranks 1] [--ranks 2] [--quick] [--profile FILE] [--json FILE]
+
+The step is forward, backward, AdamW and LambdaLR of two small layers, about 300 us of plain PyTorch on an idle core, so that what is
+added shows. The figure is the median, over many short rounds, of ours / plain within one pass (see `turns.py`), in CPU time; plain PyTorch
+is entered twice, and the mean of both is 1.00. Behind it stand the microseconds that are added, the ratio of the wall times, the
+others, and plain PyTorch against itself, which says how far all this can be trusted. Goals:
+
+- one process, prepared, and under `accumulate`       at most 1.02 x plain PyTorch
+- our calls alone, in a step where torch does nothing  at most 5 us more than the same calls without us
+- two processes, guard and beacon on                   at most 1.03 x plain DistributedDataParallel; accumulation of 4 too
+
+Our calls alone are the difference of the best rounds: they are too short to be disturbed in all of them. They are also warm, as
+nothing comes between them; in a real step, where torch's work has emptied the caches, the same calls take longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from figures import HERE, Figure, launch, quiet_environment, save, table
+from turns import added, ratio
+
+Times = dict[str, dict[str, list[float]]]
+"""Seconds per call: by contender, by clock, one for each round."""
+Rounds = dict[str, Times]
+"""By case."""
+
+WHAT = {
+    (1, "step", "ours"): ("step, prepared", 1.02),
+    (1, "step", "ours, accumulate"): ("step under accumulate", 1.02),
+    (2, "step", "ours"): ("two processes: step, prepared", 1.03),
+    (2, "step", "ours, accumulate"): ("two processes: step under accumulate", 1.03),
+    (2, "window", "ours"): ("two processes: update of 4 accumulated batches", 1.03),
+}
+BARE = {"ours": "our calls in a step, alone", "ours, accumulate": "our calls in a step under accumulate, alone"}
+
+
+def measure(ranks: int, quick: bool = False, profile: Path | None = None) -> Rounds:
+    """One job that measures everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rounds.json"
+        words = [str(output), "--builds", "3" if quick else "7", "--rounds", "200" if quick else "500", "--calls", "2"]
+        words += ["--profile", str(profile)] if profile else []
+        worker = "_training_worker.py"
+        command = [sys.executable, str(HERE / worker), *words] if ranks == 1 else launch(ranks, worker, *words)
+        subprocess.run(command, check=True, timeout=1800, env=quiet_environment())
+        found: Rounds = json.loads(output.read_text())
+    return found
+
+
+def figures(rounds: Rounds, ranks: int) -> list[Figure]:
+    """Ours against plain PyTorch, with what the others need behind it."""
+    found = []
+    for (wanted, case, name), (what, goal) in WHAT.items():
+        if wanted == ranks:
+            found.append(_compared(what, goal, rounds[case], name))
+    for name, what in BARE.items() if "bare" in rounds else ():
+        times = rounds["bare"]
+        best = (min(times[name]["cpu"]) - min(times["plain"]["cpu"])) * 1e6
+        median = added(times[name]["cpu"], times["plain"]["cpu"]) * 1e6
+        found.append(Figure(what, best, "us", goal=5.0, spread=f"(median {median:.1f} us)"))
+    if ranks > 1:
+        found.append(Figure("CPU of a rank that does nothing: beacon, torch's threads", rounds["helpers"]["idle"]["cpu"][0] * 1e3, "ms/s"))
+    return found
+
+
+def _compared(what: str, goal: float, times: Times, name: str) -> Figure:
+    ours, plain = times[name], _base(times)
+    others = [other for other in (name.replace("ours", "accelerate"), "fabric") if other in times]
+    behind = [f"+{added(ours['cpu'], plain['cpu']) * 1e6:.0f} us", f"wall {ratio(ours['wall'], plain['wall']):.2f}"]
+    behind += [f"{other} {ratio(times[other]['cpu'], plain['cpu']):.2f}" for other in others]
+    behind.append(f"plain/plain {ratio(times['plain, again']['cpu'], times['plain']['cpu']):.3f}")
+    return Figure(
+        what,
+        statistics.median(ours["cpu"]) * 1e6,
+        "us",
+        statistics.median(plain["cpu"]) * 1e6,
+        "plain",
+        goal=goal,
+        spread=f"({'; '.join(behind)})",
+        paired=ratio(ours["cpu"], plain["cpu"]),
+    )
+
+
+def _base(times: Times) -> dict[str, list[float]]:
+    """Plain PyTorch: the mean of its two entries in each pass."""
+    first, second = times["plain"], times["plain, again"]
+    return {clock: [(one + other) / 2 for one, other in zip(first[clock], second[clock], strict=True)] for clock in first}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, action="append", choices=(1, 2), help="only on so many ranks")
+    parser.add_argument("--quick", action="store_true", help="a sixth of the rounds")
+    parser.add_argument("--profile", type=Path, help="append where plain PyTorch and ours spend their time to this file")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    found = [figure for ranks in options.ranks or (1, 2) for figure in figures(measure(ranks, options.quick, options.profile), ranks)]
+    print(table("training", found))
+    if options.json:
+        save(options.json, {"training": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Contenders that take turns: short rounds of calls, timed by wall and by CPU, in one process or in several that go in step.
+
+A round of a contender is a few calls; in one pass every contender has a round, each pass in another order. The CPU time is that of the
+whole process, its helper threads included. On several ranks a round begins with a barrier, and what counts is the mean of the ranks' CPU
+times and the longest of their wall times. Garbage is collected between rounds, not in them.
+
+Rounds are short (about a millisecond) so that those of one pass see the same machine: on cores that are shared with other work, the time
+of one and the same code moves by a half from second to second, while the ratio of neighbouring rounds stays. So contenders are compared
+within each pass, and the median over all passes is the figure; the same code entered twice shows how far that can be trusted.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+Contender = Callable[[int], Any]
+"""Makes so many calls."""
+
+
+@dataclass
+class Times:
+    """Seconds per call of one contender, one entry for each round."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def extend(self, other: Times) -> None:
+        self.wall += other.wall
+        self.cpu += other.cpu
+
+
+def in_turns(contenders: dict[str, Contender], rounds: int, calls: int, barrier: Callable[[], Any] = lambda: None) -> dict[str, Times]:
+    """Times of all contenders on this rank; each runs once before anything is timed."""
+    names = list(contenders)
+    shuffle = random.Random(0).shuffle  # the same on every rank
+    found = {name: Times() for name in names}
+    for name in names:
+        contenders[name](calls)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds):
+            shuffle(names)
+            for name in names:
+                barrier()
+                wall, cpu = time.perf_counter(), time.process_time()
+                contenders[name](calls)
+                found[name].cpu.append((time.process_time() - cpu) / calls)
+                found[name].wall.append((time.perf_counter() - wall) / calls)
+            if number % 50 == 49:
+                gc.collect()
+    finally:
+        gc.enable()
+    return found
+
+
+def joined(ranks: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """The times of several ranks as one: the mean of their CPU times, the longest of their wall times."""
+    every = list(ranks)
+    return {
+        name: {
+            "cpu": [statistics.fmean(cpu) for cpu in zip(*(rank[name]["cpu"] for rank in every), strict=True)],
+            "wall": [max(wall) for wall in zip(*(rank[name]["wall"] for rank in every), strict=True)],
+        }
+        for name in every[0]
+    }
+
+
+def ratio(times: list[float], base: list[float]) -> float:
+    """The median of the ratios within each pass.
+
+    >>> ratio([2.0, 3.0, 40.0], [1.0, 2.0, 20.0])
+    2.0
+    """
+    return statistics.median(one / other for one, other in zip(times, base, strict=True))
+
+
+def added(times: list[float], base: list[float]) -> float:
+    """The median of the differences within each pass.
+
+    >>> added([2.0, 3.0, 40.0], [1.0, 2.0, 20.0])
+    1.0
+    """
+    return statistics.median(one - other for one, other in zip(times, base, strict=True))
