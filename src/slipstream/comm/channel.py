@@ -175,6 +175,7 @@ class GroupChannel:
         self._wire.close()
         groups = self._control, self._data
         self._control = self._data = None
+        self._open_control = _nothing
         return groups
 
     def control(self) -> Any:
@@ -217,18 +218,18 @@ class GroupChannel:
 
     def exchange(self, turn: _GroupTurn, body: Body, sender: int | None, receiver: int | None) -> list[_Array]:
         """Every rank's header, and the body behind it if it fits; bodies that do not fit follow in one collective."""
-        frames = self._send(turn, body)
+        frames = self._send(turn, body, self._wire.room_of_one if sender == self.rank else self.room)
         headers = Headers(frames, self.rank)
         if not headers.agree():
             self._disagree(turn)
-        lengths = headers.body_lengths()
-        if max(lengths) <= self.room:
+        if headers.all_inline():
             return [numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:] for frame in frames]
-        return self._exchange_bodies(turn, body, lengths, sender, receiver)
+        return self._exchange_bodies(turn, body, headers.body_lengths(), sender, receiver)
 
-    def _send(self, turn: _GroupTurn, body: Body) -> list[bytearray]:
-        header = turn.call.header(self.sequence, body.length)
-        if body.length > self.room:
+    def _send(self, turn: _GroupTurn, body: Body, room: int) -> list[bytearray]:
+        inline = body.length if body.length <= room else 0
+        header = turn.call.header(self.sequence, body.length, inline)
+        if inline != body.length:
             return self._carry(turn, bytearray(header))
         frame = bytearray(HEADER_SIZE + body.length)
         frame[:HEADER_SIZE] = header
@@ -273,7 +274,7 @@ class GroupChannel:
         site = f" at {turn.call.site}".encode()
         told = turn.call.describe().encode()[: self.room - len(site)] + site
         text.add(numpy.frombuffer(told, dtype=numpy.uint8))
-        texts = [frame[HEADER_SIZE:].decode(errors="replace") for frame in self._send(turn, text)]
+        texts = [frame[HEADER_SIZE:].decode(errors="replace") for frame in self._send(turn, text, self.room)]
         raise MismatchError(f"{explain_mismatch(texts, self.sequence)}\n(raised on rank {self.rank})")
 
     def data_group(self, tensor: torch.Tensor) -> Any:
@@ -361,6 +362,10 @@ class _GroupTurn:
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
         self.wait(self.channel.data_group(tensor).broadcast([tensor], _root(torch.distributed.BroadcastOptions, sender)))
+
+
+def _nothing() -> None:
+    return None
 
 
 def _counter(group: Any) -> Callable[[], int]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class Group:
             self._announce(store, listener)
             self._meet(store, vigil)
             self.generation = generation  # from here on it is spent, whatever happens
-            control = partial(self._control_group, store, limits)
+            control = cache(partial(self._control_group, store, limits))  # a second one would meet at the addresses of the first
             wire = self._wire(store, listener, control, vigil)
         return GroupChannel(
             wire=wire,
