@@ -16,12 +16,13 @@ from hashlib import blake2b
 
 __all__ = ["HEADER_SIZE", "Call", "Headers", "explain_mismatch", "inline_length"]
 
-_LAYOUT = struct.Struct("<IQ16s4xQ8x")
-"""Mark of the format, sequence number, digest of the agreement, length of the body."""
+_LAYOUT = struct.Struct("<IQ16s4xQQ")
+"""Mark of the format, sequence number, digest of the agreement, length of the body, and how much of it follows at once."""
 _MAGIC = 0x534C5031
 _AGREED = 28
 """The bytes at the beginning that have to be the same on all ranks."""
 _LENGTH_AT = 32
+_INLINE_AT = 40
 _LONGEST_SHOWN = 600
 HEADER_SIZE = _LAYOUT.size
 """Bytes of a header; what follows is aligned for every type of tensor."""
@@ -47,19 +48,18 @@ class Call:
         self.describe = describe
         """What this rank passed, in full: only asked for when something is wrong."""
 
-    def header(self, sequence: int, body_length: int) -> bytes:
-        """What travels ahead of the payload.
+    def header(self, sequence: int, body_length: int, inline: int) -> bytes:
+        """What travels ahead of the payload; `inline` bytes of body follow at once.
 
-        >>> len(Call("gather", "float32(*)", "train.py:3", str).header(7, 8))
+        >>> len(Call("gather", "float32(*)", "train.py:3", str).header(7, 8, 8))
         48
         """
-        return _LAYOUT.pack(_MAGIC, sequence, _digest(f"{self.operation}\n{self.agreement}"), body_length)
+        return _LAYOUT.pack(_MAGIC, sequence, _digest(f"{self.operation}\n{self.agreement}"), body_length, inline)
 
 
-def inline_length(frame: bytes | bytearray, room: int) -> int:
+def inline_length(frame: bytes | bytearray) -> int:
     """How many bytes of body follow the header in its frame: all of them, or none where they do not fit."""
-    length = int.from_bytes(frame[_LENGTH_AT : _LENGTH_AT + 8], "little")
-    return length if length <= room else 0
+    return int.from_bytes(frame[_INLINE_AT : _INLINE_AT + 8], "little")
 
 
 class Headers:
@@ -75,6 +75,10 @@ class Headers:
         """Whether every rank is in the same call, with everything in it that has to be the same."""
         own = self._own[:_AGREED]
         return all(raw[:_AGREED] == own for raw in self._raw)
+
+    def all_inline(self) -> bool:
+        """Whether every body came with its header."""
+        return all(raw[_LENGTH_AT : _LENGTH_AT + 8] == raw[_INLINE_AT : _INLINE_AT + 8] for raw in self._raw)
 
     def body_lengths(self) -> list[int]:
         """How many bytes each rank has to send besides its header."""

@@ -30,6 +30,8 @@ LARGEST_MESH = 64
 """Ranks up to which every pair has a connection."""
 _SLICE = 0.2
 _ROOM = 8192
+_ROOM_OF_ONE = 131072
+"""What the buffers of a socket take even if both sides should send so much by mistake, and none reads."""
 _HELLO = struct.Struct("<32sI")
 
 
@@ -45,6 +47,8 @@ class Wire(Protocol):
     """Carries one frame of each rank to all ranks. A frame is a header and a body that fits into `room` bytes."""
 
     room: int
+    room_of_one: int
+    """The same, where one rank alone has a body to send."""
 
     def exchange(self, frame: bytearray, look: Look) -> list[bytearray]:
         """The frames of all ranks, this one's included, in the order of the ranks."""
@@ -59,10 +63,11 @@ class Sockets:
     """One connection to each other rank."""
 
     room = _ROOM
+    room_of_one = _ROOM_OF_ONE
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
         self._rank = rank
-        self._peers = {other: _Peer(other, connection, self.room) for other, connection in sorted(connections.items())}
+        self._peers = {other: _Peer(other, connection) for other, connection in sorted(connections.items())}
         self._hangups = select.poll()
         for connection in connections.values():
             self._hangups.register(connection, getattr(select, "POLLRDHUP", 0))  # elsewhere than on Linux only an error shows
@@ -85,12 +90,11 @@ class Sockets:
 class _Peer:
     """The connection to one rank, and what has arrived of its next frame."""
 
-    def __init__(self, rank: int, connection: socket.socket, room: int) -> None:
+    def __init__(self, rank: int, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(_SLICE)
         self.rank = rank
         self.connection = connection
-        self._room = room
         self._arrived = bytearray()
 
     def send(self, frame: bytearray, look: Look) -> None:
@@ -107,7 +111,7 @@ class _Peer:
 
     def receive(self, look: Look) -> bytearray:
         self._fill(HEADER_SIZE, look)
-        size = HEADER_SIZE + inline_length(self._arrived, self._room)
+        size = HEADER_SIZE + inline_length(self._arrived)
         self._fill(size, look)
         frame, self._arrived = self._arrived[:size], self._arrived[size:]
         return frame
@@ -178,7 +182,7 @@ class Gloo:
     """Frames of a fixed size, in one all-gather of a gloo group."""
 
     def __init__(self, group: Any, world_size: int, wait: Callable[[Any, Look], None]) -> None:
-        self.room = max(256, min(4096, 262144 // world_size)) - HEADER_SIZE
+        self.room = self.room_of_one = max(256, min(4096, 262144 // world_size)) - HEADER_SIZE
         self._group = group
         self._wait = wait
         self._send = torch.zeros(HEADER_SIZE + self.room, dtype=torch.uint8)
@@ -188,7 +192,7 @@ class Gloo:
         self._send.numpy()[: len(frame)] = numpy.frombuffer(frame, dtype=numpy.uint8)
         self._wait(self._group._allgather_base(self._receive.view(-1), self._send), look)
         blocks = [bytearray(block) for block in self._receive.numpy()]
-        return [block[: HEADER_SIZE + inline_length(block, self.room)] for block in blocks]
+        return [block[: HEADER_SIZE + inline_length(block)] for block in blocks]
 
     def ended(self) -> bool:
         return False  # gloo does not tell
