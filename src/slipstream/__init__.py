@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         WaitTimeoutError as WaitTimeoutError,
     )
     from slipstream.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
+    from slipstream.parallel.local_sgd import LocalSGD as LocalSGD
     from slipstream.precision.options import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
     from slipstream.runtime.batch_size import find_executable_batch_size as find_executable_batch_size
     from slipstream.runtime.gradient_state import GradientState as GradientState
@@ -60,6 +61,7 @@ _HOMES = {
     "slipstream.notebook": (
         "debug_launcher", "notebook_launcher",
     ),
+    "slipstream.parallel.local_sgd": ("LocalSGD",),
     "slipstream.precision.options": (
         "AutocastKwargs", "GradScalerKwargs",
     ),
@@ -76,7 +78,7 @@ _HOMES = {
 __all__ = [
     "Accelerator", "AcceleratorState", "AutocastKwargs", "ConfigError", "DataLoaderConfiguration", "DistributedDataParallelKwargs",
     "DistributedOperationException", "DistributedType", "GradScalerKwargs", "GradientState", "InitProcessGroupKwargs", "LaunchError",
-    "MismatchError", "PartialState", "PeerLostError", "ProfileKwargs", "SlipstreamError", "StateError", "WaitTimeoutError",
+    "LocalSGD", "MismatchError", "PartialState", "PeerLostError", "ProfileKwargs", "SlipstreamError", "StateError", "WaitTimeoutError",
     "debug_launcher", "find_executable_batch_size", "is_rich_available", "notebook_launcher", "prepare_data_loader", "skip_first_batches",
     "synchronize_rng_states",
 ]

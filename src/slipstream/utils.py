@@ -157,12 +157,24 @@ if TYPE_CHECKING:
         set_seed as set_seed,
         wait_for_everyone as wait_for_everyone,
     )
+    from slipstream.runtime.helpers import (
+        check_os_kernel as check_os_kernel,
+        get_free_port as get_free_port,
+        get_module_children_bottom_up as get_module_children_bottom_up,
+        get_module_class_from_name as get_module_class_from_name,
+        get_pretty_name as get_pretty_name,
+        is_port_in_use as is_port_in_use,
+        merge_dicts as merge_dicts,
+        recursive_getattr as recursive_getattr,
+    )
     from slipstream.runtime.rng import synchronize_rng_state as synchronize_rng_state, synchronize_rng_states as synchronize_rng_states
-    from slipstream.step.profile import ProfileKwargs as ProfileKwargs
+    from slipstream.step.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME, ProfileKwargs as ProfileKwargs
     from slipstream.strategies.options import (
         DDPCommunicationHookType as DDPCommunicationHookType,
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     )
+    from slipstream.track.progress import tqdm as tqdm
+    from slipstream.track.registry import LoggerType as LoggerType
 
 _HOMES = {
     "slipstream.comm.nested": (
@@ -220,41 +232,51 @@ _HOMES = {
         "broadcast", "broadcast_object_list", "copy_tensor_to_devices", "gather", "gather_object", "gather_tensor_shape",
         "pad_across_processes", "reduce", "set_seed", "wait_for_everyone",
     ),
+    "slipstream.runtime.helpers": (
+        "check_os_kernel", "get_free_port", "get_module_children_bottom_up", "get_module_class_from_name", "get_pretty_name",
+        "is_port_in_use", "merge_dicts", "recursive_getattr",
+    ),
     "slipstream.runtime.rng": (
         "synchronize_rng_state", "synchronize_rng_states",
     ),
-    "slipstream.step.profile": ("ProfileKwargs",),
+    "slipstream.step.profile": (
+        "PROFILE_PATTERN_NAME", "ProfileKwargs",
+    ),
     "slipstream.strategies.options": (
         "DDPCommunicationHookType", "DistributedDataParallelKwargs",
     ),
+    "slipstream.track.progress": ("tqdm",),
+    "slipstream.track.registry": ("LoggerType",),
 }
 
 __all__ = [
-    "AORecipeKwargs", "AutocastKwargs", "CannotPadNestedTensorWarning", "ConvertOutputsToFp32", "DDPCommunicationHookType",
-    "DataLoaderConfiguration", "DistributedDataParallelKwargs", "DistributedOperationException", "DistributedType", "DynamoBackend",
-    "FP8BackendType", "FP8RecipeKwargs", "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler",
-    "MSAMPRecipeKwargs", "PrecisionType", "ProfileKwargs", "ProjectConfiguration", "RNGType", "TERecipeKwargs", "TensorInformation",
-    "TorchDynamoPlugin", "broadcast", "broadcast_object_list", "clear_device_cache", "compare_versions", "compile_regions", "concatenate",
-    "convert_bytes", "convert_model_to_fp8_ao", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices",
-    "deepspeed_required", "extract_model_from_parallel", "filter_first_and_last_linear_layers", "find_batch_size", "find_device",
-    "find_executable_batch_size", "gather", "gather_object", "gather_tensor_shape", "get_data_structure", "get_sampler", "get_shape",
-    "has_ao_layers", "has_compiled_regions", "has_repeated_blocks", "honor_type", "ignorant_find_batch_size", "initialize_tensors",
-    "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available", "is_bf16_available",
-    "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available", "is_clearml_available", "is_comet_ml_available",
-    "is_compiled_module", "is_cuda_available", "is_datasets_available", "is_deepspeed_available", "is_dvclive_available",
-    "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available", "is_import_timer_available", "is_lomo_available",
-    "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available", "is_mlu_available", "is_mps_available",
-    "is_msamp_available", "is_musa_available", "is_namedtuple", "is_neuron_available", "is_npu_available", "is_numpy_available",
-    "is_pandas_available", "is_peft_available", "is_pippy_available", "is_pynvml_available", "is_pytest_available", "is_repeated_blocks",
-    "is_rich_available", "is_rocm_available", "is_sagemaker_available", "is_schedulefree_available", "is_sdaa_available",
-    "is_swanlab_available", "is_tensor_information", "is_tensorboard_available", "is_timm_available", "is_torch_distributed_available",
-    "is_torch_tensor", "is_torch_version", "is_torch_xla_available", "is_torchao_available", "is_torchdata_available",
-    "is_torchdata_stateful_dataloader_available", "is_torchvision_available", "is_tqdm_available", "is_trackio_available",
-    "is_transformer_engine_available", "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
-    "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available", "listify", "pad_across_processes",
-    "pad_input_tensors", "prepare_data_loader", "recursively_apply", "reduce", "release_memory", "send_to_device", "set_seed",
-    "should_reduce_batch_size", "skip_first_batches", "slice_tensors", "synchronize_rng_state", "synchronize_rng_states",
-    "torchao_required", "wait_for_everyone", "write_basic_config",
+    "PROFILE_PATTERN_NAME", "AORecipeKwargs", "AutocastKwargs", "CannotPadNestedTensorWarning", "ConvertOutputsToFp32",
+    "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "DistributedOperationException",
+    "DistributedType", "DynamoBackend", "FP8BackendType", "FP8RecipeKwargs", "GradScalerKwargs", "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MSAMPRecipeKwargs", "PrecisionType", "ProfileKwargs", "ProjectConfiguration",
+    "RNGType", "TERecipeKwargs", "TensorInformation", "TorchDynamoPlugin", "broadcast", "broadcast_object_list", "check_os_kernel",
+    "clear_device_cache", "compare_versions", "compile_regions", "concatenate", "convert_bytes", "convert_model_to_fp8_ao",
+    "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required", "extract_model_from_parallel",
+    "filter_first_and_last_linear_layers", "find_batch_size", "find_device", "find_executable_batch_size", "gather", "gather_object",
+    "gather_tensor_shape", "get_data_structure", "get_free_port", "get_module_children_bottom_up", "get_module_class_from_name",
+    "get_pretty_name", "get_sampler", "get_shape", "has_ao_layers", "has_compiled_regions", "has_repeated_blocks", "honor_type",
+    "ignorant_find_batch_size", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
+    "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
+    "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available", "is_datasets_available",
+    "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available",
+    "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
+    "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple", "is_neuron_available",
+    "is_npu_available", "is_numpy_available", "is_pandas_available", "is_peft_available", "is_pippy_available", "is_port_in_use",
+    "is_pynvml_available", "is_pytest_available", "is_repeated_blocks", "is_rich_available", "is_rocm_available", "is_sagemaker_available",
+    "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensor_information", "is_tensorboard_available",
+    "is_timm_available", "is_torch_distributed_available", "is_torch_tensor", "is_torch_version", "is_torch_xla_available",
+    "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
+    "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available", "is_transformer_engine_mxfp8_available",
+    "is_transformers_available", "is_triton_available", "is_wandb_available", "is_weights_only_available", "is_xccl_available",
+    "is_xpu_available", "listify", "merge_dicts", "pad_across_processes", "pad_input_tensors", "prepare_data_loader", "recursive_getattr",
+    "recursively_apply", "reduce", "release_memory", "send_to_device", "set_seed", "should_reduce_batch_size", "skip_first_batches",
+    "slice_tensors", "synchronize_rng_state", "synchronize_rng_states", "torchao_required", "tqdm", "wait_for_everyone",
+    "write_basic_config",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

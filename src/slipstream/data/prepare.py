@@ -118,16 +118,7 @@ def prepare_data_loader(
     >>> [batch.tolist() for batch in loader]
     [[2, 3], [6, 7]]
     """
-    if torch_device_mesh is not None:
-        raise ConfigError(
-            "prepare_data_loader(torch_device_mesh=...) is not read: say how many processes share the data and which of them this one is, "
-            "with num_processes= and process_index= (for processes that see the same data, the same index)."
-        )
-    if rng_types:
-        get_logger(__name__).warning(
-            f"prepare_data_loader(rng_types={list(rng_types)}) has no effect: the order is a function of seed and epoch, "
-            "and no random state has to agree between processes. Call synchronize_rng_states(...) where yours should."
-        )
+    _refuse(torch_device_mesh, rng_types)
     runtime = current()
     process = runtime.process
     config = DataLoaderConfiguration(
@@ -158,6 +149,20 @@ def prepare_data_loader(
         gradient_state=gradient_state or GradientState(),
         slice_fn=slice_fn_for_dispatch,
     )
+
+
+def _refuse(torch_device_mesh: Any, rng_types: Sequence[Any] | None) -> None:
+    """Arguments that the relative has and that mean nothing here."""
+    if torch_device_mesh is not None:
+        raise ConfigError(
+            "prepare_data_loader(torch_device_mesh=...) is not read: say how many processes share the data and which of them this one is, "
+            "with num_processes= and process_index= (for processes that see the same data, the same index)."
+        )
+    if rng_types:
+        get_logger(__name__).warning(
+            f"prepare_data_loader(rng_types={list(rng_types)}) has no effect: the order is a function of seed and epoch, "
+            "and no random state has to agree between processes. Call synchronize_rng_states(...) where yours should."
+        )
 
 
 def _warn_of_seedable(config: DataLoaderConfiguration) -> None:

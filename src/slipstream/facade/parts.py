@@ -113,7 +113,8 @@ def assemble(
         loading=loading,
         dynamo=dynamo,
         place=Place(state.process_index, state.num_processes, state.channel, state.limits),
-        rng_types=[str(getattr(kind, "value", kind)) for kind in rng_types or ()],
+        # The generator of a loader is ours, and the same on every rank anyway.
+        rng_types=[kind for kind in (str(getattr(one, "value", one)) for one in rng_types or ()) if kind != RNGType.GENERATOR.value],
         **settings,
     )
 
