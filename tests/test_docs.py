@@ -48,18 +48,38 @@ def test_the_blocks_of_tests_pass(pytester):
     assert counts["passed"] >= len(found) > 2
 
 
-def test_the_readme_shows_what_is_really_printed(ranks):
-    readme = (ROOT / "README.md").read_text()
-    mistake = next(found["code"] for found in FENCE.finditer(readme) if "DistributedOperationException" in found["code"])
-    shown = re.search(r"^```text\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    assert shown is not None
-    assert shown[1].strip() in ranks(2).outcomes(run_as_script, mistake)[0].output
+def printed() -> Iterator[Any]:
+    """Blocks that are followed by what they print; not those of the page whose lines have a time."""
+    output = re.compile(r"\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    for page in PAGES:
+        text = page.read_text()
+        for found in FENCE.finditer(text):
+            shown = output.match(text, found.end())
+            if shown is not None and found["kind"] == "" and page.name != "logging.md":
+                yield pytest.param(found["code"], shown[1], id=f"{page.relative_to(ROOT)}: {shown[1][:30]}")
+
+
+@pytest.mark.parametrize(("code", "shown"), list(printed()))
+def test_pages_show_what_is_really_printed(ranks, code, shown):
+    assert shown.strip() in ranks(2).outcomes(run_as_script, code)[0].output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page):
-    targets = [target for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()) if "://" not in target]
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    lost = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        if "://" in target:
+            continue
+        there = page.parent / target if target else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            lost.append(f"{target}#{anchor}")
+    assert lost == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page can be linked by."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_dependency_has_its_reason_and_no_other_is_listed():
