@@ -11,10 +11,9 @@ import time
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm.auto import tqdm
 
 from slipstream import Accelerator
-from slipstream.utils import DataLoaderConfiguration, set_seed
+from slipstream.utils import DataLoaderConfiguration, set_seed, tqdm
 
 EPOCHS, BATCH = 8, 256
 WIDTH, HEIGHT = 35, 17
@@ -67,8 +66,7 @@ def main() -> None:
 
     before = picture(accelerator.unwrap_model(model), accelerator.device)
     started, samples, right, total = time.perf_counter(), 0, 0, 0
-    # One bar, on the main process; `None` leaves it out where there is no terminal.
-    epochs = tqdm(range(EPOCHS), unit="epoch", disable=None if accelerator.is_main_process else True)
+    epochs = tqdm(range(EPOCHS), unit="epoch", disable=None)  # shown once, and not at all where there is no terminal (None)
     for epoch in epochs:
         for points, arms in train_loader:
             with accelerator.accumulate(model):
@@ -80,8 +78,8 @@ def main() -> None:
         epochs.set_postfix(loss=f"{loss.item():.3f}")
         if epoch % 2:
             right, total = evaluate(accelerator, model, test_loader)
-            with tqdm.external_write_mode():
-                accelerator.print(f"epoch {epoch + 1}: {right} of {total} test samples are right ({right / total:.1%})")
+            if accelerator.is_main_process:
+                epochs.write(f"epoch {epoch + 1}: {right} of {total} test samples are right ({right / total:.1%})")
     seconds = time.perf_counter() - started
 
     after = picture(accelerator.unwrap_model(model), accelerator.device)
