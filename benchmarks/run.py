@@ -1,4 +1,4 @@
-"""All measurements that compare: starting, importing, collectives. What `make bench` runs.
+"""All measurements that compare: starting, importing, collectives, training, loading. What `make bench` runs.
 
     python benchmarks/run.py [--quick] [--only imports] [--json FILE] [--strict]
 
@@ -16,10 +16,12 @@ from pathlib import Path
 
 import collectives
 import imports
+import loading
 import mistakes
 from figures import Figure, machine, save, table
 
 import launch
+import training
 
 
 def starting(quick: bool) -> list[Figure]:
@@ -56,11 +58,21 @@ def mistaking(quick: bool) -> list[Figure]:
     return [figure for ranks in (2, 4) for figure in mistakes.figures(mistakes.measure(ranks))]
 
 
+def stepping(quick: bool) -> list[Figure]:
+    return [figure for ranks in (1, 2) for figure in training.figures(training.measure(ranks, quick), ranks)]
+
+
+def reading(quick: bool) -> list[Figure]:
+    return [figure for ranks in (1, 2) for figure in loading.figures(loading.measure(ranks, quick), ranks)]
+
+
 GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "imports": importing,
     "launch": starting,
     "collectives": collecting,
     "mistakes": mistaking,
+    "training": stepping,
+    "loading": reading,
 }
 
 

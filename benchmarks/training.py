@@ -4,8 +4,8 @@
 
 The step is forward, backward, AdamW and LambdaLR of two small layers, about 300 us of plain PyTorch on an idle core, so that what is
 added shows. The figure is the median, over many short rounds, of ours / plain within one pass (see `turns.py`), in CPU time; plain PyTorch
-is entered twice, and the mean of both is 1.00. Behind it stand the microseconds that are added, the ratio of the wall times, the
-others, and plain PyTorch against itself, which says how far all this can be trusted. Goals:
+is entered twice. Behind it stand the microseconds that are added, the ratio of the wall times, the others, and plain PyTorch against
+itself, which says how far all this can be trusted. Goals:
 
 - one process, prepared, and under `accumulate`       at most 1.02 x plain PyTorch
 - our calls alone, in a step where torch does nothing  at most 5 us more than the same calls without us
@@ -19,19 +19,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from figures import HERE, Figure, launch, quiet_environment, save, table
-from turns import added, ratio
-
-Times = dict[str, dict[str, list[float]]]
-"""Seconds per call: by contender, by clock, one for each round."""
-Rounds = dict[str, Times]
-"""By case."""
+from turns import Rounds, added, against_plain
 
 WHAT = {
     (1, "step", "ours"): ("step, prepared", 1.02),
@@ -61,7 +55,7 @@ def figures(rounds: Rounds, ranks: int) -> list[Figure]:
     found = []
     for (wanted, case, name), (what, goal) in WHAT.items():
         if wanted == ranks:
-            found.append(_compared(what, goal, rounds[case], name))
+            found.append(against_plain(what, goal, rounds[case], name))
     for name, what in BARE.items() if "bare" in rounds else ():
         times = rounds["bare"]
         best = (min(times[name]["cpu"]) - min(times["plain"]["cpu"])) * 1e6
@@ -70,30 +64,6 @@ def figures(rounds: Rounds, ranks: int) -> list[Figure]:
     if ranks > 1:
         found.append(Figure("CPU of a rank that does nothing: beacon, torch's threads", rounds["helpers"]["idle"]["cpu"][0] * 1e3, "ms/s"))
     return found
-
-
-def _compared(what: str, goal: float, times: Times, name: str) -> Figure:
-    ours, plain = times[name], _base(times)
-    others = [other for other in (name.replace("ours", "accelerate"), "fabric") if other in times]
-    behind = [f"+{added(ours['cpu'], plain['cpu']) * 1e6:.0f} us", f"wall {ratio(ours['wall'], plain['wall']):.2f}"]
-    behind += [f"{other} {ratio(times[other]['cpu'], plain['cpu']):.2f}" for other in others]
-    behind.append(f"plain/plain {ratio(times['plain, again']['cpu'], times['plain']['cpu']):.3f}")
-    return Figure(
-        what,
-        statistics.median(ours["cpu"]) * 1e6,
-        "us",
-        statistics.median(plain["cpu"]) * 1e6,
-        "plain",
-        goal=goal,
-        spread=f"({'; '.join(behind)})",
-        paired=ratio(ours["cpu"], plain["cpu"]),
-    )
-
-
-def _base(times: Times) -> dict[str, list[float]]:
-    """Plain PyTorch: the mean of its two entries in each pass."""
-    first, second = times["plain"], times["plain, again"]
-    return {clock: [(one + other) / 2 for one, other in zip(first[clock], second[clock], strict=True)] for clock in first}
 
 
 def main() -> None:

@@ -19,8 +19,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from figures import Figure
+
 Contender = Callable[[int], Any]
 """Makes so many calls."""
+
+
+Clocks = dict[str, list[float]]
+"""Seconds per call: `cpu` and `wall`, one for each round."""
+Rounds = dict[str, dict[str, Clocks]]
+"""By case, and by contender."""
 
 
 @dataclass
@@ -60,7 +68,7 @@ def in_turns(contenders: dict[str, Contender], rounds: int, calls: int, barrier:
     return found
 
 
-def joined(ranks: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+def joined(ranks: Iterable[dict[str, Any]]) -> dict[str, Clocks]:
     """The times of several ranks as one: the mean of their CPU times, the longest of their wall times."""
     every = list(ranks)
     return {
@@ -88,3 +96,40 @@ def added(times: list[float], base: list[float]) -> float:
     1.0
     """
     return statistics.median(one - other for one, other in zip(times, base, strict=True))
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def against_plain(what: str, goal: float | None, times: dict[str, Clocks], name: str) -> Figure:
+    """A contender of ours against plain PyTorch, which was entered twice; behind it the others, and plain PyTorch against itself."""
+    first, second = times["plain"], times["plain, again"]
+    plain = {clock: first[clock] + second[clock] for clock in first}
+    ours = _twice(times[name])
+    others = [other for other in (name.replace("ours", "accelerate"), "fabric") if other in times]
+    behind = [f"{other} {ratio(_twice(times[other])['cpu'], plain['cpu']):.2f}" for other in others]
+    behind.append(f"plain/plain {ratio(second['cpu'], first['cpu']):.3f}")
+    return compared(what, goal, ours, plain, "plain", behind)
+
+
+def compared(
+    what: str, goal: float | None, ours: Clocks, theirs: Clocks, other: str, behind: Iterable[str] = (), clock: str = "cpu"
+) -> Figure:
+    """A contender against another by one of the clocks; behind it what is added, and the ratio by the other clock."""
+    beside = "wall" if clock == "cpu" else "cpu"
+    more = added(ours[clock], theirs[clock]) * 1e6
+    words = [f"{more:+.3g} us" if abs(more) < 100 else f"{more:+.0f} us", f"{beside} {ratio(ours[beside], theirs[beside]):.2f}", *behind]
+    return Figure(
+        what,
+        statistics.median(ours[clock]) * 1e6,
+        "us",
+        statistics.median(theirs[clock]) * 1e6,
+        other,
+        goal=goal,
+        spread=f"({'; '.join(words)})",
+        paired=ratio(ours[clock], theirs[clock]),
+    )
+
+
+def _twice(times: Clocks) -> Clocks:
+    return {clock: found + found for clock, found in times.items()}

@@ -1,0 +1,185 @@
+"""What `loading.py` runs on one rank or on two: the same data by the loader of every contender, in the same processes, in turns.
+
+A round is one pass over a loader; its time is divided by the number of batches. Before anything is timed, it is checked that every
+contender hands out every sample. Rank 0 writes all times as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import logging
+import pstats
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from turns import Contender, in_turns, joined
+
+from slipstream import Accelerator, DataLoaderConfiguration, PartialState
+
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+
+BATCH, BATCHES, WIDTH = 32, 64, 16
+SAMPLES = BATCH * BATCHES
+
+
+class Records(Dataset[dict[str, Any]]):
+    """Samples as dicts, as datasets of text give them."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.arange(SAMPLES * WIDTH).reshape(SAMPLES, WIDTH)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        tokens = self.tokens[position]
+        return {"input_ids": tokens, "mask": torch.ones_like(tokens), "label": position}
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """The same, one after the other."""
+
+    def __init__(self) -> None:
+        self.records = Records()
+
+    def __iter__(self) -> Any:
+        return (self.records[position] for position in range(SAMPLES))
+
+
+def tensors() -> Dataset[Any]:
+    return TensorDataset(torch.arange(SAMPLES * WIDTH, dtype=torch.float32).reshape(SAMPLES, WIDTH), torch.arange(SAMPLES))
+
+
+def labels(batch: Any) -> list[int]:
+    found: list[int] = (batch["label"] if isinstance(batch, dict) else batch[1]).tolist()
+    return found
+
+
+Loading = Callable[[], Any]
+
+
+def prepared(kind: type, dataset: Callable[[], Any], config: Any = None, **options: Any) -> Loading:
+    def make() -> Any:
+        accelerator = kind(cpu=True, **({} if config is None else {"dataloader_config": config}))
+        loader = accelerator.prepare(DataLoader(dataset(), batch_size=BATCH, **options))
+        loader.owner = accelerator  # which would end with this function
+        return loader
+
+    return make
+
+
+def plain(dataset: Callable[[], Any], shuffle: bool = False) -> Loading:
+    def make() -> Any:
+        data = dataset()
+        if not dist.is_initialized():
+            return DataLoader(data, batch_size=BATCH, shuffle=shuffle)
+        return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, shuffle=shuffle))
+
+    return make
+
+
+def fabric(dataset: Callable[[], Any], shuffle: bool = False) -> Loading:
+    def make() -> Any:
+        from lightning_fabric import Fabric
+
+        return Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader(dataset(), batch_size=BATCH, shuffle=shuffle))
+
+    return make
+
+
+def cases() -> dict[str, dict[str, Loading]]:
+    """What is compared: by case, by contender."""
+    from accelerate import Accelerator as Theirs
+    from accelerate.utils import DataLoaderConfiguration as TheirConfiguration
+
+    def sharing(dataset: Callable[[], Any], shuffle: bool = False) -> dict[str, Loading]:
+        found = {
+            "plain": plain(dataset, shuffle),
+            "ours": prepared(Accelerator, dataset, shuffle=shuffle),
+            "accelerate": prepared(Theirs, dataset, shuffle=shuffle),
+            "fabric": fabric(dataset, shuffle),
+            "plain, again": plain(dataset, shuffle),
+        }
+        if dist.is_initialized():
+            del found["fabric"]
+        return found
+
+    def dispatching(dataset: Callable[[], Any]) -> dict[str, Loading]:
+        return {
+            "ours": prepared(Accelerator, dataset, DataLoaderConfiguration(dispatch_batches=True)),
+            "accelerate": prepared(Theirs, dataset, TheirConfiguration(dispatch_batches=True)),
+        }
+
+    if not dist.is_initialized():
+        return {"tensors": sharing(tensors), "tensors, shuffled": sharing(tensors, True), "dicts": sharing(Records)}
+    return {
+        "tensors": sharing(tensors),
+        "dicts dispatched": dispatching(Records),
+        "tensors dispatched": dispatching(tensors),
+        "stream dispatched": dispatching(Stream),
+    }
+
+
+def passing(loader: Any) -> Contender:
+    """Goes through a loader; a call is a batch, and a round a whole pass."""
+
+    def call(calls: int) -> None:
+        for _ in loader:
+            pass
+
+    return call
+
+
+def check(case: str, loaders: dict[str, Any], state: PartialState) -> None:
+    """Every contender hands out every sample."""
+    for name, loader in loaders.items():
+        seen = state.gather_object([label for batch in loader for label in labels(batch)])
+        assert sorted(seen) == list(range(SAMPLES)), f"{case}: {name} gave {len(seen)} samples"
+
+
+def profile(loader: Any, title: str, path: Path, writes: bool) -> None:
+    """Where ours spends its time, by function."""
+    profiler = cProfile.Profile()
+    for _ in range(10):
+        profiler.runcall(passing(loader), 1)
+    if writes:
+        with path.open("a") as file:
+            print(f"\n{title}: 10 passes", file=file)
+            pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(40)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--profile", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    barrier = dist.barrier if dist.is_initialized() else (lambda: None)
+    found: dict[str, Any] = {}
+    for case, makes in cases().items():
+        loaders = {name: make() for name, make in makes.items()}
+        check(case, loaders, state)
+        contenders = {name: passing(loader) for name, loader in loaders.items()}
+        times = in_turns(contenders, options.rounds, BATCHES // state.num_processes, barrier)
+        found[case] = joined(state.gather_object([{name: asdict(one) for name, one in times.items()}]))
+        if options.profile:
+            for name in ("plain", "ours"):
+                if name in loaders:
+                    profile(loaders[name], f"{case}, {name}", options.profile, state.is_main_process)
+    if state.is_main_process:
+        options.output.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

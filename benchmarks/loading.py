@@ -1,0 +1,73 @@
+"""Prepared loaders: ours against plain `DataLoader` (1.00), Accelerate and Fabric, in the same processes, in turns.
+
+    python benchmarks/loading.py [--ranks 1] [--ranks 2] [--quick] [--profile FILE] [--json FILE]
+
+A round goes through the whole loader once: 64 batches of 32 samples, read without workers, beginning and end included. Compared is as
+in `training.py`, in CPU time where each process reads by itself, and in wall time where rank 0 reads for two, as the ranks wait for
+each other there. On two ranks plain PyTorch has a `DistributedSampler`. Goals:
+
+- a pass over tensors, and over dicts that are collated   at most 1.05 x plain `DataLoader`, per batch
+- a dispatched batch                                       at most 0.25 x Accelerate's, reading included
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from figures import HERE, Figure, launch, quiet_environment, save, table
+from turns import Rounds, against_plain, compared
+
+SHARED = {
+    (1, "tensors"): "tensors, in order",
+    (1, "tensors, shuffled"): "tensors, shuffled",
+    (1, "dicts"): "dicts of tensors and numbers, default collate",
+    (2, "tensors"): "two processes: tensors, each its part",
+}
+DISPATCHED = {
+    "tensors dispatched": "two processes: tensors, dispatched",
+    "dicts dispatched": "two processes: dicts, dispatched",
+    "stream dispatched": "two processes: stream of dicts, dispatched",
+}
+
+
+def measure(ranks: int, quick: bool = False, profile: Path | None = None) -> Rounds:
+    """One job that measures everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rounds.json"
+        words = [str(output), "--rounds", "40" if quick else "200"]
+        words += ["--profile", str(profile)] if profile else []
+        worker = "_loading_worker.py"
+        command = [sys.executable, str(HERE / worker), *words] if ranks == 1 else launch(ranks, worker, *words)
+        subprocess.run(command, check=True, timeout=1800, env=quiet_environment())
+        found: Rounds = json.loads(output.read_text())
+    return found
+
+
+def figures(rounds: Rounds, ranks: int) -> list[Figure]:
+    """Ours against plain PyTorch, and against Accelerate where rank 0 reads."""
+    found = [against_plain(what, 1.05, rounds[case], "ours") for (wanted, case), what in SHARED.items() if wanted == ranks]
+    for case, what in DISPATCHED.items() if ranks > 1 else ():
+        found.append(compared(what, 0.25, rounds[case]["ours"], rounds[case]["accelerate"], "accelerate", clock="wall"))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, action="append", choices=(1, 2), help="only on so many ranks")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds")
+    parser.add_argument("--profile", type=Path, help="append where plain PyTorch and ours spend their time to this file")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    found = [figure for ranks in options.ranks or (1, 2) for figure in figures(measure(ranks, options.quick, options.profile), ranks)]
+    print(table("loading", found))
+    if options.json:
+        save(options.json, {"loading": found})
+
+
+if __name__ == "__main__":
+    main()
