@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import socket
 import time
@@ -232,16 +233,13 @@ def test_ranks_that_are_merely_slow_are_left_alone(ranks: Any) -> None:
     assert outcomes[0].output == "", "all ranks were in the backward pass that took long"
 
 
-def test_a_rank_that_comes_late_to_every_step_is_no_mistake(ranks: Any) -> None:
+def test_a_rank_that_comes_late_is_no_mistake(ranks: Any) -> None:
     def run() -> list[int]:
         training = Training(hang_warning=30.0)
-        for step in range(2):
-            training.step()
-            if training.rank == step:
-                time.sleep(3)
-            training.state.gather([step])
-        if training.rank == 0:
-            time.sleep(1.5)
+        training.step()
+        if training.rank == 1:
+            time.sleep(2.5)
+        training.state.gather([1])
         training.step()
         return training.state.gather([training.rank])
 
@@ -266,10 +264,10 @@ def test_a_collective_of_ours_inside_of_a_backward_pass_is_in_its_right_place(ra
 
 def test_a_wait_in_backward_ends_at_the_limit_and_the_late_rank_hears_of_it(ranks: Any) -> None:
     def run() -> tuple[tuple[str, str, float], bool]:
-        training = Training(timeout=3.0)
+        training = Training(timeout=2.5)
         training.steps(2)
         if training.rank == 1:
-            time.sleep(5)
+            time.sleep(4)
         return caught(training.step), training.works_again()
 
     ((kind, message, seconds), works), ((told, why, _), works_too) = ranks(2).run(run)
@@ -277,7 +275,7 @@ def test_a_wait_in_backward_ends_at_the_limit_and_the_late_rank_hears_of_it(rank
     assert "in backward number 4 at " + HERE in message
     assert "rank 1 did not come" in message
     assert "SLIPSTREAM_TIMEOUT" in message
-    assert 2.5 < seconds < 6
+    assert 2.4 < seconds < 6
     assert told == "PeerLostError"
     assert "rank 0 gave up waiting in backward number 4 at " + HERE in why
     assert works
@@ -286,12 +284,13 @@ def test_a_wait_in_backward_ends_at_the_limit_and_the_late_rank_hears_of_it(rank
 
 def test_a_rank_that_is_stopped_in_backward_is_reported_and_then_an_error(ranks: Any) -> None:
     def run() -> tuple[str, str, float]:
-        training = Training(timeout=5.0, hang_warning=3.0)
+        training = Training(timeout=3.5, hang_warning=2.5)
         training.step()
         training.module[0].weight.register_hook(lambda gradient: faults.stop_at(1, 0).reach(training.rank, 0))
         return caught(training.step)
 
-    outcomes = ranks(2).outcomes(run, timeout=12)
+    ranks(2).run(lambda: importlib.import_module("torch._dynamo").__name__)  # which the first replica of a rank takes its time for
+    outcomes = ranks(2).outcomes(run, timeout=6)
     kind, message, _ = outcomes[0].value
     assert kind == "WaitTimeoutError"
     assert "stopped by a signal" in message
@@ -318,10 +317,10 @@ def test_two_kinds_of_sections_that_wait_for_each_other_are_a_mistake(ranks: Any
 
 def test_a_model_of_a_group_that_was_given_up_says_so(ranks: Any) -> None:
     def run() -> str:
-        training = Training(timeout=3.0)
+        training = Training(timeout=1.5)
         loss = training.loss()
         if training.rank == 1:
-            time.sleep(4)
+            time.sleep(2)
         with pytest.raises((WaitTimeoutError, PeerLostError)):
             training.state.gather([1])
         with pytest.raises(StateError) as error, training.watch:
@@ -335,7 +334,7 @@ def test_a_model_of_a_group_that_was_given_up_says_so(ranks: Any) -> None:
 
 def test_of_a_group_that_the_program_opened_the_mistake_is_told_at_once_and_raised_at_its_limit(ranks: Any) -> None:
     def run() -> tuple[str, str, float]:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=4))
         training = Training()
         training.steps(2)
         if training.rank == 1:

@@ -43,8 +43,9 @@ class Vigil:
         self._here = section or beacon.here
         self._limits = limits
         self._patient = patient
-        self._limit = limits.barrier_timeout if patient else limits.timeout
-        self._warn_at = limits.hang_warning if limits.hang_warning > 0 else float("inf")
+        soonest = 0.0 if section is None else 2 * beacon.PUBLISH_EVERY  # the notes of the others may be so old: they may have come
+        self._limit = max(soonest, limits.barrier_timeout if patient else limits.timeout)
+        self._warn_at = max(soonest, limits.hang_warning) if limits.hang_warning > 0 else float("inf")
         self._suspects: dict[int, tuple[int, int]] = {}
         beacon.hang_warning = limits.hang_warning or 10.0
 
