@@ -125,7 +125,8 @@ class Watch:
             if not _is_of_a_connection(error):
                 self._spoil(here, error)
                 return
-            if not here.begun:
+            self._beacon.find_loss(0.0 if self._verdict_on(here) else 1.5)
+            if not here.begun and self._beacon.loss is None:
                 raise StateError(
                     f"{here.call} averages gradients in a process group that has been released since its model was prepared: prepare the "
                     "model again (`model = accelerator.prepare(model)`), and it is wrapped for the present group"
@@ -149,12 +150,12 @@ class Watch:
         vigil, beacon = Vigil(self._beacon, self._limits, section=here), self._beacon
         text = _told(error)
         try:
-            if self._verdict is not None and self._verdict[0] == here.since:
-                raise self._verdict[1]
-            if "imed out" in text:
+            verdict = self._verdict_on(here)
+            if verdict is not None:
+                raise verdict
+            if beacon.loss is None and "imed out" in text:
                 beacon.refresh()
                 vigil.give_up(monotonic() - here.since)
-            beacon.find_loss(1.5)
             beacon.loss = beacon.loss or f"the connection to {beacon.gone()} broke ({text})"
             if not beacon.mistake:
                 beacon.post("gave_up", generation=here.generation, call=here.call, because=beacon.loss)
@@ -162,6 +163,9 @@ class Watch:
         except DistributedOperationException as meaning:
             self._channel.give_up(_first_line(meaning))
             return meaning
+
+    def _verdict_on(self, here: Here) -> DistributedOperationException | None:
+        return self._verdict[1] if self._verdict is not None and self._verdict[0] == here.since else None
 
     # -- the beacon's thread --------------------------------------------------------------------------------------
 
