@@ -15,7 +15,8 @@ from typing import Any
 from slipstream.config.handlers import GradientAccumulationPlugin, ProjectConfiguration
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.devices.table import RNGType
-from slipstream.facade.handlers import refuse_plugins, sort_handlers
+from slipstream.facade.checks import check_arguments, random_kinds
+from slipstream.facade.handlers import sort_handlers
 from slipstream.facade.parts import accumulation_of, assemble, dynamo_of, loading_of, project_of
 from slipstream.facade.preparation import Preparation
 from slipstream.facade.processes import Processes
@@ -29,6 +30,18 @@ from slipstream.track.trackers import Trackers
 
 __all__ = ["Accelerator"]
 
+_NOTHING = MappingProxyType(
+    {
+        "delayed_fp8_autocast": False,
+        "deepspeed_config": None,
+        "deepspeed_engine_wrapped": None,
+        "flag_tensor": None,
+        "has_lomo_optimizer": False,
+        "msamp_recipe_handler": None,
+        "te_recipe_handler": None,
+    }
+)
+"""What scripts look at to see whether an engine is in use that this version does not have."""
 _CHECKPOINTS = "checkpoints come with the next version"
 _ENGINES = "the engine or package that it belongs to is not in this version"
 _NOT_YET = MappingProxyType(
@@ -94,10 +107,7 @@ class Accelerator(Processes, Preparation, Training, Settings):
         scheduler_steps_per_process: bool = False,
         **options: Any,
     ) -> None:
-        refuse_plugins(
-            deepspeed_plugin=deepspeed_plugin, fsdp_plugin=fsdp_plugin, torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin, deepspeed_plugins=deepspeed_plugins, parallelism_config=parallelism_config,
-        )  # fmt: skip
+        check_arguments(locals(), Accelerator.__init__)
         asked = sort_handlers(kwargs_handlers)
         if asked.init is not None:
             options = {**asked.init.to_kwargs(), **options}
@@ -111,7 +121,7 @@ class Accelerator(Processes, Preparation, Training, Settings):
             loading_of(dataloader_config, split_batches),
             dynamo_of(self.state, dynamo_backend, dynamo_plugin),
             outputs_to_fp32=outputs_to_fp32,
-            rng_types=rng_types,
+            rng_types=random_kinds(rng_types),
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_steps_per_process=scheduler_steps_per_process,
@@ -124,6 +134,8 @@ class Accelerator(Processes, Preparation, Training, Settings):
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_YET:
             raise AttributeError(f"Accelerator.{name} is not in this version of slipstream: {_NOT_YET[name]}")
+        if name in _NOTHING:
+            return _NOTHING[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:

@@ -32,12 +32,13 @@ def is_ours(filename: str) -> bool:
 
 
 def _autograd() -> tuple[str, ...]:
-    """Where the frames of torch lie that lead from `loss.backward()` to a collective in a backward pass; no frame of torch, no torch."""
+    """Where the frames of torch lie that lead from `loss.backward()` or a call of a model to a collective; no frame of torch, no torch."""
     torch = sys.modules.get("torch")
     if torch is None or torch.__file__ is None:
         return ()
     root = os.path.dirname(torch.__file__)
-    return os.path.join(root, "autograd", ""), os.path.join(root, "_tensor.py")
+    inside = (("autograd", ""), ("_tensor.py",), ("nn", "parallel", ""), ("nn", "modules", "module.py"))
+    return tuple(os.path.join(root, *parts) for parts in inside)
 
 
 @lru_cache(maxsize=4096)

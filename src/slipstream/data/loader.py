@@ -40,6 +40,7 @@ _HOST = torch.empty(0).device.type
 class PreparedLoader(DataLoader[Any]):
     """A loader of one rank's part of the batches. A kind of loader implements `_batches`, `_count` and `_given`."""
 
+    handed: int = 0
     end_of_dataloader: bool = False
     remainder: int = -1
     batches_left: int | None = None
@@ -117,11 +118,11 @@ class PreparedLoader(DataLoader[Any]):
 
     def _run(self, turn: Pass) -> Iterator[Any]:
         state, clock, move = self.gradient_state, self._clock, self._move
-        outer = (self.end_of_dataloader, self.remainder, self.batches_left, self.shares) if clock.live else None
+        outer = (self.handed, self.end_of_dataloader, self.remainder, self.batches_left, self.shares) if clock.live else None
         exhausted, previous = False, None
         clock.live.append(turn)
         state.enter(self)
-        self.end_of_dataloader, self.shares, self.batches_left = False, None, None
+        self.handed, self.end_of_dataloader, self.shares, self.batches_left = 0, False, None, None
         try:
             if self.at_start is not None:
                 self.at_start()
@@ -134,14 +135,14 @@ class PreparedLoader(DataLoader[Any]):
                     self.end_of_dataloader = True
                     self.remainder = 0 if shares is None or shares.total == shares.full else shares.total
                 self.batches_left = left
-                turn.handed += 1
+                self.handed = turn.handed = turn.handed + 1
                 yield batch if move is None else move(batch)
             exhausted = True
         finally:
             self._finish(turn, exhausted)
             state.leave(self, exhausted=exhausted)
             if outer is not None:
-                self.end_of_dataloader, self.remainder, self.batches_left, self.shares = outer
+                self.handed, self.end_of_dataloader, self.remainder, self.batches_left, self.shares = outer
                 if clock.live and self not in state.dataloader_references:
                     state.enter(self)
 

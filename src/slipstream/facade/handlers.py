@@ -12,7 +12,7 @@ from slipstream.precision.options import AORecipeKwargs, AutocastKwargs, GradSca
 from slipstream.step.profile import ProfileKwargs
 from slipstream.strategies.options import DistributedDataParallelKwargs
 
-__all__ = ["Handlers", "refuse_plugins", "sort_handlers"]
+__all__ = ["Handlers", "sort_handlers"]
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Handlers:
         """Itself; an error for a handler that has no effect in this precision."""
         if self.scaler is not None and mixed_precision != "fp16":
             raise ConfigError(f"GradScalerKwargs was given with mixed_precision={mixed_precision!r}: only fp16 scales losses; leave it out")
+        if self.autocast is not None and mixed_precision == "no":
+            raise ConfigError("AutocastKwargs was given with mixed_precision='no', where there is no autocast: leave it out")
         if self.fp8 is not None and mixed_precision != "fp8":
             raise ConfigError(f"AORecipeKwargs was given with mixed_precision={mixed_precision!r}: it is for fp8; leave it out")
         return self
@@ -61,13 +63,3 @@ def sort_handlers(handlers: Sequence[Any] | None) -> Handlers:
             raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}: pass one, with all that you want to set")
         setattr(found, name, handler)
     return found
-
-
-def refuse_plugins(**plugins: Any) -> None:
-    """An error for a plugin of an engine that this version does not have."""
-    for name, plugin in plugins.items():
-        if plugin is not None:
-            raise ConfigError(
-                f"Accelerator({name}={type(plugin).__name__}(...)): this engine is not in this version, and nothing else is put in "
-                "its place. Leave it out to train on one process or with replicas (DDP)."
-            )

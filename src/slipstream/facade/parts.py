@@ -14,7 +14,6 @@ from slipstream.config.handlers import GradientAccumulationPlugin, ProjectConfig
 from slipstream.data.loader import PreparedLoader
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.place import Place
-from slipstream.devices.table import RNGType
 from slipstream.errors import ConfigError
 from slipstream.facade.handlers import Handlers
 from slipstream.facade.precision import Precision
@@ -85,10 +84,15 @@ def assemble(
     dynamo: TorchDynamoPlugin | None,
     *,
     outputs_to_fp32: bool,
-    rng_types: list[str | RNGType] | None,
+    rng_types: list[str],
     **settings: Any,
 ) -> Parts:
     """The parts, joined."""
+    if handlers.ddp is not None and handlers.ddp.static_graph and (accumulation.num_steps or 1) > 1:
+        raise ConfigError(
+            f"DistributedDataParallelKwargs(static_graph=True) with {accumulation.num_steps} batches per update: torch cannot leave out "
+            "the averaging of a static graph (it fails inside). Leave out static_graph, or accumulate over one batch."
+        )
     gradient_state, registry = GradientState(accumulation), Registry()
     distributed = state.use_distributed
     strategy = DDP(state.runtime, state.limits, state.device, handlers.ddp) if distributed else Strategy()
@@ -113,8 +117,7 @@ def assemble(
         loading=loading,
         dynamo=dynamo,
         place=Place(state.process_index, state.num_processes, state.channel, state.limits),
-        # The generator of a loader is ours, and the same on every rank anyway.
-        rng_types=[kind for kind in (str(getattr(one, "value", one)) for one in rng_types or ()) if kind != RNGType.GENERATOR.value],
+        rng_types=rng_types,
         **settings,
     )
 

@@ -62,7 +62,7 @@ class Preparation:
             results[index] = self.prepare_optimizer(args[index], places[index])
         loaders = [args[index] for index in positions["loader"]]
         placed = [places[index] for index in positions["loader"]]
-        for index, loader in zip(positions["loader"], self._prepare_loaders(loaders, placed, None), strict=True):
+        for index, loader in zip(positions["loader"], self._prepare_loaders(loaders, placed), strict=True):
             results[index] = loader
         for index in positions["scheduler"]:
             results[index] = self.prepare_scheduler(args[index])
@@ -86,9 +86,11 @@ class Preparation:
             compile_model(original, parts.dynamo)
         before = None if known is None else known.prepared
         prepared = original if evaluation_mode else parts.strategy.prepare(original, before)
+        if evaluation_mode:
+            return prepared  # nothing to train: a record of its training, if there is one, stays as it is
         if known is None or prepared is not before:
             parts.stepper.add(original, prepared)
-            if parts.state.debug and not evaluation_mode:
+            if parts.state.debug:
                 parts.state.expect_equal(f"weights of {type(original).__name__}", partial(_weights, weakref.ref(original)))
         return prepared
 
@@ -113,6 +115,10 @@ class Preparation:
         known = parts.registry.find_optimizer(optimizer)
         if known is not None:
             return known
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.stepper is parts.stepper:  # forgotten by free_memory since
+            optimizer.forget()
+            parts.registry.optimizers.append(optimizer)
+            return optimizer
         if isinstance(optimizer, AcceleratedOptimizer):
             raise StateError(
                 f"this {type(optimizer.optimizer).__name__} was prepared by another Accelerator, and follows its updates: "
@@ -147,13 +153,25 @@ class Preparation:
     # -- loaders --------------------------------------------------------------------------------------------------
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Callable[..., Any] | None = None
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+        *,
+        keep_batch_size: bool = False,
     ) -> PreparedLoader:
-        """A loader of this process's part of the batches; see `data/loader.py`."""
-        return self._prepare_loaders([data_loader], [device_placement], slice_fn_for_dispatch)[0]
+        """A loader of this process's part of the batches; see `data/loader.py`.
+
+        `keep_batch_size`: its batch size is not derived from `effective_batch_size`, as for evaluation.
+        """
+        return self._prepare_loaders([data_loader], [device_placement], slice_fn_for_dispatch, keep_batch_size)[0]
 
     def _prepare_loaders(
-        self, loaders: Sequence[Any], placements: Sequence[bool | None], slice_fn: Callable[..., Any] | None
+        self,
+        loaders: Sequence[Any],
+        placements: Sequence[bool | None],
+        slice_fn: Callable[..., Any] | None = None,
+        keep_batch_size: bool = False,
     ) -> list[PreparedLoader]:
         parts = self._parts
         prepared = []
@@ -166,7 +184,7 @@ class Preparation:
                 device=parts.state.device,
                 put_on_device=self._places(place),
                 gradient_state=parts.gradient_state,
-                effective_batch_size=parts.effective_batch_size,
+                effective_batch_size=None if keep_batch_size else parts.effective_batch_size,
                 slice_fn=slice_fn,
             )
             if parts.rng_types:
@@ -196,14 +214,19 @@ class Preparation:
 
         `even_batches=False` hands out what each process has, and nothing that fills up, while the block runs.
         """
+        if isinstance(joinables, torch.nn.Module):
+            raise TypeError(f"join_uneven_inputs got a {type(joinables).__name__}: write a list of prepared models, [model]")
         loaders = self._parts.registry.loaders if even_batches is not None else []
         before = [(loader, loader.uneven) for loader in loaders]
+        stepper = self._parts.stepper
         for loader in loaders:
             loader.uneven = even_batches is False
+        stepper.joined = self._parts.place.world_size > 1
         try:
             with join_models([one for one in joinables if isinstance(one, torch.nn.Module)]):
                 yield
         finally:
+            stepper.joined = False
             for loader, uneven in before:
                 loader.uneven = uneven
 
@@ -258,6 +281,8 @@ def _check_objects(objects: Sequence[Any], world_size: int) -> None:
                 "it shares its data out by itself",
                 stacklevel=3,
             )
+        if isinstance(one, type) and issubclass(one, torch.nn.Module | torch.optim.Optimizer | DataLoader):
+            raise ConfigError(f"prepare was given the class {one.__name__}, not an object of it: write {one.__name__}(...)")
         if isinstance(one, (list, tuple, dict)):
             inside = list(one.values()) if isinstance(one, dict) else one
             found = next((item for item in inside if _kind(item) != "other"), None)

@@ -133,6 +133,16 @@ class Settings:
         return self._handlers.fp8
 
     @property
+    def ao_recipe_handler(self) -> Any:
+        """See `fp8_recipe_handler`."""
+        return self._handlers.fp8
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether AORecipeKwargs were given."""
+        return self._handlers.fp8 is not None
+
+    @property
     def fp8_enabled(self) -> bool:
         """Whether models compute in float8."""
         return self._parts.state.mixed_precision == "fp8"

@@ -39,6 +39,8 @@ class Training:
         True
         """
         stepper = self._parts.stepper
+        if models and isinstance(models[0], list | tuple):
+            raise TypeError("accumulate takes models themselves: write accumulate(*models)")
         return stepper.sections.get(models) or stepper.accumulate(models)
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
@@ -50,10 +52,12 @@ class Training:
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """A block in which backward does not reduce gradients between processes."""
+        _check_model("no_sync", model)
         return self._parts.strategy.no_sync(model)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """A block whose backward reduces gradients although the passes before it ran in `no_sync`."""
+        _check_model("trigger_sync_in_backward", model)
         return trigger_sync(model)
 
     @property
@@ -74,8 +78,8 @@ class Training:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches per update; with `effective_batch_size`, those of the loader that is being read."""
-        loader = self._parts.gradient_state.active
+        """Batches per update; with `effective_batch_size`, those of the loader that is being read, or of the first that was prepared."""
+        loader = self._parts.gradient_state.active or next(iter(self._parts.registry.loaders), None)
         return (None if loader is None else loader.steps_per_update) or self._parts.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -126,7 +130,12 @@ class Training:
         """As `gather`, in dataset order and without the samples that only filled up a batch."""
         state = self._parts.gradient_state
         if state.active is not None:
-            arrange = batch_arrangement(state.active)
+            arrange = batch_arrangement(state.pacing())
         else:
             arrange = None if state.finished is None else pass_arrangement(state.finished)
         return self._parts.state.gather_for_metrics(input_data, use_gather_object, arrange)
+
+
+def _check_model(where: str, model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{where} got a {type(model).__name__}: pass a model that prepare gave back")

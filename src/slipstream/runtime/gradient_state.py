@@ -41,6 +41,8 @@ class Shares:
 class ActiveLoader(Protocol):
     """What a loader tells of the batch that it handed out last."""
 
+    handed: int
+    """How many batches it has handed out in this iteration."""
     end_of_dataloader: bool
     """Whether it was the last one of this iteration, on every rank."""
     remainder: int
@@ -75,6 +77,8 @@ class GradientState:
         """The innermost loader that is being read."""
         self._finished: weakref.ref[Any] | None = None
         self._stack: list[weakref.ref[Any]] = []
+        self._begun_at: list[int] = []
+        """For each loader of the stack: what the one around it had handed out when it began."""
 
     def __repr__(self) -> str:
         return f"GradientState(sync={self.sync_gradients}, end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
@@ -138,8 +142,23 @@ class GradientState:
         """The loader that was read to its end last, for results that are gathered after the loop; None where there is none."""
         return None if self._finished is None else self._finished()
 
+    def pacing(self) -> ActiveLoader | None:
+        """The loader whose end closes a window: the innermost one that is read inside of one batch of the loaders around it.
+
+        A loader that is read beside another (a second source of data, begun anew as often as it ends) does not set the pace.
+        """
+        if len(self._stack) < 2:
+            return self.active
+        loaders = [reference() for reference in self._stack]
+        for place in range(len(loaders) - 1, 0, -1):
+            outer = loaders[place - 1]
+            if loaders[place] is not None and outer is not None and outer.handed == self._begun_at[place]:
+                return loaders[place]
+        return loaders[0] if loaders[0] is not None else self.active
+
     def enter(self, loader: Any) -> None:
         """A loader begins an iteration."""
+        self._begun_at.append(0 if self.active is None else self.active.handed)
         self._stack.append(weakref.ref(loader))
         self.active = loader
         self._finished = None
@@ -148,7 +167,7 @@ class GradientState:
         """A loader's iteration ends: at its end, by `break` or by an exception."""
         for place in reversed(range(len(self._stack))):  # a loader may be read inside of itself: the inner one leaves
             if self._stack[place]() is loader:
-                del self._stack[place]
+                del self._stack[place], self._begun_at[place]
                 break
         remaining = self.dataloader_references
         self.active = remaining[-1] if remaining else None
@@ -156,5 +175,5 @@ class GradientState:
 
     def forget(self) -> None:
         """Drops every loader: nothing here keeps one alive afterwards."""
-        self._stack, self.active, self._finished = [], None, None
+        self._stack, self._begun_at, self.active, self._finished = [], [], None, None
         self.sync_gradients = True

@@ -25,15 +25,18 @@ class Clipper:
         self._stepper = stepper
         self._optimizers = optimizers
         self._clip = clip
-        self._last: torch.Tensor | None = None
+        self._last: dict[tuple[int, ...], torch.Tensor] = {}
 
     def norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients together to `max_norm`, and gives the norm that they had; between updates, that of the last one."""
         group = _listed(parameters)
+        if not max_norm >= 0:
+            raise ValueError(f"clip_grad_norm_(max_norm={max_norm!r}): the largest norm is a number from 0")
+        models = tuple(id(model) for model in self._stepper.owners(group)[0])
         if not self._complete(group):
-            return torch.zeros(()) if self._last is None else self._last
-        self._last = self._clip(group, max_norm, norm_type)
-        return self._last
+            return self._last.get(models, torch.zeros(()))
+        self._last[models] = norm = self._clip(group, max_norm, norm_type)
+        return norm
 
     def value(self, parameters: Any, clip_value: float) -> None:
         """Clips each entry of the gradients to at most `clip_value`; between updates, nothing is done."""
@@ -52,7 +55,7 @@ class Clipper:
     def _complete(self, parameters: list[torch.Tensor]) -> bool:
         """Whether these gradients make an update now; if so, without the loss scale."""
         models, _ = self._stepper.owners(parameters)
-        if not all(model.window.closing for model in models):
+        if not all(self._stepper.window_of(model).closing for model in models):
             return False
         if self._stepper.scaler.scales:
             wanted = {id(parameter) for parameter in parameters}
@@ -63,4 +66,6 @@ class Clipper:
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.nn.Module):
+        raise TypeError(f"clipping takes parameters, and was given a {type(parameters).__name__}: write model.parameters()")
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

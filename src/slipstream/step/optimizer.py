@@ -56,7 +56,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def closing(self) -> bool:
         """Whether an update ends with the present batch."""
         for model in self._models or self._link():  # noqa: SIM110  # a generator costs as much as all the rest
-            if not model.window.closing:
+            if not self.stepper.window_of(model).closing:
                 return False
         return True
 
@@ -64,12 +64,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Updates the parameters if an update ends with this batch; else nothing is done."""
         models = self._models or self._link()
         for model in models:
-            if not model.window.closing:
+            window = self.stepper.window_of(model)
+            if not window.closing:
                 return None
-        for model in models:
+            if window.index > 1 and not window.touched:
+                raise StateError(
+                    f"{type(self.optimizer).__name__}.step() ends a window of accumulation whose last batch had no "
+                    "accelerator.backward(loss): its gradients are neither complete nor averaged. Call it on every batch (not "
+                    "loss.backward()); for a batch that is to be left out, on the loss times 0, or clear the gradients."
+                )
             if self._check is not None:
                 self._check(model.prepared)
-            model.window.touched = True
+            window.touched = True
         if self.scaler.scales:
             self.step_was_skipped = not self.scaler.step(self.optimizer, closure)
             return None
@@ -78,8 +84,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients, unless they belong to an update that is still to come."""
         for model in self._models or self._link():
-            if model.window.holds_gradients:
+            window = self.stepper.window_of(model)
+            if window.holds_gradients:
                 return
+            window.cleared()
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:
@@ -89,6 +97,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Divides gradients by the loss scale, where there is one, once per update."""
         if self.scaler.scales and self.closing:
             self.scaler.unscale(self.optimizer)
+
+    def forget(self) -> None:
+        """Looks for its models anew when it steps next."""
+        self._models = ()
 
     def _link(self) -> tuple[PreparedModel, ...]:
         """Finds the models whose parameters these are."""
@@ -110,6 +122,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if name == "optimizer":  # while it is being made or unpickled
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a prepared optimizer cannot be copied or pickled: copy its state_dict(), or the optimizer inside (.optimizer)")
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
@@ -144,7 +159,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its model has to be prepared too."""
         self.optimizer.add_param_group(param_group)
-        self._models = ()
+        self.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the user's optimizer."""

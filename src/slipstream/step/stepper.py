@@ -20,7 +20,7 @@ import torch
 
 from slipstream.comm.sites import call_site
 from slipstream.errors import StateError
-from slipstream.runtime.gradient_state import GradientState
+from slipstream.runtime.gradient_state import ActiveLoader, GradientState
 from slipstream.step.window import Change, Window
 
 __all__ = ["PreparedModel", "Scaler", "Section", "Stepper"]
@@ -84,7 +84,7 @@ class _Engine(Protocol):
 class Section:
     """`with accelerator.accumulate(model):`, one batch of a window."""
 
-    __slots__ = ("_outer", "_paused", "_stepper", "models", "together", "window", "windows")
+    __slots__ = ("_paused", "_stepper", "models", "together", "window", "windows")
 
     def __init__(self, stepper: Stepper, models: Sequence[PreparedModel]) -> None:
         self.models = tuple(models)
@@ -92,29 +92,29 @@ class Section:
         self.window = self.windows[0]
         self.together = len(self.windows) > 1
         self._stepper = weakref.ref(stepper)  # which keeps its sections: a cycle would keep models until garbage is collected
-        self._outer: Section | None = None
         self._paused: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
         stepper = self._stepper()
         assert stepper is not None
-        if stepper.section is self:
-            raise StateError("accumulate of a model inside of accumulate of the same model: one block is one batch, so leave it out")
+        if stepper.section is not None:
+            raise StateError("accumulate inside of accumulate: one block is one batch. Name all models in one: accumulate(first, second)")
         state = stepper.state
-        plugin, loader = state.plugin, state.active
-        steps, end, left = plugin.num_steps or 1, False, None
+        plugin, loader = state.plugin, state.pacing()
+        steps, end, left, batch = plugin.num_steps or 1, False, None, 0
         if loader is not None:
-            steps = loader.steps_per_update or steps
+            steps, batch = loader.steps_per_update or steps, loader.handed
             if plugin.sync_with_dataloader:
                 end, left = loader.end_of_dataloader, loader.batches_left
-        closing = self.window.begin(steps, end, left)
+        closing = self.window.begin(steps, end, left, batch)
         if self.together:
-            self._begin_others(closing, steps, end, left)
+            self._begin_others(closing, steps, end, left, batch)
         state.sync_gradients = closing
         stepper.has_open_window = not closing
-        self._outer, stepper.section = stepper.section, self
+        stepper.loader, stepper.section = loader, self
+        stepper.latest = self.window
         if not closing and stepper.engine.averages and not plugin.sync_each_batch:
-            for model in self.models:
+            for model in stepper.concerned(self):
                 paused = stepper.engine.no_sync(model.prepared)
                 paused.__enter__()
                 self._paused.append(paused)
@@ -122,12 +122,12 @@ class Section:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         stepper = self._stepper()
         assert stepper is not None
-        stepper.section, self._outer = self._outer, None
+        stepper.section = stepper.loader = None
         while self._paused:
             self._paused.pop().__exit__(None, None, None)
 
-    def _begin_others(self, closing: bool, steps: int, end: bool, left: int | None) -> None:
-        if all([window.begin(steps, end, left) == closing for window in self.windows[1:]]):  # noqa: C419  # all of them begin
+    def _begin_others(self, closing: bool, steps: int, end: bool, left: int | None, batch: int) -> None:
+        if all([window.begin(steps, end, left, batch) == closing for window in self.windows[1:]]):  # noqa: C419  # all of them begin
             return
         places = ", ".join(f"{type(model.original).__name__}: batch {model.window.index} of {steps}" for model in self.models)
         raise StateError(
@@ -155,6 +155,12 @@ class Stepper:
         self.models: list[PreparedModel] = []
         self.section: Section | None = None
         """The `accumulate` block that is being run."""
+        self.loader: ActiveLoader | None = None
+        """The loader that sets its pace."""
+        self.latest: Window | None = None
+        """The window that was begun last."""
+        self.joined = False
+        """Whether ranks may run out of data at different times, so that none may wait for all of them."""
         self._rank = rank
         self._world_size = world_size
         self._total = total
@@ -169,14 +175,19 @@ class Stepper:
 
     def add(self, original: torch.nn.Module, prepared: torch.nn.Module) -> PreparedModel:
         """Takes a prepared model in; one that was here before gets a fresh window."""
-        self.models = [model for model in self.models if model.original is not original]
         owned = frozenset(id(parameter) for parameter in original.parameters())
-        self.models.append(PreparedModel(original, prepared, owned=owned))
         self.sections.clear()
+        for model in self.models:
+            if model.original is original:
+                model.prepared, model.owned = prepared, owned
+                model.window.reset()
+                return model
+        self.models.append(PreparedModel(original, prepared, owned=owned))
         return self.models[-1]
 
     def find(self, model: torch.nn.Module) -> PreparedModel | None:
-        """The record of a model, by what was given or what was given back."""
+        """The record of a model, by what was given or what was given back, compiled or not."""
+        model = getattr(model, "_orig_mod", model)
         return next((one for one in self.models if model is one.prepared or model is one.original), None)
 
     def owners(self, parameters: Iterable[torch.Tensor]) -> tuple[list[PreparedModel], list[torch.Tensor]]:
@@ -194,8 +205,19 @@ class Stepper:
     def forget(self) -> None:
         """Drops every model: nothing here keeps one alive afterwards."""
         self.models, self.has_open_window = [], False
-        self.section = None
+        self.section = self.loader = self.latest = None
         self.sections.clear()
+
+    def window_of(self, model: PreparedModel) -> Window:
+        """The window that a model follows: its own, or, if it was never named in `accumulate`, the one that was begun last."""
+        own = model.window
+        return own if own.index or self.latest is None else self.latest
+
+    def concerned(self, section: Section) -> Sequence[PreparedModel]:
+        """The models of a section, and those that follow it because they were never named in `accumulate`."""
+        if len(section.models) == len(self.models):
+            return section.models
+        return [model for model in self.models if model in section.models or not model.window.index]
 
     # -- windows --------------------------------------------------------------------------------------------------
 
@@ -224,7 +246,10 @@ class Stepper:
 
     def backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         """The gradients of a loss; see the head of this module for what they are divided by."""
-        section, loader = self.section, self.state.active
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"backward got a {type(loss).__name__}: pass the loss, a tensor with one value")
+        section = self.section
+        loader = self.state.active if section is None else self.loader
         if weight is None and (loader is None or loader.shares is None) and not self.scaler.scales:
             if section is None:
                 usual = not self.has_open_window and self._steps() == 1
@@ -254,7 +279,7 @@ class Stepper:
         for other in section.windows[1:]:
             other.follow(window)
         if change.existing != 1.0:
-            for model in section.models:
+            for model in self.concerned(section):
                 model.rescale(change.existing)
         if window.expected > 1.0 and weight is None:
             self._notice_division(loss, window.expected)
@@ -264,15 +289,24 @@ class Stepper:
 
     def _share(self) -> tuple[float, float]:
         """How this rank's mean is weighed against an equal share, and how many full batches the global batch counts as."""
-        loader = self.state.active
+        loader = self.state.active if self.section is None else self.loader
         shares = None if loader is None else loader.shares
         if shares is None or not shares.weighed:
             return 1.0, 1.0
         return self._world_size * shares.real[self._rank] / shares.full, shares.total / shares.full
 
     def _weighted(self, window: Window, part: float, weight: Any) -> Change:
-        total = window.add_sum(_number(weight) if part > 0.0 else 0.0)
-        return window.settle_sum(self._total(total) / self._world_size if window.closing else 0.0)
+        total = window.add_sum(_number(weight) if part > 0.0 else 0.0, alike=self.state.plugin.sync_each_batch)
+        return window.settle_sum(self._everywhere(total) if window.closing else 0.0)
+
+    def _everywhere(self, weight: float) -> float:
+        """The weight of all ranks, divided by their number."""
+        if self.joined:
+            raise StateError(
+                "backward(weight=...) adds weights up over all processes, and in join_uneven_inputs some may be done already: "
+                "leave out the weight there, or use even_batches=False, which keeps gradients exact without join_uneven_inputs"
+            )
+        return self._total(weight) / self._world_size
 
     def _alone(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         """A backward pass outside of `accumulate`: the batch is a window of its own, as far as we can know."""
@@ -291,7 +325,7 @@ class Stepper:
         if weight is None:
             self._run(loss, part / count if count else 0.0, float(steps), True, kwargs)
             return
-        total = self._total(_number(weight) if part > 0.0 else 0.0) / self._world_size
+        total = self._everywhere(_number(weight) if part > 0.0 else 0.0)
         self._run(loss, float(part > 0.0), (total or 1.0) * steps, True, kwargs)
 
     def _run(self, loss: torch.Tensor, part: float, divisor: float, reduces: bool, kwargs: dict[str, Any]) -> None:
@@ -324,7 +358,7 @@ class Stepper:
             warnings.warn(
                 f"the loss at {call_site()} was divided by {steps:g}, the number of batches per update, and backward divides by it too: "
                 f"the gradient is {steps:g} times too small. Pass the loss as it is.",
-                stacklevel=4,
+                stacklevel=6,
             )
 
     def _warn(self, text: str) -> None:

@@ -38,7 +38,10 @@ class Window:
     [False, False, True, False]
     """
 
-    __slots__ = ("_carried", "_counted", "_estimate", "_expected", "_kind", "_total", "closing", "index", "single", "touched")
+    __slots__ = (
+        "_batch", "_carried", "_counted", "_estimate", "_expected", "_kind", "_pieces", "_total", "_usual_pieces", "closing", "index",
+        "single", "touched",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.closing = True
@@ -50,14 +53,25 @@ class Window:
         self.single = False
         """Whether the present batch is the only one of its window."""
         self._counted = False
+        self._batch = self._pieces = self._usual_pieces = 0
         self._expected = 1
         self._estimate = 1.0
         self._total = 0.0
         self._carried: float | None = None
         self._kind: str | None = None
 
-    def begin(self, steps: int, end: bool, left: int | None) -> bool:
-        """The next batch begins; `end` says that it closes the window anyway, `left` how many follow. Whether it closes the window."""
+    def begin(self, steps: int, end: bool, left: int | None, batch: int = 0) -> bool:
+        """The next batch begins; `end` says that it closes the window anyway, `left` how many follow. Whether it closes the window.
+
+        `batch` is the number of the loader's batch: where one of them is cut into several, the last one closes the window when as many
+        pieces of it have come as of the one before.
+        """
+        if batch and batch == self._batch:
+            self._pieces += 1
+        else:
+            self._batch, self._usual_pieces, self._pieces = batch, self._pieces, 1
+        if end and self._pieces < self._usual_pieces:
+            end = False
         if self.closing:
             self.index, self._total, self._carried, self._kind = 1, 0.0, None, None
             self._expected = steps if left is None or left >= steps else left + 1
@@ -72,6 +86,10 @@ class Window:
         """No batch has been taken in."""
         self.closing, self.single, self.index, self.touched, self._counted = True, False, 0, False, False
         self._total, self._carried, self._kind = 0.0, None, None
+
+    def cleared(self) -> None:
+        """Gradients were cleared: what was counted for them no longer counts."""
+        self._total, self._carried, self._kind, self._counted = 0.0, None, None, False
 
     @property
     def holds_gradients(self) -> bool:
@@ -96,12 +114,15 @@ class Window:
             self._total += count
         return self._change(self._total if self.closing else self._expected)
 
-    def add_sum(self, weight: float) -> float:
-        """A backward pass on a sum with its weight; the weight of the window so far on this rank, for `settle_sum`."""
+    def add_sum(self, weight: float, alike: bool = False) -> float:
+        """A backward pass on a sum with its weight; the weight of the window so far on this rank, for `settle_sum`.
+
+        `alike`: the estimate has to be the same on all ranks, since gradients are averaged before the window closes.
+        """
         self._take(_SUMS)
         self._total += weight
         if self._carried is None:
-            self._estimate = (weight or 1.0) * self._expected
+            self._estimate = self._expected * (1.0 if alike else weight or 1.0)
         return self._total
 
     def settle_sum(self, total: float) -> Change:

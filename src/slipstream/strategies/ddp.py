@@ -1,15 +1,15 @@
 """Replicas that average their gradients: torch's DistributedDataParallel, with the user's model showing through.
 
-`Replicated` is DistributedDataParallel with three differences. Its state dict has the names of the user's model. Attributes that it lacks
-are those of the user's model; methods too, and what they compute is tied to the averaging of gradients as `forward` is. And its
-errors name parameters instead of numbers. The collectives themselves are torch's.
+`Replicated` is DistributedDataParallel with three differences. Names of parameters are those of the user's model, and attributes and
+methods that it lacks are the model's own. Every backward pass averages the gradients of the replicas that it reaches: after a call of
+`forward`, of a method or of a part of the model, and in a second pass too. And its errors name parameters instead of numbers. The
+collectives themselves are torch's.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 
 from slipstream.comm.agree import check_agreement
 from slipstream.comm.channel import Limits
@@ -39,10 +38,17 @@ class Replicated(DistributedDataParallel):
     """A model whose replicas average their gradients; made by `prepare`."""
 
     def __init__(
-        self, module: torch.nn.Module, is_current: Callable[[], bool], watch: AbstractContextManager[Any] | None = None, **options: Any
+        self,
+        module: torch.nn.Module,
+        is_current: Callable[[], bool],
+        watches: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(module, **options)
-        self._forward_watch = watch or nullcontext()
+        self._forward_watch: AbstractContextManager[Any]
+        self._buffer_watch: AbstractContextManager[Any]
+        self._forward_watch, self._buffer_watch = watches or (nullcontext(), nullcontext())
+        self._keeps_buckets = self.find_unused_parameters or self.static_graph
         self.trained = _trained(module)
         """Identities of the parameters that took gradients when it was made: only these are averaged."""
         self._is_current = is_current
@@ -57,17 +63,16 @@ class Replicated(DistributedDataParallel):
             if module is None or name.startswith("_ddp"):
                 raise
         try:
-            value = getattr(module, name)
+            return getattr(module, name)
         except AttributeError:
             raise AttributeError(
                 f"{type(module).__name__} has no attribute {name!r}, and neither has the wrapper around it; "
                 "accelerator.unwrap_model(model) gives the model itself"
             ) from None
-        return self._tied(value) if inspect.ismethod(value) and value.__self__ is module else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("_modules", {}).get("module")
-        if "_is_current" in self.__dict__ and name not in self.__dict__ and name in getattr(module, "__dict__", ()):
+        if "_is_current" in self.__dict__ and name not in self.__dict__ and name != "module" and _has(module, name):
             setattr(module, name, value)  # else the model would go on with the old value
         else:
             super().__setattr__(name, value)
@@ -75,17 +80,23 @@ class Replicated(DistributedDataParallel):
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # of a Sequential, say; others raise as they do by themselves
 
-    def _tied(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the model whose results, where they need gradients, are averaged over the ranks as those of `forward` are."""
+    def __len__(self) -> int:
+        return len(self.module)
 
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _find_tensors(result)):  # type: ignore[no-untyped-call]
-                self._post_forward(result)  # type: ignore[no-untyped-call]
-            return result
+    def __bool__(self) -> bool:
+        return True  # whatever the length
 
-        return call
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """The parameters under the names of the user's model."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """The buffers under the names of the user's model."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """The modules under the names of the user's model."""
+        return self.module.named_modules(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The weights under the names of the user's model."""
@@ -99,14 +110,14 @@ class Replicated(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state.pop("_is_current", None)
-        state.pop("_forward_watch", None)
+        for name in ("_is_current", "_forward_watch", "_buffer_watch"):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._is_current = _always
-        self._forward_watch = nullcontext()
+        self._forward_watch = self._buffer_watch = nullcontext()
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -116,18 +127,35 @@ class Replicated(DistributedDataParallel):
                 f"this {type(self.module).__name__} was prepared before the process group was released: prepare it again "
                 "(`model = accelerator.prepare(model)`), and it is wrapped for the present group"
             )
+        if self._has_rebuilt_buckets or self._keeps_buckets or not torch.is_grad_enabled():
+            return self._explaining(*inputs, **kwargs)
+        with self._forward_watch:  # the second pass agrees with the other ranks on the order of buckets
+            return self._explaining(*inputs, **kwargs)
+
+    def _explaining(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise self.explained(error) from error
 
+    def ready(self, loss: torch.Tensor) -> None:
+        """Lets the coming backward average the gradients of this model, whatever led to the loss."""
+        if self.require_backward_grad_sync and not self.static_graph:
+            self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+
     def _sync_buffers(self) -> None:
         """Buffers are those of rank 0 in every forward that follows an averaged one: all ranks have to come, so the wait is watched."""
-        with self._forward_watch:
+        with self._buffer_watch:
             super()._sync_buffers()  # type: ignore[no-untyped-call]
 
     def check_reduced(self) -> None:
-        """Raises if the last backward left gradients that were not averaged, naming the parameters."""
+        """Raises if there are gradients that were not averaged, naming the parameters."""
+        new = [name for name, one in self.module.named_parameters() if one.requires_grad and id(one) not in self.trained]
+        if new:
+            raise StateError(
+                f"{', '.join(new[:5])}{', ...' if len(new) > 5 else ''} of {type(self.module).__name__} did not take gradients when the "
+                "model was prepared (or were put in since), so theirs are not averaged over the ranks: prepare it again after such a change"
+            )
         try:
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -146,6 +174,11 @@ class Replicated(DistributedDataParallel):
             f"{names} got none in the last backward. Use them in the loss, freeze them (requires_grad_(False)) before prepare, or pass "
             "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]."
         )
+
+
+def _has(module: Any, name: str) -> bool:
+    """Whether a module has an attribute, a parameter, a buffer or a part of this name itself."""
+    return any(name in vars(module).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")) or name in vars(module)
 
 
 def _trained(module: torch.nn.Module) -> frozenset[int]:
@@ -171,7 +204,8 @@ class DDP(Strategy):
         self._options = options or DistributedDataParallelKwargs()
         # Waits in torch's own collectives are watched: see `comm/engine.py`.
         self._in_backward = runtime.watch("backward", limits)
-        self._in_forward = runtime.watch("forward", limits)
+        self._in_forward = runtime.watch("forward", limits), runtime.watch("forward", limits)
+        self._replicas: weakref.WeakSet[Replicated] = weakref.WeakSet()
         self._in_prepare = runtime.watch("prepare", limits)
 
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -195,13 +229,17 @@ class DDP(Strategy):
             replicated = Replicated(
                 model, _Generation(self._runtime), self._in_forward, device_ids=devices, **self._options.to_kwargs()
             )
+        self._replicas.add(replicated)
         self._options.register_comm_hook(replicated)
         return replicated
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        model = getattr(model, "_orig_mod", model)
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        for replicated in self._replicas:
+            replicated.ready(loss)
         with self._in_backward:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -227,6 +265,7 @@ class _Generation:
 @contextmanager
 def trigger_sync(model: torch.nn.Module) -> Iterator[None]:
     """The next backward averages gradients, although the passes before it ran without averaging."""
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, DistributedDataParallel):
         yield
         return
@@ -242,5 +281,6 @@ def trigger_sync(model: torch.nn.Module) -> Iterator[None]:
 
 def join_models(models: list[torch.nn.Module]) -> AbstractContextManager[Any]:
     """A block in which ranks may run out of batches at different times: those that are done shadow the others."""
-    replicated = [model for model in models if isinstance(model, DistributedDataParallel)]
+    bare = [getattr(model, "_orig_mod", model) for model in models]
+    replicated = [model for model in bare if isinstance(model, DistributedDataParallel)]
     return Join(list(replicated)) if replicated else nullcontext()

@@ -30,7 +30,8 @@ from slipstream.testing.outcome import Outcome, failure
 
 __all__ = ["RankPool", "ranks"]
 
-_PRELOAD = ("torch", "torch.distributed", "cloudpickle", "psutil", "slipstream", "slipstream.testing.worker")
+_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "cloudpickle", "psutil", "slipstream", "slipstream.testing.worker")
+"""`torch._dynamo` is what the first optimizer and the first replica import."""
 _CLEANING_SECONDS = 20.0
 _STACKS_SECONDS = 0.5
 _DEAD_OR_STUCK = (EOFError, ConnectionError, TimeoutError)  # what a channel raises then; `_gather` finds out which of the two it is
