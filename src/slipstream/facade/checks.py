@@ -35,8 +35,8 @@ def check_arguments(given: Mapping[str, Any], constructor: Any) -> None:
     for name in _ENGINES:
         if given[name] is not None:
             raise ConfigError(
-                f"Accelerator({name}={type(given[name]).__name__}(...)): this engine is not in this version, and nothing else is put in its "
-                "place. Leave it out to train on one process or with replicas (DDP)."
+                f"Accelerator({name}={type(given[name]).__name__}(...)): this engine is not in this version, and nothing else is put in "
+                "its place. Leave it out to train on one process or with replicas (DDP)."
             )
     for name in _FLAGS:
         if given[name] is not None and not isinstance(given[name], bool):

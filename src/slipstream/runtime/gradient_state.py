@@ -75,6 +75,8 @@ class GradientState:
         """Whether gradients of the present batch are reduced and the optimizers step."""
         self.active: ActiveLoader | None = None
         """The innermost loader that is being read."""
+        self.nested = False
+        """Whether one loader is being read while another is."""
         self._finished: weakref.ref[Any] | None = None
         self._stack: list[weakref.ref[Any]] = []
         self._begun_at: list[int] = []
@@ -147,7 +149,7 @@ class GradientState:
 
         A loader that is read beside another (a second source of data, begun anew as often as it ends) does not set the pace.
         """
-        if len(self._stack) < 2:
+        if not self.nested:
             return self.active
         loaders = [reference() for reference in self._stack]
         for place in range(len(loaders) - 1, 0, -1):
@@ -160,7 +162,7 @@ class GradientState:
         """A loader begins an iteration."""
         self._begun_at.append(0 if self.active is None else self.active.handed)
         self._stack.append(weakref.ref(loader))
-        self.active = loader
+        self.active, self.nested = loader, len(self._stack) > 1
         self._finished = None
 
     def leave(self, loader: Any, *, exhausted: bool) -> None:
@@ -170,10 +172,10 @@ class GradientState:
                 del self._stack[place], self._begun_at[place]
                 break
         remaining = self.dataloader_references
-        self.active = remaining[-1] if remaining else None
+        self.active, self.nested = remaining[-1] if remaining else None, len(remaining) > 1
         self._finished = weakref.ref(loader) if exhausted else None
 
     def forget(self) -> None:
         """Drops every loader: nothing here keeps one alive afterwards."""
         self._stack, self._begun_at, self.active, self._finished = [], [], None, None
-        self.sync_gradients = True
+        self.sync_gradients, self.nested = True, False

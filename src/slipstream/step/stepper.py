@@ -100,7 +100,7 @@ class Section:
         if stepper.section is not None:
             raise StateError("accumulate inside of accumulate: one block is one batch. Name all models in one: accumulate(first, second)")
         state = stepper.state
-        plugin, loader = state.plugin, state.pacing()
+        plugin, loader = state.plugin, state.pacing() if state.nested else state.active
         steps, end, left, batch = plugin.num_steps or 1, False, None, 0
         if loader is not None:
             steps, batch = loader.steps_per_update or steps, loader.handed

@@ -140,8 +140,15 @@ class Replicated(DistributedDataParallel):
 
     def ready(self, loss: torch.Tensor) -> None:
         """Lets the coming backward average the gradients of this model, whatever led to the loss."""
-        if self.require_backward_grad_sync and not self.static_graph:
-            self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+        if not self.require_backward_grad_sync or self.static_graph:
+            return
+        try:
+            self._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError:  # an earlier pass left parameters out, and this one may bring them; if not, `check_reduced` tells
+            return
+        if not self._has_rebuilt_buckets and not self._keeps_buckets and self.reducer._rebuild_buckets():
+            self._has_rebuilt_buckets = True
+        self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
 
     def _sync_buffers(self) -> None:
         """Buffers are those of rank 0 in every forward that follows an averaged one: all ranks have to come, so the wait is watched."""
@@ -238,14 +245,19 @@ class DDP(Strategy):
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        for replicated in self._replicas:
-            replicated.ready(loss)
         with self._in_backward:
+            for replicated in self._replicas:
+                replicated.ready(loss)
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, model: torch.nn.Module) -> None:
         if isinstance(model, Replicated):
             model.check_reduced()
+        elif any(parameter.requires_grad for parameter in model.parameters()):
+            raise StateError(
+                f"{type(model).__name__} had no parameter that takes gradients when it was prepared, and now has some that are not averaged "
+                "over the ranks: prepare the model again"
+            )
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
