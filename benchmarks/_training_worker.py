@@ -162,10 +162,12 @@ def _fabric() -> Any:
     return made
 
 
-class _NoLoss:
+class _NoLoss(torch.Tensor):
     """A loss whose gradients are there already."""
 
-    def backward(self) -> None: ...
+    __torch_function__ = torch._C._disabled_torch_function_impl  # as cheap to look at as a plain tensor
+
+    def backward(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class _NoOptimizer(torch.optim.Optimizer):
@@ -188,7 +190,8 @@ def bare(accumulates: bool | None) -> Build:
     """A step in which torch does nothing: what is left are our calls (None: no wrappers either)."""
 
     def build(parts: Parts) -> Callable[[], None]:
-        model, loss, optimizer = parts.model, _NoLoss(), _NoOptimizer(parts.weights)
+        model, optimizer = parts.model, _NoOptimizer(parts.weights)
+        loss = torch.ones((), requires_grad=True).as_subclass(_NoLoss)
         scheduler = _NoScheduler(optimizer)
 
         def plain_step() -> None:
