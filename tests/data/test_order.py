@@ -235,3 +235,33 @@ def test_a_distributed_sampler_is_refused(within: bool) -> None:
     loader = DataLoader(DATA, batch_sampler=batches) if within else DataLoader(DATA, sampler=sampler)
     with pytest.raises(ConfigError, match="a part of a part.*shuffle=True"):
         prepared(loader)
+
+
+class Reusing(Sampler[list[int]]):
+    """Fills the same list again."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for position in range(9):
+            batch.append(position)
+            if len(batch) == 2:
+                yield batch
+                batch.clear()
+        yield batch
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_batch_sampler_may_fill_its_list_again(world: int, split: bool) -> None:
+    loaders = ranks_of(lambda: DataLoader(range(9), batch_sampler=Reusing(), collate_fn=keep), world, split_batches=split)
+    assert sum((real_samples(*one) for one in rounds(loaders)), []) == list(range(9))
+
+
+@pytest.mark.parametrize("kind", [numpy.array, torch.tensor, list])
+@pytest.mark.parametrize("split", [False, True])
+def test_batches_of_positions_may_be_arrays(kind: Any, split: bool) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(range(7), batch_sampler=[kind([0, 1, 2, 3]), kind([4, 5, 6])], collate_fn=keep)  # type: ignore[list-item]
+
+    read = [real_samples(*one) for one in rounds(ranks_of(make, 2, split_batches=split))]
+    assert [[int(position) for position in batch] for batch in read] == ([[0, 1, 2, 3], [4, 5, 6]] if split else [list(range(7))])

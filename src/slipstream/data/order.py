@@ -10,6 +10,7 @@ What it never does: replace a sampler by another, or seed a device.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -164,10 +165,15 @@ def _begun(sampler: Iterable[Any], scope: _Scope, block: int) -> Order | Iterato
 def _drawn(iterator: Iterator[Any], scope: _Scope, block: int) -> Iterator[Any]:
     while True:
         with scope:
-            items = list(islice(iterator, block))
+            items = [_kept(item) for item in islice(iterator, block)]
         yield from items
         if len(items) < block:
             return
+
+
+def _kept(item: Any) -> Any:
+    """A batch of positions as it is now: a batch sampler may fill the same list or array again, and orders are drawn ahead of reading."""
+    return copy.copy(item) if isinstance(item, (list, numpy.ndarray)) else item.clone() if isinstance(item, torch.Tensor) else item
 
 
 class _Scope:

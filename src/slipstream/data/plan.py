@@ -255,7 +255,7 @@ class Cutting:
             room = -(-size // self.world_size) * self.world_size if self.policy == "even" else size
             plan = Plan(self.world_size, max(1, room), self.policy)
             shares = plan.full if size == room else plan.short(size)
-            piece = plan._piece(batch, shares, rank, lambda: head or ())
+            piece = plan._piece(batch, shares, rank, lambda: () if head is None else head)
             if shares is not None or size != nominal:
                 real = plan.given if shares is None else shares.real
                 shares = Shares(plan.given if shares is None else shares.given, real, self.policy != "even", nominal)
