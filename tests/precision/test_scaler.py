@@ -155,6 +155,7 @@ def test_a_step_that_was_given_up_after_clipping_does_not_spoil_the_next(set_to_
     scaler.unscale(optimizer)
     for _ in range(2):
         optimizer.zero_grad(set_to_none=set_to_none)
+        scaler.cleared(optimizer)
         scaler.scale(loss_of(one)).backward()
         scaler.unscale(optimizer)
         assert one.grad.tolist() == [1.0, 1.0]

@@ -51,6 +51,9 @@ class NoScaler:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing: gradients have no scale."""
 
+    def cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: gradients have no scale."""
+
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
         """Steps the optimizer; always True."""
         if closure is None:
@@ -109,6 +112,7 @@ class LossScaler:
         self._touched = False  # gradients were divided since the last update
         self._late = False  # a loss was scaled while an update was due that could not run yet
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since the last update
+        self._cleared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since their gradients were divided
         self._unscaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Marks | None]
         self._unscaled = weakref.WeakKeyDictionary()  # and not stepped yet; with their gradients as they were when a later loss was scaled
 
@@ -134,6 +138,11 @@ class LossScaler:
             self._scaler.unscale_(optimizer)
             self._touched = True
             self._unscaled[optimizer] = None
+            self._cleared.discard(optimizer)
+
+    def cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of an optimizer were cleared: those that come have the scale."""
+        self._cleared.add(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
         """Divides the gradients if that has not been done, and steps unless they overflowed: whether the parameters were updated."""
@@ -212,9 +221,15 @@ class LossScaler:
             self._start_over(optimizer)
         elif optimizer in self._unscaled:
             marks = self._unscaled[optimizer]
-            if marks is None or marks == _marks(optimizer):
+            now = _marks(optimizer)
+            if marks is None or marks == now:
                 self._unscaled[optimizer] = None
                 return False
+            if optimizer not in self._cleared and _added(marks, now):
+                raise StateError(
+                    f"gradients of {type(optimizer).__name__} were divided by the loss scale (by clipping), and then another backward "
+                    "added gradients with the scale to them. In fp16 clip after the last backward of an update, as accumulate does."
+                )
             del self._unscaled[optimizer]
             self._start_over(optimizer)
         return True
@@ -256,6 +271,12 @@ def _marks(optimizer: torch.optim.Optimizer) -> _Marks:
     """What tells new gradients from old: a backward makes another tensor, or writes into it."""
     grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
     return tuple(None if grad is None else (id(grad), grad._version) for grad in grads)
+
+
+def _added(before: _Marks, now: _Marks) -> bool:
+    """Whether something was written into a gradient that was there before."""
+    pairs = zip(before, now, strict=False)
+    return any(one is not None and other is not None and one[0] == other[0] and one[1] != other[1] for one, other in pairs)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -88,6 +88,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if window.holds_gradients:
                 return
             window.cleared()
+        if self.scaler.scales:
+            self.scaler.cleared(self.optimizer)
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:

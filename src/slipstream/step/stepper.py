@@ -68,6 +68,8 @@ class Scaler(Protocol):
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None: ...
 
+    def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
+
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool: ...
 
 
@@ -311,9 +313,9 @@ class Stepper:
     def _alone(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         """A backward pass outside of `accumulate`: the batch is a window of its own, as far as we can know."""
         for model in self.models:
-            if not model.window.closing:
+            if model.window.index:
                 model.window.reset()
-        self.state.sync_gradients, self.has_open_window = True, False
+        self.state.sync_gradients, self.has_open_window, self.latest = True, False, None
         steps = self._steps()
         if steps > 1:
             self._warn(

@@ -255,8 +255,8 @@ class DDP(Strategy):
             model.check_reduced()
         elif any(parameter.requires_grad for parameter in model.parameters()):
             raise StateError(
-                f"{type(model).__name__} had no parameter that takes gradients when it was prepared, and now has some that are not averaged "
-                "over the ranks: prepare the model again"
+                f"{type(model).__name__} had no parameter that takes gradients when it was prepared, and now has some that are not "
+                "averaged over the ranks: prepare the model again"
             )
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
