@@ -82,7 +82,7 @@ class AcceleratedScheduler:
         found = own if isinstance(own, AcceleratedOptimizer) else self._find(own)
         if found is None:
             raise StateError(
-                f"{type(self.scheduler).__name__} belongs to a {type(own).__name__} that this Accelerator did not prepare, so it cannot "
+                f"{type(self.scheduler).__name__} belongs to {type(own).__name__}, which this Accelerator did not prepare, so it cannot "
                 "move with its updates. Prepare that optimizer too, or pass step_scheduler_with_optimizer=False to move with every call."
             )
         self._optimizers = (found,)
