@@ -77,6 +77,51 @@ def test_single_positions_cannot_be_split() -> None:
         prepared(DataLoader(list(range(5)), batch_size=None), split_batches=True)
 
 
+@pytest.mark.parametrize("even", [True, False])
+def test_ready_made_batches_count_their_samples(ranks: Any, even: bool) -> None:
+    parts = [torch.arange(4), torch.arange(4, 7), torch.arange(7, 9)]
+
+    def run() -> Any:
+        from slipstream import PartialState
+
+        PartialState()
+        loader = prepare_data_loader(DataLoader(parts, batch_size=None), even_batches=even)  # type: ignore[arg-type]
+        return [(batch.tolist(), loader.shares, loader.end_of_dataloader) for batch in loader], loader.total_batch_size, loader.remainder
+
+    one, (first, second) = ranks(1).run(run)[0], ranks(2).run(run)
+    assert [shares and shares.real for _, shares, _ in one[0]] == [None, (3,), (2,)]
+    assert [batch for batch, _, _ in first[0]] == [[0, 1, 2, 3], [7, 8]]
+    assert [batch for batch, _, _ in second[0]] == [[4, 5, 6], [0, 1, 2, 3]]
+    told = [Shares((4, 3), (4, 3), not even, 8), Shares((2, 4), (2, 0), not even, 8)]
+    assert [[shares for _, shares, _ in rank[0]] for rank in (first, second)] == [told, told]
+    assert first[1:] == second[1:] == (8, 2)
+
+
+def test_a_ready_made_batch_that_cannot_be_read_is_told_to_all(ranks: Any) -> None:
+    def run() -> Any:
+        from slipstream import PartialState
+
+        PartialState()
+        try:
+            list(prepare_data_loader(DataLoader(Unreadable(), batch_size=None), data_seed=0))
+        except Exception as error:
+            return str(error)
+
+    first, second = ranks(2).run(run)
+    assert second == "record 1"
+    assert "record 1" in first
+
+
+class Unreadable(Dataset[Any]):
+    def __getitem__(self, position: int) -> Any:
+        if position == 1:
+            raise ValueError("record 1")
+        return torch.arange(2)
+
+    def __len__(self) -> int:
+        return 4
+
+
 class Bucketed(Sampler[list[int]]):
     """Batches of sizes of their own."""
 

@@ -5,7 +5,8 @@ memory, `collate_fn` and whatever a subclass adds stay the user's. Three kinds o
 
 * `batch_size`: samples of an order, cut by a `Plan`;
 * a batch sampler of the user's own: whole batches, dealt out in rounds (`Dealing`) or, with `split_batches`, cut (`Cutting`);
-* `batch_size=None`: single positions, dealt out: a `Plan` with one sample per rank.
+* `batch_size=None`: single positions, dealt out: a `Plan` with one position per rank. What is read there is a batch of any size, so the
+  ranks tell each other how many samples they have: one small guarded call for each batch.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from slipstream.comm.deal import tell
 from slipstream.data.loader import Handed, PreparedLoader
 from slipstream.data.order import announce_epoch, certain_length, inner_samplers, mix, order_of, standard_kind
 from slipstream.data.plan import Cutting, Dealing, Order, Piece, Plan, Policy
+from slipstream.data.reading import samples_in
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import Shares
@@ -93,6 +96,8 @@ class MapLoader(PreparedLoader):
         self._per_rank = samples_per_rank
         self._policy: Policy | None = None
         self._engine: _Engine | None = None
+        self._nominal = 0
+        """Samples in the first batch that is ready-made (`batch_size=None`), which is taken for a full one; 0 as long as none was read."""
         self._plan = self._make_plan()
         if original.num_workers and not getattr(original, "in_order", True):
             get_logger(__name__).warning(
@@ -177,6 +182,8 @@ class MapLoader(PreparedLoader):
     @property
     def _given(self) -> tuple[int, ...]:
         plan = self._plan
+        if self._nominal:
+            return (self._nominal,) * plan.world_size
         if isinstance(plan, Plan):
             return plan.given if plan.full is None else plan.full.given
         each = plan.nominal or 1
@@ -192,14 +199,14 @@ class MapLoader(PreparedLoader):
     @property
     def total_batch_size(self) -> int:
         """Samples in a full batch of all ranks together."""
-        return self._plan.size if isinstance(self._plan, Plan) else sum(self._given)
+        return self._plan.size if isinstance(self._plan, Plan) and not self._nominal else sum(self._given)
 
     def _count(self, start: int) -> int:
         return self._plan.count(max(0, len(self._units) - start), self.place.rank)
 
     def _known_remainder(self, start: int) -> int:
         length = certain_length(self._units)
-        if length is None or not isinstance(self._plan, Plan):
+        if length is None or not isinstance(self._plan, Plan) or self.original.batch_sampler is None:
             return -1
         return self._plan.remainder(max(0, length - start))
 
@@ -219,9 +226,11 @@ class MapLoader(PreparedLoader):
         announce_epoch([original.dataset, *inner_samplers(original)[1:]], epoch)
         order, plan = self._order(epoch), self._plan
         if isinstance(order, Iterator):
-            return self._drawn(plan.pieces(order, self.place.rank, start), epoch, start)
+            drawn = self._drawn(plan.pieces(order, self.place.rank, start), epoch, start)
+            return self._measured(drawn, epoch) if self._counts_rows else drawn
         if isinstance(plan, Plan):
-            return self._known(plan, order, epoch, start)
+            known = self._known(plan, order, epoch, start)
+            return self._measured(known, epoch) if self._counts_rows else known
         return self._drawn(plan.pieces(iter(order.take(0, len(order))), self.place.rank, start), epoch, start)
 
     def _known(self, plan: Plan, order: Order, epoch: int, start: int) -> Iterator[Handed]:
@@ -237,6 +246,44 @@ class MapLoader(PreparedLoader):
                 yield batch, full, False, left
             else:
                 yield batch, last, True, 0
+
+    @property
+    def _counts_rows(self) -> bool:
+        """Whether batches are ready-made, and all ranks have as many of them."""
+        return self.original.batch_sampler is None and self.policy != "ragged"
+
+    def _measured(self, handed: Iterator[Handed], epoch: int) -> Iterator[Handed]:
+        """Batches that are ready-made: how many samples each rank has is known once they are read."""
+        place, previous, step = self.place, None, 0
+        channel = None if place.world_size == 1 else place.channel()
+        if channel is not None and channel.world_size != place.world_size:  # the place was given by hand: there is nobody to ask
+            yield from handed
+            return
+        while True:
+            one: Any = None
+            try:
+                one = next(handed, None)
+                own: Any = 0 if one is None else samples_in(one[0])
+            except Exception as error:  # handed on: every rank raises
+                own = error
+            if channel is None:
+                if isinstance(own, Exception):
+                    raise own
+                given = (own,)
+            else:
+                name = f"batch {step} of pass {epoch} over {type(self.original.dataset).__name__}"
+                given = tuple(tell(channel, place.limits, own, operation="next batch", condition=name))
+            if one is None:
+                return
+            batch, dealt, end, left = one
+            self._nominal = self._nominal or given[0]
+            counted = [1] * len(given) if dealt is None else dealt.real
+            real = tuple(size if counts else 0 for size, counts in zip(given, counted, strict=True))
+            full = self._nominal * len(given)
+            shares = None if set(real) == {self._nominal} else Shares(given, real, self.policy != "even", full)
+            previous = shares = previous if shares == previous else shares
+            yield batch, shares, end, left
+            step += 1
 
     def _drawn(self, pieces: Iterator[Piece], epoch: int, start: int) -> Iterator[Handed]:
         """The order is drawn while it is read; what is known of a batch travels beside it."""
