@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slipstream.data.metrics import batch_arrangement, pass_arrangement
+from slipstream.data.metrics import present_arrangement
 from slipstream.errors import ConfigError
 from slipstream.facade.parts import Parts
 from slipstream.precision.options import AutocastKwargs
@@ -128,11 +128,7 @@ class Training:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, in dataset order and without the samples that only filled up a batch."""
-        state = self._parts.gradient_state
-        if state.active is not None:
-            arrange = batch_arrangement(state.pacing())
-        else:
-            arrange = None if state.finished is None else pass_arrangement(state.finished)
+        arrange = present_arrangement(self._parts.gradient_state)
         return self._parts.state.gather_for_metrics(input_data, use_gather_object, arrange)
 
 

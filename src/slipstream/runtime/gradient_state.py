@@ -77,7 +77,11 @@ class GradientState:
         """The innermost loader that is being read."""
         self.nested = False
         """Whether one loader is being read while another is."""
+        self.told: set[str] = set()
+        """What was warned of, each thing once."""
         self._finished: weakref.ref[Any] | None = None
+        self._finished_in: tuple[weakref.ref[Any], int] | None = None
+        """The loader around the finished one, and what it had handed out then."""
         self._stack: list[weakref.ref[Any]] = []
         self._begun_at: list[int] = []
         """For each loader of the stack: what the one around it had handed out when it began."""
@@ -141,8 +145,14 @@ class GradientState:
 
     @property
     def finished(self) -> Any:
-        """The loader that was read to its end last, for results that are gathered after the loop; None where there is none."""
-        return None if self._finished is None else self._finished()
+        """The loader that was read to its end last, for results that are gathered after the loop; None where there is none.
+
+        It counts until another loader begins, or the loader around it hands out another batch.
+        """
+        if self._finished is None:
+            return None
+        outer, handed = (None, 0) if self._finished_in is None else (self._finished_in[0](), self._finished_in[1])
+        return self._finished() if outer is None or outer.handed == handed else None
 
     def pacing(self) -> ActiveLoader | None:
         """The loader whose end closes a window: the innermost one that is read inside of one batch of the loaders around it.
@@ -173,9 +183,13 @@ class GradientState:
                 break
         remaining = self.dataloader_references
         self.active, self.nested = remaining[-1] if remaining else None, len(remaining) > 1
-        self._finished = weakref.ref(loader) if exhausted else None
+        if exhausted:
+            self._finished = weakref.ref(loader)
+            self._finished_in = None if self.active is None else (weakref.ref(self.active), self.active.handed)
+        elif self.finished is loader:
+            self._finished = None
 
     def forget(self) -> None:
         """Drops every loader: nothing here keeps one alive afterwards."""
-        self._stack, self._begun_at, self.active, self._finished = [], [], None, None
+        self._stack, self._begun_at, self.active, self._finished, self._finished_in = [], [], None, None, None
         self.sync_gradients, self.nested = True, False

@@ -1,0 +1,108 @@
+"""Results are matched to the loader that they are of: read inside another, filtered, several rows, or a list with one entry per sample."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream import Accelerator
+from slipstream.utils import DataLoaderConfiguration
+
+
+class Heard(logging.Handler):
+    """What this rank's loggers say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.logger = logging.getLogger("slipstream")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        self.logger.addHandler(self)
+        return self.texts
+
+    def __exit__(self, *details: object) -> None:
+        self.logger.removeHandler(self)
+
+
+def test_results_of_an_evaluation_inside_of_a_training_loop_are_gathered_after_its_loop(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True)
+        train, val = accelerator.prepare(DataLoader(range(5), batch_size=2), DataLoader(range(9), batch_size=2))
+        found, own = [], []
+        for batch in train:
+            predictions = torch.cat(list(val))
+            found.append(accelerator.gather_for_metrics(predictions).tolist())
+            own += accelerator.gather_for_metrics(batch).tolist()  # the batch of the loop itself, also afterwards
+        held = iter(train)
+        next(held)
+        found.append(accelerator.gather_for_metrics(torch.cat(list(val))).tolist())
+        return found, own
+
+    assert ranks(2).run(run) == [([list(range(9))] * 3, list(range(5)))] * 2
+
+
+def test_a_finished_loader_counts_until_the_one_around_it_goes_on(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True)
+        state = accelerator.gradient_state
+        train, val = accelerator.prepare(DataLoader(range(8), batch_size=2), DataLoader(range(9), batch_size=2))
+        seen = []
+        for step, _ in enumerate(train):
+            seen.append(state.finished is val)
+            if step == 0:
+                list(val)
+                seen.append(state.finished is val)
+        seen.append(state.finished is train)
+        return seen
+
+    assert ranks(2).run(run) == [[False, True, False, True]] * 2
+
+
+def test_a_pass_of_one_batch_that_fits_as_well_as_the_present_batch_is_told(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True)
+        train, val = accelerator.prepare(DataLoader(range(8), batch_size=2), DataLoader(range(3), batch_size=2))
+        with Heard() as texts:
+            for batch in train:
+                list(val)
+                own = accelerator.gather_for_metrics(batch)
+        return own.tolist(), len(texts), "inside of its loop" in texts[0] if texts else None
+
+    assert ranks(2).run(run)[0] == ([4, 5, 6, 7], 1, True)
+
+
+def test_rows_that_fit_no_sample_are_told_once(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True)
+        with Heard() as texts:
+            for batch in accelerator.prepare(DataLoader(range(9), batch_size=4)):
+                for _ in range(2):
+                    accelerator.gather_for_metrics(batch[batch % 2 == 0])
+                accelerator.gather_for_metrics(torch.ones(1))  # one value per process is not of samples
+        return texts
+
+    texts = ranks(2).run(run)[0]
+    assert len(texts) == 1
+    assert "7 repeated samples may be in the result" in texts[0]
+    assert "even_batches=False" in texts[0]
+
+
+def test_rows_of_a_rank_without_samples_are_left_out_whatever_their_number(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        even, rows = [], []
+        with Heard() as texts:
+            for batch in accelerator.prepare(DataLoader(range(9), batch_size=4)):
+                even += accelerator.gather_for_metrics(batch[batch % 2 == 0]).tolist()
+                rows += accelerator.gather_for_metrics(torch.cat([one.repeat(int(one) % 3 + 1) for one in batch])).tolist()
+        return even, rows, texts
+
+    rows = [number for number in range(9) for _ in range(number % 3 + 1)]
+    assert ranks(2).run(run) == [([0, 2, 4, 6, 8], rows, [])] * 2
