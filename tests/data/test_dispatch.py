@@ -386,3 +386,42 @@ def test_batches_that_cannot_be_cut_evenly_are_refused_at_once(ranks: Any) -> No
         return str(caught.value)
 
     assert "batch_size=3 into 2 equal pieces" in ranks(2).run(run)[0]
+
+
+def zipped(samples: list[Any]) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Stream, Mapped])
+def test_lists_of_samples_are_cut_between_samples(ranks: Any, kind: Any) -> None:
+    images = [torch.full((3, 2, 2), float(number)) for number in range(4)]
+    pairs = [(image, {"boxes": torch.full((number, 4), float(number))}) for number, image in enumerate(images)]
+
+    def run() -> Any:
+        (alone,) = prepared(DataLoader(kind(images), batch_size=4, collate_fn=list), split_batches=True)
+        ((inputs, targets),) = prepared(DataLoader(kind(pairs), batch_size=4, collate_fn=zipped), split_batches=True)
+        return [[image.shape for image in alone], [image[0, 0, 0].item() for image in inputs], [len(one["boxes"]) for one in targets]]
+
+    assert ranks(2).run(run) == [[[(3, 2, 2)] * 2, [0.0, 1.0], [0, 1]], [[(3, 2, 2)] * 2, [2.0, 3.0], [2, 3]]]
+
+
+def test_a_list_that_could_be_of_samples_or_of_parts_is_refused(ranks: Any) -> None:
+    pairs = [(torch.ones(2), torch.zeros(2))] * 2
+
+    def run() -> Any:
+        try:
+            list(prepared(DataLoader(pairs, batch_size=2, collate_fn=list), split_batches=True))  # type: ignore[arg-type]
+        except Exception as error:
+            message = str(error)
+        (default,) = prepared(DataLoader(pairs, batch_size=2), split_batches=True)  # type: ignore[arg-type]
+        return "slice_fn_for_dispatch" in message, [part.tolist() for part in default]
+
+    assert ranks(2).run(run) == [(True, [[[1.0, 1.0]], [[0.0, 0.0]]])] * 2
+
+
+def test_items_that_are_none_are_not_the_end(ranks: Any) -> None:
+    def run() -> Any:
+        loader = DataLoader(Stream([torch.arange(4), None, torch.arange(4, 8)]), batch_size=None)
+        return [batch if batch is None else batch.tolist() for batch in prepared(loader, split_batches=True)]
+
+    assert ranks(2).run(run) == [[[0, 1], None, [4, 5]], [[2, 3], None, [6, 7]]]

@@ -15,7 +15,7 @@ from itertools import chain, islice, tee
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from slipstream.comm.deal import deal
 from slipstream.data.batching import derive
@@ -33,6 +33,7 @@ from slipstream.data.reading import (
     Message,
     Recipe,
     as_it_is,
+    cut_for_ranks,
     cut_rows,
     in_blocks,
     open_items,
@@ -307,7 +308,7 @@ class _Positions:
 
     def _together(self, walk: Iterator[Any], epoch: int, start: int) -> Iterator[Message]:
         """What is known of a global batch travels beside its positions; torch reads one batch for each rank, or one to cut."""
-        plan, ranks = self.reader._plan, self.ranks
+        plan, ranks, lists = self.reader._plan, self.ranks, self.original.collate_fn is not default_collate
         told: deque[tuple[Piece, ...]] = deque()
 
         def positions() -> Iterator[Any]:
@@ -321,15 +322,8 @@ class _Positions:
             pieces = told.popleft()
             sizes = [len(piece) for piece, _, _ in pieces]
             _, shares, end = pieces[0]
-            yield Message(read if self.cut is None else self._cut(read[0], sizes), sizes, shares, end, None)
-
-    def _cut(self, whole: Any, sizes: list[int]) -> list[Any]:
-        assert self.cut is not None
-        ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-        return [
-            self.cut(whole, slice(end - size, end), process_index=rank, num_processes=len(sizes))
-            for rank, (size, end) in enumerate(zip(sizes, ends, strict=True))
-        ]
+            cut = read if self.cut is None else cut_for_ranks(self.cut, read[0], sizes, range(ranks), ranks, samples=lists)
+            yield Message(cut, sizes, shares, end, None)
 
     def _scoped(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         """Read inside random states of the reader's own, as long as the data draws any; workers have states of their own anyway."""

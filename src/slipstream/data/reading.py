@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, tee
+from functools import partial
+from itertools import accumulate, chain, islice, tee
 from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from slipstream.comm import tree
 from slipstream.comm.leaves import is_items
@@ -38,6 +39,7 @@ __all__ = [
     "Recipe",
     "Slicer",
     "as_it_is",
+    "cut_for_ranks",
     "cut_rows",
     "in_blocks",
     "open_items",
@@ -47,6 +49,10 @@ __all__ = [
 
 Cut = Callable[..., Any]
 """`cut(data, slice, process_index=, num_processes=)`: some samples of a batch."""
+
+
+_END = object()
+"""After the last item: items may be None."""
 
 
 class Slicer(Protocol):
@@ -104,11 +110,8 @@ class Recipe:
             whole = self.collate([sample for piece in pieces for sample in piece])
         else:
             whole = concatenate([self.collate(piece) for piece in pieces])
-        ends = [sum(sizes[: position + 1]) for position in range(len(sizes))]
-        return [
-            self.cut(whole, slice(end - size, end), process_index=rank, num_processes=self.plan.world_size)
-            for rank, size, end in zip(self.ranks, sizes, ends, strict=True)
-        ]
+        lists = self.batched and self.collate is not default_collate
+        return cut_for_ranks(self.cut, whole, sizes, self.ranks, self.plan.world_size, samples=lists)
 
 
 # -- batches that are cut ---------------------------------------------------------------------------------------------
@@ -131,12 +134,12 @@ class CutItems:
 
     def pieces(self, order: Iterator[Any], rank: int, start: int = 0) -> Iterator[Piece]:
         """The pieces of a rank; one batch is read ahead."""
-        head = next(order, None)
-        items = islice(order if head is None else chain([head], order), start, None)
-        item = next(items, None)
-        full = 0 if head is None else samples_in(head)
-        while item is not None:
-            following = next(items, None)
+        head = next(order, _END)
+        items = islice(order if head is _END else chain([head], order), start, None)
+        item = next(items, _END)
+        full = 0 if head is _END else samples_in(head)
+        while item is not _END:
+            following = next(items, _END)
             real = tuple(real_counts(samples_in(item), self.world_size))
             given = tuple(max(1, count) for count in real)
             begin = sum(real[:rank]) if real[rank] else 0
@@ -147,7 +150,7 @@ class CutItems:
             else:
                 piece = self.cut(batch, place, process_index=rank, num_processes=self.world_size)
             even = len(set(real)) == 1 and sum(real) == full
-            yield piece, None if even else Shares(given, real, True, full), following is None
+            yield piece, None if even else Shares(given, real, True, full), following is _END
             item = following
 
 
@@ -166,28 +169,75 @@ def samples_in(batch: Any) -> int:
     return 1
 
 
-def cut_rows(data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
+def cut_for_ranks(
+    cut: Cut, whole: Any, sizes: Sequence[int], ranks: Sequence[int], world_size: int, *, samples: bool = True
+) -> list[Any]:
+    """A batch of some ranks, cut into theirs; with `samples`, it was made of as many as `sizes` say and may hold lists of them.
+
+    >>> cut_for_ranks(cut_rows, [torch.ones(3), torch.zeros(3)], [1, 1], [0, 1], 2)
+    [[tensor([1., 1., 1.])], [tensor([0., 0., 0.])]]
+    """
+    if cut is cut_rows and samples:
+        cut = partial(cut_rows, rows=sum(sizes))
+    ends = accumulate(sizes)
+    return [
+        cut(whole, slice(end - size, end), process_index=rank, num_processes=world_size)
+        for rank, size, end in zip(ranks, sizes, ends, strict=True)
+    ]
+
+
+def cut_rows(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None, *, rows: int | None = None
+) -> Any:
     """Some samples of a batch: tensors, arrays and lists sliced along their first dimension; what belongs to the whole batch stays.
+
+    `rows` is how many samples it holds; None takes that from the batch. A list of as many tensors is one of samples, unless the tensors
+    themselves have as many rows; where both could be meant, it is refused.
 
     >>> cut_rows({"x": torch.arange(4), "text": ["a", "b", "c", "d"], "scale": 2.0}, slice(1, 3))
     {'x': tensor([1, 2]), 'text': ['b', 'c'], 'scale': 2.0}
+    >>> cut_rows([torch.zeros(3, 2), torch.ones(3, 2)], slice(1, 2), rows=2)
+    [tensor([[1., 1.],
+            [1., 1.],
+            [1., 1.]])]
     """
-    rows = samples_in(data)
+    known = samples_in(data) if rows is None else rows
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, (torch.Tensor, numpy.ndarray)):
-            return leaf if not leaf.ndim else _checked(leaf, leaf.shape[0], rows)[tensor_slice]
-        return _checked(leaf, len(leaf), rows)[tensor_slice] if isinstance(leaf, (list, tuple)) else leaf
+            return leaf if not leaf.ndim else _checked(leaf, leaf.shape[0], known)[tensor_slice]
+        return _checked(leaf, len(leaf), known)[tensor_slice] if isinstance(leaf, (list, tuple)) else leaf
 
-    return tree.map_leaves(cut, data, lambda node: is_items(node) or _holds_samples(node, rows))
+    return tree.map_leaves(cut, data, lambda node: is_items(node) or _holds_samples(node, known, certain=rows is not None))
 
 
-def _holds_samples(node: Any, rows: int) -> bool:
-    """Whether a list is one of samples (tensors of all shapes), rather than the parts of a batch, which all have as many rows."""
+def _holds_samples(node: Any, rows: int, *, certain: bool) -> bool:
+    """Whether a list is one of samples, rather than the parts of a batch, which all have as many rows."""
     if not isinstance(node, (list, tuple)) or tree.is_namedtuple(node) or len(node) != rows:
         return False
-    tensors = [leaf for leaf in tree.flatten(list(node)) if isinstance(leaf, (torch.Tensor, numpy.ndarray))]
-    return any(not leaf.ndim or leaf.shape[0] != rows for leaf in tensors)
+    if not all(_has_rows(part, rows) for part in node):
+        return True
+    if certain and rows > 1 and len({_kinds(part) for part in node}) == 1:
+        raise ValueError(
+            f"a batch of {rows} samples is to be cut for the processes, and it is (or holds) a {type(node).__name__} of {rows}, each with "
+            f"{rows} rows: that could be {rows} samples, or {rows} parts of all samples. Let collate_fn return a dict of its parts, or "
+            "pass slice_fn_for_dispatch=..., or another batch_size."
+        )
+    return False
+
+
+def _kinds(part: Any) -> tuple[Any, ...]:
+    """What samples have in common."""
+    return tuple((leaf.dtype, leaf.ndim) if isinstance(leaf, (torch.Tensor, numpy.ndarray)) else type(leaf) for leaf in tree.flatten(part))
+
+
+def _has_rows(part: Any, rows: int) -> bool:
+    """Whether a part of a batch has one row for each sample."""
+    if isinstance(part, (torch.Tensor, numpy.ndarray)):
+        return bool(part.ndim) and part.shape[0] == rows
+    if isinstance(part, (list, tuple)) and not tree.is_namedtuple(part):
+        return len(part) == rows or (not is_items(part) and all(_has_rows(one, rows) for one in part))
+    return not tree.is_node(part) or all(_has_rows(one, rows) for _, one in tree.children(part))
 
 
 def _checked(leaf: Any, length: int, rows: int) -> Any:
