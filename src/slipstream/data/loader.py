@@ -73,6 +73,8 @@ class PreparedLoader(DataLoader[Any]):
         """The pass that was read to its end last."""
         self.at_start: Callable[[], None] | None = None
         """Called when an iteration begins."""
+        self.compared: tuple[bytes, bytes] | None = None
+        """Digests of the data that the ranks compare before a pass; see `data/agree.py`."""
         self._uneven = False
         self._clock = Clock()
         self._skipping = 0

@@ -21,10 +21,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.comm.deal import tell
+from slipstream.data.agree import agreed_order
 from slipstream.data.loader import Handed, PreparedLoader
 from slipstream.data.order import announce_epoch, certain_length, inner_samplers, mix, order_of, standard_kind
 from slipstream.data.plan import Cutting, Dealing, Order, Piece, Plan, Policy
-from slipstream.data.reading import samples_in
+from slipstream.data.reading import samples_in, stay
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import Shares
@@ -224,7 +225,7 @@ class MapLoader(PreparedLoader):
     def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
         original = self.original
         announce_epoch([original.dataset, *inner_samplers(original)[1:]], epoch)
-        order, plan = self._order(epoch), self._plan
+        order, plan = agreed_order(self, epoch, start, lambda: self._order(epoch)), self._plan
         if isinstance(order, Iterator):
             drawn = self._drawn(plan.pieces(order, self.place.rank, start), epoch, start)
             return self._measured(drawn, epoch) if self._counts_rows else drawn
@@ -335,7 +336,7 @@ class _Engine:
 
     def __init__(self, original: DataLoader[Any], owner: MapLoader) -> None:
         self.feed = RankBatches(weakref.proxy(owner))  # a cycle would keep workers that stay beyond the prepared loader
-        self.loader = _with_feed(original, self.feed)
+        self.loader = _with_feed(original, self.feed, persistent_workers=stay(original))
         self.busy = False
 
     def read(self, positions: Iterator[Any], seed: int) -> Iterator[Any]:

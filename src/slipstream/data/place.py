@@ -20,6 +20,8 @@ class Place:
     channel: Callable[[], Channel]
     """Opens the process group if it is not open; asked only where a collective is needed."""
     limits: Limits
+    compares: bool = False
+    """Whether the processes that share the data are those of the channel, and tell each other what they are about to read."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

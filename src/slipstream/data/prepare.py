@@ -20,6 +20,7 @@ from slipstream.data.mapped import MapLoader, samples_per_batch
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import mix, refuse_sharded
 from slipstream.data.place import Place
+from slipstream.data.reading import stay
 from slipstream.data.stream import stream_loader
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
@@ -50,6 +51,11 @@ def build(
         raise ConfigError(f"a {type(loader).__name__} cannot be prepared as a loader: pass a torch.utils.data.DataLoader")
     _warn_of_seedable(config)
     refuse_sharded(loader)
+    if loader.persistent_workers and not stay(loader):
+        get_logger(__name__).warning(
+            f"persistent_workers=True of the loader of {type(loader.dataset).__name__} has no effect: what it gives depends on the epoch, "
+            "and workers that stay would never hear of the next one, so they are started for every pass."
+        )
     settings: dict[str, Any] = {
         "place": place,
         "config": config,
@@ -135,6 +141,7 @@ def prepare_data_loader(
         process.world_size if num_processes is None else num_processes,
         runtime.channel,
         runtime.limits,
+        compares=num_processes is None and process_index is None,
     )
     seed = seed_of(dataloader, config)
     if data_seed is None and num_processes is None and process_index is None and process.world_size > 1:

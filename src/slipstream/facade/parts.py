@@ -116,7 +116,7 @@ def assemble(
         registry=registry,
         loading=loading,
         dynamo=dynamo,
-        place=Place(state.process_index, state.num_processes, state.channel, state.limits),
+        place=Place(state.process_index, state.num_processes, state.channel, state.limits, compares=True),
         rng_types=rng_types,
         **settings,
     )

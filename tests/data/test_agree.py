@@ -1,0 +1,151 @@
+"""Ranks that would read different passes, or parts of parts, raise before the first batch instead of losing samples."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler, Subset, random_split
+
+from slipstream import Accelerator
+from slipstream.data.prepare import prepare_data_loader
+from slipstream.errors import DistributedOperationException, MismatchError
+
+
+class Part(Sampler[int]):
+    """Takes the positions of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Any:
+        return iter(range(self.rank, 8, 2))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Free(Sampler[int]):
+    """Draws from a generator that nobody knows of."""
+
+    def __init__(self, rank: int) -> None:
+        self.numbers = numpy.random.default_rng(rank)
+
+    def __iter__(self) -> Any:
+        yield from self.numbers.permutation(64).tolist()
+
+    def __len__(self) -> int:
+        return 64
+
+
+class Broken(Part):
+    """Fails on one rank."""
+
+    def __iter__(self) -> Any:
+        if self.rank:
+            raise ValueError("no positions here")
+        return super().__iter__()
+
+
+def split_before_seeding(rank: int) -> Any:
+    return random_split(range(64), [32, 32], torch.Generator().manual_seed(rank))[0]
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "subset": (lambda rank: DataLoader(Subset(range(8), range(rank, 8, 2))), "selected different samples"),
+    "random_split": (lambda rank: DataLoader(split_before_seeding(rank), shuffle=True), "selected different samples"),
+    "sampler of a part": (lambda rank: DataLoader(range(8), sampler=Part(rank)), "draw different positions"),
+    "generator of its own": (lambda rank: DataLoader(range(64), batch_size=8, sampler=Free(rank)), "draw different positions"),
+    "lengths": (lambda rank: DataLoader(range(8 + rank)), r"different numbers of samples.*rank 0: 8, rank 1: 9"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_data_that_is_shared_out_or_drawn_differently_is_an_error_on_every_rank(ranks: Any, mistake: str) -> None:
+    make, expected = MISTAKES[mistake]
+
+    def run() -> None:
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(MismatchError, match=expected):
+            next(iter(accelerator.prepare(make(accelerator.process_index))))
+
+    ranks(2).run(run)
+
+
+def test_epochs_that_differ_are_named(ranks: Any) -> None:
+    def run() -> None:
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
+        loader.set_epoch(accelerator.process_index)
+        with pytest.raises(MismatchError, match=r"different epochs.*rank 0: 0, rank 1: 1.*set_epoch"):
+            next(iter(loader))
+
+    ranks(2).run(run)
+
+
+def test_a_rank_that_reads_a_batch_alone_is_found_out(ranks: Any) -> None:
+    def run() -> None:
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
+
+        def read() -> None:
+            if accelerator.is_main_process:
+                next(iter(loader))
+            for batch in loader:
+                accelerator.gather_for_metrics(batch)
+
+        with pytest.raises(MismatchError, match="begin of a pass"):
+            read()
+
+    ranks(2).run(run)
+
+
+def test_a_sampler_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
+    def run() -> None:
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(range(8), sampler=Broken(accelerator.process_index)))
+        kind: Any = ValueError if accelerator.process_index else DistributedOperationException
+        with pytest.raises(kind, match="no positions here"):
+            next(iter(loader))
+
+    ranks(2).run(run)
+
+
+def test_samples_that_differ_are_told_once_and_read(ranks: Any) -> None:
+    def run() -> Any:
+        texts: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("slipstream").addHandler(handler)
+        try:
+            accelerator = Accelerator(cpu=True)
+            paths = [f"{number}.txt" for number in range(8)][accelerator.process_index :: 2]
+            loader = accelerator.prepare(DataLoader(paths, batch_size=1))
+            return [len(list(loader)) for _ in range(2)], texts
+        finally:
+            logging.getLogger("slipstream").removeHandler(handler)
+
+    (counts, texts), _ = ranks(2).run(run)
+    assert counts == [2, 2]
+    assert len(texts) == 1
+    assert "part of its part" in texts[0]
+
+
+def test_equal_data_is_read_from_different_lines_and_a_place_given_by_hand_asks_nobody(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True)
+        rank = accelerator.process_index
+        loader = accelerator.prepare(DataLoader([object() for _ in range(6)], batch_size=1, collate_fn=len))
+        count = 0
+        if rank:
+            for _ in loader:
+                count += 1
+        else:
+            count += sum(loader)
+        by_hand = prepare_data_loader(DataLoader(range(8), batch_size=2), num_processes=2, process_index=0, data_seed=1)
+        return count, len(list(by_hand)) if rank else None
+
+    assert ranks(2).run(run) == [(3, None), (3, 2)]
