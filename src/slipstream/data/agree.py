@@ -117,8 +117,8 @@ def _plain(value: Any) -> Any:
 _COMPLAINTS = (
     "the processes begin different epochs of a loader of {name} ({values}), so some samples would be read twice and others never. A "
     "prepared loader is read by all processes together: one of them has read it alone (as in `if accelerator.is_main_process: "
-    "next(iter(loader))`; look at a batch on all of them, or of the loader that was not prepared), or set_epoch was called with different numbers. "
-    "(raised on rank {rank})",
+    "next(iter(loader))`; look at a batch on all of them, or of the loader that was not prepared), or set_epoch was called "
+    "with different numbers. (raised on rank {rank})",
     "the processes begin a loader of {name} at different positions ({values}): skip as many batches on each, or load the same saved "
     "position. (raised on rank {rank})",
     "the processes have different numbers of samples in a loader of {name} ({values}): the data was shared out already, or each selected "
