@@ -15,9 +15,10 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
+from slipstream.data.cutting import CutItems, cut_rows
 from slipstream.data.fingerprint import fingerprint
 from slipstream.data.randomness import OwnRandom
-from slipstream.data.reading import CutItems, cut_rows, in_blocks
+from slipstream.data.reading import in_blocks
 from slipstream.data.shards import ask, settle_pipeline
 
 

@@ -20,6 +20,7 @@ from slipstream.comm.channel import Limits, Solo
 from slipstream.data.loader import PreparedLoader
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.place import Place
+from slipstream.data.prepare import build
 from slipstream.data.skip import skip_first_batches
 from slipstream.data.stream import StreamLoader, stream_loader
 from slipstream.runtime.gradient_state import GradientState, Shares
@@ -592,3 +593,57 @@ def test_a_stream_of_hugging_face_datasets_goes_on_where_it_was_saved() -> None:
     resumed.load_state_dict(loader.state_dict())
     assert [batch["id"].tolist() for batch in resumed] == whole[3:]
     iterator.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_position_is_in_samples_whatever_the_number_of_ranks(ranks: Any, workers: int) -> None:
+    def run() -> Any:
+        state = PartialState()
+        loader = DataLoader(Stream(range(14)), batch_size=2, num_workers=workers)
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        built = build(loader, place=Place(state.process_index, state.num_processes, state._channel, state._limits), config=config, **REST)
+        built.load_state_dict({"epoch": 0, "batches": 2, "samples": 8, "seed": 0})
+        return [(batch.tolist(), built.shares) for batch in built]
+
+    read = list(zip(*ranks(3).run(run), strict=True))
+    real = [batch[: shares.real[rank] if shares else None] for one in read for rank, (batch, shares) in enumerate(one)]
+    assert sum(real, []) == list(range(8, 14))
+
+
+REST: dict[str, Any] = {"seed": 0, "device": None, "put_on_device": False, "gradient_state": GradientState()}
+
+
+class Epochal(IterableDataset[Any]):
+    """Other items in every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([100 * self.epoch, 100 * self.epoch + 1])
+
+
+def alone(loader: DataLoader[Any], **options: Any) -> PreparedLoader:
+    return build(loader, place=Place(0, 1, Solo, Limits()), config=DataLoaderConfiguration(**options), **REST)
+
+
+def test_workers_that_should_stay_hear_of_the_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    loader = alone(DataLoader(Epochal(), batch_size=2, num_workers=1, persistent_workers=True))
+    assert [[batch.tolist() for batch in loader] for _ in range(2)] == [[[0, 1]], [[100, 101]]]
+    assert "persistent_workers=True" in caplog.text
+
+
+class Counting(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(4))
+
+
+def test_a_stream_with_workers_that_stay_nests_in_itself() -> None:
+    loader = alone(DataLoader(Counting(), batch_size=1, num_workers=1, persistent_workers=True))
+    inner: list[list[int]] = []
+    outer = [(batch.item(), inner.append([one.item() for one in loader]))[0] for batch in loader]
+    assert outer == [0, 1, 2, 3]
+    assert inner == [outer] * 4
+    assert [one.item() for one in loader] == outer

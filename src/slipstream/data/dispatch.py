@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from slipstream.comm.deal import deal
 from slipstream.data.batching import derive
+from slipstream.data.cutting import Cut, CutItems, cut_for_ranks, cut_rows, samples_in
 from slipstream.data.loader import Handed, PreparedLoader
 from slipstream.data.mapped import MapLoader
 from slipstream.data.options import DataLoaderConfiguration
@@ -26,20 +27,7 @@ from slipstream.data.order import announce_epoch, inner_samplers, mix
 from slipstream.data.place import Place
 from slipstream.data.plan import Dealing, Order, Piece, Plan, Policy
 from slipstream.data.randomness import OwnRandom
-from slipstream.data.reading import (
-    Cut,
-    CutItems,
-    Engine,
-    Message,
-    Recipe,
-    as_it_is,
-    cut_for_ranks,
-    cut_rows,
-    in_blocks,
-    open_items,
-    samples_in,
-    say_reading,
-)
+from slipstream.data.reading import Engine, Message, Recipe, as_it_is, in_blocks, open_items
 from slipstream.data.shards import settle_pipeline
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import GradientState, Shares
@@ -243,10 +231,7 @@ class _Stream:
         announce_epoch([dataset], epoch)
         reading_seed, pipeline = mix(seed, epoch, "stream"), mix(seed, epoch, "pipeline")
         if self.engine.has_workers:
-            steps = start // self.stride
-            if steps:
-                say_reading(dataset, steps, "batches")
-            return islice(self.engine.in_workers(dataset, recipe, seed=reading_seed, pipeline=pipeline), steps, None)
+            return self.engine.in_workers(dataset, recipe, seed=reading_seed, pipeline=pipeline, start=start)
 
         def read(dataset: Any) -> Iterator[Any]:
             settle_pipeline(dataset, pipeline, 0, 1)

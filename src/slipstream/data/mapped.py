@@ -22,10 +22,11 @@ from torch.utils.data import DataLoader
 
 from slipstream.comm.deal import tell
 from slipstream.data.agree import agreed_order
+from slipstream.data.cutting import samples_in
 from slipstream.data.loader import Handed, PreparedLoader
 from slipstream.data.order import announce_epoch, certain_length, inner_samplers, mix, order_of, standard_kind
 from slipstream.data.plan import Cutting, Dealing, Order, Piece, Plan, Policy
-from slipstream.data.reading import samples_in, stay
+from slipstream.data.reading import stay
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import Shares

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.comm.deal import deal, tell
 from slipstream.data.batching import derive
+from slipstream.data.cutting import CutItems, samples_in
 from slipstream.data.dispatch import dispatch_loader
 from slipstream.data.fingerprint import fingerprint
 from slipstream.data.loader import Handed, PreparedLoader
@@ -31,7 +32,7 @@ from slipstream.data.order import announce_epoch, mix
 from slipstream.data.place import Place
 from slipstream.data.plan import Dealing, Plan, Policy
 from slipstream.data.randomness import OwnRandom
-from slipstream.data.reading import CutItems, Engine, Message, Recipe, as_it_is, in_blocks, open_items, samples_in, say_reading
+from slipstream.data.reading import Engine, Message, Recipe, as_it_is, in_blocks, open_items, say_reading
 from slipstream.data.shards import Answer, ask, settle_pipeline
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import GradientState, Shares
@@ -174,19 +175,22 @@ class StreamLoader(PreparedLoader):
         if self._cuts_items:
             return max(0, len(self._dataset) - start)
         own = self.way == "own"
-        samples = len(self._dataset) - (start // self._stride * self._recipe().block if own else start)
+        samples = len(self._dataset) - (self._own_start(start) if own else start)
         return int(plan.count(max(0, samples), 0 if own else self.place.rank))
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
         announce_epoch([self._dataset], epoch)
-        steps = start // self._stride
         if self.way == "own":
-            return self._own_batches(epoch, self._messages(epoch, steps))
+            return self._own_batches(epoch, self._messages(epoch, self._own_start(start)))
         if not self._compared:
-            return self._compare_first(epoch, steps)
-        return self._shared_batches(self._messages(epoch, steps))
+            return self._compare_first(epoch, start)
+        return self._shared_batches(self._messages(epoch, start))
+
+    def _own_start(self, start: int) -> int:
+        """A position of all ranks together, in items of this rank's own part: it has read as many batches as the others."""
+        return start // self._stride * self._recipe().block
 
     def _shared_batches(self, messages: Iterator[Message]) -> Iterator[Handed]:
         """All ranks read the same: what is known of the stream is known to all."""
@@ -198,20 +202,17 @@ class StreamLoader(PreparedLoader):
         if message.shares is None and self.original.batch_size is None:
             self._nominal = message.sizes[0]
 
-    def _messages(self, epoch: int, steps: int, *, digest: bool = False) -> Iterator[Message]:
-        """What this rank reads, after so many messages."""
+    def _messages(self, epoch: int, start: int, *, digest: bool = False) -> Iterator[Message]:
+        """What this rank reads, after so many items."""
         recipe, engine = self._recipe(), self._engine
         seed = self._reading_seed(epoch)
         if engine.has_workers:
             place = (self.place.rank, self.place.world_size) if self.way == "own" else (0, 1)
             pipeline, scoped = mix(self.seed, epoch, "pipeline"), self.way == "turns"
-            messages = engine.in_workers(
-                self._dataset, recipe, seed=seed, pipeline=pipeline, place=place, digest=digest, scoped=scoped
+            return engine.in_workers(
+                self._dataset, recipe, seed=seed, pipeline=pipeline, place=place, start=start, digest=digest, scoped=scoped
             )
-            if steps:
-                say_reading(self._dataset, steps, "batches")
-            return islice(messages, steps, None)
-        items, start = self._open(epoch, steps * recipe.block)
+        items, start = self._open(epoch, start)
         return engine.here(recipe.messages(items, start))
 
     def _open(self, epoch: int, start: int) -> tuple[Iterator[Any], int]:
@@ -283,15 +284,15 @@ class StreamLoader(PreparedLoader):
 
     # -- by turns: is it the same stream everywhere? -----------------------------------------------------------------
 
-    def _compare_first(self, epoch: int, steps: int) -> Iterator[Handed]:
+    def _compare_first(self, epoch: int, start: int) -> Iterator[Handed]:
         """The first pass of ranks that take turns: they compare what they read before anything is handed out."""
         if self._engine.has_workers:
-            return self._compare_in_workers(epoch, steps)
+            return self._compare_in_workers(epoch, start)
         items = self._reader(epoch)(self._dataset)
         head = self._attempt(lambda: list(islice(items, self._recipe().block)))
         same = self._agree(epoch, head if isinstance(head, Exception) else fingerprint(head))
         recipe = self._recipe()
-        start = steps * recipe.block
+        start = start if same else self._own_start(start)
         if start and self._can_seek(epoch, start):
             items, start = self._open(epoch, start)
         else:
@@ -301,15 +302,14 @@ class StreamLoader(PreparedLoader):
         messages = self._engine.here(recipe.messages(items, start))
         return self._shared_batches(messages) if same else self._own_batches(epoch, messages)
 
-    def _compare_in_workers(self, epoch: int, steps: int) -> Iterator[Handed]:
-        messages = self._messages(epoch, 0, digest=True)
+    def _compare_in_workers(self, epoch: int, start: int) -> Iterator[Handed]:
+        messages = self._messages(epoch, start, digest=True)
         first = self._attempt(lambda: next(messages, None))
         found = first if isinstance(first, Exception) or first is None else first.digest
         if not self._agree(epoch, found):  # what came is slices: begin again, in workers that know nothing of this attempt
-            return self._own_batches(epoch, self._messages(epoch, steps))
-        if steps:
-            say_reading(self._dataset, steps, "batches")
-        return self._shared_batches(islice(chain([] if first is None else [first], messages), steps, None))
+            del messages
+            return self._own_batches(epoch, self._messages(epoch, self._own_start(start)))
+        return self._shared_batches(chain([] if first is None else [first], messages))
 
     def _attempt(self, read: Callable[[], Any]) -> Any:
         """What was read, or what went wrong: the other ranks have to hear of that."""
