@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from data_twin import chunks, keep, prepared, ranks_of, real_samples, rounds
+from data_twin import chunks, keep, place, prepared, ranks_of, real_samples, rounds
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 from slipstream.data.loader import PreparedLoader, get_sampler
-from slipstream.data.prepare import prepare_data_loader
+from slipstream.data.options import DataLoaderConfiguration
+from slipstream.data.prepare import build, prepare_data_loader, seed_of
 from slipstream.errors import ConfigError
 from slipstream.runtime.gradient_state import GradientState, Shares
 
@@ -525,3 +526,32 @@ def test_workers_that_stay_read_every_pass_and_draw_other_numbers_on_every_rank(
     del loaders, outer
     gc.collect()  # a gradient state knows the loader that was read to its end
     assert not any(worker.is_alive() for worker in workers), "they end with the loader"
+
+
+# -- what cannot be meant ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("even_batches", "False"), ("split_batches", 1), ("dispatch_batches", "no"), ("data_seed", 1.5), ("data_seed", -1)]
+)
+def test_options_that_cannot_be_meant_are_refused_when_made_and_when_read(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"DataLoaderConfiguration.{name}="):
+        DataLoaderConfiguration(**{name: value})
+    config = DataLoaderConfiguration()
+    setattr(config, name, value)
+    with pytest.raises(ConfigError, match=f"DataLoaderConfiguration.{name}="):
+        build(
+            loader_of(), place=place(), config=config, seed=0, device=None, put_on_device=False, gradient_state=GradientState()
+        )  # fmt: skip
+
+
+def test_a_way_to_cut_without_dispatching_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    prepare_data_loader(loader_of(), slice_fn_for_dispatch=lambda *_, **__: None)
+    assert "slice_fn_for_dispatch has no effect" in caplog.text
+
+
+def test_two_loaders_of_one_data_seed_are_shuffled_apart() -> None:
+    config = DataLoaderConfiguration(data_seed=3)
+    seeds = [seed_of(loader_of(), config, ordinal) for ordinal in range(3)]
+    assert seeds[0] == 3
+    assert len(set(seeds)) == 3

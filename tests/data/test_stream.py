@@ -23,6 +23,7 @@ from slipstream.data.place import Place
 from slipstream.data.prepare import build
 from slipstream.data.skip import skip_first_batches
 from slipstream.data.stream import StreamLoader, stream_loader
+from slipstream.errors import ConfigError
 from slipstream.runtime.gradient_state import GradientState, Shares
 
 WORLDS = [1, 2, 3, 4]
@@ -647,3 +648,30 @@ def test_a_stream_with_workers_that_stay_nests_in_itself() -> None:
     assert outer == [0, 1, 2, 3]
     assert inner == [outer] * 4
     assert [one.item() for one in loader] == outer
+
+
+class Scaled(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch * 10 for batch in super().__iter__())
+
+
+def test_a_subclass_that_changes_batches_of_a_stream_is_refused() -> None:
+    for dispatch in (None, True):
+        with pytest.raises(ConfigError, match="a Scaled over an IterableDataset"):
+            alone(Scaled(Counting(), batch_size=2), dispatch_batches=dispatch)
+
+
+class Part(Told):
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def test_parts_of_ranks_have_no_length_that_all_know() -> None:
+    def made(rank: int) -> PreparedLoader:
+        return build(
+            DataLoader(Part(range(rank, 5, 2), rank, 2)), place=Place(rank, 2, Solo, Limits()), config=DataLoaderConfiguration(), **REST
+        )  # fmt: skip
+
+    for rank in range(2):
+        with pytest.raises(TypeError, match="each process reads a part of its own"):
+            len(made(rank))

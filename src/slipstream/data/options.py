@@ -1,12 +1,17 @@
-"""`DataLoaderConfiguration`: how loaders are prepared."""
+"""`DataLoaderConfiguration`: how loaders are prepared. Values are checked when it is made and when a loader is prepared."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from slipstream.config.handlers import KwargsHandler
+from slipstream.errors import ConfigError
 
 __all__ = ["DataLoaderConfiguration"]
+
+_SWITCHES = ("split_batches", "even_batches", "non_blocking", "use_stateful_dataloader")
+_OPEN_SWITCHES = ("dispatch_batches", "use_seedable_sampler")
+"""These may be None as well."""
 
 
 @dataclass
@@ -31,3 +36,17 @@ class DataLoaderConfiguration(KwargsHandler):
     """Whether copies to a device may overlap with what follows."""
     use_stateful_dataloader: bool = False
     """Whether a loaded checkpoint lets the next iteration go on where the saved one stood; else `skip_first_batches` does."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuses values that cannot be meant: fields can be set after the object was made."""
+        for name in (*_SWITCHES, *_OPEN_SWITCHES):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name in _OPEN_SWITCHES):
+                choices = "True, False or None" if name in _OPEN_SWITCHES else "True or False"
+                raise ConfigError(f"DataLoaderConfiguration({name}={value!r}): a {type(value).__name__} is no switch; write {choices}")
+        seed = self.data_seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            raise ConfigError(f"DataLoaderConfiguration(data_seed={seed!r}): a seed is a whole number from 0; write e.g. 42")

@@ -21,7 +21,7 @@ from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import mix, refuse_sharded
 from slipstream.data.place import Place
 from slipstream.data.reading import stay
-from slipstream.data.stream import stream_loader
+from slipstream.data.stream import stream_loader, warn_of_slice_fn
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.runtime.current import current
@@ -49,8 +49,11 @@ def build(
         loader = loader.original
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"a {type(loader).__name__} cannot be prepared as a loader: pass a torch.utils.data.DataLoader")
+    config.check()
     _warn_of_seedable(config)
     refuse_sharded(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        _refuse_own_iteration(type(loader))
     if loader.persistent_workers and not stay(loader):
         get_logger(__name__).warning(
             f"persistent_workers=True of the loader of {type(loader.dataset).__name__} has no effect: what it gives depends on the epoch, "
@@ -68,6 +71,8 @@ def build(
         return dispatch_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
     if isinstance(loader.dataset, IterableDataset):
         return stream_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
+    if slice_fn is not None:
+        warn_of_slice_fn()
     if effective_batch_size is None:
         return MapLoader(loader, **settings)
     most = samples_per_batch(loader)
@@ -80,7 +85,7 @@ def build(
 def seed_of(loader: DataLoader[Any], config: DataLoaderConfiguration, ordinal: int = 0) -> int:
     """The seed of a loader's order on this rank: `data_seed`, else that of the loader's own generator, else the script's.
 
-    `ordinal` numbers the loaders of a script, so that two of them are not shuffled alike.
+    `ordinal` numbers the loaders of a script, so that two of them are not shuffled alike; the first one has `data_seed` itself.
 
     >>> seed_of(DataLoader(range(4)), DataLoaderConfiguration(data_seed=7))
     7
@@ -88,7 +93,7 @@ def seed_of(loader: DataLoader[Any], config: DataLoaderConfiguration, ordinal: i
     if isinstance(loader, PreparedLoader):
         return loader.seed
     if config.data_seed is not None:
-        return int(config.data_seed)
+        return mix(config.data_seed, "loader", ordinal) if ordinal else config.data_seed
     for holder in (loader, get_sampler(loader)):
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):
@@ -169,6 +174,17 @@ def _refuse(torch_device_mesh: Any, rng_types: Sequence[Any] | None) -> None:
         get_logger(__name__).warning(
             f"prepare_data_loader(rng_types={list(rng_types)}) has no effect: the order is a function of seed and epoch, "
             "and no random state has to agree between processes. Call synchronize_rng_states(...) where yours should."
+        )
+
+
+def _refuse_own_iteration(kind: type) -> None:
+    """Streams are read by a loader of ours, so what a subclass does to batches would be lost."""
+    iterates = next(base for base in kind.__mro__ if "__iter__" in vars(base))
+    if not iterates.__module__.startswith(("torch.", "torchdata.")):
+        raise ConfigError(
+            f"the DataLoader given to prepare is a {kind.__name__} over an IterableDataset, whose own __iter__ would not be called: each "
+            "process reads its part of the stream by itself. Do it in collate_fn, in the dataset, or to the batches of the prepared loader "
+            "(skip_first_batches, too, is called on the prepared loader)."
         )
 
 

@@ -37,7 +37,7 @@ from slipstream.data.shards import Answer, ask, settle_pipeline
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import GradientState, Shares
 
-__all__ = ["StreamLoader", "Way", "stream_loader"]
+__all__ = ["StreamLoader", "Way", "stream_loader", "warn_of_slice_fn"]
 
 Way = Literal["whole", "own", "turns"]
 """Who reads what: one process everything, each rank a part of its own, or every rank everything by turns."""
@@ -69,7 +69,7 @@ def stream_loader(
     if config.dispatch_batches:
         return dispatch_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
     if slice_fn is not None:
-        get_logger(__name__).warning("slice_fn_for_dispatch has no effect without dispatch_batches=True: each rank collates its samples")
+        warn_of_slice_fn()
     per_rank = None
     if effective_batch_size is not None:
         split = config.split_batches and loader.batch_size is not None
@@ -81,6 +81,11 @@ def stream_loader(
     answer = ask(dataset, place.rank, place.world_size)
     _say(name, answer)
     return StreamLoader(loader, way="own" if answer.own else "turns", dataset=answer.dataset, samples_per_rank=per_rank, **settings)
+
+
+def warn_of_slice_fn() -> None:
+    """One line about an argument without effect."""
+    get_logger(__name__).warning("slice_fn_for_dispatch has no effect without dispatch_batches=True: each rank collates its samples")
 
 
 def _say(name: str, answer: Answer) -> None:
@@ -170,13 +175,15 @@ class StreamLoader(PreparedLoader):
         return self.original.batch_size is None and self.config.split_batches and self.way != "own"
 
     def _count(self, start: int) -> int:
-        """As far as the dataset has a length; of a part of its own, this rank's batches."""
+        """As far as the dataset has a length and all ranks read the same one."""
+        if self.way == "own":
+            raise TypeError(
+                f"the loader of {type(self._dataset).__name__} has no length: each process reads a part of its own, and all go on until "
+                "the longest one ends, which shows when it is there. Iterate, and ask accelerator.gradient_state.end_of_dataloader."
+            )
+        samples = max(0, len(self._dataset) - start)
         plan: Any = self._recipe().plan
-        if self._cuts_items:
-            return max(0, len(self._dataset) - start)
-        own = self.way == "own"
-        samples = len(self._dataset) - (self._own_start(start) if own else start)
-        return int(plan.count(max(0, samples), 0 if own else self.place.rank))
+        return samples if self._cuts_items else int(plan.count(samples, self.place.rank))
 
     # -- reading --------------------------------------------------------------------------------------------------
 
