@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -106,3 +107,57 @@ def test_rows_of_a_rank_without_samples_are_left_out_whatever_their_number(ranks
 
     rows = [number for number in range(9) for _ in range(number % 3 + 1)]
     assert ranks(2).run(run) == [([0, 2, 4, 6, 8], rows, [])] * 2
+
+
+def detections(batch: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    return [{"id": one.reshape(1), "boxes": torch.full((int(one) % 3, 4), float(one))} for one in batch]
+
+
+@pytest.mark.parametrize(("world", "even"), [(1, True), (2, True), (2, False), (3, False)])
+def test_a_list_with_one_entry_per_sample_is_joined_as_a_list(ranks: Any, world: int, even: bool) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even))
+        found: list[Any] = []
+        for size in (1, 2, 3):
+            dicts, plain, inner, kept = [], [], [], []
+            for batch in accelerator.prepare(DataLoader(range(8), batch_size=size)):
+                for record in accelerator.gather_for_metrics(detections(batch)):
+                    assert record["boxes"].tolist() == [[float(record["id"])] * 4] * (int(record["id"]) % 3)
+                    dicts.append(int(record["id"]))
+                told = accelerator.gather_for_metrics({"out": [one.repeat(2, 5) for one in batch], "ids": batch, "loss": batch.sum()})
+                plain += [int(one[0, 0]) for one in told["out"]] if size > 2 else told["ids"].tolist()
+                assert len(told["loss"]) == world
+                texts, records = accelerator.gather_for_metrics(([str(one) for one in batch.tolist()], detections(batch)))
+                assert texts == [str(int(record["id"])) for record in records]
+                inner += [int(record["id"]) for record in records]
+                kept += detections(batch)
+            after = [int(record["id"]) for record in accelerator.gather_for_metrics(kept)]
+            found.append(dicts == plain == inner == after == list(range(8)))
+        return found
+
+    assert ranks(world).run(run) == [[True] * 3] * world
+
+
+def test_lists_and_tuples_of_batches_stay_structure(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        found = []
+        for batch in accelerator.prepare(DataLoader(range(7), batch_size=2)):
+            answers = accelerator.gather_for_metrics([batch, batch * 2])
+            pair = accelerator.gather_for_metrics((batch.float(), batch.sum()))
+            mixed = accelerator.gather_for_metrics([batch, batch.sum()])
+            found.append((len(answers), answers[1].tolist(), pair[0].tolist() == answers[0].tolist(), len(pair[1]), len(mixed[1])))
+        return found
+
+    assert ranks(2).run(run) == [[(2, [0, 2, 4, 6], True, 2, 2), (2, [8, 10, 12], True, 2, 2)]] * 2
+
+
+def test_lists_of_a_short_batch_are_joined_as_those_before(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        found = []
+        for batch in accelerator.prepare(DataLoader(range(6), batch_size=2)):
+            found.append([one.tolist() for one in accelerator.gather_for_metrics(list(batch))])
+        return found
+
+    assert ranks(2).run(run) == [[[0, 1, 2, 3], [4, 5]]] * 2

@@ -16,7 +16,7 @@ from slipstream.data.loader import PreparedLoader
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import GradientState, Shares
 
-__all__ = ["batch_arrangement", "pass_arrangement", "present_arrangement"]
+__all__ = ["batch_arrangement", "handed_counts", "pass_arrangement", "present_arrangement"]
 
 _Run = tuple[int, tuple[int, ...], tuple[int, ...]]
 """How many batches in a row were dealt out alike, what each rank was given of one, and how much of that counts."""
@@ -30,6 +30,18 @@ def present_arrangement(state: GradientState) -> Arrange | None:
     if whole is None and (batch is None or batch.given == batch.counting):
         return None
     return _Present(state, whole, batch)
+
+
+def handed_counts(state: GradientState) -> list[list[int]]:
+    """How many samples each rank was handed, in the pass that ended last and in the present batch, as far as there are such."""
+    whole, loader = state.finished, state.pacing() if state.active is not None else None
+    turn = whole.last_pass if isinstance(whole, PreparedLoader) else None
+    counts = []
+    if turn is not None and turn.recording and turn.handed:
+        counts.append(_columns((count, given) for count, given, _ in _runs(turn, whole._given)))
+    if isinstance(loader, PreparedLoader):
+        counts.append(list(loader._given if loader.shares is None else loader.shares.given))
+    return counts
 
 
 def batch_arrangement(loader: Any) -> Arrange | None:

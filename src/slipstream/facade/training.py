@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
-from slipstream.data.metrics import present_arrangement
+from slipstream.data.listed import gather_listed
+from slipstream.data.metrics import handed_counts, present_arrangement
 from slipstream.errors import ConfigError
 from slipstream.facade.parts import Parts
 from slipstream.precision.options import AutocastKwargs
@@ -127,9 +129,16 @@ class Training:
     # -- metrics (data/metrics.py) --------------------------------------------------------------------------------
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, in dataset order and without the samples that only filled up a batch."""
-        arrange = present_arrangement(self._parts.gradient_state)
-        return self._parts.state.gather_for_metrics(input_data, use_gather_object, arrange)
+        """As `gather`, in dataset order and without the samples that only filled up a batch.
+
+        A list that holds tensors and has one entry per sample is joined as a list (`data/listed.py`).
+        """
+        state, own = self._parts.state, self._parts.gradient_state
+        arrange = present_arrangement(own)
+        if use_gather_object:
+            return state.gather_for_metrics(input_data, True, arrange)
+        gather = partial(state.gather_for_metrics, arrange=arrange)
+        return gather_listed(own, handed_counts(own), state.channel, state.limits, input_data, gather)
 
 
 def _check_model(where: str, model: Any) -> None:

@@ -79,6 +79,8 @@ class GradientState:
         """Whether one loader is being read while another is."""
         self.told: set[str] = set()
         """What was warned of, each thing once."""
+        self.listed: set[tuple[str, tuple[str, ...]]] = set()
+        """Which lists hold one entry per sample: the line that gathers them, and their place in what it gathers."""
         self._finished: weakref.ref[Any] | None = None
         self._finished_in: tuple[weakref.ref[Any], int] | None = None
         """The loader around the finished one, and what it had handed out then."""
