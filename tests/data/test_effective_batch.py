@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from data_twin import keep, prepared, ranks_of, real_samples, rounds
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from slipstream.data.batching import derive
 from slipstream.errors import ConfigError
@@ -65,3 +66,71 @@ def test_a_batch_sampler_of_torch_given_by_hand_has_a_size() -> None:
     loader = prepared(DataLoader(range(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, False)), effective_batch_size=4)
     assert (loader.batch_size, loader.steps_per_update) == (2, 2)
     assert prepared(DataLoader(range(8))).steps_per_update is None
+
+
+class Numbers(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def drawn(length: int) -> Iterator[int]:
+    yield from range(length)
+
+
+class Lazy(Sampler[int]):
+    """A sampler whose order is drawn while it is read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return drawn(self.length)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("length", [100, 96, 23, 0])
+@pytest.mark.parametrize("kind", ["known", "drawn", "stream"])
+def test_with_drop_last_short_updates_are_dropped_on_any_number_of_processes(kind: str, length: int) -> None:
+    whole = length - length % 24
+
+    def make() -> DataLoader[Any]:
+        data: Any = Numbers(length) if kind == "stream" else range(length)
+        sampler = Lazy(length) if kind == "drawn" else None
+        return DataLoader(data, batch_size=5, drop_last=True, sampler=sampler, collate_fn=keep)
+
+    for world in (1,) if kind == "stream" else (1, 2, 3):
+        loaders = ranks_of(make, world, effective_batch_size=24)
+        read = [(real_samples(*one), loaders[0].end_of_dataloader) for one in rounds(loaders)]
+        assert sum((batch for batch, _ in read), []) == list(range(whole))
+        assert [len(one) for one in loaders] == [len(read)] * world
+        assert [end for _, end in read] == [False] * (len(read) - 1) + [True] * bool(read)
+        assert len(read) * loaders[0].total_batch_size == whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rank_0_drops_short_updates_too(stream: bool) -> None:
+    data: Any = Numbers(100) if stream else range(100)
+    loader = DataLoader(data, batch_size=5, drop_last=True, collate_fn=keep)
+    built = prepared(loader, effective_batch_size=24, dispatch_batches=True)
+    assert len(built) == 24
+    assert sum(built, []) == list(range(96))
+    built = prepared(loader, effective_batch_size=24, dispatch_batches=True)
+    built.load_state_dict({"epoch": 0, "batches": 3, "samples": 12, "seed": 7}, resume=True)
+    assert sum(built, []) == list(range(12, 96))
+
+
+def test_a_batch_that_becomes_tiny_is_told_with_a_number_that_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    assert derive(62, 30, 2) == (1, 31)
+    assert "effective_batch_size=60 keeps batches of 30" in caplog.text
+    caplog.clear()
+    assert derive(64, 24, 2) == (16, 2)
+    assert derive(64, 1000, 2) == (32, 1)
+    assert not caplog.text

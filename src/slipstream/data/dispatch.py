@@ -27,7 +27,7 @@ from slipstream.data.order import announce_epoch, inner_samplers, mix
 from slipstream.data.place import Place
 from slipstream.data.plan import Dealing, Order, Piece, Plan, Policy
 from slipstream.data.randomness import OwnRandom
-from slipstream.data.reading import Engine, Message, Recipe, as_it_is, in_blocks, open_items
+from slipstream.data.reading import Engine, Message, Recipe, as_it_is, in_blocks, open_items, whole_updates
 from slipstream.data.shards import settle_pipeline
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import GradientState, Shares
@@ -217,9 +217,14 @@ class _Stream:
             plan = Plan(ranks, self.size, policy, original.drop_last)
             self.recipe = Recipe(plan, self.size, tuple(range(ranks)), original.collate_fn, cut=cut)
         self.stride = self.recipe.block
+        self.per_update = owner.steps_per_update or 0 if original.drop_last else 0
+        """Batches of an update, where short ones are dropped; else 0."""
 
     def count(self, start: int) -> int:
-        length = max(0, len(self.dataset) - start)  # type: ignore[arg-type]  # a dataset without a length says so itself
+        length = len(self.dataset)  # type: ignore[arg-type]  # a dataset without a length says so itself
+        if self.per_update:
+            length -= length % (self.stride * self.per_update)
+        length = max(0, length - start)
         plan: Any = self.recipe.plan
         return length if isinstance(plan, CutItems) else int(plan.count(length))
 
@@ -227,6 +232,10 @@ class _Stream:
         return None  # a stream may promise a length that it does not keep
 
     def messages(self, epoch: int, start: int, seed: int) -> Iterator[Message]:
+        messages, steps = self._read(epoch, start, seed), self.per_update
+        return whole_updates(messages, steps, start // self.stride % steps) if steps else messages
+
+    def _read(self, epoch: int, start: int, seed: int) -> Iterator[Message]:
         dataset, recipe = self.dataset, self.recipe
         announce_epoch([dataset], epoch)
         reading_seed, pipeline = mix(seed, epoch, "stream"), mix(seed, epoch, "pipeline")
@@ -261,6 +270,7 @@ class _Positions:
             device=None,
             put_on_device=False,
             gradient_state=owner.gradient_state,
+            steps_per_update=owner.steps_per_update,
         )
         plan = self.reader._plan
         self.size = plan.size if isinstance(plan, Plan) and not self.alone else None

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.comm.deal import tell
 from slipstream.data.agree import agreed_order
+from slipstream.data.batching import full_updates
 from slipstream.data.cutting import samples_in
 from slipstream.data.loader import Handed, PreparedLoader
 from slipstream.data.order import announce_epoch, certain_length, inner_samplers, mix, order_of, standard_kind
@@ -204,7 +205,16 @@ class MapLoader(PreparedLoader):
         return self._plan.size if isinstance(self._plan, Plan) and not self._nominal else sum(self._given)
 
     def _count(self, start: int) -> int:
-        return self._plan.count(max(0, len(self._units) - start), self.place.rank)
+        length = len(self._units)
+        if self._per_update:
+            length -= length % self._per_update
+        return self._plan.count(max(0, length - start), self.place.rank)
+
+    @property
+    def _per_update(self) -> int:
+        """Samples of an update, where short ones are dropped; else 0."""
+        plan = self._plan
+        return plan.size * (self.steps_per_update or 0) if isinstance(plan, Plan) and plan.drop_last else 0
 
     def _known_remainder(self, start: int) -> int:
         length = certain_length(self._units)
@@ -213,7 +223,8 @@ class MapLoader(PreparedLoader):
         return self._plan.remainder(max(0, length - start))
 
     def _order(self, epoch: int) -> Order | Iterator[Any]:
-        return order_of(self._units, seed=self.seed, epoch=epoch, block=max(1, self._stride))
+        order = order_of(self._units, seed=self.seed, epoch=epoch, block=max(1, self._stride))
+        return full_updates(order, self._per_update) if self._per_update else order
 
     def _preview(self) -> Iterator[Any]:
         order, plan, rank = self._order(self._clock.next), self._plan, self.place.rank

@@ -38,6 +38,7 @@ __all__ = [
     "open_items",
     "say_reading",
     "stay",
+    "whole_updates",
 ]
 
 
@@ -323,3 +324,21 @@ def _after(messages: Iterator[Message], steps: int) -> Iterator[Message]:
     for message in messages:
         yield message if digest is None else message._replace(digest=digest)
         digest = None
+
+
+def whole_updates(messages: Iterator[Message], steps: int, begun: int = 0) -> Iterator[Message]:
+    """Messages without those left over after the last full update of `steps`, of which `begun` came before; reads two updates ahead.
+
+    >>> list(message.sizes for message in whole_updates((Message([], [n], None, n == 4, None) for n in range(5)), 2))
+    [[0], [1], [2], [3]]
+    """
+    ready: list[Message] = []
+    update: list[Message] = []
+    for message in messages:
+        update.append(message)
+        if len(update) + begun == steps:
+            yield from ready
+            ready, update, begun = update, [], 0
+    yield from ready[:-1]
+    for message in ready[-1:]:
+        yield message._replace(end=True)

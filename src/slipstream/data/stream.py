@@ -32,7 +32,7 @@ from slipstream.data.order import announce_epoch, mix
 from slipstream.data.place import Place
 from slipstream.data.plan import Dealing, Plan, Policy
 from slipstream.data.randomness import OwnRandom
-from slipstream.data.reading import Engine, Message, Recipe, as_it_is, in_blocks, open_items, say_reading
+from slipstream.data.reading import Engine, Message, Recipe, as_it_is, in_blocks, open_items, say_reading, whole_updates
 from slipstream.data.shards import Answer, ask, settle_pipeline
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import GradientState, Shares
@@ -181,9 +181,17 @@ class StreamLoader(PreparedLoader):
                 f"the loader of {type(self._dataset).__name__} has no length: each process reads a part of its own, and all go on until "
                 "the longest one ends, which shows when it is there. Iterate, and ask accelerator.gradient_state.end_of_dataloader."
             )
-        samples = max(0, len(self._dataset) - start)
+        length = len(self._dataset)
+        if self._drops_updates:
+            length -= length % (self._size * self._drops_updates)
+        samples = max(0, length - start)
         plan: Any = self._recipe().plan
         return samples if self._cuts_items else int(plan.count(samples, self.place.rank))
+
+    @property
+    def _drops_updates(self) -> int:
+        """Batches of an update, where short ones are dropped; else 0."""
+        return self.steps_per_update or 0 if self.original.drop_last and self.way != "own" else 0
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -193,14 +201,16 @@ class StreamLoader(PreparedLoader):
             return self._own_batches(epoch, self._messages(epoch, self._own_start(start)))
         if not self._compared:
             return self._compare_first(epoch, start)
-        return self._shared_batches(self._messages(epoch, start))
+        return self._shared_batches(self._messages(epoch, start), start)
 
     def _own_start(self, start: int) -> int:
         """A position of all ranks together, in items of this rank's own part: it has read as many batches as the others."""
         return start // self._stride * self._recipe().block
 
-    def _shared_batches(self, messages: Iterator[Message]) -> Iterator[Handed]:
+    def _shared_batches(self, messages: Iterator[Message], start: int) -> Iterator[Handed]:
         """All ranks read the same: what is known of the stream is known to all."""
+        if steps := self._drops_updates:
+            messages = whole_updates(messages, steps, start // self._size % steps)
         for message in messages:
             self._note(message)
             yield message.batches[0], message.shares, message.end, 0 if message.end else None
@@ -299,7 +309,7 @@ class StreamLoader(PreparedLoader):
         head = self._attempt(lambda: list(islice(items, self._recipe().block)))
         same = self._agree(epoch, head if isinstance(head, Exception) else fingerprint(head))
         recipe = self._recipe()
-        start = start if same else self._own_start(start)
+        position = start = start if same else self._own_start(start)
         if start and self._can_seek(epoch, start):
             items, start = self._open(epoch, start)
         else:
@@ -307,7 +317,7 @@ class StreamLoader(PreparedLoader):
             if start:
                 say_reading(self._dataset, start, "items")
         messages = self._engine.here(recipe.messages(items, start))
-        return self._shared_batches(messages) if same else self._own_batches(epoch, messages)
+        return self._shared_batches(messages, position) if same else self._own_batches(epoch, messages)
 
     def _compare_in_workers(self, epoch: int, start: int) -> Iterator[Handed]:
         messages = self._messages(epoch, start, digest=True)
@@ -316,7 +326,7 @@ class StreamLoader(PreparedLoader):
         if not self._agree(epoch, found):  # what came is slices: begin again, in workers that know nothing of this attempt
             del messages
             return self._own_batches(epoch, self._messages(epoch, self._own_start(start)))
-        return self._shared_batches(chain([] if first is None else [first], messages))
+        return self._shared_batches(chain([] if first is None else [first], messages), start)
 
     def _attempt(self, read: Callable[[], Any]) -> Any:
         """What was read, or what went wrong: the other ranks have to hear of that."""
