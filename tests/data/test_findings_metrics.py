@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream import Accelerator
+from slipstream.data.prepare import prepare_data_loader
 from slipstream.utils import DataLoaderConfiguration
 
 
@@ -161,3 +163,20 @@ def test_lists_of_a_short_batch_are_joined_as_those_before(ranks: Any) -> None:
         return found
 
     assert ranks(2).run(run) == [[[0, 1, 2, 3], [4, 5]]] * 2
+
+
+def test_loaders_that_an_accelerator_does_not_know_are_bound_by_prepare_or_by_its_gradient_state(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True)
+
+        def numbers(loader: Any) -> list[int]:
+            return sum((accelerator.gather_for_metrics(batch).tolist() for batch in loader), [])
+
+        script = DataLoader(range(9), batch_size=2)
+        return [
+            numbers(accelerator.prepare(prepare_data_loader(script))),
+            numbers(prepare_data_loader(script, gradient_state=accelerator.gradient_state)),
+            numbers(accelerator.prepare(copy.deepcopy(accelerator.prepare(script)))),
+        ]
+
+    assert ranks(2).run(run) == [[list(range(9))] * 3] * 2

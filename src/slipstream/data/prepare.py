@@ -125,6 +125,10 @@ def prepare_data_loader(
     All processes call it, as rank 0 tells the others the seed of the order; not so if `data_seed`, or the place in
     `num_processes` and `process_index`, is given.
 
+    An Accelerator does not know of such a loader: its `gather_for_metrics` drops no repeated samples of it, and its `backward` weighs
+    nothing. Pass `gradient_state=accelerator.gradient_state`, or give the loader to `accelerator.prepare`, which prepares the script's
+    own loader in it anew; so it is with a loader that was pickled or copied.
+
     >>> loader = prepare_data_loader(DataLoader(range(8), batch_size=2), num_processes=2, process_index=1)
     >>> [batch.tolist() for batch in loader]
     [[2, 3], [6, 7]]
