@@ -27,18 +27,19 @@ from slipstream import Accelerator, DataLoaderConfiguration, PartialState
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
-BATCH, BATCHES, WIDTH = 32, 64, 16
-SAMPLES = BATCH * BATCHES
+BATCH, WIDTH = 32, 16
+LONG, MEDIUM = 128, 64
+"""Batches in a pass."""
 
 
 class Records(Dataset[dict[str, Any]]):
     """Samples as dicts, as datasets of text give them."""
 
-    def __init__(self) -> None:
-        self.tokens = torch.arange(SAMPLES * WIDTH).reshape(SAMPLES, WIDTH)
+    def __init__(self, batches: int) -> None:
+        self.tokens = torch.arange(batches * BATCH * WIDTH).reshape(-1, WIDTH)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return len(self.tokens)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         tokens = self.tokens[position]
@@ -48,15 +49,16 @@ class Records(Dataset[dict[str, Any]]):
 class Stream(IterableDataset[dict[str, Any]]):
     """The same, one after the other."""
 
-    def __init__(self) -> None:
-        self.records = Records()
+    def __init__(self, batches: int) -> None:
+        self.records = Records(batches)
 
     def __iter__(self) -> Any:
-        return (self.records[position] for position in range(SAMPLES))
+        return (self.records[position] for position in range(len(self.records)))
 
 
-def tensors() -> Dataset[Any]:
-    return TensorDataset(torch.arange(SAMPLES * WIDTH, dtype=torch.float32).reshape(SAMPLES, WIDTH), torch.arange(SAMPLES))
+def tensors(batches: int) -> Dataset[Any]:
+    samples = batches * BATCH
+    return TensorDataset(torch.arange(samples * WIDTH, dtype=torch.float32).reshape(samples, WIDTH), torch.arange(samples))
 
 
 def labels(batch: Any) -> list[int]:
@@ -64,22 +66,25 @@ def labels(batch: Any) -> list[int]:
     return found
 
 
-Loading = Callable[[], Any]
+Data = Callable[[int], Any]
+"""A dataset of so many batches."""
+Loading = Callable[[int], Any]
+"""The loader of one."""
 
 
-def prepared(kind: type, dataset: Callable[[], Any], config: Any = None, **options: Any) -> Loading:
-    def make() -> Any:
+def prepared(kind: type, dataset: Data, config: Any = None, **options: Any) -> Loading:
+    def make(batches: int) -> Any:
         accelerator = kind(cpu=True, **({} if config is None else {"dataloader_config": config}))
-        loader = accelerator.prepare(DataLoader(dataset(), batch_size=BATCH, **options))
+        loader = accelerator.prepare(DataLoader(dataset(batches), batch_size=BATCH, **options))
         loader.owner = accelerator  # which would end with this function
         return loader
 
     return make
 
 
-def plain(dataset: Callable[[], Any], shuffle: bool = False) -> Loading:
-    def make() -> Any:
-        data = dataset()
+def plain(dataset: Data, shuffle: bool = False) -> Loading:
+    def make(batches: int) -> Any:
+        data = dataset(batches)
         if not dist.is_initialized():
             return DataLoader(data, batch_size=BATCH, shuffle=shuffle)
         return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, shuffle=shuffle))
@@ -87,21 +92,21 @@ def plain(dataset: Callable[[], Any], shuffle: bool = False) -> Loading:
     return make
 
 
-def fabric(dataset: Callable[[], Any], shuffle: bool = False) -> Loading:
-    def make() -> Any:
+def fabric(dataset: Data, shuffle: bool = False) -> Loading:
+    def make(batches: int) -> Any:
         from lightning_fabric import Fabric
 
-        return Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader(dataset(), batch_size=BATCH, shuffle=shuffle))
+        return Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader(dataset(batches), batch_size=BATCH, shuffle=shuffle))
 
     return make
 
 
-def cases() -> dict[str, dict[str, Loading]]:
-    """What is compared: by case, by contender."""
+def cases() -> dict[str, tuple[int, dict[str, Loading]]]:
+    """What is compared: by case, batches in a pass, and by contender."""
     from accelerate import Accelerator as Theirs
     from accelerate.utils import DataLoaderConfiguration as TheirConfiguration
 
-    def sharing(dataset: Callable[[], Any], shuffle: bool = False) -> dict[str, Loading]:
+    def sharing(dataset: Data, shuffle: bool = False) -> dict[str, Loading]:
         found = {
             "plain": plain(dataset, shuffle),
             "ours": prepared(Accelerator, dataset, shuffle=shuffle),
@@ -113,19 +118,20 @@ def cases() -> dict[str, dict[str, Loading]]:
             del found["fabric"]
         return found
 
-    def dispatching(dataset: Callable[[], Any]) -> dict[str, Loading]:
+    def dispatching(dataset: Data) -> dict[str, Loading]:
         return {
             "ours": prepared(Accelerator, dataset, DataLoaderConfiguration(dispatch_batches=True)),
             "accelerate": prepared(Theirs, dataset, TheirConfiguration(dispatch_batches=True)),
         }
 
+    found = {"tensors": (LONG, sharing(tensors)), "beginning": (dist.get_world_size() if dist.is_initialized() else 1, sharing(tensors))}
     if not dist.is_initialized():
-        return {"tensors": sharing(tensors), "tensors, shuffled": sharing(tensors, True), "dicts": sharing(Records)}
+        return {**found, "tensors, shuffled": (LONG, sharing(tensors, True)), "dicts": (LONG, sharing(Records))}
     return {
-        "tensors": sharing(tensors),
-        "dicts dispatched": dispatching(Records),
-        "tensors dispatched": dispatching(tensors),
-        "stream dispatched": dispatching(Stream),
+        **found,
+        "dicts dispatched": (MEDIUM, dispatching(Records)),
+        "tensors dispatched": (MEDIUM, dispatching(tensors)),
+        "stream dispatched": (MEDIUM, dispatching(Stream)),
     }
 
 
@@ -139,11 +145,11 @@ def passing(loader: Any) -> Contender:
     return call
 
 
-def check(case: str, loaders: dict[str, Any], state: PartialState) -> None:
+def check(case: str, batches: int, loaders: dict[str, Any], state: PartialState) -> None:
     """Every contender hands out every sample."""
     for name, loader in loaders.items():
         seen = state.gather_object([label for batch in loader for label in labels(batch)])
-        assert sorted(seen) == list(range(SAMPLES)), f"{case}: {name} gave {len(seen)} samples"
+        assert sorted(seen) == list(range(batches * BATCH)), f"{case}: {name} gave {len(seen)} samples"
 
 
 def profile(loader: Any, title: str, path: Path, writes: bool) -> None:
@@ -167,11 +173,11 @@ def main() -> None:
     state = PartialState(cpu=True)
     barrier = dist.barrier if dist.is_initialized() else (lambda: None)
     found: dict[str, Any] = {}
-    for case, makes in cases().items():
-        loaders = {name: make() for name, make in makes.items()}
-        check(case, loaders, state)
+    for case, (batches, makes) in cases().items():
+        loaders = {name: make(batches) for name, make in makes.items()}
+        check(case, batches, loaders, state)
         contenders = {name: passing(loader) for name, loader in loaders.items()}
-        times = in_turns(contenders, options.rounds, BATCHES // state.num_processes, barrier)
+        times = in_turns(contenders, options.rounds, batches // state.num_processes, barrier)
         found[case] = joined(state.gather_object([{name: asdict(one) for name, one in times.items()}]))
         if options.profile:
             for name in ("plain", "ours"):
