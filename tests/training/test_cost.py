@@ -110,8 +110,8 @@ def test_gradients_are_reduced_once_per_bucket_and_update(ranks: Any) -> None:
 
     for counts in ranks(2).run(run):
         reduced, batches, guarded = counts[1]
-        assert (reduced, guarded) == (batches, 0), "one bucket, one all-reduce per update, and no call of ours besides"
-        assert counts[4] == (batches // 4, batches, 0)
+        assert (reduced, guarded) == (batches, 1), "one bucket, one all-reduce per update, and one call of ours where the pass begins"
+        assert counts[4] == (batches // 4, batches, 1)
 
 
 def test_preparing_copies_no_parameters() -> None:
