@@ -268,10 +268,10 @@ class MapLoader(PreparedLoader):
     def _measured(self, handed: Iterator[Handed], epoch: int) -> Iterator[Handed]:
         """Batches that are ready-made: how many samples each rank has is known once they are read."""
         place, previous, step = self.place, None, 0
-        channel = None if place.world_size == 1 else place.channel()
-        if channel is not None and channel.world_size != place.world_size:  # the place was given by hand: there is nobody to ask
+        if place.world_size > 1 and not place.compares:  # the place was given by hand: there may be nobody to ask
             yield from handed
             return
+        channel = None if place.world_size == 1 else place.channel()
         while True:
             one: Any = None
             try:

@@ -135,7 +135,6 @@ def prepare_data_loader(
     """
     _refuse(torch_device_mesh, rng_types)
     runtime = current()
-    process = runtime.process
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
@@ -145,15 +144,9 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    place = Place(
-        process.rank if process_index is None else process_index,
-        process.world_size if num_processes is None else num_processes,
-        runtime.channel,
-        runtime.limits,
-        compares=num_processes is None and process_index is None,
-    )
+    place = _place(num_processes, process_index)
     seed = seed_of(dataloader, config)
-    if data_seed is None and num_processes is None and process_index is None and process.world_size > 1:
+    if data_seed is None and place.compares and place.world_size > 1:
         seed = ops.broadcast_objects(runtime.channel(), runtime.limits, [seed], 0, operation="prepare_data_loader")[0]
     return build(
         dataloader,
@@ -164,6 +157,18 @@ def prepare_data_loader(
         put_on_device=put_on_device,
         gradient_state=gradient_state or GradientState(),
         slice_fn=slice_fn_for_dispatch,
+    )
+
+
+def _place(num_processes: int | None, process_index: int | None) -> Place:
+    """This process among those that share the data, or the place that was given by hand."""
+    runtime = current()
+    return Place(
+        runtime.process.rank if process_index is None else process_index,
+        runtime.process.world_size if num_processes is None else num_processes,
+        runtime.channel,
+        runtime.limits,
+        compares=num_processes is None and process_index is None,
     )
 
 
