@@ -555,3 +555,24 @@ def test_two_loaders_of_one_data_seed_are_shuffled_apart() -> None:
     seeds = [seed_of(loader_of(), config, ordinal) for ordinal in range(3)]
     assert seeds[0] == 3
     assert len(set(seeds)) == 3
+
+
+class Epochal(Dataset[int]):
+    """Other samples in every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, position: int) -> int:
+        return 100 * self.epoch + position
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_workers_that_should_stay_hear_of_the_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    loader = prepared(DataLoader(Epochal(), batch_size=2, num_workers=1, persistent_workers=True))
+    assert [[batch.tolist() for batch in loader] for _ in range(2)] == [[[0, 1]], [[100, 101]]]
+    assert "persistent_workers=True" in caplog.text
