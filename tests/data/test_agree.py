@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -50,6 +52,19 @@ class Broken(Part):
         return super().__iter__()
 
 
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What this rank's loggers say."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("slipstream").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("slipstream").removeHandler(handler)
+
+
 def split_before_seeding(rank: int) -> Any:
     return random_split(range(64), [32, 32], torch.Generator().manual_seed(rank))[0]
 
@@ -87,7 +102,7 @@ def test_epochs_that_differ_are_named(ranks: Any) -> None:
 
 
 def test_a_rank_that_reads_a_batch_alone_is_found_out(ranks: Any) -> None:
-    def run() -> None:
+    def run() -> list[str]:
         accelerator = Accelerator(cpu=True)
         loader = accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
 
@@ -97,10 +112,13 @@ def test_a_rank_that_reads_a_batch_alone_is_found_out(ranks: Any) -> None:
             for batch in loader:
                 accelerator.gather_for_metrics(batch)
 
-        with pytest.raises(MismatchError, match="begin of a pass"):
+        with heard() as texts, pytest.raises(MismatchError, match="begin of a pass"):
             read()
+        return texts
 
-    ranks(2).run(run)
+    texts = ranks(2).run(run)[0]
+    assert len(texts) == 1
+    assert "at different lines: rank 0 at test_agree.py" in texts[0]
 
 
 def test_a_sampler_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
@@ -116,17 +134,11 @@ def test_a_sampler_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
 
 def test_samples_that_differ_are_told_once_and_read(ranks: Any) -> None:
     def run() -> Any:
-        texts: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("slipstream").addHandler(handler)
-        try:
+        with heard() as texts:
             accelerator = Accelerator(cpu=True)
             paths = [f"{number}.txt" for number in range(8)][accelerator.process_index :: 2]
             loader = accelerator.prepare(DataLoader(paths, batch_size=1))
             return [len(list(loader)) for _ in range(2)], texts
-        finally:
-            logging.getLogger("slipstream").removeHandler(handler)
 
     (counts, texts), _ = ranks(2).run(run)
     assert counts == [2, 2]

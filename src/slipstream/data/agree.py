@@ -2,7 +2,8 @@
 
 What it promises: ranks that are in different epochs (one of them read a batch alone), whose samplers draw different positions, or whose
 data was shared out before, do not go on to read some samples twice and others never: every rank raises an error that says which it is.
-Samples that differ although everything else agrees may be meant (random data for a test), so that is a warning, once for each loader.
+Samples that differ although everything else agrees may be meant (random data for a test), and so may passes that begin at different
+lines: these are warnings, once for each loader.
 
 What it never does: run for a single process or for a loader whose place among the processes was given by hand; read samples of a dataset
 of the user's own.
@@ -10,8 +11,10 @@ of the user's own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -19,6 +22,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from slipstream.comm.deal import tell
+from slipstream.comm.sites import is_of_the_user, spell
 from slipstream.data.fingerprint import fingerprint
 from slipstream.data.plan import Order
 from slipstream.errors import MismatchError
@@ -47,7 +51,7 @@ def agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Callable[
         length, positions, order = _beginning(order, start, max(1, loader._stride))
         if loader.compared is None:
             loader.compared = selection_and_samples(loader.original.dataset)
-        found = (epoch, start, length, positions, *loader.compared)
+        found = (epoch, start, length, positions, *loader.compared, _line())
     except Exception as error:  # whatever a sampler raises: every rank raises
         found = error
     name = type(loader.original.dataset).__name__
@@ -57,9 +61,22 @@ def agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Callable[
         if len(set(values)) > 1:
             spelled = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values) if not isinstance(value, bytes))
             raise MismatchError(complaint.format(name=name, values=spelled, rank=place.rank))
-    if first_time and len({one[-1] for one in told}) > 1:
+    if first_time and len({one[-2] for one in told}) > 1:
         get_logger(__name__).warning(_SAMPLES.format(name=name))
+    lines = [one[-1] for one in told]
+    if len(set(lines)) > 1 and not loader.lines_told:
+        loader.lines_told = True
+        spelled = ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
+        get_logger(__name__).warning(_LINES.format(name=name, lines=spelled))
     return order  # type: ignore[no-any-return]  # one of the two
+
+
+def _line() -> str:
+    """The innermost line of the user's program: not that of a progress bar around the loader."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "unknown place" if frame is None else spell(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def _beginning(order: Order | Iterator[Any], start: int, block: int) -> tuple[int, bytes, Order | Iterator[Any]]:
@@ -132,6 +149,12 @@ _COMPLAINTS = (
     "or give a seeded generator, before random_split. (raised on rank {rank})",
 )
 """What differs, in the order in which it is told."""
+
+_LINES = (
+    "the processes begin a pass over a loader of {name} at different lines: {lines}. That is right only if each of them reads it as far as "
+    "the others do; a batch that one process reads alone (as under `if accelerator.is_main_process:`) puts it ahead of the others, and all "
+    "will wait for each other. (Said once for each loader.)"
+)
 
 _SAMPLES = (
     "the processes hold different samples in {name}, though as many: if the data was shared out before (as in paths[rank::world_size], "

@@ -75,6 +75,7 @@ class PreparedLoader(DataLoader[Any]):
         """Called when an iteration begins."""
         self.compared: tuple[bytes, bytes] | None = None
         """Digests of the data that the ranks compare before a pass; see `data/agree.py`."""
+        self.lines_told = False
         self._uneven = False
         self._clock = Clock()
         self._skipping = 0
