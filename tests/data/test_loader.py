@@ -576,3 +576,11 @@ def test_workers_that_should_stay_hear_of_the_epoch(caplog: pytest.LogCaptureFix
     loader = prepared(DataLoader(Epochal(), batch_size=2, num_workers=1, persistent_workers=True))
     assert [[batch.tolist() for batch in loader] for _ in range(2)] == [[[0, 1]], [[100, 101]]]
     assert "persistent_workers=True" in caplog.text
+
+
+def test_positions_that_cannot_be_meant_are_refused() -> None:
+    loader = prepare_data_loader(DataLoader(range(4)), num_processes=1, process_index=0)
+    with pytest.raises(ConfigError, match="whole numbers"):
+        loader.set_epoch(1.7)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no epoch, batches"):
+        loader.load_state_dict({})

@@ -26,6 +26,7 @@ from slipstream.data.clock import Clock, Pass
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import inner_samplers
 from slipstream.data.place import Place
+from slipstream.errors import ConfigError
 from slipstream.runtime.current import current
 from slipstream.runtime.gradient_state import GradientState, Shares
 
@@ -160,7 +161,9 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; those after it count on from there."""
-        self._clock.set(int(epoch))
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            raise ConfigError(f"set_epoch({epoch!r}): epochs are whole numbers; write e.g. set_epoch(3)")
+        self._clock.set(epoch)
 
     @property
     def uneven(self) -> bool:
@@ -204,6 +207,9 @@ class PreparedLoader(DataLoader[Any]):
 
         `resume` is `use_stateful_dataloader` unless given. Without it `skip_first_batches` goes on, in the order of that epoch.
         """
+        missing = [name for name in ("epoch", "batches", "samples", "seed") if name not in state]
+        if missing:
+            raise ConfigError(f"this is no state of a prepared loader: it has no {', '.join(missing)}; pass what its state_dict() gave")
         resume = self.config.use_stateful_dataloader if resume is None else resume
         clock = self._clock
         epoch, batches, samples = int(state["epoch"]), int(state["batches"]), int(state["samples"])
