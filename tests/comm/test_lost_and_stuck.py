@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_come_is_reported_and_then_an_error(ranks: Any, fau
 
 def test_the_stack_of_a_rank_that_holds_the_interpreter_is_shown(ranks: Any) -> None:
     outcomes = ranks(2).outcomes(waiting(faults.hold_gil_at(1, 1, seconds=12), hang_warning=3.0, timeout=5.0), timeout=8)
-    assert 'faults.py", line' in outcomes[0].value[1], outcomes[0].value[1]
+    assert 'faults.py", line' in outcomes[0].value[1], (outcomes[0].value, outcomes[0].output[-800:])
 
 
 def test_after_a_wait_that_timed_out_both_ranks_hear_of_it_and_the_group_works_again(ranks: Any) -> None:

@@ -117,8 +117,8 @@ def hold_gil_at(rank: int, call: int, seconds: float, *, attempt: int = 0) -> Fa
 
     def act() -> None:
         # `sum` over an iterator in C never gives the lock away, and unlike a sleep no signal ends it.
-        started = time.perf_counter()
+        started = time.thread_time()  # not by the clock: on a busy machine the sample would look slow, and the rest be too short
         sum(itertools.repeat(0, _SAMPLE))
-        sum(itertools.repeat(0, int(seconds / (time.perf_counter() - started) * _SAMPLE)))
+        sum(itertools.repeat(0, int(seconds / (time.thread_time() - started) * _SAMPLE)))
 
     return Fault(rank, call, act, attempt)
