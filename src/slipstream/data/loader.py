@@ -111,6 +111,8 @@ class PreparedLoader(DataLoader[Any]):
 
     # -- iterating ------------------------------------------------------------------------------------------------
 
+    __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's guards its own loaders, at the price of a call each time
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator of ours, not torch's iterator
         if self._skipping:
             begun_at, start = self._skipping, self._skipping * self._stride
