@@ -242,6 +242,12 @@ def test_what_would_be_wrong_is_refused(ranks: Any) -> None:
         accelerator.backward(net(x).mean())
         if accelerator.use_distributed:
             expect(StateError, optimizer.step)
+            encoder = torch.nn.ModuleDict({"layer": torch.nn.Linear(3, 1).double()})
+            encoder.forward = lambda x: encoder["layer"](x)
+            wrapped, stepping = accelerator.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+            wrapped.layer = torch.nn.Linear(3, 1).double()
+            assert encoder["layer"] is wrapped.layer
+            expect(StateError, stepping.step)
         expect(TypeError, lambda: accelerator.backward(3.0))
         expect(TypeError, lambda: accelerator.clip_grad_norm_(net, 1.0))
         expect(TypeError, lambda: accelerator.accumulate([net]))

@@ -15,7 +15,7 @@ from slipstream.comm.nested import recursively_apply
 from slipstream.errors import StateError
 from slipstream.step.stepper import PreparedModel, Scaler, Stepper
 
-__all__ = ["AcceleratedOptimizer", "move_to_device"]
+__all__ = ["AcceleratedOptimizer", "Linked", "move_to_device"]
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
@@ -25,6 +25,32 @@ def move_to_device(state: Any, device: torch.device | str) -> Any:
     {'step': 1, 'moments': [tensor([1.])]}
     """
     return recursively_apply(lambda tensor: tensor.to(device), state)
+
+
+_is_profiled = torch._C._autograd._profiler_enabled
+
+
+class Linked:
+    """What a step needs, in one place: an optimizer as prepared has `__getattr__`, with which every look-up on it is a slow one."""
+
+    __slots__ = ("check", "clears_as_torch", "inner", "models", "scales", "stepper", "windows")
+
+    def __init__(self, optimizer: AcceleratedOptimizer, models: tuple[PreparedModel, ...]) -> None:
+        self.inner, self.stepper, self.check = optimizer.optimizer, optimizer.stepper, optimizer._check
+        self.scales = optimizer.scaler.scales
+        self.models = models
+        # torch's own marks itself for a profiler, which takes longer than clearing: left out where nobody looks
+        self.clears_as_torch = type(self.inner).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(self.inner)
+        self.windows = tuple(model.window for model in models)
+
+    @property
+    def closing(self) -> bool:
+        """Whether an update ends with the present batch."""
+        latest = self.stepper.latest
+        for own in self.windows:  # noqa: SIM110  # a generator costs as much as all the rest
+            if not (own if own.index or latest is None else latest).closing:
+                return False
+        return True
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -48,23 +74,26 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False
         """Whether the last step was left out because gradients overflowed."""
         self._check = check
-        self._models: tuple[PreparedModel, ...] = ()
+        self._linked: Linked | None = None
 
     # -- where updates end ----------------------------------------------------------------------------------------
 
     @property
     def closing(self) -> bool:
         """Whether an update ends with the present batch."""
-        for model in self._models or self._link():  # noqa: SIM110  # a generator costs as much as all the rest
-            if not self.stepper.window_of(model).closing:
-                return False
-        return True
+        return self.linked.closing
+
+    @property
+    def linked(self) -> Linked:
+        """Its models, found when they are first needed."""
+        return self._linked or self._link()
 
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters if an update ends with this batch; else nothing is done."""
-        models = self._models or self._link()
-        for model in models:
-            window = self.stepper.window_of(model)
+        linked = self._linked or self._link()
+        latest = linked.stepper.latest
+        for own in linked.windows:
+            window = own if own.index or latest is None else latest
             if not window.closing:
                 return None
             if window.index > 1 and not window.touched:
@@ -73,27 +102,35 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                     "accelerator.backward(loss): its gradients are neither complete nor averaged. Call it on every batch (not "
                     "loss.backward()); for a batch that is to be left out, on the loss times 0, or clear the gradients."
                 )
-            if self._check is not None:
-                self._check(model.prepared)
             window.touched = True
-        if self.scaler.scales:
+        if linked.check is not None:
+            for model in linked.models:
+                linked.check(model.prepared)
+        if linked.scales:
             self.step_was_skipped = not self.scaler.step(self.optimizer, closure)
             return None
-        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        return linked.inner.step(closure) if closure is not None else linked.inner.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients, unless they belong to an update that is still to come."""
-        for model in self._models or self._link():
-            window = self.stepper.window_of(model)
-            if window.holds_gradients:
+        linked = self._linked or self._link()
+        latest = linked.stepper.latest
+        for own in linked.windows:
+            window = own if own.index or latest is None else latest
+            if not (window.closing and window.touched) and window.holds_gradients:  # mostly the first is enough
                 return
-            window.cleared()
-        if self.scaler.scales:
+            if window.kind is not None:
+                window.cleared()
+        if linked.scales:
             self.scaler.cleared(self.optimizer)
-        if set_to_none is None:
-            self.optimizer.zero_grad()
+        if set_to_none is None and linked.clears_as_torch and not _is_profiled():
+            for group in linked.inner.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        elif set_to_none is None:
+            linked.inner.zero_grad()
         else:
-            self.optimizer.zero_grad(set_to_none)
+            linked.inner.zero_grad(set_to_none)
 
     def unscale(self) -> None:
         """Divides gradients by the loss scale, where there is one, once per update."""
@@ -102,9 +139,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def forget(self) -> None:
         """Looks for its models anew when it steps next."""
-        self._models = ()
+        self._linked = None
 
-    def _link(self) -> tuple[PreparedModel, ...]:
+    def _link(self) -> Linked:
         """Finds the models whose parameters these are."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         models, strangers = self.stepper.owners(parameters)
@@ -115,8 +152,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 "model prepared by this Accelerator: their gradients would not be averaged over processes. Prepare the model they belong "
                 "to (as it is now: not a copy, and not one made after the optimizer); a lone parameter goes into a module."
             )
-        self._models = tuple(models)
-        return self._models
+        self._linked = Linked(self, tuple(models))
+        return self._linked
 
     # -- the user's own -------------------------------------------------------------------------------------------
 

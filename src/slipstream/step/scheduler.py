@@ -7,7 +7,7 @@ are processes (none more with split batches), for schedules whose length was cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,15 @@ from slipstream.runtime.gradient_state import GradientState
 from slipstream.step.optimizer import AcceleratedOptimizer
 
 __all__ = ["AcceleratedScheduler"]
+
+
+class _Way:
+    """What a step needs, in one place: see `Linked` of optimizers."""
+
+    __slots__ = ("inner", "optimizer", "usual")
+
+    def __init__(self, optimizer: AcceleratedOptimizer | None, inner: Any, usual: bool) -> None:
+        self.optimizer, self.inner, self.usual = optimizer, inner, usual
 
 
 class AcceleratedScheduler:
@@ -51,19 +60,27 @@ class AcceleratedScheduler:
         self._find = find
         self._same_everywhere = same_everywhere
         """Raises unless all processes gave the same value."""
-        self._optimizers: Sequence[AcceleratedOptimizer] = ()
+        self._way: _Way | None = None
         self._needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Moves on, if the optimizers have made an update with this batch."""
-        if self.step_with_optimizer:
-            for optimizer in self._optimizers or self._link():
-                if not optimizer.closing:
-                    if self._state.plugin.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                        self.scheduler._step_count += 1
-                    return
-                if optimizer.step_was_skipped:
-                    return
+        way = self._way or self._find_way()
+        optimizer = way.optimizer
+        if optimizer is not None:
+            linked = optimizer.linked
+            if not linked.closing:
+                if self._state.plugin.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                    self.scheduler._step_count += 1
+                return
+            if linked.scales and optimizer.step_was_skipped:
+                return
+        if way.usual:
+            way.inner.step(*args, **kwargs)
+        else:
+            self._move(args, kwargs)
+
+    def _move(self, args: Any, kwargs: Any) -> None:
         if self._needs_metric:
             self._same_everywhere(args[0] if args else kwargs.get("metrics"))
         self.scheduler.step(*args, **kwargs)
@@ -77,7 +94,12 @@ class AcceleratedScheduler:
         total = getattr(self.scheduler, "total_steps", None)
         return total is not None and self.scheduler.last_epoch + 1 >= total
 
-    def _link(self) -> Sequence[AcceleratedOptimizer]:
+    def _find_way(self) -> _Way:
+        usual = self.moves == 1 and not self._needs_metric
+        self._way = _Way(self._link() if self.step_with_optimizer else None, self.scheduler, usual)
+        return self._way
+
+    def _link(self) -> AcceleratedOptimizer:
         own = self.scheduler.optimizer
         found = own if isinstance(own, AcceleratedOptimizer) else self._find(own)
         if found is None:
@@ -85,8 +107,7 @@ class AcceleratedScheduler:
                 f"{type(self.scheduler).__name__} belongs to {type(own).__name__}, which this Accelerator did not prepare, so it cannot "
                 "move with its updates. Prepare that optimizer too, or pass step_scheduler_with_optimizer=False to move with every call."
             )
-        self._optimizers = (found,)
-        return self._optimizers
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # while it is being made or unpickled

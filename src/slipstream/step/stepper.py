@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,7 +77,7 @@ class _Engine(Protocol):
 
     averages: bool
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]: ...
+    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None: ...
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None: ...
 
@@ -94,7 +93,7 @@ class Section:
         self.window = self.windows[0]
         self.together = len(self.windows) > 1
         self._stepper = weakref.ref(stepper)  # which keeps its sections: a cycle would keep models until garbage is collected
-        self._paused: list[AbstractContextManager[None]] = []
+        self._paused: Sequence[PreparedModel] = ()
 
     def __enter__(self) -> None:
         stepper = self._stepper()
@@ -116,17 +115,18 @@ class Section:
         stepper.loader, stepper.section = loader, self
         stepper.latest = self.window
         if not closing and stepper.engine.averages and not plugin.sync_each_batch:
-            for model in stepper.concerned(self):
-                paused = stepper.engine.no_sync(model.prepared)
-                paused.__enter__()
-                self._paused.append(paused)
+            self._paused = stepper.concerned(self)
+            for model in self._paused:
+                stepper.engine.set_sync(model.prepared, False)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         stepper = self._stepper()
         assert stepper is not None
         stepper.section = stepper.loader = None
-        while self._paused:
-            self._paused.pop().__exit__(None, None, None)
+        if self._paused:
+            for model in self._paused:
+                stepper.engine.set_sync(model.prepared, True)
+            self._paused = ()
 
     def _begin_others(self, closing: bool, steps: int, end: bool, left: int | None, batch: int) -> None:
         if all([window.begin(steps, end, left, batch) == closing for window in self.windows[1:]]):  # noqa: C419  # all of them begin

@@ -39,7 +39,7 @@ class Window:
     """
 
     __slots__ = (
-        "_batch", "_carried", "_counted", "_estimate", "_expected", "_kind", "_pieces", "_total", "_usual_pieces", "closing", "index",
+        "_batch", "_carried", "_counted", "_estimate", "_expected", "kind", "_pieces", "_total", "_usual_pieces", "closing", "index",
         "single", "touched",
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ class Window:
         self._estimate = 1.0
         self._total = 0.0
         self._carried: float | None = None
-        self._kind: str | None = None
+        self.kind: str | None = None
 
     def begin(self, steps: int, end: bool, left: int | None, batch: int = 0) -> bool:
         """The next batch begins; `end` says that it closes the window anyway, `left` how many follow. Whether it closes the window.
@@ -73,7 +73,7 @@ class Window:
         if end and self._pieces < self._usual_pieces:
             end = False
         if self.closing:
-            self.index, self._total, self._carried, self._kind = 1, 0.0, None, None
+            self.index, self._total, self._carried, self.kind = 1, 0.0, None, None
             self._expected = steps if left is None or left >= steps else left + 1
         else:
             self.index += 1
@@ -85,11 +85,11 @@ class Window:
     def reset(self) -> None:
         """No batch has been taken in."""
         self.closing, self.single, self.index, self.touched, self._counted = True, False, 0, False, False
-        self._total, self._carried, self._kind = 0.0, None, None
+        self._total, self._carried, self.kind = 0.0, None, None
 
     def cleared(self) -> None:
         """Gradients were cleared: what was counted for them no longer counts."""
-        self._total, self._carried, self._kind, self._counted = 0.0, None, None, False
+        self._total, self._carried, self.kind, self._counted = 0.0, None, None, False
 
     @property
     def holds_gradients(self) -> bool:
@@ -131,16 +131,16 @@ class Window:
 
     def follow(self, other: Window) -> None:
         """Takes over what another window counted: both are at the same batch, and the loss was for both."""
-        self.touched, self._counted, self._kind = other.touched, other._counted, other._kind
+        self.touched, self._counted, self.kind = other.touched, other._counted, other.kind
         self._total, self._carried, self._estimate = other._total, other._carried, other._estimate
 
     def _take(self, kind: str) -> None:
-        if self._kind not in (None, kind):
+        if self.kind not in (None, kind):
             raise StateError(
-                f"backward got {kind} after {self._kind} in one window of accumulation: these cannot be added up. "
+                f"backward got {kind} after {self.kind} in one window of accumulation: these cannot be added up. "
                 "Pass weight= to every backward of a window, or to none."
             )
-        self._kind = kind
+        self.kind = kind
         self.touched = True
 
     def _change(self, divisor: float) -> Change:

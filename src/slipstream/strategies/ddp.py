@@ -28,6 +28,7 @@ from slipstream.strategies.options import DistributedDataParallelKwargs
 __all__ = ["DDP", "Replicated", "join_models", "trigger_sync"]
 
 _PREFIX = "module."
+_is_profiled = torch._C._autograd._profiler_enabled
 
 
 def _always() -> bool:
@@ -49,6 +50,10 @@ class Replicated(DistributedDataParallel):
         self._buffer_watch: AbstractContextManager[Any]
         self._forward_watch, self._buffer_watch = watches or (nullcontext(), nullcontext())
         self._keeps_buckets = self.find_unused_parameters or self.static_graph
+        self._is_ready = False
+        """Whether the coming backward averages gradients, since the last forward."""
+        self.frozen = [one for one in module.parameters() if not one.requires_grad]
+        """The parameters that took none when it was made."""
         self.trained = _trained(module)
         """Identities of the parameters that took gradients when it was made: only these are averaged."""
         self._is_current = is_current
@@ -71,9 +76,14 @@ class Replicated(DistributedDataParallel):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("module")
-        if "_is_current" in self.__dict__ and name not in self.__dict__ and name != "module" and _has(module, name):
+        own = self.__dict__
+        if type(value) is bool and name in own:  # flags that torch sets in every forward: its own way takes microseconds
+            own[name] = value
+            return
+        module = own.get("_modules", {}).get("module")
+        if "_is_current" in own and name not in own and name != "module" and _has(module, name):
             setattr(module, name, value)  # else the model would go on with the old value
+            own["frozen"] += _parameters_in(value)  # which are not averaged: `check_reduced` tells
         else:
             super().__setattr__(name, value)
 
@@ -121,6 +131,16 @@ class Replicated(DistributedDataParallel):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As torch's own, which marks itself for a profiler also where there is none."""
+        if self._delay_all_reduce_all_params or _is_profiled() or torch.compiler.is_compiling():
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        output = self._post_forward(self._run_ddp_forward(*inputs, **kwargs))  # type: ignore[no-untyped-call]
+        own = self.__dict__
+        own["_is_ready"] = own["require_forward_param_sync"] and not own["find_unused_parameters"]
+        return output
+
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self._is_current():
             raise StateError(
@@ -140,6 +160,10 @@ class Replicated(DistributedDataParallel):
 
     def ready(self, loss: torch.Tensor) -> None:
         """Lets the coming backward average the gradients of this model, whatever led to the loss."""
+        own = self.__dict__
+        if own["_is_ready"]:  # since the forward
+            own["_is_ready"] = False
+            return
         if not self.require_backward_grad_sync or self.static_graph:
             return
         try:
@@ -157,14 +181,19 @@ class Replicated(DistributedDataParallel):
 
     def check_reduced(self) -> None:
         """Raises if there are gradients that were not averaged, naming the parameters."""
-        new = [name for name, one in self.module.named_parameters() if one.requires_grad and id(one) not in self.trained]
+        own = self.__dict__
+        new: list[str] = []
+        for one in own["frozen"]:
+            if one.requires_grad:
+                new = [name for name, one in self.module.named_parameters() if one.requires_grad and id(one) not in self.trained]
+                break
         if new:
             raise StateError(
                 f"{', '.join(new[:5])}{', ...' if len(new) > 5 else ''} of {type(self.module).__name__} did not take gradients when the "
                 "model was prepared (or were put in since), so theirs are not averaged over the ranks: prepare it again after such a change"
             )
         try:
-            self._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            own["reducer"]._check_reducer_finalized()
         except RuntimeError as error:
             raise self.explained(error) from None
 
@@ -186,6 +215,12 @@ class Replicated(DistributedDataParallel):
 def _has(module: Any, name: str) -> bool:
     """Whether a module has an attribute, a parameter, a buffer or a part of this name itself."""
     return any(name in vars(module).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")) or name in vars(module)
+
+
+def _parameters_in(value: Any) -> list[torch.nn.Parameter]:
+    if isinstance(value, torch.nn.Module):
+        return list(value.parameters())
+    return [value] if isinstance(value, torch.nn.Parameter) else []
 
 
 def _trained(module: torch.nn.Module) -> frozenset[int]:
@@ -244,6 +279,11 @@ class DDP(Strategy):
         model = getattr(model, "_orig_mod", model)
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
+    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
+        bare = model if isinstance(model, Replicated) else getattr(model, "_orig_mod", model)
+        if isinstance(bare, DistributedDataParallel):
+            bare.__dict__["require_backward_grad_sync"] = reduces
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         with self._in_backward:
             for replicated in self._replicas:
@@ -267,11 +307,10 @@ class _Generation:
     """Whether the process group that was open when this was made still is."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._generation = runtime.generation
+        self._channel: Any = runtime.channel()
 
     def __call__(self) -> bool:
-        return self._runtime.generation == self._generation and self._runtime.is_open
+        return bool(self._channel.fit)
 
 
 @contextmanager
