@@ -77,7 +77,7 @@ class _Engine(Protocol):
 
     averages: bool
 
-    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None: ...
+    def set_sync(self, model: torch.nn.Module, reduces: bool) -> bool: ...
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None: ...
 
@@ -93,7 +93,7 @@ class Section:
         self.window = self.windows[0]
         self.together = len(self.windows) > 1
         self._stepper = weakref.ref(stepper)  # which keeps its sections: a cycle would keep models until garbage is collected
-        self._paused: Sequence[PreparedModel] = ()
+        self._paused: Sequence[tuple[PreparedModel, bool]] = ()
 
     def __enter__(self) -> None:
         stepper = self._stepper()
@@ -115,17 +115,15 @@ class Section:
         stepper.loader, stepper.section = loader, self
         stepper.latest = self.window
         if not closing and stepper.engine.averages and not plugin.sync_each_batch:
-            self._paused = stepper.concerned(self)
-            for model in self._paused:
-                stepper.engine.set_sync(model.prepared, False)
+            self._paused = [(model, stepper.engine.set_sync(model.prepared, False)) for model in stepper.concerned(self)]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         stepper = self._stepper()
         assert stepper is not None
         stepper.section = stepper.loader = None
         if self._paused:
-            for model in self._paused:
-                stepper.engine.set_sync(model.prepared, True)
+            for model, before in self._paused:  # which may stand in a `no_sync` block
+                stepper.engine.set_sync(model.prepared, before)
             self._paused = ()
 
     def _begin_others(self, closing: bool, steps: int, end: bool, left: int | None, batch: int) -> None:

@@ -63,8 +63,9 @@ class Strategy:
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
-        """Whether a backward of this model reduces gradients; as `no_sync`, without a block."""
+    def set_sync(self, model: torch.nn.Module, reduces: bool) -> bool:
+        """Sets whether a backward of this model reduces gradients, as `no_sync` without a block; whether it did before."""
+        return True
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]

@@ -279,10 +279,13 @@ class DDP(Strategy):
         model = getattr(model, "_orig_mod", model)
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
-    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
-        bare = model if isinstance(model, Replicated) else getattr(model, "_orig_mod", model)
-        if isinstance(bare, DistributedDataParallel):
-            bare.__dict__["require_backward_grad_sync"] = reduces
+    def set_sync(self, model: torch.nn.Module, reduces: bool) -> bool:
+        if not isinstance(model, Replicated):
+            return True
+        own = model.__dict__
+        before = bool(own["require_backward_grad_sync"])
+        own["require_backward_grad_sync"] = reduces
+        return before
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         with self._in_backward:
