@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.step.optimizer import AcceleratedOptimizer
-from slipstream.step.stepper import Stepper
+from slipstream.step.stepper import PreparedModel, Stepper
 
 __all__ = ["Clipper"]
 
@@ -32,16 +32,17 @@ class Clipper:
         group = _listed(parameters)
         if not max_norm >= 0:
             raise ValueError(f"clip_grad_norm_(max_norm={max_norm!r}): the largest norm is a number from 0")
-        models = tuple(id(model) for model in self._stepper.owners(group)[0])
-        if not self._complete(group):
-            return self._last.get(models, torch.zeros(()))
-        self._last[models] = norm = self._clip(group, max_norm, norm_type)
+        models, _ = self._stepper.owners(group)
+        key = tuple(map(id, models))
+        if not self._complete(group, models):
+            return self._last.get(key, torch.zeros(()))
+        self._last[key] = norm = self._clip(group, max_norm, norm_type)
         return norm
 
     def value(self, parameters: Any, clip_value: float) -> None:
         """Clips each entry of the gradients to at most `clip_value`; between updates, nothing is done."""
         group = _listed(parameters)
-        if self._complete(group):
+        if self._complete(group, self._stepper.owners(group)[0]):
             torch.nn.utils.clip_grad_value_(group, clip_value)
 
     def unscale(self, optimizer: Any = None) -> None:
@@ -52,9 +53,8 @@ class Clipper:
                 raise TypeError(f"unscale_gradients got a {type(one).__name__}: pass an optimizer that prepare gave back")
             one.unscale()
 
-    def _complete(self, parameters: list[torch.Tensor]) -> bool:
-        """Whether these gradients make an update now; if so, without the loss scale."""
-        models, _ = self._stepper.owners(parameters)
+    def _complete(self, parameters: list[torch.Tensor], models: list[PreparedModel]) -> bool:
+        """Whether these gradients, of these models, make an update now; if so, without the loss scale."""
         if not all(self._stepper.window_of(model).closing for model in models):
             return False
         if self._stepper.scaler.scales:

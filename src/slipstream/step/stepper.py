@@ -111,7 +111,6 @@ class Section:
         if self.together:
             self._begin_others(closing, steps, end, left, batch)
         state.sync_gradients = closing
-        stepper.has_open_window = not closing
         stepper.loader, stepper.section = loader, self
         stepper.latest = self.window
         if not closing and stepper.engine.averages and not plugin.sync_each_batch:
@@ -165,8 +164,6 @@ class Stepper:
         self._world_size = world_size
         self._total = total
         """Adds a number up over all ranks."""
-        self.has_open_window = False
-        """Whether the batch that was begun last left its window open."""
         self.sections: dict[tuple[torch.nn.Module, ...], Section] = {}
         """The blocks of `accumulate` by their models."""
         self._warned: set[str] = set()
@@ -204,7 +201,7 @@ class Stepper:
 
     def forget(self) -> None:
         """Drops every model: nothing here keeps one alive afterwards."""
-        self.models, self.has_open_window = [], False
+        self.models = []
         self.section = self.loader = self.latest = None
         self.sections.clear()
 
@@ -252,7 +249,7 @@ class Stepper:
         loader = self.state.active if section is None else self.loader
         if weight is None and (loader is None or loader.shares is None) and not self.scaler.scales:
             if section is None:
-                usual = not self.has_open_window and self._steps() == 1
+                usual = (self.latest is None or self.latest.closing) and self._steps() == 1
             else:
                 usual = section.window.single and not section.together
                 section.window.touched = True
@@ -313,7 +310,7 @@ class Stepper:
         for model in self.models:
             if model.window.index:
                 model.window.reset()
-        self.state.sync_gradients, self.has_open_window, self.latest = True, False, None
+        self.state.sync_gradients, self.latest = True, None
         steps = self._steps()
         if steps > 1:
             self._warn(
