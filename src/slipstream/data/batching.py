@@ -15,17 +15,19 @@ from slipstream.logging import get_logger
 __all__ = ["derive", "full_updates"]
 
 
-def derive(effective: int, batch_size: int | None, world_size: int) -> tuple[int, int]:
+def derive(effective: int, batch_size: int | None, world_size: int, *, split: bool = False) -> tuple[int, int]:
     """(samples per device and batch, batches per update), whose product over all processes is the effective batch size.
 
     `batch_size` is the most that fits a device; the largest size up to it that comes out even is taken. If that is less than half of
-    what would fit, one line says so and names a number that comes out better.
+    what would fit, one line says so and names a number that comes out better. `split`: it is the size for all processes together.
 
     >>> derive(64, 16, 2), derive(64, 12, 2), derive(64, 100, 2)
     ((16, 2), (8, 4), (32, 1))
     """
     if isinstance(effective, bool) or not isinstance(effective, int) or effective < 1:
         raise ConfigError(f"effective_batch_size={effective!r}: it is a whole number of samples from 1; write e.g. 64")
+    if split and batch_size is not None:
+        batch_size = max(1, batch_size // world_size)
     if batch_size is None:
         raise ConfigError(
             f"effective_batch_size={effective} needs a loader with a batch_size, the most that fits a device; this loader has none "

@@ -50,10 +50,7 @@ def dispatch_loader(
     """A loader whose data rank 0 reads for everyone, map-style or iterable."""
     per_rank = steps = None
     if effective_batch_size is not None:
-        most = loader.batch_size
-        if most is not None and config.split_batches:
-            most = max(1, most // place.world_size)
-        per_rank, steps = derive(effective_batch_size, most, place.world_size)
+        per_rank, steps = derive(effective_batch_size, loader.batch_size, place.world_size, split=config.split_batches)
     get_logger(__name__).info(f"rank 0 reads {type(loader.dataset).__name__} for all {place.world_size} processes")
     return DispatchLoader(
         loader,

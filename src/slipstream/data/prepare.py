@@ -75,10 +75,7 @@ def build(
         warn_of_slice_fn()
     if effective_batch_size is None:
         return MapLoader(loader, **settings)
-    most = samples_per_batch(loader)
-    if most is not None and config.split_batches:
-        most = max(1, most // place.world_size)
-    per_rank, steps = derive(effective_batch_size, most, place.world_size)
+    per_rank, steps = derive(effective_batch_size, samples_per_batch(loader), place.world_size, split=config.split_batches)
     return MapLoader(loader, samples_per_rank=per_rank, steps_per_update=steps, **settings)
 
 

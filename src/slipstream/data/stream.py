@@ -72,9 +72,9 @@ def stream_loader(
         warn_of_slice_fn()
     per_rank = None
     if effective_batch_size is not None:
-        split = config.split_batches and loader.batch_size is not None
-        most = loader.batch_size // place.world_size if split and loader.batch_size else loader.batch_size
-        per_rank, settings["steps_per_update"] = derive(effective_batch_size, most, place.world_size)
+        per_rank, settings["steps_per_update"] = derive(
+            effective_batch_size, loader.batch_size, place.world_size, split=config.split_batches
+        )
     dataset, name = loader.dataset, type(loader.dataset).__name__
     if place.world_size == 1:
         return StreamLoader(loader, way="whole", dataset=dataset, samples_per_rank=per_rank, **settings)
