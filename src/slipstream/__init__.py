@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slipstream.devices.packages import is_rich_available as is_rich_available
     from slipstream.devices.table import DistributedType as DistributedType
     from slipstream.errors import (
+        CheckpointError as CheckpointError,
         ConfigError as ConfigError,
         DistributedOperationException as DistributedOperationException,
         LaunchError as LaunchError,
@@ -55,8 +56,8 @@ _HOMES = {
     "slipstream.devices.packages": ("is_rich_available",),
     "slipstream.devices.table": ("DistributedType",),
     "slipstream.errors": (
-        "ConfigError", "DistributedOperationException", "LaunchError", "MismatchError", "PeerLostError", "SlipstreamError", "StateError",
-        "WaitTimeoutError",
+        "CheckpointError", "ConfigError", "DistributedOperationException", "LaunchError", "MismatchError", "PeerLostError",
+        "SlipstreamError", "StateError", "WaitTimeoutError",
     ),
     "slipstream.notebook": (
         "debug_launcher", "notebook_launcher",
@@ -76,11 +77,11 @@ _HOMES = {
 }
 
 __all__ = [
-    "Accelerator", "AcceleratorState", "AutocastKwargs", "ConfigError", "DataLoaderConfiguration", "DistributedDataParallelKwargs",
-    "DistributedOperationException", "DistributedType", "GradScalerKwargs", "GradientState", "InitProcessGroupKwargs", "LaunchError",
-    "LocalSGD", "MismatchError", "PartialState", "PeerLostError", "ProfileKwargs", "SlipstreamError", "StateError", "WaitTimeoutError",
-    "debug_launcher", "find_executable_batch_size", "is_rich_available", "notebook_launcher", "prepare_data_loader", "skip_first_batches",
-    "synchronize_rng_states",
+    "Accelerator", "AcceleratorState", "AutocastKwargs", "CheckpointError", "ConfigError", "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs", "DistributedOperationException", "DistributedType", "GradScalerKwargs", "GradientState",
+    "InitProcessGroupKwargs", "LaunchError", "LocalSGD", "MismatchError", "PartialState", "PeerLostError", "ProfileKwargs",
+    "SlipstreamError", "StateError", "WaitTimeoutError", "debug_launcher", "find_executable_batch_size", "is_rich_available",
+    "notebook_launcher", "prepare_data_loader", "skip_first_batches", "synchronize_rng_states",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

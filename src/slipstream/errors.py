@@ -2,6 +2,7 @@
 
     SlipstreamError
     ├── ConfigError (also ValueError)             an option, file or variable that cannot be used; the command line exits with 2
+    ├── CheckpointError (also RuntimeError)       a checkpoint or file of weights that cannot be written, or cannot be trusted
     ├── LaunchError                               processes could not be started, or one of them failed
     ├── StateError (also RuntimeError)            a call that does not fit the state of this process
     └── DistributedOperationException (also RuntimeError)
@@ -18,6 +19,7 @@ from __future__ import annotations
 __all__ = [
     "SlipstreamError",
     "ConfigError",
+    "CheckpointError",
     "LaunchError",
     "StateError",
     "DistributedOperationException",
@@ -33,6 +35,10 @@ class SlipstreamError(Exception):
 
 class ConfigError(SlipstreamError, ValueError):
     """An option, a configuration file or a variable that cannot be used as given."""
+
+
+class CheckpointError(SlipstreamError, RuntimeError):
+    """A checkpoint or file of weights that cannot be written, or that cannot be trusted; the message names the file."""
 
 
 class LaunchError(SlipstreamError):
