@@ -1,0 +1,232 @@
+"""The manifest of a checkpoint: what is in the folder, whose it is, and how it can be told whether all of it is there.
+
+`MANIFEST.json` is written last and names every other file with its size and checksum; a folder without a readable manifest is no
+checkpoint. Its own checksum covers every byte of it. `docs/checkpoint-format.md` describes the format for readers of other languages.
+
+What it promises: `parse` gives a manifest whose every field has the type it says, whose names are plain names inside the folder and
+whose parts are all listed as files, or raises an error that names the file. Nothing here opens a file or imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.errors import CheckpointError
+from slipstream.files import strict_json
+from slipstream.files.digest import digest
+from slipstream.files.names import check_name
+
+__all__ = ["LATEST", "MANIFEST", "VERSION", "FileEntry", "Manifest", "ModelEntry", "parse"]
+
+MANIFEST = "MANIFEST.json"
+LATEST = "latest"
+VERSION = 1
+
+_FORMAT = "slipstream-checkpoint"
+_NO_CHECKSUM = "0" * 32
+_LARGEST_SIZE = 2**60
+_LARGEST_MANIFEST = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file of the checkpoint must be like."""
+
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """The weights of one model."""
+
+    kind: str
+    """Its class, for people."""
+    files: tuple[str, ...]
+    """The safetensors files, in order."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of tied weights, and the name under which each is stored."""
+    index: str | None = None
+    """The usual index, where there is more than one file."""
+    extra: str | None = None
+    """A part with the entries of the state dict that are no tensors."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without opening its other files.
+
+    >>> manifest = Manifest(stamp="s", step=3, created="2026-01-01T00:00:00Z", written_by="slipstream", world=1, strategy="single")
+    >>> parse(manifest.dump(), "MANIFEST.json") == manifest
+    True
+    """
+
+    stamp: str
+    """What tells the files of one save from those of another: a rank that adds a file later writes the same one."""
+    step: int
+    """Updates made."""
+    created: str
+    written_by: str
+    world: int
+    """Processes of the run that saved."""
+    strategy: str
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    models: tuple[ModelEntry, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    training: str | None = None
+    """The part with schedulers, scaler, loaders and windows of accumulation."""
+    objects: tuple[str, ...] = ()
+    """The parts of registered objects."""
+    ranks: Mapping[int, str] = field(default_factory=dict)
+    """The parts that belong to one rank, as far as they were there when the manifest was written."""
+    metric: float | None = None
+    receipt: Mapping[str, Any] = field(default_factory=dict)
+    """What the run meant: see `receipt.py`."""
+
+    def dump(self) -> bytes:
+        """The bytes of the file, with a checksum over all of them."""
+        body = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "checksum": _NO_CHECKSUM,
+            "stamp": self.stamp,
+            "step": self.step,
+            "created": self.created,
+            "written_by": self.written_by,
+            "world": self.world,
+            "strategy": self.strategy,
+            "mesh": dict(self.mesh),
+            "metric": self.metric,
+            "receipt": dict(self.receipt),
+            "models": [
+                {"kind": one.kind, "files": list(one.files), "aliases": dict(one.aliases), "index": one.index, "extra": one.extra}
+                for one in self.models
+            ],
+            "optimizers": list(self.optimizers),
+            "training": self.training,
+            "objects": list(self.objects),
+            "ranks": {str(rank): name for rank, name in self.ranks.items()},
+            "files": {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()},
+        }
+        data = strict_json.dump(body, indent=1)
+        return data.replace(_NO_CHECKSUM.encode(), digest(data).encode(), 1)
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """The manifest in these bytes; `where` is the path for messages."""
+    body = strict_json.parse(data, where, largest=_LARGEST_MANIFEST)
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise CheckpointError(f"{where} is no manifest of a Slipstream checkpoint: it does not say \"format\": \"{_FORMAT}\"")
+    version = body.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise CheckpointError(
+            f"{where} has version {version!r} of the checkpoint format, and this version of slipstream reads version {VERSION}: "
+            f"it was written by {body.get('written_by')!r}. Use that version, or a newer one."
+        )
+    said = body.get("checksum")
+    if not isinstance(said, str) or data.replace(said.encode(), _NO_CHECKSUM.encode(), 1) == data or _without(data, said) != said:
+        raise CheckpointError(f"{where} has been changed since it was written: its own checksum does not fit")
+    return _Reader(body, where).manifest()
+
+
+def _without(data: bytes, checksum: str) -> str:
+    """The checksum of a manifest in which its own checksum does not count."""
+    return digest(data.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1))
+
+
+class _Reader:
+    """Takes fields out of parsed JSON, each with its type."""
+
+    def __init__(self, body: dict[str, Any], where: str) -> None:
+        self._body = body
+        self._where = where
+        self._files: dict[str, FileEntry] = {}
+
+    def manifest(self) -> Manifest:
+        self._files = {check_name(name, self._where): self._entry(name, entry) for name, entry in self._mapping("files").items()}
+        if any(name.casefold() == MANIFEST.casefold() for name in self._files):
+            raise self._wrong("files", f"it lists {MANIFEST} itself")
+        metric = self._body.get("metric")
+        if metric is not None and (isinstance(metric, bool) or not isinstance(metric, int | float) or not math.isfinite(metric)):
+            raise self._wrong("metric", f"{metric!r} is no number")
+        world = self._count("world", least=1)
+        return Manifest(
+            stamp=self._text("stamp"),
+            step=self._count("step"),
+            created=self._text("created"),
+            written_by=self._text("written_by"),
+            world=world,
+            strategy=self._text("strategy"),
+            mesh={str(axis): self._whole(f"mesh[{axis!r}]", size, 1) for axis, size in self._mapping("mesh").items()},
+            files=self._files,
+            models=tuple(self._model(number, one) for number, one in enumerate(self._list("models"))),
+            optimizers=tuple(self._part("optimizers", name) for name in self._list("optimizers")),
+            training=self._optional_part("training", self._body.get("training")),
+            objects=tuple(self._part("objects", name) for name in self._list("objects")),
+            ranks={self._rank(rank, world): self._part("ranks", name) for rank, name in self._mapping("ranks").items()},
+            metric=metric,
+            receipt=self._mapping("receipt"),
+        )
+
+    def _wrong(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: {name!r} cannot be used: {why}")
+
+    def _text(self, name: str) -> str:
+        value = self._body.get(name)
+        if not isinstance(value, str):
+            raise self._wrong(name, f"{value!r} is no text")
+        return value
+
+    def _whole(self, name: str, value: Any, least: int = 0) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST_SIZE:
+            raise self._wrong(name, f"{value!r} is no whole number from {least}")
+        return value
+
+    def _count(self, name: str, least: int = 0) -> int:
+        return self._whole(name, self._body.get(name), least)
+
+    def _list(self, name: str) -> list[Any]:
+        value = self._body.get(name)
+        if not isinstance(value, list):
+            raise self._wrong(name, f"a {type(value).__name__} is no list")
+        return value
+
+    def _mapping(self, name: str, value: Any = None) -> dict[str, Any]:
+        value = self._body.get(name) if value is None else value
+        if not isinstance(value, dict):
+            raise self._wrong(name, f"a {type(value).__name__} is no mapping")
+        return value
+
+    def _entry(self, name: str, entry: Any) -> FileEntry:
+        if not isinstance(entry, dict) or not isinstance(entry.get("checksum"), str):
+            raise self._wrong("files", f"{name!r} has no checksum")
+        return FileEntry(self._whole(f"size of {name}", entry.get("size")), entry["checksum"])
+
+    def _part(self, where: str, name: Any) -> str:
+        """A file that has to be listed with its size and checksum."""
+        if not isinstance(name, str) or name not in self._files:
+            raise self._wrong(where, f"{name!r} is not among its files")
+        return name
+
+    def _optional_part(self, where: str, name: Any) -> str | None:
+        return None if name is None else self._part(where, name)
+
+    def _model(self, number: int, one: Any) -> ModelEntry:
+        where = f"models[{number}]"
+        entry = self._mapping(where, one if one is not None else [])
+        files, aliases, kind = entry.get("files"), entry.get("aliases"), entry.get("kind")
+        if not isinstance(files, list) or not isinstance(kind, str):
+            raise self._wrong(where, "it has no list of files or no kind")
+        if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+            raise self._wrong(where, "its aliases are no mapping of names")
+        index, extra = (self._optional_part(where, entry.get(name)) for name in ("index", "extra"))
+        return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra)
+
+    def _rank(self, rank: str, world: int) -> int:
+        if not rank.isascii() or not rank.isdigit() or str(int(rank[:9])) != rank or int(rank) >= world:
+            raise self._wrong("ranks", f"{rank!r} is no rank of a run of {world} processes")
+        return int(rank)
