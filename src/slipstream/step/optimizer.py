@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slipstream.comm.nested import recursively_apply
-from slipstream.errors import StateError
+from slipstream.errors import ConfigError, StateError
 from slipstream.step.stepper import PreparedModel, Scaler, Stepper
 
 __all__ = ["AcceleratedOptimizer", "Linked", "move_to_device"]
@@ -33,12 +33,13 @@ _is_profiled = torch._C._autograd._profiler_enabled
 class Linked:
     """What a step needs, in one place: an optimizer as prepared has `__getattr__`, with which every look-up on it is a slow one."""
 
-    __slots__ = ("check", "clears_as_torch", "inner", "models", "scales", "stepper", "windows")
+    __slots__ = ("check", "clears_as_torch", "inner", "models", "scales", "stepper", "updates", "windows")
 
     def __init__(self, optimizer: AcceleratedOptimizer, models: tuple[PreparedModel, ...]) -> None:
         self.inner, self.stepper, self.check = optimizer.optimizer, optimizer.stepper, optimizer._check
         self.scales = optimizer.scaler.scales
         self.models = models
+        self.updates = optimizer._updates_before
         # torch's own marks itself for a profiler, which takes longer than clearing: left out where nobody looks
         self.clears_as_torch = type(self.inner).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(self.inner)
         self.windows = tuple(model.window for model in models)
@@ -75,6 +76,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Whether the last step was left out because gradients overflowed."""
         self._check = check
         self._linked: Linked | None = None
+        self._updates_before = 0
 
     # -- where updates end ----------------------------------------------------------------------------------------
 
@@ -106,9 +108,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if linked.check is not None:
             for model in linked.models:
                 linked.check(model.prepared)
+        linked.stepper.loose = False
         if linked.scales:
-            self.step_was_skipped = not self.scaler.step(self.optimizer, closure)
+            self.step_was_skipped = skipped = not self.scaler.step(self.optimizer, closure)
+            linked.updates += not skipped
             return None
+        linked.updates += 1
         return linked.inner.step(closure) if closure is not None else linked.inner.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -139,7 +144,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def forget(self) -> None:
         """Looks for its models anew when it steps next."""
-        self._linked = None
+        self._updates_before, self._linked = self.updates, None
+
+    @property
+    def updates(self) -> int:
+        """How many updates it made: calls of `step` that ended a window and were not left out because of an overflow."""
+        linked = self._linked
+        return self._updates_before if linked is None else linked.updates
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
+            raise ConfigError(f"optimizer.updates = {updates!r}: the number of updates made is a whole number from 0")
+        self._updates_before = updates
+        if self._linked is not None:
+            self._linked.updates = updates
 
     def _link(self) -> Linked:
         """Finds the models whose parameters these are."""

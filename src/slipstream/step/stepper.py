@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ import torch
 from slipstream.comm.sites import call_site
 from slipstream.errors import StateError
 from slipstream.runtime.gradient_state import ActiveLoader, GradientState
+from slipstream.step.gradients import check_gradients, open_gradients, set_gradients
+from slipstream.step.loop_state import check_state
 from slipstream.step.window import Change, Window
 
 __all__ = ["PreparedModel", "Scaler", "Section", "Stepper"]
@@ -158,6 +160,8 @@ class Stepper:
         """The loader that sets its pace."""
         self.latest: Window | None = None
         """The window that was begun last."""
+        self.loose = False
+        """Whether there was a backward pass outside of `accumulate` since an optimizer stepped."""
         self.joined = False
         """Whether ranks may run out of data at different times, so that none may wait for all of them."""
         self._rank = rank
@@ -250,6 +254,7 @@ class Stepper:
         if weight is None and (loader is None or loader.shares is None) and not self.scaler.scales:
             if section is None:
                 usual = (self.latest is None or self.latest.closing) and self._steps() == 1
+                self.loose = True
             else:
                 usual = section.window.single and not section.together
                 section.window.touched = True
@@ -310,7 +315,7 @@ class Stepper:
         for model in self.models:
             if model.window.index:
                 model.window.reset()
-        self.state.sync_gradients, self.latest = True, None
+        self.state.sync_gradients, self.latest, self.loose = True, None, True
         steps = self._steps()
         if steps > 1:
             self._warn(
@@ -345,6 +350,43 @@ class Stepper:
             for model in waiting:
                 model.rescale(ratio)
 
+    # -- saved and restored (loop_state.py, gradients.py) -----------------------------------------------------------
+
+    def loop_state(self) -> dict[str, Any]:
+        """Where the windows stand, in plain data: the state of one rank. To be asked before the state of the loss scaler.
+
+        A loss scale that is due is updated now, as the next loss would do it, with the gradients that were made with the old one.
+        """
+        if self.scaler.due:
+            self._update_scale()
+        windows = [model.window for model in self.models]
+        latest = next((place for place, window in enumerate(windows) if window is self.latest), None)
+        states = [window.state() for window in windows]
+        return {"windows": states, "latest": latest, "sync_gradients": self.state.sync_gradients, "loose": self.loose}
+
+    def check(self, state: Any, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Raises unless these can be restored here; changes nothing."""
+        check_state(state, [type(model.original).__name__ for model in self.models])
+        check_gradients([model.original for model in self.models], gradients)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where saved windows stood; their gradients come by `set_gradients`."""
+        self.check(state)
+        for model, saved in zip(self.models, state["windows"], strict=True):
+            model.window.restore(saved)
+        self.section = self.loader = None
+        self.latest = None if state["latest"] is None else self.models[state["latest"]].window
+        self.state.sync_gradients, self.loose = state["sync_gradients"], state["loose"]
+
+    def open_gradients(self) -> dict[str, torch.Tensor] | None:
+        """The gradients on this rank that belong to an update still to come, as "0.weight": of the first model. None if there are none."""
+        waiting = [self.loose or _is_open(self.window_of(model)) for model in self.models]
+        return open_gradients([model.original if open_ else None for model, open_ in zip(self.models, waiting, strict=True)]) or None
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
+        """Puts gradients back; parameters without one here have none afterwards."""
+        set_gradients([model.original for model in self.models], gradients)
+
     # -- notices --------------------------------------------------------------------------------------------------
 
     def _notice_division(self, loss: torch.Tensor, steps: float) -> None:
@@ -362,6 +404,10 @@ class Stepper:
         if "alone" not in self._warned:
             self._warned.add("alone")
             warnings.warn(text, stacklevel=5)
+
+
+def _is_open(window: Window) -> bool:
+    return window.pending and not window.closing
 
 
 def _number(weight: Any) -> float:

@@ -4,17 +4,25 @@ A window opens with the first batch after an update and closes with its last one
 or with the loader. Gradients that are being added up carry a divisor. While the window is open that is an estimate; when it
 closes, the divisor is what the window really held: its batches, its samples, or the weights that were given. Whoever runs the
 backward pass is told by which factor to correct the gradients that are there already (`Change.existing`), mostly 1.
+
+A window that is open can be saved (`state`, plain numbers) and goes on exactly where it stood (`restore`). Which batch of the loader it
+was is not part of that: a loader that goes on counts anew.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from slipstream.errors import StateError
+from slipstream.errors import ConfigError, StateError
 
 __all__ = ["Change", "Window"]
 
 _MEANS, _SUMS = "losses that are means", "losses that are sums with a weight"
+_SPELLED = {None: None, _MEANS: "mean", _SUMS: "sum"}
+_SAVED = ("index", "closing", "touched", "single", "counted", "pieces", "usual_pieces", "expected", "estimate", "total", "carried", "kind")
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Window:
         """Whether the present batch is the only one of its window."""
         self._counted = False
         self._batch = self._pieces = self._usual_pieces = 0
-        self._expected = 1
+        self._expected: float = 1
         self._estimate = 1.0
         self._total = 0.0
         self._carried: float | None = None
@@ -72,14 +80,15 @@ class Window:
             self._batch, self._usual_pieces, self._pieces = batch, self._pieces, 1
         if end and self._pieces < self._usual_pieces:
             end = False
+        self.touched = self._counted = False
         if self.closing:
             self.index, self._total, self._carried, self.kind = 1, 0.0, None, None
             self._expected = steps if left is None or left >= steps else left + 1
+            self.closing = self.single = closing = end or steps <= 1
         else:
             self.index += 1
-        self.touched = self._counted = False
-        self.closing = closing = end or self.index >= steps
-        self.single = closing and self.index == 1
+            self.closing = closing = end or self.index >= steps
+            self.single = False
         return closing
 
     def reset(self) -> None:
@@ -102,7 +111,7 @@ class Window:
         return self.index > 1 or self.touched
 
     @property
-    def expected(self) -> int:
+    def expected(self) -> float:
         """How many batches this window is expected to have."""
         return self._expected
 
@@ -134,6 +143,38 @@ class Window:
         self.touched, self._counted, self.kind = other.touched, other._counted, other.kind
         self._total, self._carried, self._estimate = other._total, other._carried, other._estimate
 
+    # -- saved and restored ---------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Where the window stands, in plain numbers.
+
+        >>> window, other = Window(), Window()
+        >>> window.begin(3, end=False, left=None), window.add_mean().divisor
+        (False, 3)
+        >>> other.restore(window.state())
+        >>> [other.begin(3, end=False, left=None) for _ in range(2)], other.add_mean().divisor
+        ([False, True], 2.0)
+        """
+        return {name: _SPELLED[self.kind] if name == "kind" else getattr(self, _slot(name)) for name in _SAVED}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a saved window stood; a state that cannot be one is refused before anything changes."""
+        self.check(state)
+        for name in _SAVED:
+            setattr(self, _slot(name), state[name])
+        self.kind = next(kind for kind, spelled in _SPELLED.items() if spelled == state["kind"])
+        self._batch = -1
+
+    @staticmethod
+    def check(state: Any) -> None:
+        """Raises unless this is the state of a window."""
+        if not isinstance(state, Mapping) or set(state) != set(_SAVED):
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ConfigError(f"this is no state of a window of accumulation: it has {found} instead of {sorted(_SAVED)}")
+        for name, fits in _FITS.items():
+            if not fits(state[name]):
+                raise ConfigError(f"the state of a window of accumulation has {name}={state[name]!r}, which no window can have")
+
     def _take(self, kind: str) -> None:
         if self.kind not in (None, kind):
             raise StateError(
@@ -148,3 +189,30 @@ class Window:
         if carried is None or carried == divisor:
             return _PLAIN if divisor == 1.0 else Change(divisor, 1.0)
         return Change(divisor, carried / divisor)
+
+
+def _slot(name: str) -> str:
+    return name if name in Window.__slots__ else f"_{name}"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    return _is_count(value) or (type(value) is float and math.isfinite(value) and value >= 0.0)
+
+
+def _is_divisor(value: Any) -> bool:
+    return _is_number(value) and value > 0.0
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("index", "pieces", "usual_pieces"), _is_count),
+    **dict.fromkeys(("closing", "touched", "single", "counted"), lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("expected", "estimate"), _is_divisor),
+    "total": _is_number,
+    "carried": lambda value: value is None or _is_divisor(value),
+    "kind": lambda value: value in _SPELLED.values(),
+}
+"""What the entries of a state can be."""
