@@ -1,0 +1,65 @@
+"""A file read as a whole, with its checksum on the way, into memory of its own.
+
+The memory is an anonymous mapping of the file's size, never more, that the result keeps alive; tensors can be views of it, and it can be
+written. What is read is what the checksum was made of: later changes of the file change nothing. A file that is shorter or longer than
+announced is refused before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Final
+
+from slipstream.errors import CheckpointError
+from slipstream.files.digest import Digest
+
+__all__ = ["read_whole"]
+
+_PIECE: Final = 4 << 20
+
+
+def read_whole(fd: int, size: int, *, digest: bool = True, where: str = "the file") -> tuple[memoryview, str]:
+    """All `size` bytes of an open file, and their checksum ("" with `digest=False`); `where` names the file in errors.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryFile() as file:
+    ...     _ = file.write(b"slipstream")
+    ...     file.flush()
+    ...     buffer, checksum = read_whole(file.fileno(), 10)
+    >>> bytes(buffer), checksum[:8]
+    (b'slipstream', '63f9f393')
+    """
+    there = os.fstat(fd).st_size
+    if there != size:
+        raise CheckpointError(f"{where} has {there:,} bytes, and it should have {size:,}: it is damaged or belongs to another save.")
+    memory = _memory(size)
+    running = Digest()
+    done = 0
+    while done < size:
+        piece = memory[done : done + _PIECE]
+        got = _read_into(fd, piece, done, where)
+        if not got:
+            raise CheckpointError(f"{where} ended after {done:,} of {size:,} bytes: it was changed while it was read.")
+        if digest:
+            running.update(piece[:got])
+        done += got
+    if os.fstat(fd).st_size != size:
+        raise CheckpointError(f"{where} was changed while it was read.")
+    return memory, running.hexdigest() if digest else ""
+
+
+def _memory(size: int) -> memoryview:
+    if size == 0:
+        return memoryview(bytearray())
+    mapped = mmap.mmap(-1, size)
+    if size >= _PIECE and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)  # a fault for every 2 MiB instead of every 4 KiB
+    return memoryview(mapped)
+
+
+def _read_into(fd: int, piece: memoryview, offset: int, where: str) -> int:
+    try:
+        return os.preadv(fd, [piece], offset)
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read at byte {offset:,}: {error.strerror}.") from error

@@ -1,0 +1,127 @@
+"""JSON that means one thing only: `parse` refuses what two readers could understand in two ways, `dump` writes nothing else.
+
+Refused: two equal keys in one object, NaN and Infinity (and numbers that overflow to them), halves of surrogate pairs, numbers of
+thousands of digits, text that is not UTF-8, nesting and size beyond a limit. Every refusal is a `CheckpointError` that names the file.
+Nothing is executed and no class is looked up: the result consists of dict, list, str, int, float, bool and None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from slipstream.errors import CheckpointError
+
+__all__ = ["DEEPEST", "LARGEST", "MOST_VALUES", "dump", "parse"]
+
+LARGEST: Final = 64 << 20
+"""Most bytes of a text."""
+DEEPEST: Final = 100
+"""Most levels of lists and objects inside of each other."""
+MOST_VALUES: Final = 8_000_000
+"""Most values in a text: a few bytes of JSON become tens of bytes of Python, so that size alone limits too little."""
+
+_LONGEST_NUMBER: Final = 4300
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse(data: bytes | bytearray | memoryview, where: str, *, largest: int = LARGEST, deepest: int = DEEPEST) -> Any:
+    """The value that this text stands for; `where` names the text in errors.
+
+    >>> parse(b'{"step": 3}', "MANIFEST.json")
+    {'step': 3}
+    >>> parse(b'{"step": 3, "step": 4}', "MANIFEST.json")
+    Traceback (most recent call last):
+        ...
+    slipstream.errors.CheckpointError: MANIFEST.json is no JSON that can be trusted: the key 'step' stands twice in one object.
+    """
+    if len(data) > largest:
+        raise _refusal(where, f"it has {len(data):,} bytes, more than {largest:,}")
+    data = bytes(data)
+    opened = data.count(b"[") + data.count(b"{")
+    if opened + data.count(b",") > MOST_VALUES:
+        raise _refusal(where, f"it has more than {MOST_VALUES:,} values")
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_decimal
+        )
+    except RecursionError:
+        raise _refusal(where, f"it is nested deeper than {deepest} levels") from None
+    except UnicodeDecodeError as error:
+        raise _refusal(where, f"byte {error.start:,} is not UTF-8") from None
+    except ValueError as error:  # of the parser itself and of the functions below
+        raise _refusal(where, str(error)) from None
+    if opened > deepest or _SURROGATE.search(data):
+        _check_tree(value, where, deepest)
+    return value
+
+
+def dump(value: Any, *, indent: int | None = None) -> bytes:
+    """The text of a value, in UTF-8, keys in their order; what JSON cannot hold is a `CheckpointError`.
+
+    >>> dump({"name": "zwölf", "value": 12})
+    b'{"name":"zw\\xc3\\xb6lf","value":12}'
+    """
+    separators = (",", ":") if indent is None else (",", ": ")
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"This value cannot be written as JSON: {error}.") from None
+
+
+def _refusal(where: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{where} is no JSON that can be trusted: {why}.")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:100]!r} stands twice in one object")
+    return found
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")
+
+
+def _integer(text: str) -> int:
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError(f"a number has {len(text):,} digits, more than {_LONGEST_NUMBER:,}")
+    return int(text)
+
+
+def _decimal(text: str) -> float:
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError(f"a number has {len(text):,} digits, more than {_LONGEST_NUMBER:,}")
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number
+
+
+def _check_tree(value: Any, where: str, deepest: int) -> None:
+    """Depth, and texts that no file can hold; without recursion, as the tree may be deep."""
+    level, depth = [value], 0
+    while level:
+        depth += any(isinstance(one, (dict, list)) for one in level)
+        if depth > deepest:
+            raise _refusal(where, f"it is nested deeper than {deepest} levels")
+        level = [inner for one in level for inner in _inside(one, where)]
+
+
+def _inside(value: Any, where: str) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+    elif isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise _refusal(where, f"the text {value[:40]!r} has half of a surrogate pair in it") from None
