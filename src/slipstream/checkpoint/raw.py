@@ -1,0 +1,157 @@
+"""Tensors as bytes and bytes as tensors, without a copy where there can be none.
+
+Everything that reaches a file goes through `tensor_bytes`, everything that comes back through `from_buffer`. What has no bytes of its
+own (sparse, quantized, nested and meta tensors, subclasses that hold other tensors) is refused by name; nothing is converted silently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from slipstream.errors import CheckpointError
+
+__all__ = ["DTYPES", "TORCH_DTYPES", "VIEWED", "dtype_name", "from_buffer", "packed", "storable", "tensor_bytes", "unpacked"]
+
+DTYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
+    {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint64: "U64",
+        torch.uint32: "U32",
+        torch.uint16: "U16",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+        torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+        torch.complex64: "C64",
+    }
+)
+"""The types of elements that a safetensors file names, by torch's."""
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType({name: dtype for dtype, name in DTYPES.items()})
+_VIEWED_NAMES: Final = ("complex128", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
+VIEWED: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {name: found for name in _VIEWED_NAMES if isinstance(found := getattr(torch, name, None), torch.dtype)}
+)
+"""Types of elements that such a file has no (or no generally readable) name for: kept as bytes, with their name and shape beside them."""
+_ALL: Final[Mapping[torch.dtype, str]] = MappingProxyType({**DTYPES, **{dtype: name for name, dtype in VIEWED.items()}})
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a type of elements as Python code has it.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def storable(tensor: Any, where: str) -> torch.Tensor:
+    """The same tensor if its elements are bytes in one piece of memory; else a CheckpointError that says why not, and what to do.
+
+    >>> storable(torch.ones(2).to_sparse(), "custom object 0")
+    Traceback (most recent call last):
+    slipstream.errors.CheckpointError: custom object 0 is a sparse tensor (torch.sparse_coo), which cannot be stored. Store ...
+    """
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        raise CheckpointError(
+            f"{where} belongs to a lazy module that has not seen data yet: it has no shape and no values. "
+            "Run one forward with a batch before saving or loading."
+        )
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise CheckpointError(
+            f"{where} is a {type(tensor).__module__}.{type(tensor).__qualname__}, a kind of tensor that is more than its elements. "
+            "Store a plain tensor: its full or local values, e.g. tensor.full_tensor(), tensor.to_local() or torch.Tensor(tensor)."
+        )
+    given: torch.Tensor = tensor
+    problem, remedy = _unstorable(given)
+    if problem:
+        raise CheckpointError(f"{where} is {problem}, which cannot be stored. {remedy}")
+    return given
+
+
+def _unstorable(tensor: torch.Tensor) -> tuple[str, str]:
+    if tensor.is_meta:
+        return (
+            "a tensor on the meta device, without values",
+            "Give it values first: load weights, or model.to_empty(device=...) and initialise.",
+        )
+    if tensor.is_nested:
+        return "a nested tensor", "Store its parts: list(tensor.unbind())."
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype})", "Store tensor.int_repr() with its scale and zero point."
+    if tensor.layout is not torch.strided:
+        kind = "sparse tensor" if "sparse" in str(tensor.layout) else "tensor"
+        return f"a {kind} ({tensor.layout})", "Store tensor.to_dense(), or its indices and values."
+    if tensor.dtype not in _ALL:
+        return f"a tensor of {tensor.dtype}", "Convert it, e.g. tensor.to(torch.float32), or store tensor.view(torch.uint8)."
+    return "", ""
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor as bytes, row after row; the tensor's own memory where it lies so on the CPU already.
+
+    >>> bytes(tensor_bytes(torch.tensor([1, 2], dtype=torch.int16).flip(0)))
+    b'\\x02\\x00\\x01\\x00'
+    """
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()
+    if flat.numel() == 1:  # one element may have any stride and still count as contiguous, but cannot be viewed as bytes then
+        flat = flat.as_strided((1,), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers, which numpy's stubs say from 3.12 on
+
+
+def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: int) -> torch.Tensor:
+    """The tensor whose elements are the bytes from `start` to `end` of a buffer; shares its memory.
+
+    It is a copy where it cannot be that memory itself: the buffer is read-only, or the elements are not aligned in it.
+
+    >>> from_buffer(bytearray(b"\\x02\\x00\\x01\\x00"), "I16", (2,), 0, 4)
+    tensor([2, 1], dtype=torch.int16)
+    """
+    kind, shape = TORCH_DTYPES.get(dtype), tuple(shape)
+    view = memoryview(buffer)
+    count = math.prod(shape)
+    if kind is None or min(shape, default=0) < 0 or not 0 <= start <= end <= view.nbytes or count * kind.itemsize != end - start:
+        raise CheckpointError(f"A tensor of {dtype} with shape {list(shape)} cannot be bytes {start} to {end} of {view.nbytes}.")
+    if not count:
+        return torch.empty(shape, dtype=kind)
+    data = view if view.contiguous and view.format == "B" and view.ndim == 1 else view.cast("B")
+    if data.readonly:
+        return torch.frombuffer(bytearray(data[start:end]), dtype=kind).reshape(shape)
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=end - start, offset=start)
+    if raw.data_ptr() % kind.itemsize:
+        raw = raw.clone()
+    return raw.view(kind).reshape(shape)
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a type in `VIEWED` as a row of bytes."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def unpacked(stored: torch.Tensor, dtype: str, shape: Iterable[int]) -> torch.Tensor:
+    """The inverse of `packed`; ValueError where the bytes are not that tensor."""
+    kind, shape = VIEWED.get(dtype), tuple(shape)
+    if kind is None or stored.dtype is not torch.uint8 or stored.dim() != 1:
+        raise ValueError(f"{stored.dtype} with {stored.dim()} dimensions does not hold a tensor of {dtype!r}")
+    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * kind.itemsize != stored.numel():
+        raise ValueError(f"{stored.numel()} bytes are not a tensor of {dtype} with shape {list(shape)}")
+    if not stored.numel():
+        return torch.empty(shape, dtype=kind)
+    return stored.clone().view(kind).reshape(shape)
