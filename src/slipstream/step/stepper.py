@@ -343,8 +343,8 @@ class Stepper:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def _update_scale(self) -> None:
-        """A new loss scale; gradients of windows that are still open were made with the old one."""
-        waiting = [model for model in self.models if model.window.pending and not model.window.closing]
+        """A new loss scale; gradients that are there were made with the old one, also those of a window whose last batch this is."""
+        waiting = [model for model in self.models if model.gradients()]
         ratio = self.scaler.flush(want_ratio=bool(waiting))
         if ratio != 1.0:
             for model in waiting:
