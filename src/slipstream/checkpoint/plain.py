@@ -29,9 +29,9 @@ from slipstream.checkpoint.raw import DTYPES, TORCH_DTYPES, VIEWED, dtype_name, 
 from slipstream.checkpoint.rebuilding import rebuild
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
-from slipstream.files.tensors import plan, read_layout
+from slipstream.files.tensors import Layout, plan, read_layout
 
-__all__ = ["DTYPES", "TREE", "flatten", "from_buffer", "read_part", "rebuild", "tensor_bytes", "write_part", "write_tree"]
+__all__ = ["DTYPES", "TREE", "flatten", "from_buffer", "read_part", "read_tensors", "rebuild", "tensor_bytes", "write_part", "write_tree"]
 
 TREE: Final = "tree"
 
@@ -39,12 +39,12 @@ _DEEPEST: Final = 60
 _LARGEST_INTEGER: Final = 2**63
 _LONG: Final = 4096
 """Lists of so many numbers, such as the order of a data set, are kept as tensors."""
-_LONGEST_NAME: Final = 160
+_LONGEST_NAME: Final = 1000
 _FACTORIES: Final[Mapping[Any, str | None]] = MappingProxyType(
     {None: None, **{one: one.__name__ for one in (int, float, str, bool, bytes, list, dict, set, tuple)}}
 )
 _DTYPES: Final = frozenset([*TORCH_DTYPES.values(), *VIEWED.values()])
-_ODD: Final = re.compile(r"[^ -~]|\s")
+_HALF_CHARACTER: Final = re.compile("[\\ud800-\\udfff]")
 
 _DEEPEST_JSON: Final = 256
 """A level of a value takes up to three levels of JSON."""
@@ -94,19 +94,28 @@ def write_tree(add: _Add, name: str, tree: Any, tensors: Mapping[str, torch.Tens
     return file, add(file, chain([header], map(tensor_bytes, tensors.values())), layout.size)
 
 
-def read_part(name: str, buffer: Any) -> Any:
-    """The state in a file that `write_part` wrote; its tensors are views of the buffer (which lives as long as they do)."""
-    view = memoryview(buffer).cast("B")
+def read_part(name: str, buffer: Any, where: str | None = None) -> Any:
+    """The state in a file that `write_part` wrote; its tensors are views of the buffer. Messages name `where`, or else the file."""
+    where = name if where is None else where
     if name.endswith(".json"):
-        return rebuild(strict_json.parse(bytes(view), name, deepest=_DEEPEST_JSON), {}, name)
-    layout = read_layout(lambda offset, count: bytes(view[offset : offset + count]), view.nbytes, name)
+        return rebuild(strict_json.parse(memoryview(buffer), where, deepest=_DEEPEST_JSON), {}, where)
+    layout, tensors = _tensors(buffer, where)
     if TREE not in layout.metadata:
-        raise CheckpointError(f"{name} holds tensors but no state: its metadata have no {TREE!r}. It was not written by slipstream.")
-    tensors = {
-        entry.name: from_buffer(buffer, entry.dtype, entry.shape, layout.data_start + entry.start, layout.data_start + entry.end)
-        for entry in layout.entries.values()
-    }
-    return rebuild(strict_json.parse(layout.metadata[TREE].encode(), name, deepest=_DEEPEST_JSON), tensors, name)
+        raise CheckpointError(f"{where} holds tensors but no state: its metadata have no {TREE!r}. It was not written by slipstream.")
+    return rebuild(strict_json.parse(layout.metadata[TREE].encode(), where, deepest=_DEEPEST_JSON), tensors, where)
+
+
+def read_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file by name, as views of its bytes."""
+    return _tensors(buffer, where)[1]
+
+
+def _tensors(buffer: Any, where: str) -> tuple[Layout, dict[str, torch.Tensor]]:
+    view = memoryview(buffer)
+    layout = read_layout(lambda offset, count: view[offset : offset + count], view.nbytes, where)
+    start = layout.data_start
+    found = {one.name: from_buffer(view, one.dtype, one.shape, start + one.start, start + one.end) for one in layout.entries.values()}
+    return layout, found
 
 
 class _Flattener:
@@ -268,7 +277,7 @@ class _Flattener:
         return self._names[identity]
 
     def _name(self, place: _Place) -> str:
-        plain = _ODD.sub("_", ".".join(str(step) for step in _steps(place)))[:_LONGEST_NAME] or "value"
+        plain = _HALF_CHARACTER.sub("_", ".".join(str(step) for step in _steps(place)))[:_LONGEST_NAME] or "value"
         name, number = plain, 2
         while name in self.tensors or name == "__metadata__":
             name, number = f"{plain}~{number}", number + 1

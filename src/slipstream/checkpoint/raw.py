@@ -37,12 +37,13 @@ DTYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
         torch.float8_e5m2: "F8_E5M2",
         torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
         torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+        torch.float8_e8m0fnu: "F8_E8M0",
         torch.complex64: "C64",
     }
 )
 """The types of elements that a safetensors file names, by torch's."""
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType({name: dtype for dtype, name in DTYPES.items()})
-_VIEWED_NAMES: Final = ("complex128", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
+_VIEWED_NAMES: Final = ("complex128", "complex32", "float4_e2m1fn_x2")
 VIEWED: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {name: found for name in _VIEWED_NAMES if isinstance(found := getattr(torch, name, None), torch.dtype)}
 )

@@ -287,12 +287,10 @@ def _numpy_dtype(name: Any) -> numpy.dtype[Any]:
     return numpy.dtype(name)
 
 
-def _array(stored: torch.Tensor, dtype: numpy.dtype[Any], shape: tuple[int, ...]) -> numpy.ndarray[Any, Any]:
-    made: numpy.ndarray[Any, Any]
+def _array(stored: torch.Tensor, dtype: numpy.dtype[Any], shape: tuple[int, ...]) -> Any:
     if not stored.numel():
         return numpy.ndarray(shape, dtype=dtype)
-    flat: Any = stored.clone().numpy()
+    flat = stored.clone().numpy()
     if dtype.kind == "U" and int(flat.view(f"{dtype.str[0]}u4").max()) > _LARGEST_CHARACTER:
         raise ValueError("it holds characters that there are not")
-    made = flat.view(dtype).reshape(shape)
-    return made
+    return flat.view(dtype).reshape(shape)
