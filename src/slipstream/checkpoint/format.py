@@ -10,6 +10,7 @@ whose parts are all listed as files, or raises an error that names the file. Not
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from slipstream.files import strict_json
 from slipstream.files.digest import digest
 from slipstream.files.names import check_name
 
-__all__ = ["LATEST", "MANIFEST", "VERSION", "FileEntry", "Manifest", "ModelEntry", "parse"]
+__all__ = ["LATEST", "MANIFEST", "VERSION", "FileEntry", "Manifest", "ModelEntry", "RankFile", "parse"]
 
 MANIFEST = "MANIFEST.json"
 LATEST = "latest"
@@ -53,6 +54,8 @@ class ModelEntry:
     """The usual index, where there is more than one file."""
     extra: str | None = None
     """A part with the entries of the state dict that are no tensors."""
+    number: int = 0
+    """Which of the prepared models it is: hooks of the script may save some of them by themselves."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,14 @@ class Manifest:
             "metric": self.metric,
             "receipt": dict(self.receipt),
             "models": [
-                {"kind": one.kind, "files": list(one.files), "aliases": dict(one.aliases), "index": one.index, "extra": one.extra}
+                {
+                    "number": one.number,
+                    "kind": one.kind,
+                    "files": list(one.files),
+                    "aliases": dict(one.aliases),
+                    "index": one.index,
+                    "extra": one.extra,
+                }
                 for one in self.models
             ],
             "optimizers": list(self.optimizers),
@@ -224,9 +234,39 @@ class _Reader:
         if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
             raise self._wrong(where, "its aliases are no mapping of names")
         index, extra = (self._optional_part(where, entry.get(name)) for name in ("index", "extra"))
-        return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra)
+        known = self._whole(where, entry.get("number"))
+        return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra, known)
 
     def _rank(self, rank: str, world: int) -> int:
         if not rank.isascii() or not rank.isdigit() or str(int(rank[:9])) != rank or int(rank) >= world:
             raise self._wrong("ranks", f"{rank!r} is no rank of a run of {world} processes")
         return int(rank)
+
+
+# -- files of other ranks ---------------------------------------------------------------------------------------------
+
+_RANK_FILE = re.compile(r"rank_(\d{1,9})\.([0-9]{1,20}-[0-9a-f]{16})\.([0-9a-f]{32})\.safetensors", re.ASCII)
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A file that a rank added after the manifest was written: its name says whose it is, to which save it belongs, and its checksum.
+
+    >>> name = RankFile(3, "120-00112233445566aa", "0" * 32).name
+    >>> name[:28], RankFile.of(name).rank, RankFile.of("notes.txt")
+    ('rank_3.120-00112233445566aa.', 3, None)
+    """
+
+    rank: int
+    stamp: str
+    checksum: str
+
+    @property
+    def name(self) -> str:
+        return f"rank_{self.rank}.{self.stamp}.{self.checksum}.safetensors"
+
+    @staticmethod
+    def of(name: str) -> RankFile | None:
+        """What a file's name says, if it is such a file."""
+        found = _RANK_FILE.fullmatch(name)
+        return None if found is None else RankFile(int(found[1]), found[2], found[3])

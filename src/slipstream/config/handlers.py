@@ -80,8 +80,16 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    keep_best: int | None = None
+    """How many checkpoints are kept for the `metric` that they were saved with, besides the newest `total_limit`."""
+    best_mode: str = "min"
+    """Whether the best metric is the smallest ("min") or the largest ("max")."""
 
     def __post_init__(self) -> None:
+        if self.keep_best is not None and (isinstance(self.keep_best, bool) or not isinstance(self.keep_best, int) or self.keep_best < 0):
+            raise ConfigError(f"ProjectConfiguration(keep_best={self.keep_best!r}): write how many of the best to keep, from 0")
+        if self.best_mode not in ("min", "max"):
+            raise ConfigError(f'ProjectConfiguration(best_mode={self.best_mode!r}): write "min" or "max"')
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigError(f"ProjectConfiguration(total_limit={self.total_limit}): one is kept at least; leave it out to keep all")
         self.set_directories(self.project_dir)

@@ -1,0 +1,166 @@
+"""Reading a checkpoint: first all of it is read and verified, then it can be asked for its parts.
+
+Every file is read once, into memory, and its checksum taken on the way: what was verified is what is used, whatever happens to the
+file afterwards. Nothing is handed out before every file has the size and the checksum that the manifest says, so a broken checkpoint
+changes nothing in a run. Files are opened inside the folder alone; nothing in it can name a path elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.checkpoint.commit import recover
+from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile, parse
+from slipstream.checkpoint.plain import read_part, read_tensors
+from slipstream.checkpoint.save import rank_files
+from slipstream.errors import CheckpointError
+from slipstream.files.inside import Folder, open_inside
+from slipstream.files.reading import read_whole
+
+__all__ = ["Checkpoint", "Found", "newest", "open_checkpoint", "read_manifest"]
+
+_LARGEST_MANIFEST = 64 * 2**20
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint that was read and verified."""
+
+    folder: Path
+    manifest: Manifest
+    buffers: dict[str, Any] = field(repr=False)
+    """The bytes of its files; taken out as they are used."""
+
+    def weights(self, number: int) -> dict[str, torch.Tensor]:
+        """The tensors of a model, by name; their memory is handed over."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name in self.manifest.models[number].files:
+            for key, tensor in read_tensors(self.buffers.pop(name), self._path(name)).items():
+                if key in tensors:
+                    raise CheckpointError(f"{self._path(name)}: {key!r} stands in another file of the same model too")
+                tensors[key] = tensor
+        return tensors
+
+    def extra(self, number: int) -> dict[str, Any]:
+        """The entries of a model's state dict that are no tensors."""
+        name = self.manifest.models[number].extra
+        return {} if name is None else self.part(name)
+
+    def part(self, name: str) -> Any:
+        """The state in a part; the memory of its tensors is handed over."""
+        return read_part(name, self.buffers.pop(name), self._path(name))
+
+    def rank(self, rank: int) -> dict[str, Any] | None:
+        """What belongs to a rank, if that rank has saved it."""
+        name = self.manifest.ranks.get(rank)
+        if name is not None:
+            return self._checked(self.part(name), rank, name)
+        path = rank_files(self.folder, self.manifest.stamp).get(rank)
+        if path is None:
+            return None
+        found = RankFile.of(path.name[path.name.index("rank_") :])
+        assert found is not None
+        buffer = _read(path.parent, path.name, None, found.checksum)
+        return self._checked(read_part("rank.safetensors", buffer, str(path)), rank, path.name)
+
+    def _checked(self, state: Any, rank: int, name: str) -> dict[str, Any]:
+        if not isinstance(state, dict) or state.get("rank") != rank or state.get("stamp") != self.manifest.stamp:
+            raise CheckpointError(f"{self._path(name)} does not belong to rank {rank} of this save")
+        return state
+
+    def _path(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; an error that says what is there instead if there is none."""
+    where = str(folder / MANIFEST)
+    try:
+        with Folder(folder) as opened:
+            data = opened.read(MANIFEST, _LARGEST_MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(_nothing_there(folder)) from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{folder} is a file, and a checkpoint is a folder: pass the folder that save_state made") from None
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    return parse(data, where)
+
+
+def _nothing_there(folder: Path) -> str:
+    if not folder.exists():
+        near = sorted(one.name for one in folder.parent.iterdir() if one.is_dir())[:8] if folder.parent.is_dir() else []
+        there = f"; in {folder.parent} there are {', '.join(near)}" if near else ""
+        return f"there is no checkpoint at {folder}{there}"
+    names = sorted(os.listdir(folder))
+    held = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
+    return f"{folder} is no checkpoint, or one whose save did not come to its end: it has no {MANIFEST} (it holds {held})"
+
+
+def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: True) -> Checkpoint:
+    """Reads and verifies a checkpoint; the bytes of files that `keep` does not want are given back at once."""
+    if not folder.exists():
+        folder = recover(folder) or folder
+    manifest = read_manifest(folder)
+    buffers = {}
+    known = _parts(manifest)
+    for name, entry in manifest.files.items():
+        buffer = _read(folder, name, entry.size, entry.checksum)
+        if name in known and keep(name):
+            buffers[name] = buffer
+    return Checkpoint(folder, manifest, buffers)
+
+
+def _parts(manifest: Manifest) -> set[str]:
+    """The files that this library itself reads; others were written by hooks of the script."""
+    names = {name for model in manifest.models for name in (*model.files, model.extra) if name is not None}
+    names.update(manifest.optimizers, manifest.objects, manifest.ranks.values())
+    return names if manifest.training is None else names | {manifest.training}
+
+
+def _read(folder: Path, name: str, size: int | None, checksum: str) -> Any:
+    where = folder / name
+    try:
+        descriptor = open_inside(folder, name)
+        try:
+            present = os.fstat(descriptor).st_size
+            if size is not None and present != size:
+                raise CheckpointError(f"{where} is damaged: it has {present} bytes, and the manifest says {size}")
+            buffer, found = read_whole(descriptor, present)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise CheckpointError(f"{where} is missing, and the manifest lists it") from None
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    if found != checksum:
+        raise CheckpointError(f"{where} is damaged: its checksum is {found}, and {checksum} was written")
+    return buffer
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that is whole, and why newer ones were passed over."""
+
+    checkpoint: Checkpoint
+    passed_over: Mapping[Path, str]
+
+
+def newest(candidates: Iterable[Path], where: str) -> Found:
+    """The first of the candidates (newest first) that verifies."""
+    passed: dict[Path, str] = {}
+    for folder in candidates:
+        try:
+            return Found(open_checkpoint(folder), passed)
+        except CheckpointError as error:
+            passed[folder] = str(error)
+    if not passed:
+        raise CheckpointError(f"there is no checkpoint in {where} yet: save_state() makes the first one")
+    reasons = "\n".join(f"  {folder.name}: {why}" for folder, why in passed.items())
+    raise CheckpointError(f"none of the {len(passed)} checkpoints in {where} is whole:\n{reasons}")

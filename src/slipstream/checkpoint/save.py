@@ -1,0 +1,224 @@
+"""Writing a snapshot: the files of one checkpoint, and the manifest that makes them one.
+
+The process that writes (the main one, or the first of each machine) writes everything that all ranks share and what is its own. Every
+other rank writes one small file of its own. No rank waits for another: a rank's file goes beside the checkpoint first, and whoever comes
+second, the rank or the commit, moves it inside. So a save on the main process alone is whole but for what belongs to the
+others, and a save on all of them is complete when all have returned.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry, RankFile, parse
+from slipstream.checkpoint.parts import pack, pack_tensors, packed_digest, part_file
+from slipstream.checkpoint.snapshot import ModelPart, Part, Snapshot
+from slipstream.checkpoint.weights import index_bytes, shard_names, shards
+from slipstream.errors import CheckpointError
+from slipstream.files.disk import Disk
+from slipstream.files.inside import Folder
+
+__all__ = ["Earlier", "Stage", "add_rank_file", "collect_rank_files", "earlier", "rank_files", "write"]
+
+_LARGEST_MANIFEST = 64 * 2**20
+
+
+class Stage(Protocol):
+    """Where a checkpoint is put together; see `commit.py` and `remote.py`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def add(self, name: str, chunks: Iterable[Any], size: int) -> FileEntry: ...
+
+    def adopt(self, name: str) -> FileEntry: ...
+
+    def reuse(self, name: str, source: Path, entry: FileEntry) -> bool: ...
+
+    def commit(self, manifest: bytes) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A checkpoint whose unchanged files can be used again."""
+
+    folder: Path
+    files: Mapping[tuple[int, str], str] = field(default_factory=dict)
+    """Names by size and checksum."""
+
+
+def earlier(folder: Path) -> Earlier | None:
+    """What a checkpoint offers for using again; None if there is none."""
+    try:
+        with Folder(folder) as opened:
+            manifest = parse(opened.read(MANIFEST, _LARGEST_MANIFEST), str(folder / MANIFEST))
+    except (CheckpointError, OSError):  # no checkpoint, or a broken one: then everything is written
+        return None
+    return Earlier(folder, {(entry.size, entry.checksum): name for name, entry in manifest.files.items()})
+
+
+def write(stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Earlier] = (), dedup: bool = False) -> Manifest:
+    """Writes and commits; `dedup` links files that did not change since one of `reusable` instead of writing them again."""
+    writer = _Writer(stage, reusable if dedup else ())
+    models = tuple(_write_model(writer, model, max_shard_size, apart=dedup) for model in snapshot.models)
+    optimizers = tuple(writer.part(part) for part in snapshot.optimizers)
+    training = None if snapshot.training is None else writer.part(snapshot.training)
+    objects = tuple(writer.part(part) for part in snapshot.objects)
+    own = writer.part(snapshot.own)
+    writer.adopt_the_rest()
+    facts = snapshot.facts
+    manifest = Manifest(
+        stamp=facts.stamp,
+        step=facts.step,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        written_by=f"slipstream {version('slipstream')}",
+        world=facts.world,
+        strategy=facts.strategy,
+        mesh=facts.mesh,
+        files=writer.files,
+        models=models,
+        optimizers=optimizers,
+        training=training,
+        objects=objects,
+        ranks={_rank_of(snapshot.own): own},
+        metric=facts.metric,
+        receipt=facts.receipt,
+    )
+    stage.commit(manifest.dump())
+    return manifest
+
+
+def _rank_of(own: Part) -> int:
+    rank: int = own.tree["rank"]
+    return rank
+
+
+class _Writer:
+    """Adds files to a stage and keeps the list of them."""
+
+    def __init__(self, stage: Stage, reusable: Sequence[Earlier]) -> None:
+        self.stage = stage
+        self.files: dict[str, FileEntry] = {}
+        self._reusable = reusable
+
+    def part(self, part: Part) -> str:
+        name = part_file(part)
+        self.file(name, lambda: pack(part))
+        return name
+
+    def file(self, name: str, make: Callable[[], tuple[Iterable[Any], int]]) -> None:
+        if name in self.files:
+            raise CheckpointError(f"two parts of the checkpoint would be written to {name}")
+        if not (self._reusable and self._reused(name, make)):
+            chunks, size = make()
+            self.files[name] = self.stage.add(name, chunks, size)
+
+    def _reused(self, name: str, make: Callable[[], tuple[Iterable[Any], int]]) -> bool:
+        chunks, size = make()
+        entry = FileEntry(size, packed_digest(chunks))
+        for one in self._reusable:
+            source = one.files.get((entry.size, entry.checksum))
+            if source is not None and self.stage.reuse(name, one.folder / source, entry):
+                self.files[name] = entry
+                return True
+        return False
+
+    def adopt_the_rest(self) -> None:
+        """Files that hooks of the script wrote belong to the checkpoint too."""
+        for path in sorted(self.stage.folder.rglob("*")):
+            name = path.relative_to(self.stage.folder).as_posix()
+            if (path.is_symlink() or not path.is_dir()) and name not in self.files and not name.startswith("."):
+                self.files[name] = self.stage.adopt(name)
+
+
+def _write_model(writer: _Writer, model: ModelPart, max_shard_size: int | None, *, apart: bool) -> ModelEntry:
+    groups = shards(model.tensors, max_shard_size, model.frozen if apart else frozenset())
+    names = shard_names(model.base, len(groups))
+    for name, group in zip(names, groups, strict=True):
+        writer.file(name, lambda group=group: pack_tensors({key: model.tensors[key] for key in group}))  # type: ignore[misc]
+    index = None
+    if len(names) > 1:
+        index = f"{model.base}.safetensors.index.json"
+        data = index_bytes(dict(zip(names, groups, strict=True)), model.tensors)
+        writer.file(index, lambda: ([data], len(data)))
+    extra = None if model.extra is None else writer.part(model.extra)
+    return ModelEntry(model.kind, tuple(names), model.aliases, index, extra, model.number)
+
+
+# -- files of other ranks ---------------------------------------------------------------------------------------------
+
+
+def add_rank_file(target: Path, snapshot: Snapshot, disk: Disk) -> None:
+    """Adds what belongs to a rank that does not write the checkpoint: inside if that is there already, else beside it."""
+    chunks, size = pack_tensors(snapshot.own.tensors, snapshot.own.tree)
+    parent = target.parent
+    temporary = parent / f".{target.name[:100]}.rank-{secrets.token_hex(8)}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        written = disk.write(temporary, chunks, size)
+        found = RankFile(_rank_of(snapshot.own), snapshot.facts.stamp, written.digest)
+        disk.rename(temporary, _beside(target, found.name))
+        disk.sync_folder(parent)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise CheckpointError(f"{target}: the random state of rank {_rank_of(snapshot.own)} could not be saved: {error}") from error
+    if _stamp_of(target) == snapshot.facts.stamp:
+        collect_rank_files(target, snapshot.facts.stamp, disk)
+
+
+def collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
+    """Moves the files of other ranks that lie beside a committed checkpoint into it; those of earlier saves of that name go."""
+    moved = False
+    for path, found in _lying_beside(target):
+        if found.stamp == stamp:
+            with suppress(FileNotFoundError):  # the rank itself was faster
+                disk.rename(path, target / found.name)
+                moved = True
+        elif _step_of(found.stamp) < _step_of(stamp):
+            with suppress(FileNotFoundError):
+                disk.remove(path)
+    if moved:
+        disk.sync_folder(target)
+        disk.sync_folder(target.parent)
+
+
+def rank_files(target: Path, stamp: str) -> dict[int, Path]:
+    """Where the files of ranks are that were added after the manifest."""
+    inside = [(path, found) for path in target.iterdir() if (found := RankFile.of(path.name)) is not None]
+    return {found.rank: path for path, found in [*_lying_beside(target), *inside] if found.stamp == stamp}
+
+
+def _beside(target: Path, name: str) -> Path:
+    return target.parent / f".{target.name}.{name}"
+
+
+def _lying_beside(target: Path) -> list[tuple[Path, RankFile]]:
+    prefix = f".{target.name}."
+    with suppress(FileNotFoundError), os.scandir(target.parent) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith(prefix)]
+        pairs = [(target.parent / name, RankFile.of(name[len(prefix) :])) for name in names]
+        return [(path, found) for path, found in pairs if found is not None]
+    return []
+
+
+def _step_of(stamp: str) -> int:
+    return int(stamp.partition("-")[0])
+
+
+def _stamp_of(target: Path) -> str | None:
+    try:
+        with Folder(target) as opened:
+            return parse(opened.read(MANIFEST, _LARGEST_MANIFEST), str(target / MANIFEST)).stamp
+    except (CheckpointError, OSError):  # not there yet, or something else by that name: the file stays beside it
+        return None

@@ -1,0 +1,151 @@
+"""A snapshot: everything that one save will write, taken at one moment.
+
+The states of objects are taken apart when the snapshot is made (`plain.flatten`), so what cannot be stored is an error at the call of
+`save_state`, and a dict that changes afterwards changes nothing. Tensors are still those of the run, until `Arena.keep` copies them;
+a save that writes behind the training does that, one that makes it wait need not.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from slipstream.checkpoint.plain import flatten
+
+__all__ = ["Arena", "Facts", "ModelPart", "Part", "Snapshot", "part_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A state taken apart: what JSON holds, and the tensors by name."""
+
+    name: str
+    tree: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """The weights of one model."""
+
+    number: int
+    base: str
+    kind: str
+    tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+    extra: Part | None = None
+    frozen: frozenset[str] = frozenset()
+    """Names of weights that are not trained."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the manifest says of the run."""
+
+    stamp: str
+    step: int
+    world: int
+    strategy: str
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    metric: float | None = None
+    receipt: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a save writes: all of it on the process that writes, `own` alone on the others."""
+
+    facts: Facts
+    own: Part
+    """What belongs to this rank."""
+    models: tuple[ModelPart, ...] = ()
+    optimizers: tuple[Part, ...] = ()
+    training: Part | None = None
+    objects: tuple[Part, ...] = ()
+
+    def parts(self) -> Iterator[Part | ModelPart]:
+        """Everything that holds tensors."""
+        yield from self.models
+        yield from (model.extra for model in self.models if model.extra is not None)
+        yield from self.optimizers
+        yield from () if self.training is None else (self.training,)
+        yield from self.objects
+        yield self.own
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for part in self.parts() for tensor in part.tensors.values())
+
+
+def part_of(name: str, state: Any, where: str) -> Part:
+    """A state taken apart; `where` names it in errors.
+
+    >>> part_of("training", {"epoch": 3}, "loaders")
+    Part(name='training', tree={'epoch': 3}, tensors={})
+    """
+    tree, tensors = flatten(state, where)
+    return Part(name, tree, tensors)
+
+
+class Arena:
+    """Memory for copies of a run's tensors, kept from one save to the next: fresh pages cost as much as the copy itself."""
+
+    _ALIGNMENT = 64
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._used = 0
+
+    def keep(self, snapshot: Snapshot) -> Snapshot:
+        """The same snapshot with copies of all tensors; it is valid until the next call."""
+        padded = sum(-(-tensor.numel() * tensor.element_size() // self._ALIGNMENT) * self._ALIGNMENT for tensor in _tensors(snapshot))
+        if self._memory is None or self._memory.numel() < padded:
+            self._memory = None  # given back before more is taken
+            self._memory = _pages(padded)
+        self._used = 0
+        with torch.no_grad():
+            models = tuple(
+                replace(model, tensors=self._copies(model.tensors), extra=None if model.extra is None else self._part(model.extra))
+                for model in snapshot.models
+            )
+            return Snapshot(
+                facts=snapshot.facts,
+                own=self._part(snapshot.own),
+                models=models,
+                optimizers=tuple(self._part(part) for part in snapshot.optimizers),
+                training=None if snapshot.training is None else self._part(snapshot.training),
+                objects=tuple(self._part(part) for part in snapshot.objects),
+            )
+
+    def _part(self, part: Part) -> Part:
+        return replace(part, tensors=self._copies(part.tensors))
+
+    def _copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._copy(tensor) for name, tensor in tensors.items()}
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self._memory is not None
+        size = tensor.numel() * tensor.element_size()
+        place = self._memory[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+        self._used += -(-size // self._ALIGNMENT) * self._ALIGNMENT
+        return place.copy_(tensor.detach())
+
+
+def _tensors(snapshot: Snapshot) -> Iterator[torch.Tensor]:
+    for part in snapshot.parts():
+        yield from part.tensors.values()
+
+
+def _pages(size: int) -> torch.Tensor:
+    """Memory in large pages where the system has them."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

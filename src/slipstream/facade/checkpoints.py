@@ -1,0 +1,142 @@
+"""The methods of `Accelerator` about checkpoints and weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from slipstream.checkpoint.models import save_model
+from slipstream.checkpoint.single import save
+from slipstream.errors import ConfigError
+from slipstream.facade.parts import Parts
+from slipstream.facade.restoring import Wishes, restore
+from slipstream.facade.saving import Options, Saver
+from slipstream.logging import get_logger
+
+__all__ = ["Checkpoints"]
+
+_LOAD_KWARGS = frozenset({"map_location", "weights_only"})
+
+
+class Checkpoints:
+    """Saving a run and going on with it."""
+
+    _parts: Parts
+    _saver: Saver
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: bool | None = None,
+        metric: float | None = None,
+        dedup: bool = False,
+        max_shard_size: int | str | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Saves everything that was prepared or registered, as one checkpoint that is either whole or not there; gives back its path.
+
+        Call it on every process, or on the main one alone: then random states of the others are not in it, which loading says. With
+        numbered checkpoints (`ProjectConfiguration(automatic_checkpoint_naming=True)`) the folder is chosen here. `async_save`: copies
+        the state, returns, and writes behind the training. `metric`: what `ProjectConfiguration(keep_best=...)` compares. `dedup`:
+        files that did not change since the last checkpoint are linked instead of written again. `max_shard_size` cuts the weights
+        into several files. See `facade/saving.py`.
+        """
+        if save_model_func_kwargs:
+            unknown = ", ".join(save_model_func_kwargs)
+            raise ConfigError(
+                f"save_state got {unknown}, which it does not know: it takes async_save, metric, dedup and max_shard_size. Options of "
+                "an engine's own state dict come with that engine."
+            )
+        if not safe_serialization:
+            get_logger(__name__).warning(
+                "save_state(safe_serialization=False) has no effect: checkpoints hold no pickle, and weights are safetensors always"
+            )
+        if metric is not None and (isinstance(metric, bool) or not _is_number(metric)):
+            raise ConfigError(f"save_state(metric={metric!r}): it is one number, which says how good the checkpoint is, e.g. the loss")
+        behind = self._saver.behind if async_save is None else async_save
+        number = None if metric is None else float(metric)
+        return self._saver.save(output_dir, Options(behind, dedup, number, max_shard_size))
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool | None = None,
+        allow_pickle: bool = False,
+        resume: bool | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Goes on where a checkpoint was saved, on the same or another number of processes; gives back the path of what was loaded.
+
+        Without a folder the newest numbered checkpoint that verifies is taken. Call it on every process, after `prepare`. `strict=True`
+        makes a changed meaning (effective batch, data, schedule, precision) an error instead of a warning; `strict=False` leaves out
+        weights that are missing or unknown. `resume=True` lets the next iteration over a loader go on by itself, as
+        `DataLoaderConfiguration(resume="auto")` does. `allow_pickle` reads what only unpickling can read in a checkpoint of the
+        relative: it can run any code, so only for files that you trust. See `facade/restoring.py`.
+        """
+        unknown = [*(set(load_kwargs or {}) - _LOAD_KWARGS), *(set(load_model_func_kwargs) - _LOAD_KWARGS)]
+        if unknown:
+            raise ConfigError(f"load_state got {', '.join(unknown)}, which it does not know: it takes strict, allow_pickle and resume")
+        if (load_kwargs or {}).get("weights_only") is False or load_model_func_kwargs.get("weights_only") is False:
+            allow_pickle = True
+        self._saver.background.wait()
+        return restore(self._saver, input_dir, Wishes(strict, allow_pickle, resume))
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Adds objects to what `save_state` saves and `load_state` loads, by their `state_dict` and `load_state_dict`."""
+        for one in objects:
+            missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(one, name, None))]
+            if missing:
+                raise ConfigError(f"register_for_checkpointing got a {type(one).__name__} without {' and '.join(missing)}: give it both")
+            if isinstance(one, torch.nn.Module) and self._parts.stepper.find(one) is not None:
+                raise ConfigError(f"register_for_checkpointing got a {type(one).__name__} that is prepared already, and saved with the rest")
+        for one in objects:
+            if not any(one is known for known in self._saver.objects):
+                self._saver.objects.append(one)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Calls `hook(models, weights, folder)` before a checkpoint is written: what it writes into the folder belongs to it, and
+        weights that it takes out of the list are not written."""
+        return _registered(self._saver.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Calls `hook(models, folder)` before a checkpoint is loaded: models that it takes out of the list are not loaded."""
+        return _registered(self._saver.load_hooks, hook)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes the weights of a model, and nothing else, where other libraries can read them; see `checkpoint/models.py`."""
+        if self._saver.writes:
+            save_model(self.unwrap_model(model, keep_torch_compile=False), save_directory, max_shard_size, safe_serialization)  # type: ignore[attr-defined]
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool | None = None) -> None:
+        """Writes one object to a file, on the main process; see `checkpoint/single.py`."""
+        if self._saver.writes:
+            save(obj, f, safe_serialization=safe_serialization)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return float(value) - float(value) == 0.0
+    except (TypeError, ValueError):
+        return False
+
+
+def _registered(hooks: Any, hook: Callable[..., None]) -> RemovableHandle:
+    if not callable(hook):
+        raise ConfigError(f"a hook is a function, and not a {type(hook).__name__}: pass it without calling it")
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

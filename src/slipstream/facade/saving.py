@@ -1,0 +1,150 @@
+"""Saving for an Accelerator: where a checkpoint goes, who writes what, now or behind the training."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.checkpoint.background import Background
+from slipstream.checkpoint.places import inside, numbers, place_at
+from slipstream.checkpoint.rotate import Keep
+from slipstream.checkpoint.save import write
+from slipstream.checkpoint.snapshot import Arena, Snapshot
+from slipstream.checkpoint.weights import parse_size
+from slipstream.config.handlers import ProjectConfiguration
+from slipstream.errors import ConfigError
+from slipstream.facade.parts import Parts
+from slipstream.facade.taking import state_dicts, take
+from slipstream.files.disk import Disk
+
+__all__ = ["Options", "Saver"]
+
+_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one checkpoint is saved."""
+
+    behind: bool = False
+    dedup: bool = False
+    metric: float | None = None
+    max_shard_size: int | str | None = None
+
+
+@dataclass
+class Saver:
+    """What an Accelerator keeps between saves. One for each."""
+
+    parts: Parts
+    project: ProjectConfiguration
+    behind: bool = False
+    """Whether saves are written behind the training unless a call says otherwise."""
+    objects: list[Any] = field(default_factory=list)
+    save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    background: Background = field(default_factory=Background)
+    disk: Disk = field(default_factory=Disk)
+    arena: Arena = field(default_factory=Arena)
+    last: str | None = None
+    """The checkpoint that was saved last."""
+
+    # -- where ----------------------------------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of numbered checkpoints, if they are numbered."""
+        return inside(self.project.project_dir or ".", _FOLDER) if self.project.automatic_checkpoint_naming else None
+
+    def begin_numbering(self) -> None:
+        """The next number is one that no checkpoint has."""
+        if self.folder is not None:
+            self.project.iteration = max([self.project.iteration, *(number + 1 for number in numbers(self.folder))])
+
+    def target(self, output_dir: str | os.PathLike[str] | None) -> str:
+        """Where this save goes."""
+        folder = self.folder
+        if folder is not None:
+            return inside(folder, f"checkpoint_{self.project.iteration}")
+        if output_dir is None or not os.fspath(output_dir):
+            raise ConfigError(
+                "save_state() was called without a folder: write save_state('checkpoints/first'), or let them be numbered by "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        if not isinstance(output_dir, (str, os.PathLike)):
+            raise ConfigError(f"save_state({output_dir!r}): a {type(output_dir).__name__} is no folder; write its path")
+        return os.fspath(output_dir)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes what all ranks share."""
+        state = self.parts.state
+        return state.is_local_main_process if self.project.save_on_each_node else state.is_main_process
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def save(self, output_dir: str | os.PathLike[str] | None, options: Options) -> str:
+        """Saves; the path of the checkpoint."""
+        self.background.wait()
+        target = self.target(output_dir)
+        largest = None if options.max_shard_size is None else parse_size(options.max_shard_size)
+        work = self._shared(target, options, largest) if self.writes else self._own(target, options)
+        if self.folder is not None:
+            self.project.iteration += 1
+        if options.behind:
+            self.background.start(f"the checkpoint {target}", work)
+        else:
+            work()
+        return target
+
+    def _shared(self, target: str, options: Options, largest: int | None) -> Callable[[], None]:
+        """What remains to be done once the state of the run was taken."""
+        place = place_at(target, self.disk)
+        stage = place.begin()
+        try:
+            snapshot = self._snapshot(stage.folder, options)
+        except BaseException:
+            stage.abandon()
+            raise
+        last = self.last
+
+        def work() -> None:
+            try:
+                reusable = place.earlier(last) if options.dedup else []
+                write(stage, snapshot, max_shard_size=largest, reusable=reusable, dedup=options.dedup)
+            except BaseException:
+                stage.abandon()
+                raise
+            place.collect(snapshot.facts.stamp)
+            self.last = target
+            if self.folder is not None:
+                place.mark_latest()
+                place.rotate(Keep(self.project.total_limit, self.project.keep_best, self.project.best_mode))
+
+        return work
+
+    def _snapshot(self, folder: Path, options: Options) -> Snapshot:
+        weights = state_dicts(self.parts)
+        taken = list(weights)
+        self._run_hooks(weights, str(folder))
+        left = {id(one) for one in weights}  # hooks take out what they saved themselves
+        kept = {number: one for number, one in enumerate(taken) if id(one) in left}
+        snapshot = take(self.parts, self.objects, kept, options.metric)
+        return self.arena.keep(snapshot) if options.behind else snapshot
+
+    def _own(self, target: str, options: Options) -> Callable[[], None]:
+        if self.save_hooks:
+            self._run_hooks(state_dicts(self.parts), target)
+        snapshot = take(self.parts, (), None, None)
+        kept = self.arena.keep(snapshot) if options.behind else snapshot
+        place = place_at(target, self.disk)
+        return lambda: place.add_rank_file(kept)
+
+    def _run_hooks(self, weights: list[dict[str, Any]], folder: str) -> None:
+        models = [model.prepared for model in self.parts.stepper.models]
+        for hook in self.save_hooks.values():
+            hook(models, weights, folder)

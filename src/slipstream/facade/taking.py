@@ -1,0 +1,162 @@
+"""From what an Accelerator holds to a snapshot of it: who is asked for which state, and the receipt of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.checkpoint.receipt import receipt
+from slipstream.checkpoint.snapshot import Facts, ModelPart, Part, Snapshot, part_of
+from slipstream.checkpoint.weights import split
+from slipstream.devices import rng
+from slipstream.facade.parts import Parts
+from slipstream.step.stepper import PreparedModel
+
+__all__ = ["numbered", "present_receipt", "state_dicts", "step_of", "take"]
+
+_POSITIONS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "eps"})
+"""What of a scheduler's state says where it stands, rather than how it was made."""
+
+
+def numbered(base: str, number: int) -> str:
+    """The name of the nth of several: the first one has no number.
+
+    >>> numbered("model", 0), numbered("model", 2)
+    ('model', 'model_2')
+    """
+    return f"{base}_{number}" if number else base
+
+
+def step_of(parts: Parts) -> int:
+    """Updates made: those of the optimizer that made most."""
+    return max((optimizer.updates for optimizer in parts.registry.optimizers), default=0)
+
+
+def state_dicts(parts: Parts) -> list[dict[str, Any]]:
+    """The weights of every model, under plain names."""
+    return [parts.strategy.state(model.original) for model in parts.stepper.models]
+
+
+def take(parts: Parts, objects: Sequence[Any], weights: Mapping[int, dict[str, Any]] | None, metric: float | None) -> Snapshot:
+    """A snapshot: of everything on the process that writes, which passes the `weights` by number of the model; else of this rank alone."""
+    loop = parts.stepper.loop_state()  # first: it settles what the loss scaler's state depends on
+    stamp = _stamp(parts)
+    state = parts.state
+    facts = Facts(
+        stamp=stamp,
+        step=step_of(parts),
+        world=state.num_processes,
+        strategy=parts.strategy.name,
+        mesh={"dp_replicate": state.num_processes},
+        metric=metric,
+        receipt=present_receipt(parts) if weights is not None else {},
+    )
+    own = part_of(
+        f"rank_{state.process_index}",
+        {
+            "rank": state.process_index,
+            "stamp": stamp,
+            "random": rng.capture(),
+            "gradients": parts.stepper.open_gradients(),
+            "loop": loop,
+            "loaders": [loader.state_dict() for loader in parts.registry.loaders],
+        },
+        f"what belongs to rank {state.process_index}",
+    )
+    if weights is None:
+        return Snapshot(facts, own)
+    return Snapshot(
+        facts,
+        own,
+        models=tuple(_model(parts.stepper.models[number], number, one) for number, one in weights.items()),
+        optimizers=tuple(
+            part_of(numbered("optimizer", number), optimizer.state_dict(), f"the state of {type(optimizer.optimizer).__name__}")
+            for number, optimizer in enumerate(parts.registry.optimizers)
+        ),
+        training=_training(parts),
+        objects=tuple(
+            part_of(f"custom_checkpoint_{number}", one.state_dict(), f"registered object {number} ({type(one).__name__})")
+            for number, one in enumerate(objects)
+        ),
+    )
+
+
+def _model(model: PreparedModel, number: int, state_dict: dict[str, Any]) -> ModelPart:
+    base, kind = numbered("model", number), type(model.original).__name__
+    weights = split(state_dict, f"the weights of {kind}")
+    frozen = frozenset(name for name, parameter in model.original.named_parameters() if not parameter.requires_grad)
+    extra = part_of(f"{base}_extra", dict(weights.extra), f"the state of {kind}") if weights.extra else None
+    return ModelPart(number, base, kind, weights.tensors, weights.aliases, extra, frozen)
+
+
+def _training(parts: Parts) -> Part:
+    registry = parts.registry
+    state = {
+        "step": step_of(parts),
+        "optimizers": [{"updates": one.updates, "skipped": one.step_was_skipped} for one in registry.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in registry.schedulers],
+        "scaler": parts.precision.scaler.state_dict(),
+        "loaders": [loader.state_dict() for loader in registry.loaders],
+    }
+    return part_of("training", state, "the state of the training loop")
+
+
+def _stamp(parts: Parts) -> str:
+    """What all ranks of a save agree on without asking each other: how far the run is."""
+    positions = [[loader.state_dict()[name] for name in ("epoch", "batches")] for loader in parts.registry.loaders]
+    updates = [optimizer.updates for optimizer in parts.registry.optimizers]
+    text = json.dumps([parts.state.num_processes, positions, updates, len(parts.stepper.models)])
+    return f"{step_of(parts)}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+# -- the receipt ------------------------------------------------------------------------------------------------------
+
+
+def present_receipt(parts: Parts) -> dict[str, Any]:
+    """What decides the meaning of this run."""
+    registry = parts.registry
+    steps = parts.gradient_state.plugin.num_steps or 1
+    batch = None
+    if registry.loaders:
+        first = registry.loaders[0]
+        batch = first.total_batch_size * (first.steps_per_update or steps)
+    return receipt(
+        effective_batch=batch,
+        accumulation=steps,
+        precision=parts.state.mixed_precision,
+        seed=torch.initial_seed() % 2**63,
+        loaders=[loader.describe() for loader in registry.loaders],
+        optimizers=[
+            {"kind": type(one.optimizer).__name__, "updates": one.updates, "lr": [_number(group.get("lr")) for group in one.param_groups]}
+            for one in registry.optimizers
+        ],
+        schedulers=[
+            {"kind": type(one.scheduler).__name__, "position": _number(getattr(one.scheduler, "last_epoch", None)), "settings": _settings(one)}
+            for one in registry.schedulers
+        ],
+    )
+
+
+def _settings(scheduler: Any) -> dict[str, Any]:
+    """How a schedule was made, as far as that is plain numbers."""
+    found = {}
+    for name, value in scheduler.state_dict().items():
+        if name.startswith("_") or name in _POSITIONS:
+            continue
+        values = [_number(one) for one in value] if isinstance(value, (list, tuple)) else _number(value)
+        if values is not None and not (isinstance(values, list) and None in values):
+            found[name] = values
+    return found
+
+
+def _number(value: Any) -> Any:
+    """A number or text that JSON holds; None for anything else."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, float):
+        return value if value - value == 0.0 else None
+    return value if isinstance(value, (bool, int, str)) else None
