@@ -3,7 +3,7 @@
 `Folder` holds the folder open; a name is resolved beneath it by the kernel itself (`openat2`), or part by part where the kernel cannot.
 No symbolic link is followed, at no place of the name, and only regular files are given out: a pipe or a device in place of a file is
 refused, and opening it never blocks. With `links_within` links are followed as long as they stay beneath that other folder: caches of
-downloads consist of such links. Nothing is ever written here.
+downloads consist of such links. Errors are `CheckpointError`; that of a missing file is a `FileNotFoundError` too. Nothing is written.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Folder:
         try:
             self._fd = os.open(root, _FOLDER_FLAGS)
         except OSError as error:
-            raise CheckpointError(f"The folder {self.path} cannot be opened: {error.strerror}.") from error
+            raise _error(error)(f"The folder {self.path} cannot be opened: {error.strerror}.") from error
 
     def __enter__(self) -> Folder:
         return self
@@ -80,7 +80,7 @@ class Folder:
         try:
             fd = self._open(place)
         except OSError as error:
-            raise CheckpointError(f"{self.path / name} {_explained(error)}.") from error
+            raise _error(error)(f"{self.path / name} {_explained(error)}.") from error
         mode = os.fstat(fd).st_mode
         if stat.S_ISREG(mode):
             return fd
@@ -158,6 +158,18 @@ def open_inside(folder: str | os.PathLike[str], name: str) -> int:
     """A descriptor of a regular file inside a folder, for reading; `Folder.open` for one file."""
     with Folder(folder) as held:
         return held.open(name)
+
+
+class _Missing(CheckpointError, FileNotFoundError):
+    """So that whoever expects a file to be missing can tell it from one that is damaged."""
+
+
+class _NoFolder(CheckpointError, NotADirectoryError):
+    """A file, or a link, where a folder should be."""
+
+
+def _error(error: OSError) -> type[CheckpointError]:
+    return {errno.ENOENT: _Missing, errno.ENOTDIR: _NoFolder}.get(error.errno or 0, CheckpointError)
 
 
 class _How(ctypes.Structure):

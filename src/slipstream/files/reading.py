@@ -14,7 +14,7 @@ from typing import Final
 from slipstream.errors import CheckpointError
 from slipstream.files.digest import Digest
 
-__all__ = ["read_whole"]
+__all__ = ["read_digest", "read_whole"]
 
 _PIECE: Final = 4 << 20
 
@@ -30,23 +30,35 @@ def read_whole(fd: int, size: int, *, digest: bool = True, where: str = "the fil
     >>> bytes(buffer), checksum[:8]
     (b'slipstream', '63f9f393')
     """
+    _check_size(fd, size, where)
+    memory = _memory(size)
+    running = Digest()
+    for done in range(0, size, _PIECE):
+        piece = memory[done : done + _PIECE]
+        _fill(fd, piece, done, where)
+        if digest:
+            running.update(piece)
+    _check_size(fd, size, where)
+    return memory, running.hexdigest() if digest else ""
+
+
+def read_digest(fd: int, size: int, *, where: str = "the file") -> str:
+    """The checksum of all `size` bytes of an open file, which are not kept."""
+    _check_size(fd, size, where)
+    memory = _memory(min(size, _PIECE))
+    running = Digest()
+    for done in range(0, size, _PIECE):
+        piece = memory[: min(_PIECE, size - done)]
+        _fill(fd, piece, done, where)
+        running.update(piece)
+    _check_size(fd, size, where)
+    return running.hexdigest()
+
+
+def _check_size(fd: int, size: int, where: str) -> None:
     there = os.fstat(fd).st_size
     if there != size:
         raise CheckpointError(f"{where} has {there:,} bytes, and it should have {size:,}: it is damaged or belongs to another save.")
-    memory = _memory(size)
-    running = Digest()
-    done = 0
-    while done < size:
-        piece = memory[done : done + _PIECE]
-        got = _read_into(fd, piece, done, where)
-        if not got:
-            raise CheckpointError(f"{where} ended after {done:,} of {size:,} bytes: it was changed while it was read.")
-        if digest:
-            running.update(piece[:got])
-        done += got
-    if os.fstat(fd).st_size != size:
-        raise CheckpointError(f"{where} was changed while it was read.")
-    return memory, running.hexdigest() if digest else ""
 
 
 def _memory(size: int) -> memoryview:
@@ -58,8 +70,12 @@ def _memory(size: int) -> memoryview:
     return memoryview(mapped)
 
 
-def _read_into(fd: int, piece: memoryview, offset: int, where: str) -> int:
-    try:
-        return os.preadv(fd, [piece], offset)
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be read at byte {offset:,}: {error.strerror}.") from error
+def _fill(fd: int, piece: memoryview, offset: int, where: str) -> None:
+    while piece:
+        try:
+            got = os.preadv(fd, [piece], offset)
+        except OSError as error:
+            raise CheckpointError(f"{where} cannot be read at byte {offset:,}: {error.strerror}.") from error
+        if not got:
+            raise CheckpointError(f"{where} ended after {offset:,} bytes: it was changed while it was read.")
+        piece, offset = piece[got:], offset + got

@@ -1,0 +1,60 @@
+"""What to do about an error of the system: one sentence for each of those that a disk gives."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["remedy", "told"]
+
+_REMEDIES: Final[Mapping[int, str]] = {
+    errno.ENOSPC: "The disk is full: remove something there, or save to another disk.",
+    errno.EDQUOT: "The quota of this user is used up: remove something there, ask for more, or save elsewhere.",
+    errno.EFBIG: "The file is larger than this file system or `ulimit -f` allows: save in smaller shards (max_shard_size), or elsewhere.",
+    errno.EIO: "The disk or the network behind it failed: look at the system's log (dmesg), and save to another disk.",
+    errno.EROFS: "This file system is mounted read-only: save to another one, or mount it for writing.",
+    errno.EACCES: "This user may not write there: change the permissions of the folder, or save elsewhere.",
+    errno.EPERM: "This user may not do that there: change the permissions of the folder, or save elsewhere.",
+    errno.ENOENT: "A folder on the way vanished during the save, something else removed it: let it be, or save elsewhere.",
+    errno.ENOTDIR: "Something on the way is a file where a folder should be: remove it, or save elsewhere.",
+    errno.EEXIST: "Something of that name is there already: remove it, or save elsewhere.",
+    errno.ENOTEMPTY: "Something else writes into the same folder: give every run a folder of its own.",
+    errno.EXDEV: "The folder is a mount point of its own: save into a folder below it.",
+    errno.EBUSY: "The folder is in use by the system, perhaps as a mount point: save into a folder below it.",
+    errno.ENAMETOOLONG: "The name is longer than this file system allows: choose a shorter one.",
+    errno.EMFILE: "This process has too many open files: raise `ulimit -n`, or close some.",
+    errno.ENFILE: "The system has too many open files: close some.",
+    errno.ELOOP: "There is a symbolic link where a file or folder should be: remove it, or save elsewhere.",
+    errno.ESTALE: "The server of this network file system has lost the folder: mount it anew, or save elsewhere.",
+    errno.ENOMEM: "The system has no memory left for this: end something, or save in smaller shards (max_shard_size).",
+}
+
+
+def remedy(error: OSError, *, needed: int | None = None, free: int | None = None) -> str:
+    """What to do about it; for a full disk with the bytes that are needed and free, where they are known.
+
+    >>> remedy(OSError(errno.ENOSPC, "No space left on device"), needed=5_000_000, free=1_000_000)
+    'The disk is full: remove something there, or save to another disk. The file takes 5,000,000 bytes, and 1,000,000 are free.'
+    """
+    text = _REMEDIES.get(error.errno or 0, "Look whether that place can be written at all, or save elsewhere.")
+    if error.errno == errno.ENOSPC and needed is not None and free is not None:
+        text += f" The file takes {needed:,} bytes, and {free:,} are free."
+    return text
+
+
+def told(error: OSError) -> str:
+    """What happened, to which file.
+
+    >>> told(FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/model"))
+    '/data/model: No such file or directory'
+    """
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename is None:
+        return reason
+    second = f" -> {_text(error.filename2)}" if error.filename2 is not None else ""
+    return f"{_text(error.filename)}{second}: {reason}"
+
+
+def _text(name: object) -> str:
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
