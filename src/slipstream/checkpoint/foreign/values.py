@@ -1,0 +1,389 @@
+"""Values from a file of `torch.save`: tensors as views of the file's bytes, and the plain kinds of Python and numpy. Nothing else.
+
+The kinds that are built stand in one table, `_KINDS`; each is checked before anything is made of it. A tensor has to lie inside its
+storage and may not have more elements than that, so that shapes and strides cannot be larger than the file. An object of any other
+class stays the record of how it would be made (`Call`), and is listed in `Values.unknown`: its numbers can be looked at, but it is
+never made.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy
+import torch
+
+from slipstream.checkpoint.foreign.archive import Archive, read_archive
+from slipstream.checkpoint.foreign.opcodes import DICT, FROZENSET, SET, STORAGE, Call, Name, NotPlain, take_apart
+from slipstream.checkpoint.raw import DTYPES, VIEWED
+from slipstream.errors import CheckpointError
+
+__all__ = ["Values", "read_values"]
+
+_DEEPEST = 60
+_DEEPEST_KEY = 4
+_LARGEST_WHEN_WRITTEN_OUT = 20_000_000
+_SAME_HASH = 16
+_ALIGNMENT = 16
+_PLAIN = (type(None), bool, int, float, str, bytes, bytearray)
+_KEYS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_ELEMENTS: Final[Mapping[str, torch.dtype]] = MappingProxyType({str(dtype): dtype for dtype in (*DTYPES, *VIEWED.values())})
+_STORAGES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {
+        "DoubleStorage": torch.float64,
+        "FloatStorage": torch.float32,
+        "HalfStorage": torch.float16,
+        "BFloat16Storage": torch.bfloat16,
+        "LongStorage": torch.int64,
+        "IntStorage": torch.int32,
+        "ShortStorage": torch.int16,
+        "CharStorage": torch.int8,
+        "ByteStorage": torch.uint8,
+        "BoolStorage": torch.bool,
+        "ComplexFloatStorage": torch.complex64,
+        "ComplexDoubleStorage": torch.complex128,
+        "UntypedStorage": torch.uint8,
+    }
+)
+_FACTORIES: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType({one.__name__: one for one in (int, float, str, list, dict, set)})
+_ARRAY_KIND = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a file holds."""
+
+    value: Any
+    unknown: tuple[str, ...]
+    """Classes and functions that the file names and that are not built here; empty if all of it is data."""
+
+
+def read_values(data: memoryview, where: str) -> Values:
+    """The values in the bytes of a file that torch.save wrote. Tensors share their memory (the bytes have to be writable for that)."""
+    archive = read_archive(data, where)
+    if "byteorder" in archive.spans and bytes(archive.entry("byteorder")) != b"little":
+        raise CheckpointError(f"{where} was written on a machine with another order of bytes; save it again on one that is little-endian")
+    builder = _Builder(archive, where)
+    value, _ = builder.build(take_apart(bytes(archive.entry("data.pkl")), where), 0)
+    return Values(value, tuple(sorted(builder.unknown)))
+
+
+class _Builder:
+    """Makes values of records; what is shared in the file is shared in the values."""
+
+    def __init__(self, archive: Archive, where: str) -> None:
+        self.where = where
+        self.unknown: set[str] = set()
+        self._archive = archive
+        self._made: dict[int, tuple[Any, int]] = {}
+        self._making: set[int] = set()
+        self._storages: dict[str, torch.Tensor] = {}
+
+    def wrong(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.where} is damaged, or was made to deceive: {why}. Use another copy of the checkpoint.")
+
+    def build(self, record: Any, depth: int) -> tuple[Any, int]:
+        """A value, and how many values it is when shared ones are written out: few bytes can share their way to billions."""
+        if type(record) in _PLAIN:
+            return record, 1
+        key = id(record)  # the tree of records lives as long as this object is used
+        if key in self._made:
+            return self._made[key]
+        if key in self._making or depth > _DEEPEST:
+            raise NotPlain(f"{self.where} holds something that contains itself, or is nested deeper than {_DEEPEST}")
+        self._making.add(key)
+        made = self._made[key] = self._make(record, depth + 1)
+        self._making.discard(key)
+        if made[1] > _LARGEST_WHEN_WRITTEN_OUT:
+            raise NotPlain(f"{self.where} has more than {_LARGEST_WHEN_WRITTEN_OUT:,} values, counting those that are shared each time")
+        return made
+
+    def _make(self, record: Any, depth: int) -> tuple[Any, int]:
+        if type(record) is Name:
+            if record.path not in _ELEMENTS:
+                self.unknown.add(record.path)
+            return _ELEMENTS.get(record.path, record), 1
+        if type(record) is not Call:
+            values, weight = self._several(record, depth)
+            return (tuple(values) if type(record) is tuple else values), weight
+        if record.path == STORAGE:
+            return record, 1
+        # A name among the arguments is part of the call, which is known or not as a whole.
+        named = [type(one) is Name and one.path not in _ELEMENTS for one in record.arguments]
+        built, weight = self._several([None if name else one for one, name in zip(record.arguments, named, strict=True)], depth)
+        arguments = tuple(raw if name else one for raw, one, name in zip(record.arguments, built, named, strict=True))
+        state, state_weight = self.build(record.state, depth)
+        items, items_weight = self._several(record.items, depth)
+        call = Call(record.path, arguments, state, items)
+        kind = _KINDS.get(record.path)
+        try:
+            made = NotImplemented if kind is None else kind(self, call)
+        except (TypeError, ValueError, OverflowError) as problem:  # parts of a kind that no real file has
+            raise self.wrong(f"{record.path} cannot be made ({type(problem).__name__}: {problem!s:.200})") from None
+        if made is NotImplemented:
+            self.unknown.add(record.path)
+            made = call
+        return made, weight + state_weight + items_weight
+
+    def _several(self, records: Any, depth: int) -> tuple[list[Any], int]:
+        built = [self.build(record, depth) for record in records]
+        return [value for value, _ in built], 1 + sum(weight for _, weight in built)
+
+    # -- what mappings and sets are made of
+
+    def checked_keys(self, keys: list[Any]) -> list[Any]:
+        """The same keys, if they are plain and were not chosen to have one hash, which would take time without end."""
+        seen: dict[int, int] = {}
+        for key in keys:
+            if type(key) is str:  # the hash of a text is different in every process
+                continue
+            self._check_key(key, 0)
+            number = hash(key)
+            seen[number] = seen.get(number, 0) + 1
+            if seen[number] > _SAME_HASH:
+                raise self.wrong("the keys of a mapping or set were chosen to have the same hash")
+        return keys
+
+    def _check_key(self, key: Any, depth: int) -> None:
+        if type(key) in (tuple, frozenset) and depth < _DEEPEST_KEY:
+            for part in key:
+                self._check_key(part, depth + 1)
+        elif type(key) not in _KEYS:
+            raise NotPlain(f"{self.where} has a {type(key).__name__} as key of a mapping or member of a set, which is not read as data")
+
+    def mapping(self, pairs: Any) -> dict[Any, Any]:
+        if not all(type(pair) is tuple and len(pair) == 2 for pair in pairs):
+            raise self.wrong("a mapping has an item that is no key with a value")
+        self.checked_keys([key for key, _ in pairs])
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise self.wrong("a mapping has a key twice")
+        return made
+
+    # -- what tensors are made of
+
+    def _storage(self, record: Any) -> tuple[torch.UntypedStorage, torch.dtype, int]:
+        """A storage, the type of its elements as the file says it, and how many bytes it has."""
+        fields = record.arguments if type(record) is Call and record.path == STORAGE else None
+        if type(fields) is not tuple or len(fields) != 5 or fields[0] != "storage" or type(fields[1]) is not Name:
+            raise self.wrong("a tensor has no storage")
+        key, count = fields[2], fields[4]
+        dtype = _STORAGES.get(fields[1].path.rpartition(".")[2])
+        if dtype is None or type(key) is not str or type(count) is not int:
+            raise self.wrong(f"a storage of {fields[1].path:.80} cannot be read")
+        start, end = self._archive.spans.get(f"data/{key}", (0, -1))
+        if end - start != count * dtype.itemsize:
+            raise self.wrong(f"its storage {key!r:.80} should be {count} elements of {dtype}, and is {max(end - start, 0)} bytes")
+        if key not in self._storages:
+            view = self._archive.data[start:end]
+            view = memoryview(bytearray(view)) if view.readonly else view
+            raw = torch.frombuffer(view, dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+            self._storages[key] = raw.clone() if raw.data_ptr() % _ALIGNMENT else raw
+        return self._storages[key].untyped_storage(), dtype, end - start
+
+    def tensor(self, stored: Any, offset: Any, shape: Any, strides: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A view of a storage that lies inside it and has no more elements than it."""
+        storage, elements, size = self._storage(stored)
+        dtype = dtype or elements
+        shapes = type(shape) in (tuple, torch.Size) and type(strides) in (tuple, torch.Size) and len(shape) == len(strides) <= 64
+        if not shapes or not all(type(number) is int and 0 <= number < 2**60 for number in (offset, *shape, *strides)):
+            raise self.wrong(f"a tensor cannot have the shape {shape!r:.80}, the strides {strides!r:.80} and the offset {offset!r:.80}")
+        count, room = math.prod(shape), size // dtype.itemsize
+        last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) if count else 0
+        if count > room or (count and last >= room) or offset > room:
+            raise self.wrong(f"a tensor {shape!r:.80} with the strides {strides!r:.80} does not fit into its storage of {room} elements")
+        return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(strides))
+
+
+# -- the kinds of values that are built: each takes a call whose parts are values already; NotImplemented where it is more than the kind
+
+
+def _encoded(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case (str() as text, "latin1" | "latin-1"):
+            try:
+                return text.encode("latin1")
+            except UnicodeEncodeError:
+                raise builder.wrong("bytes are written as a text that is none") from None
+    return NotImplemented
+
+
+def _bytes(builder: _Builder, call: Call) -> Any:
+    return b"" if call.arguments == () else NotImplemented
+
+
+def _complex(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case (int() | float() as real, int() | float() as imaginary):
+            return complex(real, imaginary)
+    return NotImplemented
+
+
+def _set(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case ():
+            members = call.items
+        case (list() as members,) if not call.items:
+            pass
+        case _:
+            return NotImplemented
+    return (frozenset if call.path.endswith("frozenset") else set)(builder.checked_keys(members))
+
+
+def _dict(builder: _Builder, call: Call) -> Any:
+    return builder.mapping(call.items)
+
+
+def _ordered(builder: _Builder, call: Call) -> Any:
+    if call.arguments or (call.state is not None and (type(call.state) is not dict or call.state.keys() - {"_metadata"})):
+        return NotImplemented
+    made = OrderedDict(builder.mapping(call.items))
+    if call.state:  # modules note the versions of their state there
+        made._metadata = call.state["_metadata"]  # type: ignore[attr-defined]
+    return made
+
+
+def _defaults(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case ():
+            return defaultdict(None, builder.mapping(call.items))
+        case (Name(path=path),) if path.partition(".")[0] in _BUILTINS and path.partition(".")[2] in _FACTORIES:
+            return defaultdict(_FACTORIES[path.partition(".")[2]], builder.mapping(call.items))
+    return NotImplemented
+
+
+def _counter(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case (dict() as counts,) if not call.items:
+            return Counter(counts)
+    return NotImplemented
+
+
+def _deque(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case () | ([],):
+            return deque(call.items)
+        case ([], None | int() as longest) if longest is None or 0 <= longest < 2**60:
+            return deque(call.items, longest)
+    return NotImplemented
+
+
+def _size(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case (tuple() as sizes,) if all(type(size) is int and abs(size) < 2**60 for size in sizes):
+            return torch.Size(sizes)
+    return NotImplemented
+
+
+def _device(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case (str(),) | (str(), int()):
+            try:
+                return torch.device(*call.arguments)
+            except RuntimeError:
+                raise builder.wrong(f"there is no device {call.arguments!r:.80}") from None
+    return NotImplemented
+
+
+def _tensor(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case (stored, offset, shape, strides):
+            return builder.tensor(stored, offset, shape, strides)
+        case (stored, offset, shape, strides, bool() as wants_gradient, hooks) if _empty(hooks):
+            return _marked(builder.tensor(stored, offset, shape, strides), wants_gradient)
+    return NotImplemented
+
+
+def _typed_tensor(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case (stored, offset, shape, strides, bool() as wants_gradient, hooks, torch.dtype() as dtype) if _empty(hooks):
+            return _marked(builder.tensor(stored, offset, shape, strides, dtype), wants_gradient)
+    return NotImplemented
+
+
+def _parameter(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case (torch.Tensor() as data, bool() as wants_gradient, hooks) if _empty(hooks):
+            return torch.nn.Parameter(data.detach(), requires_grad=wants_gradient and _differentiable(data))
+    return NotImplemented
+
+
+def _marked(tensor: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+    return tensor.requires_grad_(wants_gradient and _differentiable(tensor))
+
+
+def _empty(hooks: Any) -> bool:
+    return hooks is None or (isinstance(hooks, dict) and not hooks)
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _array_kind(builder: _Builder, call: Call) -> Any:
+    order = "="
+    match call.state:
+        case None:
+            pass
+        case (int(), "<" | ">" | "|" | "=" as order, None, None, None, *_):
+            pass
+        case _:
+            return NotImplemented
+    match call.arguments:
+        case (str() as name, *_) if _ARRAY_KIND.fullmatch(name):
+            return numpy.dtype(order + name.lstrip("<>|=")) if order in "<>" else numpy.dtype(name)
+    return NotImplemented
+
+
+def _array(builder: _Builder, call: Call) -> Any:
+    match call.arguments, call.state:
+        case (Name(path="numpy.ndarray"), _, _), (int(), tuple() as shape, numpy.dtype() as dtype, bool() as by_columns, bytes() as data):
+            sizes = all(type(size) is int and size >= 0 for size in shape) and len(shape) <= 32
+            if not sizes or math.prod(shape) * dtype.itemsize != len(data):
+                raise builder.wrong(f"an array of shape {shape!r:.80} does not have {len(data)} bytes")
+            return numpy.frombuffer(data, dtype).reshape(shape, order="F" if by_columns else "C").copy(order="K")
+    return NotImplemented
+
+
+def _array_scalar(builder: _Builder, call: Call) -> Any:
+    match call.arguments:
+        case (numpy.dtype() as dtype, bytes() as data):
+            if len(data) != dtype.itemsize:
+                raise builder.wrong(f"a number of {dtype} does not have {len(data)} bytes")
+            return numpy.frombuffer(data, dtype)[0]
+    return NotImplemented
+
+
+_BUILTINS = ("builtins", "__builtin__")
+_MULTIARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
+_KINDS: Final[Mapping[str, Callable[[_Builder, Call], Any]]] = MappingProxyType(
+    {
+        DICT: _dict,
+        SET: _set,
+        FROZENSET: _set,
+        **{f"{module}.{name}": _set for module in _BUILTINS for name in ("set", "frozenset")},
+        **{f"{module}.bytes": _bytes for module in _BUILTINS},
+        **{f"{module}.complex": _complex for module in _BUILTINS},
+        "_codecs.encode": _encoded,
+        "collections.OrderedDict": _ordered,
+        "collections.defaultdict": _defaults,
+        "collections.Counter": _counter,
+        "collections.deque": _deque,
+        "torch.Size": _size,
+        "torch.device": _device,
+        "torch._utils._rebuild_tensor": _tensor,
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch._utils._rebuild_tensor_v3": _typed_tensor,
+        "torch._utils._rebuild_parameter": _parameter,
+        "numpy.dtype": _array_kind,
+        **{f"{module}._reconstruct": _array for module in _MULTIARRAYS},
+        **{f"{module}.scalar": _array_scalar for module in _MULTIARRAYS},
+    }
+)
+"""Every kind of value that is built, by the name of the function or class that a pickle gives for it."""
