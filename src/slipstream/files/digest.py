@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import xxhash
 
-__all__ = ["Bytes", "Digest", "digest"]
+__all__ = ["Bytes", "Digest", "bytes_of", "digest"]
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 """What can be written and checksummed without a copy; a memoryview has to be contiguous."""
@@ -44,3 +44,14 @@ def digest(data: Bytes) -> str:
     '99aa06d3014798d86001c324468d497f'
     """
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def bytes_of(data: Bytes) -> memoryview:
+    """The bytes behind a buffer of any type and shape, without a copy.
+
+    >>> import array
+    >>> len(bytes_of(memoryview(array.array("d", [1.0, 2.0]))))
+    16
+    """
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty one of several dimensions cannot be cast

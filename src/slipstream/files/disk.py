@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from slipstream.files.digest import Bytes, Digest
+from slipstream.files.digest import Bytes, Digest, bytes_of
+from slipstream.files.direct import SMALLEST, write_direct
 
 __all__ = ["Disk", "Written"]
 
@@ -68,11 +69,14 @@ class Disk:
     def write(self, path: Path, chunks: Iterable[Bytes], size: int) -> Written:
         """Make a file of these bytes, `size` altogether; when this returns they are on the disk. A file that exists is an error."""
         with self._opened(path, _CREATE) as fd:
-            written = self._write_buffered(fd, chunks)
-            if written.size != size:
-                raise ValueError(f"{path} was announced with {size:,} bytes and got {written.size:,}")
+            if size >= SMALLEST and self._set_direct(fd, True):
+                written, checksum = write_direct(self, fd, chunks, size)
+            else:
+                written, checksum = self._write_buffered(fd, chunks)
+            if written != size:
+                raise ValueError(f"{path} was announced with {size:,} bytes and got {written:,}")
             self._fsync(fd)
-        return written
+        return Written(size, checksum)
 
     def sync_file(self, path: Path) -> Written:
         """Bring a file that somebody else wrote to the disk, and say what it is; anything but a regular file is an error."""
@@ -183,6 +187,26 @@ class Disk:
     def _pwrite(self, fd: int, data: Bytes, offset: int) -> int:
         return os.pwrite(fd, data, offset)
 
+    def _set_direct(self, fd: int, wanted: bool) -> bool:
+        """Whether writes to this file pass by the page cache from now on."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            return False
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return wanted
+
+    def _allocate(self, fd: int, size: int) -> None:
+        """Ask for the room of a whole file; nothing happens where the file system does not know that."""
+        code = _fallocate(fd, size)
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OSError(code, os.strerror(code))
+
     def _fsync(self, fd: int) -> None:
         os.fsync(fd)
 
@@ -241,26 +265,22 @@ class Disk:
                 error.filename = str(path)
             raise
 
-    def _write_buffered(self, fd: int, chunks: Iterable[Bytes]) -> Written:
+    def _write_buffered(self, fd: int, chunks: Iterable[Bytes]) -> tuple[int, str]:
         running, offset = Digest(), 0
         for chunk in chunks:
-            data = memoryview(chunk)
-            data = data.cast("B") if data.nbytes else memoryview(b"")  # an empty one cannot always be cast
-            for start in range(0, len(data), _PIECE):
-                piece = data[start : start + _PIECE]
-                running.update(piece)
-                self._write_all(fd, piece, offset)
-                offset += len(piece)
-        return Written(offset, running.hexdigest())
+            data = bytes_of(chunk)
+            running.update(data)
+            while data:
+                count = self._write_some(fd, data[:_PIECE], offset)
+                data, offset = data[count:], offset + count
+        return offset, running.hexdigest()
 
-    def _write_all(self, fd: int, data: memoryview, offset: int) -> None:
-        """All of these bytes: a write that took only some of them is continued."""
-        while data:
-            count = self._pwrite(fd, data, offset)
-            if count <= 0:
-                raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
-            data = data[count:]
-            offset += count
+    def _write_some(self, fd: int, data: memoryview, offset: int) -> int:
+        """How many of these bytes were written: more than none."""
+        count = self._pwrite(fd, data, offset)
+        if count <= 0:
+            raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
+        return count
 
 
 def _is_still(fd: int, path: Path) -> bool:
@@ -273,6 +293,14 @@ def _is_still(fd: int, path: Path) -> bool:
 @functools.lru_cache(maxsize=1)
 def _library() -> Any:
     return ctypes.CDLL(None, use_errno=True)
+
+
+def _fallocate(fd: int, size: int) -> int:
+    """0, or the number of the error."""
+    call: Callable[..., int] | None = getattr(_library(), "fallocate", None)
+    if call is None:
+        return errno.ENOSYS
+    return 0 if call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0 else ctypes.get_errno()
 
 
 def _renameat2(old: bytes, new: bytes, flags: int) -> int:

@@ -1,0 +1,137 @@
+"""Large files, straight to the disk: past the page cache, while the next piece is being copied and checksummed.
+
+    this thread    copy a piece into a free buffer, checksum it    copy, checksum    copy, checksum    ...
+    the writer                                                     write             write             ...
+
+Direct writing needs buffers and offsets that are multiples of a block, so pieces are gathered in buffers of their own (8 MiB altogether);
+the end of the file, which seldom is one, goes through the page cache. Where a file system refuses direct writing, at the start or in the
+middle, the rest goes through the page cache too. Copying, checksumming and writing leave the lock of the interpreter to others, so that a
+training loop goes on beside it. Nothing is durable before the caller has synced the file.
+
+What it never does: leave its thread behind, whichever side fails, or hide an error of the writer.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from slipstream.files.digest import Bytes, Digest, bytes_of
+
+if TYPE_CHECKING:
+    from slipstream.files.disk import Disk
+
+__all__ = ["SMALLEST", "write_direct"]
+
+SMALLEST: Final = 1 << 20
+"""Files from this size on are worth it."""
+
+_PIECE: Final = 2 << 20
+_PIECES: Final = 4
+_BLOCK: Final = max(4096, mmap.PAGESIZE)
+_SMALL_COPY: Final = 1 << 16
+
+
+def write_direct(disk: Disk, fd: int, chunks: Iterable[Bytes], size: int) -> tuple[int, str]:
+    """Write these bytes, `size` altogether, to an empty file that was opened so; gives back how many there were, and their checksum."""
+    disk._allocate(fd, size)  # a full disk shows now, and not after half of the file
+    step = min(_PIECE, -(-size // _BLOCK) * _BLOCK)
+    memory = memoryview(mmap.mmap(-1, _PIECES * step))
+    writer = _Writer(disk, fd, [memory[start : start + step] for start in range(0, len(memory), step)])
+    running, done = Digest(), 0
+    try:
+        for piece in _filled(chunks, writer.free):
+            running.update(piece)
+            writer.write(piece, done)
+            done += len(piece)
+    finally:
+        writer.finish()
+    writer.check()
+    return done, running.hexdigest()
+
+
+def _filled(chunks: Iterable[Bytes], free: queue.SimpleQueue[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in buffers that are full, but for the last one."""
+    buffer, used = free.get(), 0
+    for chunk in chunks:
+        data = bytes_of(chunk)
+        while data:
+            count = min(len(data), len(buffer) - used)
+            _copy(buffer[used : used + count], data[:count])
+            data, used = data[count:], used + count
+            if used == len(buffer):
+                yield buffer
+                buffer, used = free.get(), 0
+    if used:
+        yield buffer[:used]
+
+
+def _copy(into: memoryview, data: memoryview) -> None:
+    if len(data) < _SMALL_COPY:
+        into[:] = data
+        return
+    import numpy  # its copy of a large array leaves the lock of the interpreter to others; that of a memoryview keeps it
+
+    numpy.copyto(numpy.frombuffer(into, numpy.uint8), numpy.frombuffer(data, numpy.uint8))
+
+
+class _Writer:
+    """The thread that writes. An error ends the writing, not the thread: buffers keep coming back, and `check` raises it."""
+
+    def __init__(self, disk: Disk, fd: int, buffers: list[memoryview]) -> None:
+        self._disk = disk
+        self._fd = fd
+        self._direct = True
+        self._error: BaseException | None = None
+        self._tasks: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for buffer in buffers:
+            self.free.put(buffer)
+        self._thread = threading.Thread(target=self._run, name="slipstream: writing a file", daemon=True)
+        self._thread.start()
+
+    def write(self, piece: memoryview, offset: int) -> None:
+        """Have this written; the buffer comes back through `free`."""
+        self.check()
+        self._tasks.put((piece, offset))
+
+    def finish(self) -> None:
+        """Wait until all is written, or something went wrong."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def check(self) -> None:
+        """Raise what went wrong in the thread."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            piece, offset = task
+            if self._error is None:
+                try:
+                    self._write(piece, offset)
+                except BaseException as error:  # raised in the other thread, by `check`
+                    self._error = error
+            self.free.put(piece)
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        while data:
+            if self._direct and (offset % _BLOCK or len(data) % _BLOCK):
+                self._no_longer_direct()
+            try:
+                count = self._disk._write_some(self._fd, data, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._no_longer_direct()  # a file system that allows it, and then wants larger blocks
+                continue
+            data, offset = data[count:], offset + count
+
+    def _no_longer_direct(self) -> None:
+        self._disk._set_direct(self._fd, False)
+        self._direct = False
