@@ -25,7 +25,18 @@ import numpy
 import torch
 
 from slipstream.checkpoint.format import FileEntry
-from slipstream.checkpoint.raw import DTYPES, TORCH_DTYPES, VIEWED, dtype_name, from_buffer, packed, storable, tensor_bytes
+from slipstream.checkpoint.raw import (
+    DTYPES,
+    TORCH_DTYPES,
+    VIEWED,
+    dtype_name,
+    from_buffer,
+    identity,
+    is_text,
+    packed,
+    storable,
+    tensor_bytes,
+)
 from slipstream.checkpoint.rebuilding import rebuild
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
@@ -137,7 +148,7 @@ class _Flattener:
     def node(self, value: Any, place: _Place, depth: int) -> _Node:
         kind = type(value)
         if kind is str:
-            return value if value.isascii() or _is_text(value) else {"$str": _base64(value.encode("utf-8", "surrogatepass"))}
+            return value if is_text(value) else {"$str": _base64(value.encode("utf-8", "surrogatepass"))}
         if kind is bool or value is None:
             return value
         if kind is int:
@@ -178,7 +189,7 @@ class _Flattener:
         return self.node(key, (place, _Words(f" (its key {_shown(key)})")), depth)
 
     def of_dict(self, value: dict[Any, Any], place: _Place, depth: int) -> _Node:
-        if all(type(key) is str and not key.startswith("$") and (key.isascii() or _is_text(key)) for key in value):
+        if all(type(key) is str and not key.startswith("$") and (is_text(key)) for key in value):
             return {key: self.node(item, (place, key), depth) for key, item in value.items()}
         return {"$dict": self._pairs(value, place, depth)}
 
@@ -242,9 +253,9 @@ class _Flattener:
         node: dict[str, Any]
         storable(value, self.at(place))
         if value.dtype in DTYPES:
-            node = {"$tensor": self._store(value, _identity(value), place, torch.Tensor.detach)}
+            node = {"$tensor": self._store(value, identity(value), place, torch.Tensor.detach)}
         else:
-            name = self._store(value, _identity(value), place, packed)
+            name = self._store(value, identity(value), place, packed)
             node = {"$tensor": name, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
         if isinstance(value, torch.nn.Parameter):
             node["parameter"] = value.requires_grad
@@ -318,15 +329,6 @@ def _steps(place: _Place) -> list[Any]:
     return found[::-1]
 
 
-def _is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8: Python's strings may hold halves of characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _base64(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
@@ -348,13 +350,6 @@ def _array_bytes(array: numpy.ndarray[Any, Any]) -> torch.Tensor:
     row = numpy.ascontiguousarray(array).reshape(-1)
     raw = row.view(numpy.uint8)
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for two tensors that are the same memory read in the same way."""
-    if not tensor.numel() or not tensor.data_ptr():
-        return ("tensor", id(tensor))
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def _shown(key: Any) -> str:

@@ -16,7 +16,19 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from slipstream.errors import CheckpointError
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "VIEWED", "dtype_name", "from_buffer", "packed", "storable", "tensor_bytes", "unpacked"]
+__all__ = [
+    "DTYPES",
+    "TORCH_DTYPES",
+    "VIEWED",
+    "dtype_name",
+    "from_buffer",
+    "identity",
+    "is_text",
+    "packed",
+    "storable",
+    "tensor_bytes",
+    "unpacked",
+]
 
 DTYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
     {
@@ -138,6 +150,23 @@ def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: 
     if raw.data_ptr() % kind.itemsize:
         raw = raw.clone()
     return raw.view(kind).reshape(shape)
+
+
+def identity(tensor: torch.Tensor) -> Any:
+    """Equal for two tensors that are the same memory, read in the same way. One that has no memory is like no other.
+
+    >>> weight = torch.ones(2, 2)
+    >>> identity(weight) == identity(weight.detach()), identity(weight) == identity(weight.t())
+    (True, False)
+    """
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) or tensor.is_meta or not tensor.numel() or not tensor.data_ptr():
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: Python's strings may hold halves of characters."""
+    return text.isascii() or text.encode(errors="replace").decode() == text
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
