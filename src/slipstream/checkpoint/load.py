@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.commit import recover
 from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile, parse
+from slipstream.checkpoint.leftovers import LARGEST_MANIFEST, recover
 from slipstream.checkpoint.plain import read_part, read_tensors
 from slipstream.checkpoint.save import rank_files
 from slipstream.errors import CheckpointError
@@ -24,8 +24,6 @@ from slipstream.files.inside import Folder, open_inside
 from slipstream.files.reading import read_whole
 
 __all__ = ["Checkpoint", "Found", "newest", "open_checkpoint", "read_manifest"]
-
-_LARGEST_MANIFEST = 64 * 2**20
 
 
 @dataclass
@@ -83,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
     where = str(folder / MANIFEST)
     try:
         with Folder(folder) as opened:
-            data = opened.read(MANIFEST, _LARGEST_MANIFEST)
+            data = opened.read(MANIFEST, LARGEST_MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(_nothing_there(folder)) from None
     except NotADirectoryError:

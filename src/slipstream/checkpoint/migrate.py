@@ -76,6 +76,8 @@ class Foreign:
     """Processes of the run that saved it."""
     said: list[str] = field(default_factory=list)
     """What could not be taken over, a sentence each."""
+    unread: set[int] = field(default_factory=set)
+    """Numbers of registered objects that are there and could not be read."""
 
 
 def is_foreign(folder: str | os.PathLike[str]) -> bool:
@@ -151,10 +153,12 @@ class _Reader:
         scaler = self._state("scaler.pt", _check_scaler) if "scaler.pt" in self._names else None
         samplers = {number: found for number, name in self._numbered("sampler", ".bin") if (found := self._sampler(name))}
         loaders = {number: found for number, name in self._numbered("dl_state_dict", ".bin") if (found := self._loader(name))}
-        objects = {number: one[0] for number, name in self._numbered("custom_checkpoint", ".pkl", first=0) if (one := self._object(name))}
+        custom = self._numbered("custom_checkpoint", ".pkl", first=0)
+        objects = {number: one[0] for number, name in custom if (one := self._object(name))}
+        unread = {number for number, _ in custom} - set(objects)
         states, step, world = self._ranks(ranks)
         self._summarise(models, loaders)
-        return Foreign(models, optimizers, schedulers, scaler, samplers, loaders, states, objects, step, world, self._said)
+        return Foreign(models, optimizers, schedulers, scaler, samplers, loaders, states, objects, step, world, self._said, unread)
 
     def _summarise(self, models: list[Any], loaders: Mapping[int, Any]) -> None:
         if not models:

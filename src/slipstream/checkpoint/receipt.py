@@ -108,7 +108,8 @@ def _settings(saved: list[Mapping[str, Any]], present: list[Mapping[str, Any]]) 
         old, new = before.get("settings"), now.get("settings")
         if before.get("kind") != now.get("kind") or not isinstance(old, Mapping) or not isinstance(new, Mapping):
             continue
-        different = [f"{name} {new[name]!r} in the script, {old[name]!r} in the checkpoint" for name in new if name in old and new[name] != old[name]]
+        names = [name for name in new if name in old and new[name] != old[name]]
+        different = [f"{name} {new[name]!r} in the script, {old[name]!r} in the checkpoint" for name in names]
         if different:
             said.append(f"schedule {number} ({now.get('kind')}) goes on with the settings of the checkpoint: {'; '.join(different)}")
     return said

@@ -14,21 +14,21 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry, RankFile, parse
-from slipstream.checkpoint.parts import pack, pack_tensors, packed_digest, part_file
+from slipstream.checkpoint.format import FileEntry, Manifest, ModelEntry, RankFile
+from slipstream.checkpoint.leftovers import manifest_of
+from slipstream.checkpoint.plain import write_tree
 from slipstream.checkpoint.snapshot import ModelPart, Part, Snapshot
-from slipstream.checkpoint.weights import index_bytes, shard_names, shards
+from slipstream.checkpoint.weights import index_bytes, shard_names, shards, tensors_file
 from slipstream.errors import CheckpointError
+from slipstream.files.digest import Digest
 from slipstream.files.disk import Disk
-from slipstream.files.inside import Folder
 
 __all__ = ["Earlier", "Stage", "add_rank_file", "collect_rank_files", "earlier", "rank_files", "write"]
-
-_LARGEST_MANIFEST = 64 * 2**20
 
 
 class Stage(Protocol):
@@ -59,15 +59,15 @@ class Earlier:
 
 def earlier(folder: Path) -> Earlier | None:
     """What a checkpoint offers for using again; None if there is none."""
-    try:
-        with Folder(folder) as opened:
-            manifest = parse(opened.read(MANIFEST, _LARGEST_MANIFEST), str(folder / MANIFEST))
-    except (CheckpointError, OSError):  # no checkpoint, or a broken one: then everything is written
+    manifest = manifest_of(folder)
+    if manifest is None:  # no checkpoint, or a broken one: then everything is written
         return None
     return Earlier(folder, {(entry.size, entry.checksum): name for name, entry in manifest.files.items()})
 
 
-def write(stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Earlier] = (), dedup: bool = False) -> Manifest:
+def write(
+    stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Earlier] = (), dedup: bool = False
+) -> Manifest:
     """Writes and commits; `dedup` links files that did not change since one of `reusable` instead of writing them again."""
     writer = _Writer(stage, reusable if dedup else ())
     models = tuple(_write_model(writer, model, max_shard_size, apart=dedup) for model in snapshot.models)
@@ -112,20 +112,21 @@ class _Writer:
         self._reusable = reusable
 
     def part(self, part: Part) -> str:
-        name = part_file(part)
-        self.file(name, lambda: pack(part))
+        name, entry = write_tree(self.stage.add, part.name, part.tree, part.tensors)
+        self.files[name] = entry
         return name
 
-    def file(self, name: str, make: Callable[[], tuple[Iterable[Any], int]]) -> None:
-        if name in self.files:
-            raise CheckpointError(f"two parts of the checkpoint would be written to {name}")
+    def tensors(self, name: str, make: Callable[[], tuple[Iterable[Any], int]]) -> None:
+        """A file of weights; it is made twice if there are earlier ones that it may be equal to."""
         if not (self._reusable and self._reused(name, make)):
-            chunks, size = make()
-            self.files[name] = self.stage.add(name, chunks, size)
+            self.files[name] = self.stage.add(name, *make())
 
     def _reused(self, name: str, make: Callable[[], tuple[Iterable[Any], int]]) -> bool:
         chunks, size = make()
-        entry = FileEntry(size, packed_digest(chunks))
+        digest = Digest()
+        for chunk in chunks:
+            digest.update(chunk)
+        entry = FileEntry(size, digest.hexdigest())
         for one in self._reusable:
             source = one.files.get((entry.size, entry.checksum))
             if source is not None and self.stage.reuse(name, one.folder / source, entry):
@@ -145,12 +146,12 @@ def _write_model(writer: _Writer, model: ModelPart, max_shard_size: int | None, 
     groups = shards(model.tensors, max_shard_size, model.frozen if apart else frozenset())
     names = shard_names(model.base, len(groups))
     for name, group in zip(names, groups, strict=True):
-        writer.file(name, lambda group=group: pack_tensors({key: model.tensors[key] for key in group}))  # type: ignore[misc]
+        writer.tensors(name, partial(tensors_file, model.tensors, group, model.aliases))
     index = None
     if len(names) > 1:
         index = f"{model.base}.safetensors.index.json"
         data = index_bytes(dict(zip(names, groups, strict=True)), model.tensors)
-        writer.file(index, lambda: ([data], len(data)))
+        writer.files[index] = writer.stage.add(index, [data], len(data))
     extra = None if model.extra is None else writer.part(model.extra)
     return ModelEntry(model.kind, tuple(names), model.aliases, index, extra, model.number)
 
@@ -160,19 +161,25 @@ def _write_model(writer: _Writer, model: ModelPart, max_shard_size: int | None, 
 
 def add_rank_file(target: Path, snapshot: Snapshot, disk: Disk) -> None:
     """Adds what belongs to a rank that does not write the checkpoint: inside if that is there already, else beside it."""
-    chunks, size = pack_tensors(snapshot.own.tensors, snapshot.own.tree)
-    parent = target.parent
+    rank, parent = _rank_of(snapshot.own), target.parent
     temporary = parent / f".{target.name[:100]}.rank-{secrets.token_hex(8)}"
+    checksum = ""
+
+    def add(name: str, chunks: Iterable[Any], size: int) -> FileEntry:
+        nonlocal checksum
+        written = disk.write(temporary, chunks, size)
+        checksum = written.digest
+        return FileEntry(written.size, written.digest)
+
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        written = disk.write(temporary, chunks, size)
-        found = RankFile(_rank_of(snapshot.own), snapshot.facts.stamp, written.digest)
-        disk.rename(temporary, _beside(target, found.name))
+        write_tree(add, snapshot.own.name, snapshot.own.tree, snapshot.own.tensors)
+        disk.rename(temporary, _beside(target, RankFile(rank, snapshot.facts.stamp, checksum).name))
         disk.sync_folder(parent)
     except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)
-        raise CheckpointError(f"{target}: the random state of rank {_rank_of(snapshot.own)} could not be saved: {error}") from error
+        raise CheckpointError(f"{target}: the random state of rank {rank} could not be saved: {error}") from error
     if _stamp_of(target) == snapshot.facts.stamp:
         collect_rank_files(target, snapshot.facts.stamp, disk)
 
@@ -217,8 +224,5 @@ def _step_of(stamp: str) -> int:
 
 
 def _stamp_of(target: Path) -> str | None:
-    try:
-        with Folder(target) as opened:
-            return parse(opened.read(MANIFEST, _LARGEST_MANIFEST), str(target / MANIFEST)).stamp
-    except (CheckpointError, OSError):  # not there yet, or something else by that name: the file stays beside it
-        return None
+    manifest = manifest_of(target)
+    return None if manifest is None else manifest.stamp

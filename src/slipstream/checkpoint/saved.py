@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from slipstream.checkpoint.load import Checkpoint
+from slipstream.checkpoint.migrate import Foreign
 from slipstream.errors import CheckpointError
 
-__all__ = ["Saved", "SavedModel", "saved_of"]
+__all__ = ["Saved", "SavedModel", "saved_of", "saved_of_foreign"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class Saved:
     optimizers: Sequence[Any] | None
     schedulers: Sequence[Any] | None
     loaders: Sequence[Any] | None
-    objects: Sequence[Any] | None
+    objects: Mapping[int, Any]
+    """Registered objects, by number."""
+    objects_missing: frozenset[int] = frozenset()
+    """Numbers of objects that are there and cannot be read, as was said."""
     scaler: Any = None
     updates: Sequence[Mapping[str, Any]] = ()
     world: int | None = None
@@ -79,7 +83,7 @@ def saved_of(checkpoint: Checkpoint, where: str) -> Saved:
         optimizers=[checkpoint.part(name) for name in manifest.optimizers],
         schedulers=_listed(training, "schedulers", where),
         loaders=_listed(training, "loaders", where),
-        objects=[checkpoint.part(name) for name in manifest.objects],
+        objects={number: checkpoint.part(name) for number, name in enumerate(manifest.objects)},
         scaler=training.get("scaler"),
         updates=_listed(training, "optimizers", where),
         world=manifest.world,
@@ -87,6 +91,48 @@ def saved_of(checkpoint: Checkpoint, where: str) -> Saved:
         receipt=manifest.receipt,
         rank=rank_state,
     )
+
+
+def saved_of_foreign(foreign: Foreign, folder: Path) -> Saved:
+    """The parts of a checkpoint of the relative; what has no counterpart here is said."""
+    said = list(foreign.said)
+    if foreign.samplers or foreign.loaders:
+        said.append(
+            f"{folder} was written by another library, whose order of data is another one: loaders begin at their start. Call "
+            "skip_first_batches(loader, n) to leave out as many batches as were read; other samples are in them."
+        )
+    if foreign.schedulers and foreign.world > 1:
+        said.append(
+            f"{folder} was saved by {foreign.world} processes of a library that moves schedulers {foreign.world} times per update: the "
+            "schedule goes on from where it is. Pass Accelerator(scheduler_steps_per_process=True) to go on moving it so."
+        )
+    return Saved(
+        where=str(folder),
+        folder=folder,
+        stamp="foreign",
+        step=max((_updates(state) for state in foreign.optimizers), default=0),
+        models={number: _foreign_model(state) for number, state in enumerate(foreign.models)},
+        optimizers=foreign.optimizers,
+        schedulers=foreign.schedulers,
+        loaders=None,
+        objects=foreign.objects,
+        objects_missing=frozenset(foreign.unread),
+        scaler=foreign.scaler,
+        updates=[{"updates": _updates(state), "skipped": False} for state in foreign.optimizers],
+        rank=lambda rank: {"random": foreign.ranks[rank]} if rank in foreign.ranks else None,
+        said=said,
+    )
+
+
+def _foreign_model(state: Mapping[str, Any]) -> SavedModel:
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return SavedModel("model", tensors, {}, {name: value for name, value in state.items() if name not in tensors})
+
+
+def _updates(optimizer: Mapping[str, Any]) -> int:
+    """How many updates an optimizer has made, as far as it counts them."""
+    steps = [entries.get("step") for entries in optimizer.get("state", {}).values() if isinstance(entries, Mapping)]
+    return max((int(step) for step in steps if isinstance(step, (int, float, torch.Tensor))), default=0)
 
 
 def _listed(training: Any, name: str, where: str) -> list[Any]:

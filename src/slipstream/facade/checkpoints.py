@@ -96,7 +96,7 @@ class Checkpoints:
             if missing:
                 raise ConfigError(f"register_for_checkpointing got a {type(one).__name__} without {' and '.join(missing)}: give it both")
             if isinstance(one, torch.nn.Module) and self._parts.stepper.find(one) is not None:
-                raise ConfigError(f"register_for_checkpointing got a {type(one).__name__} that is prepared already, and saved with the rest")
+                raise ConfigError(f"register_for_checkpointing got a {type(one).__name__} that is prepared: it is saved with the rest already")
         for one in objects:
             if not any(one is known for known in self._saver.objects):
                 self._saver.objects.append(one)

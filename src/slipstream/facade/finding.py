@@ -15,7 +15,7 @@ from slipstream.checkpoint.load import Checkpoint, newest, open_checkpoint
 from slipstream.checkpoint.migrate import is_foreign, read_foreign
 from slipstream.checkpoint.places import inside
 from slipstream.checkpoint.rotate import numbered
-from slipstream.checkpoint.saved import Saved, saved_of
+from slipstream.checkpoint.saved import Saved, saved_of, saved_of_foreign
 from slipstream.errors import ConfigError
 from slipstream.facade.saving import Saver
 from slipstream.logging import get_logger
@@ -40,7 +40,7 @@ def find(saver: Saver, input_dir: Any, allow_pickle: bool) -> Saved:
     folder = Path(remote.local_path(where))
     if folder.is_dir() and not (folder / MANIFEST).exists():
         if is_foreign(folder):
-            return read_foreign(folder, allow_pickle=allow_pickle)
+            return saved_of_foreign(read_foreign(folder, allow_pickle=allow_pickle), folder)
         if numbered(folder):
             return _newest(str(folder))
     return saved_of(open_checkpoint(folder), str(folder))

@@ -83,14 +83,19 @@ def _plan(saver: Saver, saved: Saved, wishes: Wishes) -> _Plan:
     for what, stored, prepared in (
         ("optimizers", saved.optimizers, registry.optimizers),
         ("schedulers", saved.schedulers, registry.schedulers),
-        ("registered objects", saved.objects, saver.objects),
     ):
         if stored is not None and len(stored) != len(prepared):
             kinds = ", ".join(type(getattr(one, "optimizer", one)).__name__ for one in prepared) or "none"
             raise CheckpointError(
-                f"{saved.where} holds {len(stored)} {what}, and this run has {len(prepared)} ({kinds}): prepare (or register) the same "
-                "ones in the same order before load_state"
+                f"{saved.where} holds {len(stored)} {what}, and this run has {len(prepared)} ({kinds}): prepare the same ones in the same "
+                "order before load_state"
             )
+    count = len(set(saved.objects) | saved.objects_missing)
+    if count != len(saver.objects):
+        raise CheckpointError(
+            f"{saved.where} holds {count} registered objects, and {len(saver.objects)} are registered: call register_for_checkpointing with "
+            "the same ones, in the same order, before load_state"
+        )
     if saved.loaders is not None and len(saved.loaders) != len(registry.loaders):
         said.append(
             f"{saved.where} holds the positions of {len(saved.loaders)} loaders, and {len(registry.loaders)} are prepared: they are taken "
@@ -211,8 +216,8 @@ def _apply(saver: Saver, plan: _Plan, wishes: Wishes) -> None:
     if plan.loop is not None:
         parts.stepper.restore(plan.loop)
         parts.stepper.set_gradients(plan.gradients)
-    for stored, one in zip(saved.objects or [], saver.objects, strict=False):
-        one.load_state_dict(stored)
+    for number, stored in saved.objects.items():
+        saver.objects[number].load_state_dict(stored)
     saver.loaded(saved.where)
     plan.said += _random(parts.state.process_index, parts.state.num_processes, plan)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from slipstream.files.disk import Disk
 __all__ = ["Options", "Saver"]
 
 _FOLDER = "checkpoints"
+_NUMBERED = re.compile(r"checkpoint_(\d+)/*$")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Saver:
         """The folder of numbered checkpoints, if they are numbered."""
         return inside(self.project.project_dir or ".", _FOLDER) if self.project.automatic_checkpoint_naming else None
 
+    @property
+    def keep(self) -> Keep:
+        """Which checkpoints stay."""
+        return Keep(self.project.total_limit, self.project.keep_best or 0, "max" if self.project.best_mode == "max" else "min")
+
     def begin_numbering(self) -> None:
         """The next number is one that no checkpoint has."""
         if self.folder is not None:
@@ -78,6 +85,13 @@ class Saver:
         if not isinstance(output_dir, (str, os.PathLike)):
             raise ConfigError(f"save_state({output_dir!r}): a {type(output_dir).__name__} is no folder; write its path")
         return os.fspath(output_dir)
+
+    def loaded(self, where: str) -> None:
+        """Numbers go on after a checkpoint that was loaded."""
+        self.last = where
+        found = _NUMBERED.search(where)
+        if self.folder is not None and found is not None:
+            self.project.iteration = max(self.project.iteration, int(found[1]) + 1)
 
     @property
     def writes(self) -> bool:
@@ -123,7 +137,7 @@ class Saver:
             self.last = target
             if self.folder is not None:
                 place.mark_latest()
-                place.rotate(Keep(self.project.total_limit, self.project.keep_best, self.project.best_mode))
+                place.rotate(self.keep)
 
         return work
 

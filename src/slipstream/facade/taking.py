@@ -135,7 +135,11 @@ def present_receipt(parts: Parts) -> dict[str, Any]:
             for one in registry.optimizers
         ],
         schedulers=[
-            {"kind": type(one.scheduler).__name__, "position": _number(getattr(one.scheduler, "last_epoch", None)), "settings": _settings(one)}
+            {
+                "kind": type(one.scheduler).__name__,
+                "position": _number(getattr(one.scheduler, "last_epoch", None)),
+                "settings": _settings(one),
+            }
             for one in registry.schedulers
         ],
     )
