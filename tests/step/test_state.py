@@ -362,11 +362,9 @@ def test_what_belongs_to_another_loop_is_refused_before_anything_changes(state: 
     before, there = stepper.loop_state(), {name: one.clone() for name, one in stepper.open_gradients().items()}
     with pytest.raises(ConfigError, match=words):
         stepper.check(state, gradients)
+    restore = (lambda: stepper.restore(state)) if gradients is None else (lambda: stepper.set_gradients(gradients))
     with pytest.raises(ConfigError, match=words):
-        if gradients is None:
-            stepper.restore(state)
-        else:
-            stepper.set_gradients(gradients)
+        restore()
     assert stepper.loop_state() == before
     assert all(torch.equal(one, there[name]) for name, one in stepper.open_gradients().items())
 
