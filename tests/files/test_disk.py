@@ -1,0 +1,285 @@
+"""What reaches the disk: the bytes given, checksummed, synced, or an error that names the file."""
+
+from __future__ import annotations
+
+import array
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from slipstream.files.digest import digest
+from slipstream.files.direct import SMALLEST
+from slipstream.files.disk import Disk
+
+SIZES = [0, 1, 4096, SMALLEST - 1, SMALLEST, SMALLEST + 1, (2 << 20) * 4, (2 << 20) * 5 + 4096, 10_000_019]
+
+
+class Log(Disk):
+    """Keeps the names of the primitives that were called, with the size of every write."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def _pwrite(self, fd: int, data: Any, offset: int) -> int:
+        self.calls.append(("write", len(data)))
+        return super()._pwrite(fd, data, offset)
+
+    def _fsync(self, fd: int) -> None:
+        self.calls.append("sync")
+        super()._fsync(fd)
+
+    def _close(self, fd: int) -> None:
+        self.calls.append("close")
+        super()._close(fd)
+
+
+class Buffered(Disk):
+    def _set_direct(self, fd: int, wanted: bool) -> bool:
+        return False
+
+
+class Short(Disk):
+    """A system that never writes all it is asked for, and not in whole blocks."""
+
+    def _pwrite(self, fd: int, data: Any, offset: int) -> int:
+        return super()._pwrite(fd, memoryview(data)[: max(1, len(data) * 2 // 3)], offset)
+
+
+class Stubborn(Disk):
+    """A file system that allows direct writing and then refuses every direct write."""
+
+    def __init__(self) -> None:
+        self.direct = False
+
+    def _set_direct(self, fd: int, wanted: bool) -> bool:
+        self.direct = wanted
+        return wanted
+
+    def _pwrite(self, fd: int, data: Any, offset: int) -> int:
+        if self.direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super()._pwrite(fd, data, offset)
+
+
+def cut(content: bytes, where: list[int]) -> list[memoryview]:
+    edges = [0, *sorted(min(one, len(content)) for one in where), len(content)]
+    return [memoryview(content)[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+
+
+@pytest.mark.parametrize("disk", [Disk(), Buffered(), Short(), Stubborn()], ids=lambda disk: type(disk).__name__)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_bytes_given_are_there(size: int, disk: Disk, tmp_path: Path) -> None:
+    content = os.urandom(size)
+    written = disk.write(tmp_path / "file", cut(content, [1, 5000, 70_000, 70_000, 3_000_000]), size)
+    assert (tmp_path / "file").read_bytes() == content
+    assert (written.size, written.digest) == (size, digest(content))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(SMALLEST - 3, 9 << 20), st.lists(st.integers(0, 9 << 20), max_size=6))
+def test_however_the_bytes_are_cut(tmp_path_factory: pytest.TempPathFactory, size: int, where: list[int]) -> None:
+    content = (b"0123456789abcdefghi" * (size // 19 + 1))[:size]
+    path = tmp_path_factory.mktemp("cut") / "file"
+    assert Disk().write(path, cut(content, where), size).digest == digest(content)
+    assert path.read_bytes() == content
+    path.unlink()
+
+
+def test_buffers_of_any_type_are_bytes(tmp_path: Path) -> None:
+    numbers = array.array("d", [1.0, 2.0])
+    table = memoryview(bytes(range(12))).cast("B", (3, 4))
+    written = Disk().write(tmp_path / "file", [numbers, table, b"", memoryview(b"").cast("B")], 28)  # type: ignore[list-item]
+    assert (tmp_path / "file").read_bytes() == numbers.tobytes() + bytes(range(12))
+    assert written.digest == digest((tmp_path / "file").read_bytes())
+
+
+@pytest.mark.parametrize("size", [10, SMALLEST])
+def test_a_file_is_synced_after_its_last_byte(size: int, tmp_path: Path) -> None:
+    disk = Log()
+    disk.write(tmp_path / "file", [bytes(size)], size)
+    assert disk.calls[-2:] == ["sync", "close"]
+    assert all(call[0] == "write" for call in disk.calls[:-2])
+    assert sum(call[1] for call in disk.calls[:-2]) == size
+
+
+def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(FileExistsError):
+            Disk().write(tmp_path / name, [b"other"], 5)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("size", [10, SMALLEST + 10])
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_another_number_of_bytes_than_announced_is_an_error(size: int, difference: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"file was announced with .* and got"):
+        Disk().write(tmp_path / "file", [bytes(size + difference)], size)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("size", [100, 30 << 20])
+def test_an_error_while_writing_names_the_file_and_leaves_no_thread(code: int, size: int, tmp_path: Path) -> None:
+    class Broken(Disk):
+        def _pwrite(self, fd: int, data: Any, offset: int) -> int:
+            if offset + len(data) >= size // 2:
+                raise OSError(code, os.strerror(code))
+            return super()._pwrite(fd, data, offset)
+
+    with pytest.raises(OSError, match="file") as caught:
+        Broken().write(tmp_path / "file", [bytes(size)], size)
+    assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "file"))
+
+
+def test_an_error_of_the_source_is_raised_as_it_is(tmp_path: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield bytes(5 << 20)
+        raise KeyError("the tensor is gone")
+
+    with pytest.raises(KeyError):
+        Disk().write(tmp_path / "file", chunks(), 10 << 20)
+
+
+def test_a_write_of_nothing_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    class Nothing(Disk):
+        def _pwrite(self, fd: int, data: Any, offset: int) -> int:
+            return 0
+
+    for size in (5, SMALLEST):
+        with pytest.raises(OSError, match="wrote nothing"):
+            Nothing().write(tmp_path / str(size), [bytes(size)], size)
+
+
+def test_a_full_disk_is_noticed_before_the_first_byte(tmp_path: Path) -> None:
+    class Full(Log):
+        def _allocate(self, fd: int, size: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk = Full()
+    with (tmp_path / "probe").open("wb") as probe:
+        if not disk._set_direct(probe.fileno(), True):
+            pytest.skip("no direct writing here")
+    with pytest.raises(OSError, match="No space"):
+        disk.write(tmp_path / "file", [bytes(SMALLEST)], SMALLEST)
+    assert disk.calls == ["close"]
+
+
+def test_two_names_change_places(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"of_{name}").write_text("")
+    if not Disk().exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("no exchange here")
+    assert (tmp_path / "a" / "of_b").exists()
+    assert (tmp_path / "b" / "of_a").exists()
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        Disk().exchange(tmp_path / "a", tmp_path / "nothing")
+
+
+def test_a_file_of_others_is_synced_and_described(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 5_000_000)
+    disk = Log()
+    written = disk.sync_file(tmp_path / "file")
+    assert (written.size, written.digest) == (5_000_000, digest(b"x" * 5_000_000))
+    assert disk.calls == ["sync", "close"]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("pipe", "link", "nothing"):
+        with pytest.raises(OSError, match=name):
+            disk.sync_file(tmp_path / name)
+
+
+def test_a_text_is_replaced_whole(tmp_path: Path) -> None:
+    disk = Disk()
+    disk.replace_text(tmp_path / "latest", "one\n")
+    disk.replace_text(tmp_path / "latest", "two\n")
+    assert (tmp_path / "latest").read_text() == "two\n"
+    assert os.listdir(tmp_path) == ["latest"]
+
+
+def test_a_text_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
+    class Broken(Disk):
+        def _rename(self, old: Path, new: Path) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(old))
+
+    (tmp_path / "latest").write_text("one\n")
+    with pytest.raises(OSError, match="Input/output"):
+        Broken().replace_text(tmp_path / "latest", "two\n")
+    assert (tmp_path / "latest").read_text() == "one\n"
+    assert os.listdir(tmp_path) == ["latest"]
+
+
+def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("x")
+    (tmp_path / "tree" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "tree" / "a" / "file").write_text("x")
+    (tmp_path / "tree" / "link").symlink_to(tmp_path / "precious")
+    Disk().remove_tree(tmp_path / "tree")
+    assert os.listdir(tmp_path) == ["precious"]
+    assert os.listdir(tmp_path / "precious") == ["file"]
+
+
+def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
+    disk = Disk()
+    held = disk.lock(tmp_path / "lock")
+    assert (tmp_path / "lock").read_text().startswith(f"{os.getpid()} ")
+    with pytest.raises(BlockingIOError):
+        disk.lock(tmp_path / "lock")
+    disk.unlock(tmp_path / "lock", held)
+    assert os.listdir(tmp_path) == []
+    disk.unlock(tmp_path / "lock", disk.lock(tmp_path / "lock"))
+
+
+def hold_and_wait(path: Path, ready: Any) -> None:
+    Disk().lock(path)
+    ready.set()
+    signal.pause()
+
+
+def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    child = context.Process(target=hold_and_wait, args=(tmp_path / "lock", ready))
+    child.start()
+    assert ready.wait(20)
+    with pytest.raises(BlockingIOError):
+        Disk().lock(tmp_path / "lock")
+    child.kill()
+    child.join()
+    held = Disk().lock(tmp_path / "lock")
+    assert (tmp_path / "lock").read_text().startswith(f"{os.getpid()} ")
+    Disk().unlock(tmp_path / "lock", held)
+
+
+def test_locks_of_many_threads_come_one_after_the_other(tmp_path: Path) -> None:
+    holding: list[int] = []
+    most: list[int] = []
+
+    def work() -> None:
+        for _ in range(30):
+            try:
+                held = Disk().lock(tmp_path / "lock")
+            except BlockingIOError:
+                continue
+            holding.append(1)
+            most.append(len(holding))
+            holding.pop()
+            Disk().unlock(tmp_path / "lock", held)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(most) == {1}

@@ -1,0 +1,75 @@
+"""A file read as a whole, with its checksum on the way."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import CheckpointError
+from slipstream.files import reading
+from slipstream.files.digest import digest
+from slipstream.files.reading import read_digest, read_whole
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4 << 20, (9 << 20) + 13])
+def test_all_bytes_and_their_checksum(size: int, tmp_path: Path) -> None:
+    content = os.urandom(size)
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file:
+        buffer, checksum = read_whole(file.fileno(), size)
+        assert bytes(buffer) == content
+        assert checksum == digest(content) == read_digest(file.fileno(), size)
+        assert read_whole(file.fileno(), size, digest=False)[1] == ""
+    assert not buffer.readonly
+
+
+@pytest.mark.parametrize("announced", [0, 9, 11, 2**50])
+def test_another_size_is_refused_before_anything_is_allocated(announced: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"slipstream")
+    with (tmp_path / "file").open("rb") as file:
+        for read in (read_whole, read_digest):
+            with pytest.raises(CheckpointError, match=r"model has 10 bytes, and it should have"):
+                read(file.fileno(), announced, where="model")
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(100))
+    monkeypatch.setattr(reading, "_PIECE", 10)
+    with (tmp_path / "file").open("rb") as file:
+        original = os.preadv
+
+        def shrinking(fd: int, buffers: list[memoryview], offset: int) -> int:
+            if offset == 50:
+                os.truncate(tmp_path / "file", 50)
+            return original(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", shrinking)
+        with pytest.raises(CheckpointError, match="ended after 50 bytes"):
+            read_whole(file.fileno(), 100)
+
+
+def test_a_read_that_gives_less_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = os.urandom(1000)
+    (tmp_path / "file").write_bytes(content)
+    original = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: original(fd, [buffers[0][:7]], offset))
+    with (tmp_path / "file").open("rb") as file:
+        buffer, checksum = read_whole(file.fileno(), 1000)
+    assert bytes(buffer) == content
+    assert checksum == digest(content)
+
+
+def test_several_threads_read_one_descriptor(tmp_path: Path) -> None:
+    content = os.urandom(1 << 20)
+    (tmp_path / "file").write_bytes(content)
+    found: list[str] = []
+    with (tmp_path / "file").open("rb") as file:
+        threads = [threading.Thread(target=lambda: found.append(read_whole(file.fileno(), len(content))[1])) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [digest(content)] * 3

@@ -1,0 +1,93 @@
+"""JSON that means one thing only."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from slipstream.errors import CheckpointError
+from slipstream.files.strict_json import dump, parse
+
+BAD = {
+    b"": "Expecting value",
+    b"{": "Expecting",
+    b"[1,]": "is no JSON",
+    b"{} {}": "Extra data",
+    b"'a'": "Expecting value",
+    b'{"a": 1, "b": {"c": 1, "c": 2}}': "the key 'c' stands twice",
+    b"[NaN]": "NaN is not a number",
+    b"-Infinity": "-Infinity is not a number",
+    b"1e999": "too large",
+    b"-1e999": "too large",
+    b"1" * 5000: "5,000 digits",
+    b"0." + b"1" * 5000: "5,002 digits",
+    b'"\xff"': "is not UTF-8",
+    b'\xef\xbb\xbf"BOM"': "BOM",
+    '{"a": "ä"}'.encode("utf-16"): "is not UTF-8",
+    rb'"\ud800"': "half of a surrogate pair",
+    rb'{"\udfff": 1}': "half of a surrogate pair",
+    rb'[[["\uDC00x"]]]': "half of a surrogate pair",
+    b"[" * 101 + b"]" * 101: "nested deeper than 100 levels",
+    b"[" * 200_000: "is no JSON that can be trusted",
+    b'{"a":' * 5000 + b"1" + b"}" * 5000: "nested deeper than 100 levels",
+    b'"a\nb"': "control character",
+}
+
+
+@pytest.mark.parametrize(("text", "why"), BAD.items(), ids=lambda value: ascii(value)[:40])
+def test_what_could_be_read_in_two_ways_is_refused(text: bytes, why: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        parse(text, "run/MANIFEST.json")
+    assert str(caught.value).startswith("run/MANIFEST.json is no JSON")
+    assert why in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_depth_and_size_have_limits_of_the_callers_choice() -> None:
+    assert parse(b"[[[1]]]", "x", deepest=3) == [[[1]]]
+    with pytest.raises(CheckpointError, match="deeper than 2 levels"):
+        parse(b"[[[1]]]", "x", deepest=2)
+    with pytest.raises(CheckpointError, match="7 bytes, more than 6"):
+        parse(b"[[[1]]]", "x", largest=6)
+
+
+def test_width_is_not_depth() -> None:
+    assert len(parse(b"[" + b"[]," * 500 + b"[]]", "x", deepest=2)) == 501
+
+
+def test_a_text_of_brackets_cannot_fill_the_memory() -> None:
+    bomb = b"[" + b"[]," * 9_000_000 + b"[]]"
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="more than 8,000,000 values"):
+            parse(bomb, "x")
+        assert tracemalloc.get_traced_memory()[1] < len(bomb) * 2
+    finally:
+        tracemalloc.stop()
+
+
+def test_whole_surrogate_pairs_are_characters() -> None:
+    assert parse(rb'"\ud83d\ude00"', "x") == "😀"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec="utf-8")),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(VALUES, st.sampled_from([None, 1]))
+def test_what_is_written_is_read_again_and_by_others_too(value: object, indent: int | None) -> None:
+    text = dump(value, indent=indent)
+    assert repr(parse(text, "x")) == repr(value) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize("value", [float("nan"), [float("inf")], {"a": b"bytes"}, object(), "\ud800"])
+def test_what_json_cannot_hold_is_not_written(value: object) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written as JSON"):
+        dump(value)
