@@ -163,11 +163,7 @@ class _Reader:
     def _summarise(self, models: list[Any], loaders: Mapping[int, Any]) -> None:
         if not models:
             self._said.append(f"{self._folder.path} holds no weights under a name that Accelerate gives; a hook may have written them")
-        if loaders:
-            self._said.append(
-                "The order of samples is drawn in another way by Accelerate: loaders go on at the same batch, but not with the same samples"
-            )
-        else:
+        if not loaders:
             self._said.append(
                 "Accelerate noted no position in the data here: loaders begin an epoch; skip_first_batches goes to where you know it was"
             )
@@ -175,7 +171,7 @@ class _Reader:
     # -- which files there are
 
     def _numbered(self, stem: str, suffix: str, first: int = 1) -> list[tuple[int, str]]:
-        """Number and name of the files `stem.suffix` (number 0), `stem_1.suffix`, ...; with `first=0` of `stem_0.suffix`, ..."""
+        """Number and name of `stem.suffix` (which has the number 0), `stem_1.suffix`, ...; with `first=0` of `stem_0.suffix`, ..."""
         pattern = re.compile(rf"{stem}_(0|[1-9]\d{{0,8}}){re.escape(suffix)}", re.ASCII)
         found = [(int(match[1]), name) for name in self._names if (match := pattern.fullmatch(name)) and int(match[1]) >= first]
         return sorted([*found, *([(0, f"{stem}{suffix}")] if first and f"{stem}{suffix}" in self._names else [])])
@@ -184,14 +180,14 @@ class _Reader:
         found = self._numbered(stem, suffix)
         for expected, (number, name) in enumerate(found):
             if number != expected:
-                raise CheckpointError(f"{self._folder.path} has {name}, but not {_numbered_name(stem, suffix, expected)}: a part is missing")
+                raise CheckpointError(f"{self._folder.path} has {name}, not {_numbered_name(stem, suffix, expected)}: a part is missing")
         return [name for _, name in found]
 
     def _count_of_models(self) -> int:
         numbers = {number for stem, suffix in _WEIGHTS for kind in ("", ".index.json") for number, _ in self._numbered(stem, suffix + kind)}
         missing = set(range(len(numbers))) - numbers
         if missing:
-            raise CheckpointError(f"{self._folder.path} has weights of model {max(numbers)} and not of model {min(missing)}: a part is missing")
+            raise CheckpointError(f"{self._folder.path} has weights of model {max(numbers)}, not of {min(missing)}: a part is missing")
         return len(numbers)
 
     # -- how one of them is read
@@ -388,5 +384,7 @@ def _position(state: Any) -> dict[str, int] | None:
             return None
     if not 0 <= batches < _LARGEST_COUNT:
         return None
-    dataset = bool(main.get("dataset_state") or main.get("fetcher_state") or main.get("_worker_snapshots"))
+    workers = main.get("_worker_snapshots")
+    holders = [main, *(workers.values() if isinstance(workers, dict) else ())]
+    dataset = any(isinstance(one, dict) and (one.get("dataset_state") or one.get("fetcher_state")) is not None for one in holders)
     return {"batches": batches, "finished": int(bool(state.get("_iterator_finished"))), "dataset": int(dataset)}

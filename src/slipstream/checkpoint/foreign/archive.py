@@ -60,12 +60,12 @@ class _Listed:
 def read_archive(data: memoryview, where: str) -> Archive:
     """The archive in these bytes; `where` is its path, for messages.
 
-    >>> read_archive(memoryview(b"hello"), "notes.bin")
+    >>> read_archive(memoryview(b"hello"), "notes.bin")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    slipstream.errors...OldFormat: notes.bin is no archive ...
+    slipstream.checkpoint.foreign.archive.OldFormat: notes.bin is no archive as torch.save writes it since torch 1.6: it begins ...
     """
     if bytes(data[:2]) != b"PK":
-        raise OldFormat(f"{where} is no archive as torch.save has written it since torch 1.6: it begins with {bytes(data[:8])!r}")
+        raise OldFormat(f"{where} is no archive as torch.save writes it since torch 1.6: it begins with {bytes(data[:8])!r}")
     try:
         begin, end, count = _table(data, where)
         listed = _list(data, begin, end, count, where)

@@ -1,0 +1,396 @@
+"""Checkpoints behind a URL, with the same rule as on a disk: files first, the manifest last, the old ones only after that.
+
+An object store has no rename, so a save does not move a folder into place. Its files go into a folder of their own below the URL:
+
+    URL/data-TIME-HEX/model.safetensors, ...      the files of one save, and a copy of its manifest
+    URL/MANIFEST.json                             which save counts: its names are those of the files in that folder
+    URL/rank_3.STAMP.CHECKSUM.safetensors         what other ranks added later
+
+Writing `MANIFEST.json` is the commit: one small request. Until it is in, the checkpoint before stays whole; afterwards its files go.
+Where a store cannot replace an object in one go and dies in the middle, readers find the copy beside the files and go on with the
+newest save that is whole. Two writers at one URL never mix their files: the last manifest wins.
+
+`fetch` brings a checkpoint into a folder of this machine, under the names that it was saved with; reading it is then the same as for any
+other. Names are checked, sizes are limited by the manifest, and checksums compared on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from slipstream.checkpoint.format import LATEST, MANIFEST, FileEntry, Manifest, RankFile, parse
+from slipstream.checkpoint.plain import write_tree
+from slipstream.checkpoint.rotate import Keep
+from slipstream.checkpoint.snapshot import Snapshot
+from slipstream.checkpoint.store import Missing, Store, is_url, local_path
+from slipstream.errors import CheckpointError
+from slipstream.files.digest import Bytes, Digest
+from slipstream.files.inside import Folder
+from slipstream.files.names import check_name
+from slipstream.logging import get_logger
+
+__all__ = [
+    "RemoteStage",
+    "RemoteTarget",
+    "add_rank_file",
+    "fetch",
+    "is_url",
+    "list_numbered",
+    "local_path",
+    "read_remote_manifest",
+    "rotate",
+    "write_latest",
+]
+
+_LARGEST_MANIFEST: Final = 64 * 2**20
+_LARGEST_RANK_FILE: Final = 64 * 2**20
+_PIECE: Final = 4 << 20
+_DATA: Final = re.compile(r"data-([0-9a-f]{12})-[0-9a-f]{8}", re.ASCII)
+_NUMBERED: Final = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})", re.ASCII)
+_DEAD_AFTER: Final = 7 * 24 * 3600
+"""Seconds after which the files of a save that never ended are removed by the next one."""
+
+
+class RemoteTarget:
+    """A place for a checkpoint behind a URL.
+
+    >>> with RemoteTarget("memory://remote-example").begin() as stage:
+    ...     files = {"notes.txt": stage.add("notes.txt", [b"hello"], 5)}
+    ...     stage.commit(Manifest("1-0123456789abcdef", 1, "today", "me", 1, "single", files=files).dump())
+    >>> read_remote_manifest("memory://remote-example").files["notes.txt"].size
+    5
+    """
+
+    def __init__(self, url: str) -> None:
+        self._store = Store(url)
+
+    def begin(self) -> RemoteStage:
+        """An empty stage; nothing that is at the URL changes before its `commit`."""
+        return RemoteStage(self._store)
+
+
+class RemoteStage:
+    """A checkpoint that is being uploaded. `folder` is a local one, for hooks that write files; they are uploaded when adopted."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._data = f"data-{int(time.time()):012x}-{secrets.token_hex(4)}"
+        self._open = True
+        self._folder: Path | None = None
+        self._made: set[str] = set()
+
+    def __enter__(self) -> RemoteStage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abandon()
+
+    @property
+    def folder(self) -> Path:
+        """A folder of this machine that lives as long as the stage."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="slipstream-saving-"))
+        return self._folder
+
+    def add(self, name: str, chunks: Iterable[Bytes], size: int) -> FileEntry:
+        """Upload a file of these bytes, `size` altogether; the store has it when this returns."""
+        return FileEntry(size, self._put(name, chunks, size))
+
+    def adopt(self, name: str) -> FileEntry:
+        """Upload a file that somebody wrote into `folder`; links and anything else that is no regular file are refused."""
+        with Folder(self.folder) as opened, os.fdopen(opened.open(name), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            return self.add(name, iter(lambda: file.read(_PIECE), b""), size)
+
+    def reuse(self, name: str, source: Path, entry: FileEntry) -> bool:
+        """False: a store has no second names for a file."""
+        return False
+
+    def commit(self, manifest: bytes) -> None:
+        """Write the manifest, which makes this the checkpoint at the URL; then remove the one before."""
+        try:
+            new = parse(manifest, self._store.show(MANIFEST))
+            data = _renamed(new, lambda name: f"{self._data}/{name}").dump()
+            before = _top(self._store)
+            self._put(MANIFEST, [data], len(data))
+            self._flip(data)
+        except BaseException:
+            self.abandon()
+            raise
+        self._open = False
+        self._clear()
+        _tidy(self._store, before, self._data, new)
+
+    def abandon(self) -> None:
+        """Give the upload up and remove what it has written; after `commit`, or a second time, this does nothing."""
+        if not self._open:
+            return
+        self._open = False
+        self._clear()
+        try:
+            self._store.remove(self._data)
+        except CheckpointError as problem:
+            get_logger(__name__).warning(f"Files of a save that was given up remain in {self._store.show(self._data)}: {problem}")
+
+    def _put(self, name: str, chunks: Iterable[Bytes], size: int) -> str:
+        if not self._open:
+            raise CheckpointError(f"{self._store.shown}: this save is over; {name!r} cannot be added to it.")
+        place = f"{self._data}/{check_name(name, f'The save to {self._store.shown}')}"
+        folder = check_name(place, f"The save to {self._store.shown}").rpartition("/")[0]
+        if folder not in self._made:
+            self._store.make_folder(folder)
+            self._made.add(folder)
+        return self._store.put(place, chunks, size)
+
+    def _flip(self, data: bytes) -> None:
+        try:
+            self._store.replace(MANIFEST, data)
+        except CheckpointError:
+            # The request failed, which does not tell whether the store has carried it out. Only what is there tells.
+            try:
+                there: bytes | None = self._store.read(MANIFEST, _LARGEST_MANIFEST)
+            except Missing:
+                there = None
+            except CheckpointError:
+                self._keep_all()
+                raise
+            if there == data:
+                return
+            if there is not None and not _parses(there):
+                self._keep_all()
+            raise
+
+    def _keep_all(self) -> None:
+        """It is unknown, or known to be half done, which manifest is there: then neither save may lose its files."""
+        self._open = False
+        self._clear()
+        get_logger(__name__).warning(
+            f"Whether {self._store.show(MANIFEST)} was replaced is unknown; the files of both saves stay, this one's in {self._data}."
+        )
+
+    def _clear(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def read_remote_manifest(url: str) -> Manifest:
+    """The manifest of the checkpoint at a URL, with the names that its files were saved with."""
+    return _saved_names(_current(Store(url)))
+
+
+def fetch(url: str, into: str | os.PathLike[str]) -> Path:
+    """Download the checkpoint at a URL into a folder, which has to be empty or absent, and give that folder. Nothing else is there then."""
+    store, folder = Store(url), Path(into)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise CheckpointError(f"{store.shown} cannot be fetched into {folder}: that folder is not empty")
+    manifest = _current(store)
+    try:
+        _download(store, manifest, folder)
+    except Missing:
+        # Another save may have replaced it meanwhile, and removed these files.
+        again = _current(store)
+        if again == manifest:
+            raise
+        shutil.rmtree(folder)
+        folder.mkdir()
+        _download(store, again, folder)
+    return folder
+
+
+def list_numbered(url: str) -> list[tuple[int, str]]:
+    """The numbered checkpoints below a URL, ascending: number and URL."""
+    names = Store(url).list()
+    return sorted((int(found[1]), f"{url.rstrip('/')}/{name}") for name in names if (found := _NUMBERED.fullmatch(name)))
+
+
+def write_latest(url: str, name: str) -> None:
+    """Say in the object `latest` which of the checkpoints below a URL is the newest one."""
+    Store(url).replace(LATEST, f"{name}\n".encode())
+
+
+def add_rank_file(url: str, snapshot: Snapshot) -> None:
+    """Upload what belongs to a rank that does not write the checkpoint; it counts as soon as the checkpoint with its stamp does."""
+    store = Store(url)
+    own = snapshot.own
+    # The checksum is in the name, so it has to be known before the first byte goes: the file is made twice.
+    _, entry = write_tree(_only_digest, own.name, own.tree, own.tensors)
+    name = RankFile(own.tree["rank"], snapshot.facts.stamp, entry.checksum).name
+    store.make_folder("")
+    write_tree(lambda _, chunks, size: FileEntry(size, store.put(name, chunks, size)), own.name, own.tree, own.tensors)
+
+
+def _only_digest(name: str, chunks: Iterable[Bytes], size: int) -> FileEntry:
+    digest = Digest()
+    for chunk in chunks:
+        digest.update(chunk)
+    return FileEntry(size, digest.hexdigest())
+
+
+def rotate(url: str, keep: Keep, newest: str) -> list[str]:
+    """Remove the numbered checkpoints below a URL that need not stay, after `newest` was committed; gives back which ones."""
+    if keep.total_limit is None or _top(Store(newest)) is None:
+        return []
+    known = [(number, one, manifest) for number, one in list_numbered(url) if (manifest := _top(Store(one))) is not None]
+    sign = 1 if keep.best_mode == "max" else -1
+    best = sorted((sign * manifest.metric, number, one) for number, one, manifest in known if manifest.metric is not None)
+    staying = {newest.rstrip("/"), *(one for _, one, _ in known[-keep.total_limit :])}
+    staying.update(one for _, _, one in best[len(best) - min(keep.keep_best, len(best)) :])
+    gone = []
+    for _, one, manifest in known:
+        if one not in staying:
+            try:
+                _remove(Store(one), manifest)
+                gone.append(one)
+            except CheckpointError as problem:
+                get_logger(__name__).warning(f"A checkpoint that is no longer kept could not be removed: {problem}")
+    return gone
+
+
+# -- manifests at a URL
+
+
+def _top(store: Store) -> Manifest | None:
+    """The manifest that counts, if it is there and whole."""
+    try:
+        return parse(store.read(MANIFEST, _LARGEST_MANIFEST), store.show(MANIFEST))
+    except CheckpointError:  # absent or damaged; who needs to know why asks _current
+        return None
+
+
+def _parses(data: bytes) -> bool:
+    try:
+        parse(data, MANIFEST)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _current(store: Store) -> Manifest:
+    """The manifest that counts; if it is missing or damaged, that of the newest save beside it that is whole."""
+    try:
+        return parse(store.read(MANIFEST, _LARGEST_MANIFEST), store.show(MANIFEST))
+    except CheckpointError as problem:
+        for data in sorted(filter(_DATA.fullmatch, store.list()), reverse=True):
+            with suppress(CheckpointError):
+                found = parse(store.read(f"{data}/{MANIFEST}", _LARGEST_MANIFEST), store.show(f"{data}/{MANIFEST}"))
+                if all(store.size(name) == entry.size for name, entry in found.files.items()):
+                    get_logger(__name__).warning(f"{problem}; the save in {data} is whole, and is used instead.")
+                    return found
+        if isinstance(problem, Missing):
+            there = ", ".join(store.list()[:6]) or "nothing"
+            raise CheckpointError(f"there is no checkpoint at {store.shown}: it has no {MANIFEST} (it holds {there})") from None
+        raise
+
+
+def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
+    """The same manifest with other names of files."""
+
+    def optional(name: str | None) -> str | None:
+        return None if name is None else rename(name)
+
+    models = tuple(
+        dataclasses.replace(one, files=tuple(map(rename, one.files)), index=optional(one.index), extra=optional(one.extra))
+        for one in manifest.models
+    )
+    return dataclasses.replace(
+        manifest,
+        files={rename(name): entry for name, entry in manifest.files.items()},
+        models=models,
+        optimizers=tuple(map(rename, manifest.optimizers)),
+        training=optional(manifest.training),
+        objects=tuple(map(rename, manifest.objects)),
+        ranks={rank: rename(name) for rank, name in manifest.ranks.items()},
+    )
+
+
+def _data_of(manifest: Manifest) -> str | None:
+    """The folder in which all files of a save are, if they are in one."""
+    folders = {name.partition("/")[0] for name in manifest.files}
+    only = folders.pop() if len(folders) == 1 else ""
+    return only if _DATA.fullmatch(only) and only not in manifest.files else None
+
+
+def _saved_names(manifest: Manifest) -> Manifest:
+    data = _data_of(manifest)
+    return manifest if data is None else _renamed(manifest, lambda name: name.removeprefix(f"{data}/"))
+
+
+# -- downloading and removing
+
+
+def _download(store: Store, manifest: Manifest, folder: Path) -> None:
+    saved = _saved_names(manifest)
+    for place, (name, entry) in zip(manifest.files, saved.files.items(), strict=True):
+        _download_file(store, place, folder / name, entry.size, entry.checksum)
+    limit = _LARGEST_RANK_FILE + sum(entry.size for entry in manifest.files.values())
+    for name in store.list():
+        found = RankFile.of(name)
+        if found is not None and found.stamp == manifest.stamp:
+            size = store.size(name)
+            if size > limit:
+                raise CheckpointError(f"{store.show(name)} has {size:,} bytes, more than the whole checkpoint; it is not fetched")
+            _download_file(store, name, folder / name, size, found.checksum)
+    (folder / MANIFEST).write_bytes(saved.dump())
+
+
+def _download_file(store: Store, place: str, path: Path, size: int, checksum: str) -> None:
+    if shutil.disk_usage(path.parent if path.parent.exists() else path.anchor or ".").free < size:
+        raise CheckpointError(f"{store.show(place)} cannot be fetched to {path}: it has {size:,} bytes, more than the disk has left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = Digest()
+    with path.open("xb") as file:
+        for piece in store.pieces(place, size):
+            digest.update(piece)
+            file.write(piece)
+    if digest.hexdigest() != checksum:
+        raise CheckpointError(f"{store.show(place)} is damaged: its checksum is {digest.hexdigest()}, and it should be {checksum}")
+
+
+def _tidy(store: Store, before: Manifest | None, data: str, new: Manifest) -> None:
+    """After a commit: what the save before it had, and what dead saves left."""
+    try:
+        for name in _outdated(store, before, data, new):
+            store.remove(name)
+    except CheckpointError as problem:
+        get_logger(__name__).warning(f"{store.shown} is saved; files of earlier saves could not all be removed: {problem}")
+
+
+def _outdated(store: Store, before: Manifest | None, data: str, new: Manifest) -> Iterator[str]:
+    if before is not None:
+        folder = _data_of(before)
+        yield from [folder] if folder is not None else before.files
+    oldest = int(time.time()) - _DEAD_AFTER
+    for name in store.list():
+        part, rank = _DATA.fullmatch(name), RankFile.of(name)
+        dead = part is not None and name != data and int(part[1], 16) < oldest
+        if dead or (rank is not None and rank.stamp != new.stamp and _step(rank.stamp) <= new.step):
+            yield name
+
+
+def _step(stamp: str) -> int:
+    return int(stamp.partition("-")[0])
+
+
+def _remove(store: Store, manifest: Manifest) -> None:
+    """The manifests first: from then on it is no checkpoint, wherever this is interrupted."""
+    folder = _data_of(manifest)
+    if folder is not None:
+        store.remove(f"{folder}/{MANIFEST}")
+    store.remove(MANIFEST)
+    for name in [folder] if folder is not None else list(manifest.files):
+        store.remove(name)
+    for name in store.list():
+        if RankFile.of(name) is not None:
+            store.remove(name)
