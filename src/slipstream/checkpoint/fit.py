@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from slipstream.checkpoint.raw import DTYPES, identity, packed
 from slipstream.errors import CheckpointError
 from slipstream.logging import get_logger
 
-__all__ = ["METADATA", "LoadReport", "bare", "check_fit", "load_into"]
+__all__ = ["METADATA", "LoadReport", "bare", "check_fit", "give_dtype", "load_into", "may_translate", "tied_names"]
 
 METADATA: Final = "_metadata"
 """Under this name the versions of a model's layers stand among what is no tensor."""
@@ -133,7 +133,7 @@ def check_fit(model: torch.nn.Module, given: Mapping[str, Any], aliases: Mapping
     expected = dict(model.state_dict())
     renamed = _renamed(everything, expected)
     held = {renamed.get(name, name): value for name, value in everything.items()}
-    tied = _tied_names(model)
+    tied = tied_names(model)
     known = {name for name in expected if name in held or any(other in held for other in tied.get(name, ()))}
     missing = tuple(name for name in expected if name not in known and (extra is not None or _is_stored(expected[name])))
     report = LoadReport(
@@ -142,7 +142,7 @@ def check_fit(model: torch.nn.Module, given: Mapping[str, Any], aliases: Mapping
         {name: why for name, value in held.items() if name in expected and (why := _misfit(value, expected[name]))},
         renamed,
     )
-    return report if report or not _translates(model) else _tried(model, held, report)
+    return report if report or not may_translate(model) else _tried(model, held, report)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _misfit(given: Any, expected: Any) -> str | None:
     return f"{dtype} in the file, {expected.dtype} in the model" if loses else None
 
 
-def _translates(model: torch.nn.Module) -> bool:
+def may_translate(model: torch.nn.Module) -> bool:
     """Whether the model may change names while it loads."""
     own = (torch.nn.Module.load_state_dict, torch.nn.Module._load_from_state_dict)
     for module in model.modules():
@@ -214,7 +214,7 @@ def _tried(model: torch.nn.Module, held: Mapping[str, Any], report: LoadReport) 
     except Exception as error:  # code of the model, or an attribute that cannot be copied: what it cannot say, the comparison has said
         get_logger(__name__).debug(f"{type(model).__name__} cannot be loaded on trial: {error}")
         return report
-    tied = _tied_names(model)
+    tied = tied_names(model)
     missing = [name for name in answer.missing_keys if not any(other in held for other in tied.get(name, ()))]
     return replace(report, missing=tuple(missing), unexpected=tuple(answer.unexpected_keys), mismatched={})
 
@@ -277,7 +277,7 @@ def _state(
     versions = everything.pop(METADATA, None)
     everything |= {name: everything[kept] for name, kept in aliases.items() if kept in everything and name not in everything}
     state: OrderedDict[str, Any] = OrderedDict((report.renamed.get(name, name), value) for name, value in everything.items())
-    for name, others in _tied_names(model).items():
+    for name, others in tied_names(model).items():
         there = [other for other in others if other in state]
         if name not in state and there:
             state[name] = state[there[0]]
@@ -320,12 +320,20 @@ def _places(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[tuple[str, 
     return list(found.values())
 
 
-def _tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
+def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
     """The other names of every weight that has several, in the order of the model."""
     groups: dict[Any, list[str]] = {}
     for tensor, where in _places(model):
         groups.setdefault(identity(tensor), []).extend(name for name, _ in where)
     return {name: [other for other in group if other != name] for group in groups.values() if len(group) > 1 for name in group}
+
+
+def give_dtype(model: torch.nn.Module, names: Collection[str], dtype: torch.dtype, keep: Collection[str] = ()) -> None:
+    """Floating point weights of these names become `dtype`; in modules whose names are in `keep`, float32. They stay the same objects."""
+    for tensor, where in _places(model):
+        if tensor.is_floating_point() and any(name in names for name, _ in where):
+            kept = any(f".{one}." in f".{name}." for name, _ in where for one in keep)
+            tensor.data = tensor.data.to(torch.float32 if kept else dtype)
 
 
 def _give_memory(places: list[tuple[torch.Tensor, list[tuple[str, Place]]]], state: Mapping[str, Any]) -> None:

@@ -42,7 +42,19 @@ from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.tensors import Layout, plan, read_layout
 
-__all__ = ["DTYPES", "TREE", "flatten", "from_buffer", "read_part", "read_tensors", "rebuild", "tensor_bytes", "write_part", "write_tree"]
+__all__ = [
+    "DTYPES",
+    "TREE",
+    "flatten",
+    "from_buffer",
+    "read_file",
+    "read_part",
+    "read_tensors",
+    "rebuild",
+    "tensor_bytes",
+    "write_part",
+    "write_tree",
+]
 
 TREE: Final = "tree"
 
@@ -101,7 +113,9 @@ def write_tree(add: _Add, name: str, tree: Any, tensors: Mapping[str, torch.Tens
         file = f"{name}.json"
         return file, add(file, [text], len(text))
     file = f"{name}.safetensors"
-    header, layout = plan([(one, DTYPES[tensor.dtype], tuple(tensor.shape)) for one, tensor in tensors.items()], {TREE: text.decode()})
+    header, layout = plan(
+        [(one, DTYPES[tensor.dtype], tuple(tensor.shape)) for one, tensor in tensors.items()], {"format": "pt", TREE: text.decode()}
+    )
     return file, add(file, chain([header], map(tensor_bytes, tensors.values())), layout.size)
 
 
@@ -113,6 +127,18 @@ def read_part(name: str, buffer: Any, where: str | None = None) -> Any:
     layout, tensors = _tensors(buffer, where)
     if TREE not in layout.metadata:
         raise CheckpointError(f"{where} holds tensors but no state: its metadata have no {TREE!r}. It was not written by slipstream.")
+    return _with_tree(layout, tensors, where)
+
+
+def read_file(buffer: Any, where: str, device: torch.device | None = None) -> Any:
+    """The state in a safetensors file if it has one, else its tensors by name; on a device, if one is given."""
+    layout, tensors = _tensors(buffer, where)
+    if device is not None:
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return _with_tree(layout, tensors, where) if TREE in layout.metadata else tensors
+
+
+def _with_tree(layout: Layout, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
     return rebuild(strict_json.parse(layout.metadata[TREE].encode(), where, deepest=_DEEPEST_JSON), tensors, where)
 
 

@@ -25,6 +25,7 @@ _COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "config": "Make or change a configuration file.",
         "env": "Describe this machine and installation, for a bug report.",
         "test": "Check that processes here can work together, and train.",
+        "merge-weights": "Make one file of weights that lie in several.",
         "doctor": "Look for what commonly goes wrong on a machine, with remedies.",
     }
 )
@@ -39,7 +40,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = f"slipstream.cli.{cmd_name}"
+        module = f"slipstream.cli.{cmd_name.replace('-', '_')}"
         try:
             found: click.Command = importlib.import_module(module).command
         except ModuleNotFoundError as error:

@@ -1,0 +1,127 @@
+"""Files put into a folder that is the user's own: each is written beside its place, and all take their places at the end.
+
+Until `place` is called nothing that was there before has changed; a file that is replaced is the old one or the new one at every moment.
+An error of the disk is a `CheckpointError` that says what could not be written and what to do, and leaves no leftovers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from slipstream.checkpoint.format import FileEntry
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files.disk import Disk
+from slipstream.files.trouble import remedy, told
+
+__all__ = ["Placing", "local_path"]
+
+_Result = TypeVar("_Result")
+
+
+def local_path(given: Any, name: str) -> Path:
+    """A path on this machine from what was given as the argument `name`."""
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise ConfigError(f"{name}={given!r} is no path. Write the path of a file or folder as text.")
+    path = os.fspath(given)
+    if isinstance(path, bytes) or "\0" in path:
+        raise ConfigError(f"{name}={given!r} is no path. Write the path of a file or folder as text.")
+    if "://" in path:
+        raise ConfigError(f"{name} is an address of a remote place, and this writes and reads local files. Copy to or from a local folder.")
+    return Path(path).expanduser()
+
+
+class Placing:
+    """Files on their way into a folder, which is made if it is not there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with Placing(Path(folder), Disk()) as files:
+    ...         _ = files.add("notes.txt", [b"hello"], 5)
+    ...         before = Path(folder, "notes.txt").exists()
+    ...         files.place()
+    ...     before, Path(folder, "notes.txt").read_text(), len(os.listdir(folder))
+    (False, 'hello', 1)
+    """
+
+    def __init__(self, folder: Path, disk: Disk) -> None:
+        self._folder = folder
+        self._disk = disk
+        self._waiting: dict[str, Path] = {}
+
+    def __enter__(self) -> Placing:
+        self._tried(self._make_folder, f"The folder {self._folder} could not be made")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for path in self._waiting.values():
+            with suppress(OSError):
+                self._disk.remove(path)
+        self._waiting.clear()
+
+    def add(self, name: str, chunks: Iterable[Any], size: int) -> FileEntry:
+        """Writes a file that will have this name."""
+
+        def write() -> FileEntry:
+            written = self._disk.write(self._beside(name), chunks, size)
+            return FileEntry(written.size, written.digest)
+
+        return self._tried(write, f"{self._folder / name} could not be written", needed=size)
+
+    def adopt(self, name: str, write: Callable[[Path], None]) -> FileEntry:
+        """A file that somebody else writes, to the path that it is given."""
+
+        def adopt() -> FileEntry:
+            path = self._beside(name)
+            write(path)
+            written = self._disk.sync_file(path)
+            return FileEntry(written.size, written.digest)
+
+        return self._tried(adopt, f"{self._folder / name} could not be written")
+
+    def place(self) -> None:
+        """All files take their places, in the order in which they were added, and are there to stay."""
+
+        def place() -> None:
+            for name in list(self._waiting):
+                self._disk.rename(self._waiting[name], self._folder / name)
+                del self._waiting[name]
+            self._disk.sync_folder(self._folder)
+
+        self._tried(place, f"The files of {self._folder} could not be put into their places")
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files that have been replaced by others."""
+
+        def remove() -> None:
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self._disk.remove(self._folder / name)
+                self._disk.sync_folder(self._folder)
+
+        self._tried(remove, f"Files of an earlier save in {self._folder} could not be removed")
+
+    def _beside(self, name: str) -> Path:
+        self._waiting[name] = self._folder / f".{name[:150]}.saving-{secrets.token_hex(4)}"
+        return self._waiting[name]
+
+    def _make_folder(self) -> None:
+        missing = [self._folder] if not self._folder.exists() else []
+        while missing and not missing[-1].parent.exists():
+            missing.append(missing[-1].parent)
+        for path in reversed(missing):
+            with suppress(FileExistsError):  # another process was faster
+                self._disk.make_folder(path)
+            self._disk.sync_folder(path.parent)
+
+    def _tried(self, action: Callable[[], _Result], problem: str, needed: int | None = None) -> _Result:
+        try:
+            return action()
+        except OSError as error:
+            what = remedy(error, needed=needed, free=self._disk.free(self._folder))
+            raise CheckpointError(f"{problem}: {told(error)}. {what}") from error

@@ -1,0 +1,172 @@
+"""One object in one file: `save` writes any plain state without pickle, `load` reads that and what `torch.save` wrote.
+
+The file is safetensors with everything that is no tensor in its metadata, or JSON if there is no tensor; a mapping of names to tensors is
+an ordinary safetensors file. It is written beside its place and takes it when it is on the disk, so that a reader finds the old file or
+the new one. `load` looks at what a file holds, not at its name, and runs nothing in it unless it is told `weights_only=False`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import suppress
+from pathlib import Path
+from pickle import UnpicklingError  # noqa: TID251 - the error of torch's restricted reader; nothing is unpickled here
+from typing import Any, BinaryIO, Final
+
+import torch
+
+from slipstream.checkpoint.foreign.archive import OldFormat
+from slipstream.checkpoint.foreign.opcodes import NotPlain
+from slipstream.checkpoint.foreign.values import read_values
+from slipstream.checkpoint.format import FileEntry
+from slipstream.checkpoint.placing import Placing, local_path
+from slipstream.checkpoint.plain import read_file, read_part, write_part
+from slipstream.config.sources import environment
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files.disk import Disk
+from slipstream.files.inside import Folder
+from slipstream.files.reading import read_whole
+from slipstream.logging import get_logger
+from slipstream.runtime.clusters import detect
+from slipstream.runtime.current import current_or_none
+from slipstream.runtime.process import Process
+
+__all__ = ["load", "save"]
+
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+_ZIP: Final = b"PK\x03\x04"
+_PICKLE: Final = b"\x80"
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str] | BinaryIO,
+    save_on_each_node: bool = False,
+    safe_serialization: bool | None = None,
+    *,
+    disk: Disk | None = None,
+) -> None:
+    """Writes an object to a file, on the main process (or the first of each machine) alone; the others return at once.
+
+    The object is plain data with tensors in it, such as a state dict; what cannot be kept is an error that says where it is.
+    `safe_serialization=False` writes by `torch.save` instead, which uses pickle.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save({"step": 3, "mean": torch.zeros(2)}, f"{folder}/state.safetensors")
+    ...     load(f"{folder}/state.safetensors")
+    {'step': 3, 'mean': tensor([0., 0.])}
+    """
+    if not isinstance(safe_serialization, (bool, type(None))):
+        raise ConfigError(f"safe_serialization={safe_serialization!r} is True, False, or left out.")
+    process = _process()
+    if not (process.is_local_main if save_on_each_node else process.is_main):
+        return
+    if hasattr(f, "write"):
+        _write_to(f, obj, safe_serialization)
+        return
+    path = local_path(f, "f")
+    if path.is_dir():
+        raise ConfigError(f"f={str(path)!r} is a folder. Write the path of a file in it.")
+    with Placing(path.parent, disk or Disk()) as files:
+        if safe_serialization is False:
+            files.adopt(path.name, lambda beside: torch.save(obj, beside))
+        else:
+            _warn_of_name(path, safe_serialization)
+            write_part(lambda name, chunks, size: files.add(path.name, chunks, size), "object", obj, "the object")
+        files.place()
+
+
+def _warn_of_name(path: Path, safe_serialization: bool | None) -> None:
+    if path.suffix in _TORCH_SUFFIXES and safe_serialization is None:
+        get_logger(__name__).warning(
+            f"{path} is written without pickle, as safetensors or JSON: slipstream.utils.load reads it, torch.load does not. "
+            "Pass safe_serialization=False for torch.save's format, or True to have it like this without a warning."
+        )
+
+
+def _write_to(file: Any, obj: Any, safe_serialization: bool | None) -> None:
+    if safe_serialization is False:
+        torch.save(obj, file)
+        return
+
+    def add(name: str, chunks: Any, size: int) -> FileEntry:
+        for chunk in chunks:
+            file.write(chunk)
+        return FileEntry(size, "")
+
+    write_part(add, "object", obj, "the object")
+
+
+def _process() -> Process:
+    runtime = current_or_none()
+    return runtime.process if runtime is not None else detect(environment())
+
+
+def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
+    """What a file holds that `save`, `torch.save` or the safetensors package wrote.
+
+    Tensors come to the CPU, or to the device `map_location`. A file of `torch.save` is read as data; with `weights_only=False` it is
+    unpickled, which runs what it says: only for files that you trust. Other keywords are those of `torch.load`, for its files.
+
+    >>> load(io.BytesIO(b'{"step": 3}'))
+    {'step': 3}
+    """
+    weights_only = kwargs.pop("weights_only", True)
+    if not isinstance(weights_only, bool):
+        raise ConfigError(f"weights_only={weights_only!r} is True or False.")
+    where, buffer = _read(f)
+    if _is_torch(buffer):
+        return _torch_value(buffer, where, map_location, weights_only=weights_only, **kwargs)
+    if kwargs:
+        raise ConfigError(f"{', '.join(kwargs)} means something to torch.load, and {where} is no file of torch.save. Leave it out.")
+    device = _device(map_location, where)
+    if bytes(buffer[8:9]) == b"{" and int.from_bytes(buffer[:8], "little") <= len(buffer) - 8:
+        return read_file(buffer, where, device)
+    return read_part("object.json", buffer, where)
+
+
+def _read(f: Any) -> tuple[str, memoryview]:
+    if hasattr(f, "read"):
+        return "the file", memoryview(bytearray(f.read()))
+    path = local_path(f, "f")
+    if not path.exists():
+        raise CheckpointError(f"There is no file {path}.")
+    real = Path(os.path.realpath(path))  # the user has named it, so a link may lead anywhere
+    with Folder(real.parent) as folder:
+        fd = folder.open(real.name)
+    try:
+        return str(path), read_whole(fd, os.fstat(fd).st_size, digest=False, where=str(path))[0]
+    finally:
+        os.close(fd)
+
+
+def _is_torch(buffer: memoryview) -> bool:
+    return bytes(buffer[:4]) == _ZIP or bytes(buffer[:1]) == _PICKLE and bytes(buffer[8:9]) != b"{"
+
+
+def _device(map_location: Any, where: str) -> torch.device | None:
+    if map_location is None:
+        return None
+    try:
+        return torch.device(map_location)
+    except (TypeError, RuntimeError):
+        raise ConfigError(
+            f"map_location={map_location!r} is no device, and {where} says nothing of devices. Write one, such as 'cpu'."
+        ) from None
+
+
+def _torch_value(buffer: memoryview, where: str, map_location: Any, *, weights_only: bool, **kwargs: Any) -> Any:
+    """As data where it is data of the usual kinds, else by torch, whose reader of weights knows some classes more."""
+    if weights_only and map_location is None and not kwargs:
+        with suppress(OldFormat, NotPlain):
+            values = read_values(buffer, where)
+            if not values.unknown:
+                return values.value
+    try:
+        return torch.load(io.BytesIO(buffer), map_location=map_location, weights_only=weights_only, **kwargs)
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{where} holds more than data: {str(error).splitlines()[0]} If you trust whoever wrote it, pass weights_only=False."
+        ) from error

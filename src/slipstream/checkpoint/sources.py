@@ -1,0 +1,230 @@
+"""Weights as they lie on a disk: one file or several with an index, of safetensors or of `torch.save`, or in a checkpoint of ours.
+
+`find` says what there is at a path. Nothing is believed: names are those of files inside the folder, an index has to be right about
+every tensor it lists, and a checkpoint's files have to have the checksums that its manifest says. Files of `torch.save` are read as
+data: nothing in them is run. Files are mapped, not read: they take no memory of their own, and of tensors only those that are used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from slipstream.checkpoint.foreign.archive import OldFormat
+from slipstream.checkpoint.foreign.values import read_values
+from slipstream.checkpoint.format import MANIFEST, FileEntry, parse
+from slipstream.checkpoint.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from slipstream.checkpoint.plain import read_part
+from slipstream.checkpoint.raw import from_buffer
+from slipstream.errors import CheckpointError
+from slipstream.files import strict_json
+from slipstream.files.digest import digest
+from slipstream.files.inside import Folder
+from slipstream.files.names import check_name
+from slipstream.files.tensors import Layout, read_layout
+from slipstream.logging import get_logger
+
+__all__ = ["File", "Source", "find"]
+
+_LARGEST_MANIFEST: Final = 64 << 20
+_INDEX: Final = ".index.json"
+_SAFE: Final = ".safetensors"
+_TORCH: Final = (".bin", ".pt", ".pth", ".ckpt")
+_USUAL: Final = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of weights, mapped: its tensors by name, and where they lie in it if it is safetensors."""
+
+    where: str
+    buffer: Any
+    tensors: Mapping[str, torch.Tensor]
+    layout: Layout | None
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights of one model are."""
+
+    folder: Path
+    files: tuple[str, ...]
+    index: str | None = None
+    weight_map: Mapping[str, str] | None = None
+    """Which tensor is in which file, as the index says."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    extra: str | None = None
+    """The part with what is no tensor."""
+    entries: Mapping[str, FileEntry] = field(default_factory=dict)
+    """Sizes and checksums, where there is a manifest."""
+    links_within: Path | None = None
+
+    def open(self, name: str, *, verify: bool = True) -> File:
+        """A file and its tensors: those that the index places there, if there is an index."""
+        where = str(self.folder / name)
+        buffer = self._mapped(name, verify=verify)
+        if name.endswith(_SAFE) or (not name.endswith(_TORCH) and _looks_safe(buffer)):
+            layout = read_layout(lambda offset, count: memoryview(buffer)[offset : offset + count], len(buffer), where)
+            start = layout.data_start
+            tensors = {
+                one.name: from_buffer(buffer, one.dtype, one.shape, start + one.start, start + one.end) for one in layout.entries.values()
+            }
+            aliases = {other: kept for other, kept in layout.metadata.items() if kept in tensors and other not in tensors}
+            return File(where, buffer, self._chosen(name, tensors), layout, aliases)
+        return File(where, buffer, self._chosen(name, _torch_tensors(buffer, where)), None, {})
+
+    def each(self) -> Iterator[File]:
+        """The files, one after the other."""
+        yield from map(self.open, self.files)
+
+    def descriptor(self, name: str) -> int:
+        """A file opened for reading; the caller closes it."""
+        with Folder(self.folder, links_within=self.links_within) as folder:
+            return folder.open(name)
+
+    def read_bytes(self, name: str) -> bytes:
+        """All bytes of a small file."""
+        return bytes(self._mapped(name))
+
+    def read_extra(self) -> dict[str, Any]:
+        """What is no tensor."""
+        if self.extra is None:
+            return {}
+        found = read_part(self.extra, bytearray(self._mapped(self.extra)), str(self.folder / self.extra))
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.folder / self.extra} holds no entries of a state dict.")
+        return found
+
+    def _chosen(self, file: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        if self.weight_map is None:
+            return tensors
+        wanted = [name for name, place in self.weight_map.items() if place == file]
+        if absent := [name for name in wanted if name not in tensors]:
+            raise CheckpointError(
+                f"{self.folder / (self.index or '')} says that {absent[0]!r} is in {file}, and it is not there. "
+                "The files belong to different saves, or one of them is damaged: fetch or save them again."
+            )
+        return {name: tensors[name] for name in wanted}
+
+    def _mapped(self, name: str, *, verify: bool = True) -> Any:
+        """The bytes of a file, without reading them; changes to them would not reach the file."""
+        fd = self.descriptor(name)
+        try:
+            size = os.fstat(fd).st_size
+            buffer: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if size else bytearray()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read: {error.strerror}.") from error
+        finally:
+            os.close(fd)
+        entry = self.entries.get(name) if verify else None
+        if entry is not None and (size != entry.size or digest(buffer) != entry.checksum):
+            raise CheckpointError(f"{self.folder / name} is damaged: it is not what the manifest says was written. Use another checkpoint.")
+        return buffer
+
+
+def _looks_safe(buffer: Any) -> bool:
+    return len(buffer) > 8 and buffer[8:9] == b"{" and int.from_bytes(buffer[:8], "little") <= len(buffer) - 8
+
+
+def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
+    try:
+        values = read_values(memoryview(buffer), where)
+    except OldFormat as error:
+        raise CheckpointError(f"{error} Load it with torch.load and save it again, as safetensors: slipstream.utils.save_model.") from error
+    state = values.value
+    if values.unknown:
+        raise CheckpointError(
+            f"{where} is no file of weights alone: it would make objects of {', '.join(values.unknown[:5])}, which is code and is not run. "
+            "Save the state_dict() of the model instead."
+        )
+    if isinstance(state, Mapping) and isinstance(inner := state.get("state_dict"), Mapping):
+        get_logger(__name__).warning(f"{where} holds more than weights; its entry 'state_dict' is taken.")
+        state = inner
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(f"{where} holds a {type(state).__name__}, and the weights of a model are a mapping of names to tensors.")
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def find(path: Path) -> Source:
+    """What weights there are at a path: a file, an index, or a folder with one of the usual names or a checkpoint of ours in it."""
+    if path.is_dir():
+        return _in_folder(path)
+    if not path.exists():
+        near = sorted(one.name for one in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+        there = f" In {path.parent} there are: {', '.join(near)}." if near else ""
+        raise CheckpointError(f"There is nothing at {path}.{there}")
+    if path.name.endswith(_INDEX):
+        return _indexed(path.parent, path.name)
+    if path.is_symlink() and _links_within(path.parent) is None:  # the user has named it, so it may lead anywhere
+        path = Path(os.path.realpath(path))
+    return _single(path.parent, path.name)
+
+
+def _links_within(folder: Path) -> Path | None:
+    """A cache of downloads keeps the files of a snapshot as links to files beside the snapshots."""
+    parent = folder.absolute().parent
+    return parent.parent if parent.name == "snapshots" and (parent.parent / "blobs").is_dir() else None
+
+
+def _in_folder(folder: Path) -> Source:
+    names = sorted(one.name for one in folder.iterdir() if one.is_file())
+    if MANIFEST in names:
+        return _in_checkpoint(folder)
+    for name in _USUAL:
+        if name in names:
+            return _indexed(folder, name) if name.endswith(_INDEX) else _single(folder, name)
+    for found in ([name for name in names if name.endswith(_INDEX)], [name for name in names if name.endswith((_SAFE, *_TORCH))]):
+        if len(found) == 1:
+            return _indexed(folder, found[0]) if found[0].endswith(_INDEX) else _single(folder, found[0])
+    there = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
+    raise CheckpointError(
+        f"{folder} holds no weights under a usual name ({', '.join(_USUAL)}); it holds {there}. Pass the path of one file, or of an index."
+    )
+
+
+def _in_checkpoint(folder: Path) -> Source:
+    where = str(folder / MANIFEST)
+    with Folder(folder) as held:
+        manifest = parse(held.read(MANIFEST, _LARGEST_MANIFEST), where)
+    if not manifest.models:
+        raise CheckpointError(f"{folder} is a checkpoint without a model.")
+    if len(manifest.models) > 1:
+        get_logger(__name__).warning(f"{folder} holds {len(manifest.models)} models; the first one, {manifest.models[0].kind}, is taken.")
+    model = manifest.models[0]
+    return Source(folder, model.files, model.index, None, model.aliases, model.extra, manifest.files)
+
+
+def _single(folder: Path, name: str) -> Source:
+    return Source(folder, (name,), extra=_extra_beside(folder, name), links_within=_links_within(folder))
+
+
+def _extra_beside(folder: Path, name: str) -> str | None:
+    """`save_model` writes what is no tensor beside the weights."""
+    base = name.partition(".")[0]
+    names = [f"{base}_extra{suffix}" for suffix in (".json", _SAFE) if name.endswith((_SAFE, f"{_SAFE}{_INDEX}"))]
+    return next((one for one in names if (folder / one).is_file()), None)
+
+
+def _indexed(folder: Path, index: str) -> Source:
+    where = str(folder / index)
+    links = _links_within(folder)
+    with Folder(folder, links_within=links) as held:
+        content = strict_json.parse(held.read(index, strict_json.LARGEST), where)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where} is no index of weights: it has no mapping 'weight_map' from names of tensors to files.")
+    for file in weight_map.values():
+        if "/" in check_name(file, where) or not file.endswith((_SAFE, *_TORCH)):
+            raise CheckpointError(
+                f"{where} names the file {file!r}, and weights are files beside the index that end in .safetensors or .bin."
+            )
+    return Source(
+        folder, tuple(dict.fromkeys(weight_map.values())), index, weight_map, {}, _extra_beside(folder, index), links_within=links
+    )

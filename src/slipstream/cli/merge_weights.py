@@ -1,0 +1,37 @@
+"""`slipstream merge-weights`: weights in many files become one file, without the memory that they would take."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command(name="merge-weights", short_help="Make one file of weights that lie in several.")
+@click.argument("folder", type=click.Path())
+@click.argument("output", type=click.Path())
+@click.option("--unsafe_serialization", "--unsafe-serialization", "unsafe", is_flag=True, help="Write pytorch_model.bin, by torch.save.")
+@click.option(
+    "--remove_checkpoint_dir",
+    "--remove-checkpoint-dir",
+    "remove",
+    is_flag=True,
+    help="Delete the files that were merged, and their folder if nothing else is in it.",
+)
+def command(folder: str, output: str, unsafe: bool, remove: bool) -> None:
+    """Make one file of weights that lie in several.
+
+    FOLDER holds the files and their index, or a checkpoint. OUTPUT is a folder for model.safetensors, or the path of a file.
+    """
+    from tqdm import tqdm
+
+    from slipstream.checkpoint.consolidate import merge_weights
+
+    with tqdm(unit="B", unit_scale=True, disable=None, desc="merging") as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        written = merge_weights(folder, output, remove=remove, safe_serialization=not unsafe, progress=advance)
+    click.echo(f"{written} ({written.stat().st_size:,} bytes)")
