@@ -15,11 +15,13 @@ from typing import Any
 from slipstream.config.handlers import GradientAccumulationPlugin, ProjectConfiguration
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.devices.table import RNGType
+from slipstream.facade.checkpoints import Checkpoints
 from slipstream.facade.checks import check_arguments, random_kinds
 from slipstream.facade.handlers import sort_handlers
 from slipstream.facade.parts import accumulation_of, assemble, dynamo_of, loading_of, project_of
 from slipstream.facade.preparation import Preparation
 from slipstream.facade.processes import Processes
+from slipstream.facade.saving import Saver
 from slipstream.facade.settings import Settings
 from slipstream.facade.training import Training
 from slipstream.parallel.compile import TorchDynamoPlugin
@@ -42,27 +44,19 @@ _NOTHING = MappingProxyType(
     }
 )
 """What scripts look at to see whether an engine is in use that this version does not have."""
-_CHECKPOINTS = "checkpoints come with the next version"
 _ENGINES = "the engine or package that it belongs to is not in this version"
 _NOT_YET = MappingProxyType(
     {
         "context_parallel_rank": _ENGINES,
         "deepspeed_ulysses_dl_adapter": _ENGINES,
-        "load_state": _CHECKPOINTS,
         "lomo_backward": _ENGINES,
         "maybe_context_parallel": _ENGINES,
         "pipeline_parallel_rank": _ENGINES,
-        "register_for_checkpointing": _CHECKPOINTS,
-        "register_load_state_pre_hook": _CHECKPOINTS,
-        "register_save_state_pre_hook": _CHECKPOINTS,
-        "save": _CHECKPOINTS,
-        "save_model": _CHECKPOINTS,
-        "save_state": _CHECKPOINTS,
     }
 )
 
 
-class Accelerator(Processes, Preparation, Training, Settings):
+class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
     """What a script needs to run on any number of processes.
 
     >>> import torch
@@ -74,8 +68,9 @@ class Accelerator(Processes, Preparation, Training, Settings):
     >>> optimizer.zero_grad()
 
     Besides what is known from the relative: `effective_batch_size` fixes the samples per update over all processes, `outputs_to_fp32` casts
-    outputs of models, `scheduler_steps_per_process` moves schedulers as often per update as there are processes (which is the rule of
-    the relative), and `debug`, `timeout`, `barrier_timeout` and `hang_warning` are those of `PartialState`.
+    outputs of models, `async_save` writes checkpoints behind the training, `scheduler_steps_per_process` moves schedulers as often per
+    update as there are processes (which is the rule of the relative), and `debug`, `timeout`, `barrier_timeout` and `hang_warning` are
+    those of `PartialState`.
     """
 
     def __init__(
@@ -105,6 +100,7 @@ class Accelerator(Processes, Preparation, Training, Settings):
         effective_batch_size: int | None = None,
         outputs_to_fp32: bool = False,
         scheduler_steps_per_process: bool = False,
+        async_save: bool = False,
         **options: Any,
     ) -> None:
         check_arguments(locals(), Accelerator.__init__)
@@ -127,6 +123,8 @@ class Accelerator(Processes, Preparation, Training, Settings):
             scheduler_steps_per_process=scheduler_steps_per_process,
             effective_batch_size=effective_batch_size,
         )
+        self._saver = Saver(self._parts, self.project_configuration, async_save)
+        self._saver.begin_numbering()
         self._trackers = Trackers(
             resolve(log_with, self.logging_dir), self.logging_dir, is_main_process=self.state.is_main_process
         )
@@ -172,6 +170,9 @@ class Accelerator(Processes, Preparation, Training, Settings):
         return profiling(profile_handler or self._handlers.profile, self.state.process_index)
 
     def end_training(self) -> None:
-        """Ends the trackers and closes the process group: for the end of a run."""
-        self._trackers.finish()
-        self.state.destroy_process_group()
+        """Waits for a checkpoint that is being written, ends the trackers and closes the process group: for the end of a run."""
+        try:
+            self._saver.background.wait()
+        finally:
+            self._trackers.finish()
+            self.state.destroy_process_group()

@@ -19,7 +19,14 @@ __all__ = ["check_arguments", "random_kinds"]
 _OPTIONS = ("backend", "barrier_timeout", "debug", "hang_warning", "init_method", "timeout")
 
 
-_FLAGS = ("device_placement", "split_batches", "step_scheduler_with_optimizer", "outputs_to_fp32", "scheduler_steps_per_process")
+_FLAGS = (
+    "device_placement",
+    "split_batches",
+    "step_scheduler_with_optimizer",
+    "outputs_to_fp32",
+    "scheduler_steps_per_process",
+    "async_save",
+)
 _ENGINES = ("deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "deepspeed_plugins", "parallelism_config")
 _RECORDS: tuple[tuple[str, type], ...] = (
     ("dataloader_config", DataLoaderConfiguration),

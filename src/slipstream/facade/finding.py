@@ -36,7 +36,7 @@ def find(saver: Saver, input_dir: Any, allow_pickle: bool) -> Saved:
         raise ConfigError(f"load_state({input_dir!r}): a {type(input_dir).__name__} is no folder; write its path")
     where = os.fspath(input_dir)
     if remote.is_url(where):
-        return _newest(where) if remote.list_numbered(where) and not remote.exists(where) else _remote(where)
+        return _newest(where) if remote.list_numbered(where) else _remote(where)
     folder = Path(remote.local_path(where))
     if folder.is_dir() and not (folder / MANIFEST).exists():
         if is_foreign(folder):

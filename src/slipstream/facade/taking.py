@@ -129,7 +129,7 @@ def present_receipt(parts: Parts) -> dict[str, Any]:
         accumulation=steps,
         precision=parts.state.mixed_precision,
         seed=torch.initial_seed() % 2**63,
-        loaders=[loader.describe() for loader in registry.loaders],
+        loaders=[getattr(loader, "describe", dict)() for loader in registry.loaders],
         optimizers=[
             {"kind": type(one.optimizer).__name__, "updates": one.updates, "lr": [_number(group.get("lr")) for group in one.param_groups]}
             for one in registry.optimizers

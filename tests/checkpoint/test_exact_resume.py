@@ -1,0 +1,123 @@
+"""A run that was stopped and goes on equals one that never stopped, bit for bit, wherever it was cut."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from runs import Run, begin, steps
+
+from slipstream import skip_first_batches
+from slipstream.utils import DataLoaderConfiguration, GradScalerKwargs
+
+HARD: dict[str, Any] = {"mixed_precision": "fp16", "gradient_accumulation_steps": 4}
+
+
+def scaled() -> dict[str, Any]:
+    """fp16 with a scale that moves within the run."""
+    return {**HARD, "kwargs_handlers": [GradScalerKwargs(init_scale=2.0**17, growth_interval=3)]}
+
+
+def straight(folder: Path, every: int, **options: Any) -> tuple[list[Any], list[int], torch.Tensor, int]:
+    """A run of one epoch and a bit that saves after every so many batches."""
+    run = begin(**options)
+    came = []
+    for number, step in enumerate(steps(run, run.loader)):
+        came.append(step)
+        if number % every == 0:
+            run.accelerator.save_state(folder / f"after_{number}")
+    run.accelerator.wait_for_everyone()
+    epoch = len(came)
+    for number, step in enumerate(steps(run, run.loader)):
+        came.append(step)
+        if number == 2:
+            break
+    return came, run.counter.seen, run.weights(), epoch
+
+
+def disturb() -> None:
+    """Anything may happen between two runs."""
+    torch.rand(100), random.random(), numpy.random.rand(3)
+    torch.manual_seed(77)
+
+
+def go_on(run: Run, folder: Path, skipped: int | None) -> tuple[list[Any], list[int], torch.Tensor]:
+    disturb()
+    run.accelerator.load_state(folder)
+    loader = run.loader if skipped is None else skip_first_batches(run.loader, skipped)
+    came = list(steps(run, loader))
+    for number, step in enumerate(steps(run, run.loader)):
+        came.append(step)
+        if number == 2:
+            break
+    return came, run.counter.seen, run.weights()
+
+
+def compare_all(folder: Path, every: int, *, by_itself: bool, **options: Any) -> int:
+    """Cuts a run everywhere, and compares each rest with that of the straight run; how many cuts there were."""
+    came, seen, weights, epoch = straight(folder, every, **options)
+    if by_itself:
+        options = {**options, "dataloader_config": DataLoaderConfiguration(resume="auto")}
+    for cut in range(0, epoch, every):
+        run = begin(seed=11, **options)
+        rest, again, ended = go_on(run, folder / f"after_{cut}", None if by_itself else cut + 1)
+        assert rest == came[cut + 1 :], (cut, [i for i, (a, b) in enumerate(zip(rest, came[cut + 1 :], strict=False)) if a != b][:4])
+        assert again == seen or not run.accelerator.is_main_process, cut  # registered objects are those of the main process
+        assert torch.equal(ended, weights), cut
+        run.accelerator.free_memory()
+    return len(range(0, epoch, every))
+
+
+def test_every_cut_of_an_epoch_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    assert compare_all(tmp_path, 1, by_itself=False, **scaled()) == 40
+
+
+def test_the_next_loop_goes_on_by_itself(tmp_path: Path) -> None:
+    assert compare_all(tmp_path, 3, by_itself=True, **scaled()) == 14
+
+
+def test_loaders_with_workers_go_on_bit_for_bit(tmp_path: Path) -> None:
+    assert compare_all(tmp_path, 13, by_itself=True, workers=2, **HARD) == 4
+
+
+def test_every_cut_on_two_processes_goes_on_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
+    def cut_everywhere() -> int:
+        return compare_all(tmp_path, 1, by_itself=False, batch_size=2, **scaled())
+
+    assert ranks(2).run(cut_everywhere) == [40, 40]
+
+
+def test_three_processes_with_a_short_last_batch(ranks: Any, tmp_path: Path) -> None:
+    def cut_everywhere() -> int:
+        return compare_all(tmp_path, 5, by_itself=True, batch_size=3, **HARD)
+
+    assert ranks(3).run(cut_everywhere) == [4, 4, 4]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_another_number_of_processes_sees_the_same_samples(ranks: Any, tmp_path: Path, before: int, after: int) -> None:
+    def save() -> list[list[int]]:
+        run = begin(batch_size=8 // before, gradient_accumulation_steps=2)
+        for number, _ in enumerate(steps(run, run.loader)):
+            if number == 6:
+                run.accelerator.save_state(tmp_path / "middle")
+                run.accelerator.wait_for_everyone()
+        return run.counter.seen[: 7 * 8 // before], run.counter.seen[7 * 8 // before :], run.weights().tolist()  # type: ignore[return-value]
+
+    def load() -> Any:
+        run = begin(batch_size=8 // after, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(resume="auto"))
+        run.model.eval()
+        run.accelerator.load_state(tmp_path / "middle")
+        run.counter.seen = []
+        list(steps(run, run.loader))
+        return run.counter.seen, run.weights().tolist()
+
+    first = ranks(before).run(save)
+    second = ranks(after).run(load)
+    assert sorted(sum((one[1] for one in first), [])) == sorted(sum((one[0] for one in second), []))
+    assert not set(sum((one[0] for one in first), [])) & set(sum((one[0] for one in second), []))
+    assert all(one[1] == second[0][1] for one in second)
