@@ -18,6 +18,7 @@ from slipstream.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from slipstream.accelerator import Accelerator as Accelerator
+    from slipstream.checkpoint.models import load_checkpoint_in_model as load_checkpoint_in_model
     from slipstream.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from slipstream.data.options import DataLoaderConfiguration as DataLoaderConfiguration
     from slipstream.data.prepare import prepare_data_loader as prepare_data_loader
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "slipstream.accelerator": ("Accelerator",),
+    "slipstream.checkpoint.models": ("load_checkpoint_in_model",),
     "slipstream.config.handlers": ("InitProcessGroupKwargs",),
     "slipstream.data.options": ("DataLoaderConfiguration",),
     "slipstream.data.prepare": ("prepare_data_loader",),
@@ -81,7 +83,7 @@ __all__ = [
     "DistributedDataParallelKwargs", "DistributedOperationException", "DistributedType", "GradScalerKwargs", "GradientState",
     "InitProcessGroupKwargs", "LaunchError", "LocalSGD", "MismatchError", "PartialState", "PeerLostError", "ProfileKwargs",
     "SlipstreamError", "StateError", "WaitTimeoutError", "debug_launcher", "find_executable_batch_size", "is_rich_available",
-    "notebook_launcher", "prepare_data_loader", "skip_first_batches", "synchronize_rng_states",
+    "load_checkpoint_in_model", "notebook_launcher", "prepare_data_loader", "skip_first_batches", "synchronize_rng_states",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

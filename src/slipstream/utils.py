@@ -10,6 +10,26 @@ from typing import TYPE_CHECKING
 from slipstream.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
+    from slipstream.checkpoint.models import (
+        clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+        load_checkpoint_in_model as load_checkpoint_in_model,
+    )
+    from slipstream.checkpoint.names import (
+        MODEL_NAME as MODEL_NAME,
+        OPTIMIZER_NAME as OPTIMIZER_NAME,
+        RNG_STATE_NAME as RNG_STATE_NAME,
+        SAFE_MODEL_NAME as SAFE_MODEL_NAME,
+        SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME,
+        SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME,
+        SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME,
+        SAMPLER_NAME as SAMPLER_NAME,
+        SCALER_NAME as SCALER_NAME,
+        SCHEDULER_NAME as SCHEDULER_NAME,
+        WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME,
+        WEIGHTS_NAME as WEIGHTS_NAME,
+        WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME,
+    )
+    from slipstream.checkpoint.single import load as load, save as save
     from slipstream.comm.nested import (
         CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
         ConvertOutputsToFp32 as ConvertOutputsToFp32,
@@ -177,6 +197,17 @@ if TYPE_CHECKING:
     from slipstream.track.registry import LoggerType as LoggerType
 
 _HOMES = {
+    "slipstream.checkpoint.models": (
+        "clean_state_dict_for_safetensors", "load_checkpoint_in_model",
+    ),
+    "slipstream.checkpoint.names": (
+        "MODEL_NAME", "OPTIMIZER_NAME", "RNG_STATE_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
+        "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
+        "WEIGHTS_PATTERN_NAME",
+    ),
+    "slipstream.checkpoint.single": (
+        "load", "save",
+    ),
     "slipstream.comm.nested": (
         "CannotPadNestedTensorWarning", "ConvertOutputsToFp32", "TensorInformation", "concatenate", "convert_outputs_to_fp32",
         "convert_to_fp32", "find_batch_size", "find_device", "get_data_structure", "get_shape", "ignorant_find_batch_size",
@@ -250,33 +281,35 @@ _HOMES = {
 }
 
 __all__ = [
-    "PROFILE_PATTERN_NAME", "AORecipeKwargs", "AutocastKwargs", "CannotPadNestedTensorWarning", "ConvertOutputsToFp32",
+    "MODEL_NAME", "OPTIMIZER_NAME", "PROFILE_PATTERN_NAME", "RNG_STATE_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME", "AORecipeKwargs", "AutocastKwargs", "CannotPadNestedTensorWarning", "ConvertOutputsToFp32",
     "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "DistributedOperationException",
     "DistributedType", "DynamoBackend", "FP8BackendType", "FP8RecipeKwargs", "GradScalerKwargs", "GradientAccumulationPlugin",
     "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MSAMPRecipeKwargs", "PrecisionType", "ProfileKwargs", "ProjectConfiguration",
     "RNGType", "TERecipeKwargs", "TensorInformation", "TorchDynamoPlugin", "broadcast", "broadcast_object_list", "check_os_kernel",
-    "clear_device_cache", "compare_versions", "compile_regions", "concatenate", "convert_bytes", "convert_model_to_fp8_ao",
-    "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required", "extract_model_from_parallel",
-    "filter_first_and_last_linear_layers", "find_batch_size", "find_device", "find_executable_batch_size", "gather", "gather_object",
-    "gather_tensor_shape", "get_data_structure", "get_free_port", "get_module_children_bottom_up", "get_module_class_from_name",
-    "get_pretty_name", "get_sampler", "get_shape", "has_ao_layers", "has_compiled_regions", "has_repeated_blocks", "honor_type",
-    "ignorant_find_batch_size", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
-    "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
-    "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available", "is_datasets_available",
-    "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available",
-    "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
-    "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple", "is_neuron_available",
-    "is_npu_available", "is_numpy_available", "is_pandas_available", "is_peft_available", "is_pippy_available", "is_port_in_use",
-    "is_pynvml_available", "is_pytest_available", "is_repeated_blocks", "is_rich_available", "is_rocm_available", "is_sagemaker_available",
-    "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensor_information", "is_tensorboard_available",
-    "is_timm_available", "is_torch_distributed_available", "is_torch_tensor", "is_torch_version", "is_torch_xla_available",
-    "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
-    "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available", "is_transformer_engine_mxfp8_available",
-    "is_transformers_available", "is_triton_available", "is_wandb_available", "is_weights_only_available", "is_xccl_available",
-    "is_xpu_available", "listify", "merge_dicts", "pad_across_processes", "pad_input_tensors", "prepare_data_loader", "recursive_getattr",
-    "recursively_apply", "reduce", "release_memory", "send_to_device", "set_seed", "should_reduce_batch_size", "skip_first_batches",
-    "slice_tensors", "synchronize_rng_state", "synchronize_rng_states", "torchao_required", "tqdm", "wait_for_everyone",
-    "write_basic_config",
+    "clean_state_dict_for_safetensors", "clear_device_cache", "compare_versions", "compile_regions", "concatenate", "convert_bytes",
+    "convert_model_to_fp8_ao", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required",
+    "extract_model_from_parallel", "filter_first_and_last_linear_layers", "find_batch_size", "find_device", "find_executable_batch_size",
+    "gather", "gather_object", "gather_tensor_shape", "get_data_structure", "get_free_port", "get_module_children_bottom_up",
+    "get_module_class_from_name", "get_pretty_name", "get_sampler", "get_shape", "has_ao_layers", "has_compiled_regions",
+    "has_repeated_blocks", "honor_type", "ignorant_find_batch_size", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
+    "is_aim_available", "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
+    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
+    "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1",
+    "is_hpu_available", "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available",
+    "is_mlflow_available", "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple",
+    "is_neuron_available", "is_npu_available", "is_numpy_available", "is_pandas_available", "is_peft_available", "is_pippy_available",
+    "is_port_in_use", "is_pynvml_available", "is_pytest_available", "is_repeated_blocks", "is_rich_available", "is_rocm_available",
+    "is_sagemaker_available", "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensor_information",
+    "is_tensorboard_available", "is_timm_available", "is_torch_distributed_available", "is_torch_tensor", "is_torch_version",
+    "is_torch_xla_available", "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
+    "is_torchvision_available", "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available", "is_wandb_available",
+    "is_weights_only_available", "is_xccl_available", "is_xpu_available", "listify", "load", "load_checkpoint_in_model", "merge_dicts",
+    "pad_across_processes", "pad_input_tensors", "prepare_data_loader", "recursive_getattr", "recursively_apply", "reduce",
+    "release_memory", "save", "send_to_device", "set_seed", "should_reduce_batch_size", "skip_first_batches", "slice_tensors",
+    "synchronize_rng_state", "synchronize_rng_states", "torchao_required", "tqdm", "wait_for_everyone", "write_basic_config",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

@@ -10,7 +10,6 @@ from typing import Final
 __all__ = [
     "MODEL_NAME",
     "OPTIMIZER_NAME",
-    "PROFILE_PATTERN_NAME",
     "RNG_STATE_NAME",
     "SAFE_MODEL_NAME",
     "SAFE_WEIGHTS_INDEX_NAME",
@@ -31,7 +30,6 @@ SCHEDULER_NAME: Final = "scheduler"
 SAMPLER_NAME: Final = "sampler"
 SCALER_NAME: Final = "scaler.pt"
 RNG_STATE_NAME: Final = "random_states"
-PROFILE_PATTERN_NAME: Final = "profile_{suffix}.json"
 
 WEIGHTS_NAME: Final = f"{MODEL_NAME}.bin"
 WEIGHTS_PATTERN_NAME: Final = "pytorch_model{suffix}.bin"
