@@ -32,7 +32,7 @@ METADATA: Final = "_metadata"
 _SHOWN: Final = 10
 _MOST_COMPARED: Final = 2000
 
-Place = tuple[torch.nn.Module, str]
+_Place = tuple[torch.nn.Module, str]
 
 
 @dataclass(frozen=True)
@@ -308,9 +308,9 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
     return identity(one) == identity(two) or torch.equal(packed(one), packed(two))
 
 
-def _places(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[tuple[str, Place]]]]:
+def _places(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[tuple[str, _Place]]]]:
     """Every parameter and buffer with all places where it stands: more than one if it is tied."""
-    found: dict[int, tuple[torch.Tensor, list[tuple[str, Place]]]] = {}
+    found: dict[int, tuple[torch.Tensor, list[tuple[str, _Place]]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -336,7 +336,7 @@ def give_dtype(model: torch.nn.Module, names: Collection[str], dtype: torch.dtyp
             tensor.data = tensor.data.to(torch.float32 if kept else dtype)
 
 
-def _give_memory(places: list[tuple[torch.Tensor, list[tuple[str, Place]]]], state: Mapping[str, Any]) -> None:
+def _give_memory(places: list[tuple[torch.Tensor, list[tuple[str, _Place]]]], state: Mapping[str, Any]) -> None:
     """Weights without memory that are about to be loaded get some; tied ones stay one."""
     for tensor, where in places:
         if tensor.is_meta and any(name in state for name, _ in where):
@@ -346,7 +346,7 @@ def _give_memory(places: list[tuple[torch.Tensor, list[tuple[str, Place]]]], sta
                 _put(place, made)
 
 
-def _tie(places: list[tuple[torch.Tensor, list[tuple[str, Place]]]]) -> None:
+def _tie(places: list[tuple[torch.Tensor, list[tuple[str, _Place]]]]) -> None:
     """What was one weight before is one again, also where loading has replaced it."""
     for _, where in places:
         if len(where) > 1:
@@ -356,12 +356,12 @@ def _tie(places: list[tuple[torch.Tensor, list[tuple[str, Place]]]]) -> None:
                     _put(place, first)
 
 
-def _get(place: Place) -> torch.Tensor | None:
+def _get(place: _Place) -> torch.Tensor | None:
     module, name = place
     return module._parameters.get(name, module._buffers.get(name))
 
 
-def _put(place: Place, tensor: torch.Tensor) -> None:
+def _put(place: _Place, tensor: torch.Tensor) -> None:
     module, name = place
     if isinstance(tensor, torch.nn.Parameter):
         module._parameters[name] = tensor
