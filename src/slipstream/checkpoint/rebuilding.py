@@ -8,7 +8,6 @@ other than in the tables here, and nothing is allocated that the tree and its te
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -75,7 +74,7 @@ class _Rebuilder:
             raise self._wrong(f"it has an object with the keys {', '.join(map(_shown, node))}, which is no kind of value that is written")
         try:
             return make(self, node, depth + 1)
-        except (TypeError, ValueError, OverflowError, RuntimeError, binascii.Error) as error:
+        except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:  # binascii.Error is a ValueError
             if isinstance(error, CheckpointError):
                 raise
             raise self._wrong(f"{tags[0]} does not hold what it should: {str(error)[:200]}") from None
