@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile, parse
-from slipstream.checkpoint.leftovers import LARGEST_MANIFEST, recover
+from slipstream.checkpoint.format import Manifest, RankFile
+from slipstream.checkpoint.leftovers import recover
+from slipstream.checkpoint.lookup import rank_files, read_manifest
 from slipstream.checkpoint.plain import read_part, read_tensors
-from slipstream.checkpoint.save import rank_files
 from slipstream.errors import CheckpointError
-from slipstream.files.inside import Folder, open_inside
+from slipstream.files.inside import open_inside
 from slipstream.files.reading import read_whole
 
-__all__ = ["Checkpoint", "Found", "newest", "open_checkpoint", "read_manifest"]
+__all__ = ["Checkpoint", "Found", "newest", "open_checkpoint"]
 
 
 @dataclass
@@ -74,31 +74,6 @@ class Checkpoint:
 
     def _path(self, name: str) -> str:
         return str(self.folder / name)
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; an error that says what is there instead if there is none."""
-    where = str(folder / MANIFEST)
-    try:
-        with Folder(folder) as opened:
-            data = opened.read(MANIFEST, LARGEST_MANIFEST)
-    except FileNotFoundError:
-        raise CheckpointError(_nothing_there(folder)) from None
-    except NotADirectoryError:
-        raise CheckpointError(f"{folder} is a file, and a checkpoint is a folder: pass the folder that save_state made") from None
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error}") from error
-    return parse(data, where)
-
-
-def _nothing_there(folder: Path) -> str:
-    if not folder.exists():
-        near = sorted(one.name for one in folder.parent.iterdir() if one.is_dir())[:8] if folder.parent.is_dir() else []
-        there = f"; in {folder.parent} there are {', '.join(near)}" if near else ""
-        return f"there is no checkpoint at {folder}{there}"
-    names = sorted(os.listdir(folder))
-    held = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
-    return f"{folder} is no checkpoint, or one whose save did not come to its end: it has no {MANIFEST} (it holds {held})"
 
 
 def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: True) -> Checkpoint:

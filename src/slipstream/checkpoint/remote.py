@@ -27,18 +27,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from slipstream.checkpoint.format import LATEST, MANIFEST, FileEntry, Manifest, RankFile, parse
-from slipstream.checkpoint.plain import write_tree
 from slipstream.checkpoint.rotate import Keep
-from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.checkpoint.store import Missing, Store, is_url, local_path
 from slipstream.errors import CheckpointError
 from slipstream.files.digest import Bytes, Digest
 from slipstream.files.inside import Folder
 from slipstream.files.names import check_name
 from slipstream.logging import get_logger
+
+if TYPE_CHECKING:
+    from slipstream.checkpoint.snapshot import Snapshot
 
 __all__ = [
     "RemoteStage",
@@ -222,6 +223,8 @@ def write_latest(url: str, name: str) -> None:
 
 def add_rank_file(url: str, snapshot: Snapshot) -> None:
     """Upload what belongs to a rank that does not write the checkpoint; it counts as soon as the checkpoint with its stamp does."""
+    from slipstream.checkpoint.plain import write_tree  # takes torch, which reading a checkpoint from here does not need
+
     store = Store(url)
     own = snapshot.own
     # The checksum is in the name, so it has to be known before the first byte goes: the file is made twice.

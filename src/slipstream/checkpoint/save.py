@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from slipstream.checkpoint.format import FileEntry, Manifest, ModelEntry, RankFile
 from slipstream.checkpoint.leftovers import manifest_of
+from slipstream.checkpoint.lookup import lying_beside
 from slipstream.checkpoint.plain import write_tree
 from slipstream.checkpoint.snapshot import ModelPart, Part, Snapshot
 from slipstream.checkpoint.weights import index_bytes, shard_names, shards, tensors_file
@@ -28,7 +29,7 @@ from slipstream.errors import CheckpointError
 from slipstream.files.digest import Digest
 from slipstream.files.disk import Disk
 
-__all__ = ["Earlier", "Stage", "add_rank_file", "collect_rank_files", "earlier", "rank_files", "write"]
+__all__ = ["Earlier", "Stage", "add_rank_file", "collect_rank_files", "earlier", "write"]
 
 
 class Stage(Protocol):
@@ -187,7 +188,7 @@ def add_rank_file(target: Path, snapshot: Snapshot, disk: Disk) -> None:
 def collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
     """Moves the files of other ranks that lie beside a committed checkpoint into it; those of earlier saves of that name go."""
     moved = False
-    for path, found in _lying_beside(target):
+    for path, found in lying_beside(target):
         if found.stamp == stamp:
             with suppress(FileNotFoundError):  # the rank itself was faster
                 disk.rename(path, target / found.name)
@@ -200,23 +201,8 @@ def collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
         disk.sync_folder(target.parent)
 
 
-def rank_files(target: Path, stamp: str) -> dict[int, Path]:
-    """Where the files of ranks are that were added after the manifest."""
-    inside = [(path, found) for path in target.iterdir() if (found := RankFile.of(path.name)) is not None]
-    return {found.rank: path for path, found in [*_lying_beside(target), *inside] if found.stamp == stamp}
-
-
 def _beside(target: Path, name: str) -> Path:
     return target.parent / f".{target.name}.{name}"
-
-
-def _lying_beside(target: Path) -> list[tuple[Path, RankFile]]:
-    prefix = f".{target.name}."
-    with suppress(FileNotFoundError), os.scandir(target.parent) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith(prefix)]
-        pairs = [(target.parent / name, RankFile.of(name[len(prefix) :])) for name in names]
-        return [(path, found) for path, found in pairs if found is not None]
-    return []
 
 
 def _step_of(stamp: str) -> int:

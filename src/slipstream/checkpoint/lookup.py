@@ -1,0 +1,67 @@
+"""What can be said of a folder without reading its tensors: its manifest, or why it has none; the files that ranks added later.
+
+Nothing here imports torch, so that the command line can look into checkpoints quickly, and nothing changes a file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile, parse
+from slipstream.checkpoint.leftovers import LARGEST_MANIFEST
+from slipstream.errors import CheckpointError
+from slipstream.files.inside import Folder
+
+__all__ = ["lying_beside", "rank_files", "read_manifest"]
+
+_OF_ACCELERATE: Final = re.compile(
+    r"(optimizer|scheduler|sampler|dl_state_dict)(_\d{1,9})?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d{1,9}\.pkl", re.ASCII
+)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; an error that says what is there instead if there is none."""
+    where = str(folder / MANIFEST)
+    try:
+        with Folder(folder) as opened:
+            data = opened.read(MANIFEST, LARGEST_MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(_nothing_there(folder)) from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{folder} is a file, and a checkpoint is a folder: pass the folder that save_state made") from None
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    return parse(data, where)
+
+
+def _nothing_there(folder: Path) -> str:
+    if not folder.exists():
+        near = sorted(one.name for one in folder.parent.iterdir() if one.is_dir())[:8] if folder.parent.is_dir() else []
+        there = f"; in {folder.parent} there are {', '.join(near)}" if near else ""
+        return f"there is no checkpoint at {folder}{there}"
+    names = sorted(os.listdir(folder))
+    if any(map(_OF_ACCELERATE.fullmatch, names)):
+        told = f"it has no {MANIFEST}. load_state reads it, and save_state makes one of ours"
+        return f"{folder} is a checkpoint of Accelerate, or looks like one: {told}"
+    held = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
+    return f"{folder} is no checkpoint, or one whose save did not come to its end: it has no {MANIFEST} (it holds {held})"
+
+
+def rank_files(target: Path, stamp: str) -> dict[int, Path]:
+    """Where the files of ranks are that were added to a checkpoint after its manifest was written."""
+    inside = [(path, found) for path in target.iterdir() if (found := RankFile.of(path.name)) is not None]
+    return {found.rank: path for path, found in [*lying_beside(target), *inside] if found.stamp == stamp}
+
+
+def lying_beside(target: Path) -> list[tuple[Path, RankFile]]:
+    """Files of ranks that wait beside a checkpoint: they came before it, and its commit takes them in."""
+    prefix = f".{target.name}."
+    with suppress(FileNotFoundError), os.scandir(target.parent) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith(prefix)]
+        pairs = [(target.parent / name, RankFile.of(name[len(prefix) :])) for name in names]
+        return [(path, found) for path, found in pairs if found is not None]
+    return []
