@@ -26,6 +26,7 @@ _COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "env": "Describe this machine and installation, for a bug report.",
         "test": "Check that processes here can work together, and train.",
         "merge-weights": "Make one file of weights that lie in several.",
+        "checkpoint": "Look into checkpoints: list, verify, show, compare.",
         "doctor": "Look for what commonly goes wrong on a machine, with remedies.",
     }
 )

@@ -1,0 +1,233 @@
+"""`slipstream checkpoint`: what is in checkpoints, whether they are whole, and what differs between two.
+
+    slipstream checkpoint ls runs                       a table of the checkpoints in a folder
+    slipstream checkpoint verify runs                   reads every byte of them; exit code 1 if anything is wrong
+    slipstream checkpoint show runs/checkpoint_3        what is in one
+    slipstream checkpoint diff runs/checkpoint_3 other  exit code 0 if they are equal, 1 if not, 2 if that cannot be told
+
+Nothing here imports torch or changes a file. Texts from files are printed so that no terminal obeys them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import click
+
+from slipstream.cli.inspect import checking, listing, showing
+from slipstream.cli.inspect.folder import Look, Survey
+from slipstream.cli.inspect.places import distinct, name_of, one_checkpoint, readable, survey_of
+from slipstream.cli.inspect.text import count, printable, size
+from slipstream.errors import CheckpointError, ConfigError
+
+__all__ = ["command"]
+
+_JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class _Refusal(click.ClickException):
+    """What was given cannot be used: a few lines on stderr."""
+
+    exit_code = 2
+
+
+class _Damaged(click.ClickException):
+    """A checkpoint that cannot be read: a few lines on stderr."""
+
+    exit_code = 1
+
+
+def _safe(error: Exception) -> str:
+    return "\n".join(map(printable, str(error).split("\n")))
+
+
+@contextmanager
+def _refusing(damaged: type[click.ClickException] = _Damaged) -> Iterator[None]:
+    """What was given wrongly is exit code 2; a checkpoint that cannot be read is `damaged`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise _Refusal(_safe(error)) from error
+    except CheckpointError as error:
+        raise damaged(_safe(error)) from error
+
+
+@click.group(name="checkpoint", short_help="Look into checkpoints: list, verify, show, compare.")
+def command() -> None:
+    """Look into checkpoints: what is there, is it whole, what differs.
+
+    A place is a folder that save_state made, a folder around such folders, or a
+    URL such as s3://bucket/run. Nothing is changed, and no torch is needed.
+    """
+
+
+@command.command(name="ls", short_help="List the checkpoints in folders.")
+@click.argument("places", metavar="DIR...", nargs=-1, required=True)
+@click.option("--verify", is_flag=True, help="Read every byte, not sizes alone.")
+@_JSON
+def _list(places: tuple[str, ...], verify: bool, as_json: bool) -> None:
+    """List the checkpoints in folders: step, time, size, processes, metric.
+
+    Sizes of files are compared with the manifest; --verify reads everything.
+    What `latest` names, what dead saves left behind, and folders that are no
+    checkpoints are said too.
+
+    \b
+    Examples:
+      slipstream checkpoint ls runs
+      slipstream checkpoint ls --verify runs/checkpoint_3
+      slipstream checkpoint ls --json s3://bucket/run
+    """
+    with _refusing():
+        surveys = _surveys(places)
+        with _progress([one for found in surveys for one in found.checkpoints], shown=verify) as advance:
+            found = [listing.described(one, verify=verify, advance=advance) for one in surveys]
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for data in found:
+        for line in listing.table(data, _now()):
+            click.echo(line)
+
+
+@command.command(name="verify", short_help="Read checkpoints wholly and say what is wrong.")
+@click.argument("places", metavar="DIR...", nargs=-1, required=True)
+@click.pass_context
+def _verify(context: click.Context, places: tuple[str, ...]) -> None:
+    """Read every byte of checkpoints and compare it with what was written.
+
+    Every problem is a line that begins with the file. The exit code is 0 if
+    all is well, 1 if anything is wrong, 2 if there is nothing to verify.
+
+    \b
+    Examples:
+      slipstream checkpoint verify runs/checkpoint_3
+      slipstream checkpoint verify runs && echo all whole
+    """
+    with _refusing():
+        surveys = _surveys(places)
+        if not any(found.checkpoints or found.others for found in surveys):
+            raise ConfigError(f"There is no checkpoint in {', '.join(map(name_of, places))}.\nGive a folder that save_state made.")
+        wrong = 0
+        with _progress([one for found in surveys for one in found.checkpoints]) as advance:
+            for found in surveys:
+                for problem in _claims(found):
+                    wrong += 1
+                    click.echo(printable(problem))
+                for one in found.checkpoints:
+                    problems = _problems(one, advance)
+                    wrong += len(problems)
+                    for problem in problems:
+                        click.echo(printable(problem))
+                    if not problems:
+                        click.echo(f"{printable(one.folder)}: whole ({size(one.size)}, step {one.manifest.step:,})")  # type: ignore[union-attr]
+    if wrong:
+        click.echo(f"{count(wrong, 'problem')}.", err=True)
+        context.exit(1)
+
+
+@command.command(name="show", short_help="Show what is in a checkpoint.")
+@click.argument("place", metavar="DIR")
+@click.option("--tensors", is_flag=True, help="List every tensor with its type and shape.")
+@_JSON
+@click.pass_context
+def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> None:
+    """Show what is in a checkpoint: facts, receipt, models, states, ranks.
+
+    Headers are read, tensors are not. The exit code is 1 if files are missing
+    or have another size than they should.
+
+    \b
+    Examples:
+      slipstream checkpoint show runs/checkpoint_3
+      slipstream checkpoint show --tensors runs/checkpoint_3
+      slipstream checkpoint show --json runs/checkpoint_3 | jq .receipt
+    """
+    with _refusing(), readable(one_checkpoint(place)) as one:
+        data = showing.described(one, name_of(place), tensors=tensors)
+    if as_json:
+        click.echo(json.dumps(data, indent=2))
+    else:
+        for line in showing.text(data, _now()):
+            click.echo(line)
+    context.exit(1 if data["problems"] else 0)
+
+
+@command.command(name="diff", short_help="Compare two checkpoints.")
+@click.argument("one", metavar="A")
+@click.argument("other", metavar="B")
+@click.option("--all", "everything", is_flag=True, help="Show every difference, not the first 20 of a part.")
+@_JSON
+@click.pass_context
+def _diff(context: click.Context, one: str, other: str, everything: bool, as_json: bool) -> None:
+    """Compare two checkpoints: facts, receipt, weights, states.
+
+    For each tensor that is not the same: the share of elements whose bits
+    changed, and the largest absolute difference. The time of the saves does
+    not count. The exit code is 0 if they are equal, 1 if not, 2 if one of them
+    cannot be read.
+
+    \b
+    Examples:
+      slipstream checkpoint diff runs/checkpoint_3 runs/checkpoint_4
+      slipstream checkpoint diff --json before after | jq .equal
+    """
+    from slipstream.cli.inspect import differing  # takes numpy, which the other commands do not need
+
+    with _refusing(_Refusal):
+        if distinct([one, other])[1]:
+            raise ConfigError(f"{name_of(one)} and {name_of(other)} are the same folder.\nGive two different checkpoints.")
+        with readable(one_checkpoint(one)) as left, readable(one_checkpoint(other)) as right:
+            sections = list(differing.compared(left, right))
+    if as_json:
+        click.echo(json.dumps(differing.plain(sections), indent=2))
+    else:
+        for line in differing.text(sections, everything=everything):
+            click.echo(line)
+    context.exit(1 if any(section.apart for section in sections) else 0)
+
+
+def _surveys(places: Sequence[str]) -> list[Survey]:
+    kept, again = distinct(places)
+    for one in again:
+        click.echo(f"{printable(name_of(one))} was given twice, and is looked at once.", err=True)
+    return [survey_of(one) for one in kept]
+
+
+def _claims(found: Survey) -> Iterator[str]:
+    """What should be a checkpoint and is none."""
+    for one in found.others:
+        if found.single or one.name.startswith("checkpoint_"):
+            yield one.why if str(one.folder) in one.why else f"{one.folder}: {one.why}"
+    if found.lost_latest:
+        yield f"{found.folder / 'latest'} names {found.latest!r}, and there is no such checkpoint"
+
+
+def _problems(one: Look, advance: Callable[[int], object]) -> list[str]:
+    try:
+        with readable(one) as local:
+            return list(checking.problems(local, advance))
+    except CheckpointError as error:
+        return [str(error)]
+
+
+@contextmanager
+def _progress(looks: Sequence[Look], *, shown: bool = True) -> Iterator[Callable[[int], Any]]:
+    """A bar on a terminal, if the work takes long enough for one."""
+    if not shown or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda read: None
+        return
+    from tqdm import tqdm
+
+    total = sum(checking.bytes_to_read(one) for one in looks)
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, delay=0.5, leave=False, desc="reading") as bar:
+        yield bar.update
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.timezone.utc)
