@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from slipstream.errors import CheckpointError
@@ -17,6 +19,7 @@ from slipstream.files.digest import Digest
 __all__ = ["read_digest", "read_whole"]
 
 _PIECE: Final = 4 << 20
+_READERS: Final = 2
 
 
 def read_whole(fd: int, size: int, *, digest: bool = True, where: str = "the file") -> tuple[memoryview, str]:
@@ -33,13 +36,33 @@ def read_whole(fd: int, size: int, *, digest: bool = True, where: str = "the fil
     _check_size(fd, size, where)
     memory = _memory(size)
     running = Digest()
-    for done in range(0, size, _PIECE):
-        piece = memory[done : done + _PIECE]
-        _fill(fd, piece, done, where)
+    for piece in _filled(fd, memory, where):
         if digest:
             running.update(piece)
     _check_size(fd, size, where)
     return memory, running.hexdigest() if digest else ""
+
+
+def _filled(fd: int, memory: memoryview, where: str) -> Iterator[memoryview]:
+    """The memory, piece by piece, as it is read from the file. Of a large file two pieces are read at a time.
+
+    One reader alone waits for the disk, or for fresh pages of memory, half of the time.
+    """
+    pieces = [(memory[done : done + _PIECE], done) for done in range(0, len(memory), _PIECE)]
+    if len(pieces) < 4:
+        for piece, done in pieces:
+            _fill(fd, piece, done, where)
+            yield piece
+        return
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="slipstream-read") as readers:
+        reads = [readers.submit(_fill, fd, piece, done, where) for piece, done in pieces]
+        try:
+            for read, (piece, _) in zip(reads, pieces, strict=True):
+                read.result()
+                yield piece
+        finally:
+            for read in reads:
+                read.cancel()
 
 
 def read_digest(fd: int, size: int, *, where: str = "the file") -> str:
