@@ -86,7 +86,7 @@ class RemoteStage:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._data = f"data-{int(time.time()):012x}-{secrets.token_hex(4)}"
+        self._data = f"data-{int(time.time() * 1000):012x}-{secrets.token_hex(4)}"
         self._open = True
         self._folder: Path | None = None
         self._made: set[str] = set()
@@ -374,7 +374,7 @@ def _outdated(store: Store, before: Manifest | None, data: str, new: Manifest) -
     if before is not None:
         folder = _data_of(before)
         yield from [folder] if folder is not None else before.files
-    oldest = int(time.time()) - _DEAD_AFTER
+    oldest = (time.time() - _DEAD_AFTER) * 1000
     for name in store.list():
         part, rank = _DATA.fullmatch(name), RankFile.of(name)
         dead = part is not None and name != data and int(part[1], 16) < oldest
