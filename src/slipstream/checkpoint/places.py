@@ -40,11 +40,12 @@ class Place(Protocol):
 
 class _Local:
     def __init__(self, path: str, disk: Disk) -> None:
-        self._path = Path(path).absolute()
+        self._target = LocalTarget(path, disk)
+        self._path = self._target.path
         self._disk = disk
 
     def begin(self) -> Stage:
-        return LocalTarget(self._path, self._disk).begin()
+        return self._target.begin()
 
     def add_rank_file(self, snapshot: Snapshot) -> None:
         add_rank_file(self._path, snapshot, self._disk)

@@ -37,7 +37,7 @@ def find(saver: Saver, input_dir: Any, allow_pickle: bool) -> Saved:
     where = os.fspath(input_dir)
     if remote.is_url(where):
         return _newest(where) if remote.list_numbered(where) else _remote(where)
-    folder = Path(remote.local_path(where))
+    folder = Path(remote.local_path(where)).expanduser()
     if folder.is_dir() and not (folder / MANIFEST).exists():
         if is_foreign(folder):
             return saved_of_foreign(read_foreign(folder, allow_pickle=allow_pickle), folder)
