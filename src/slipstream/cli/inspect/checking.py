@@ -19,7 +19,7 @@ from slipstream.files.digest import Digest
 from slipstream.files.inside import Folder
 from slipstream.files.names import check_name
 
-__all__ = ["bytes_to_read", "problems"]
+__all__ = ["Advance", "bytes_to_read", "problems"]
 
 Advance = Callable[[int], object]
 """Is told of bytes that were read."""

@@ -1,0 +1,71 @@
+"""Small real checkpoints, written by the library itself, for tests that look at them or break them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.checkpoint.commit import LocalTarget, write_latest
+from slipstream.checkpoint.format import Manifest
+from slipstream.checkpoint.save import add_rank_file, write
+from slipstream.checkpoint.snapshot import Facts, ModelPart, Snapshot, part_of
+from slipstream.files.disk import Disk
+
+RECEIPT = {
+    "effective_batch": 8,
+    "gradient_accumulation_steps": 2,
+    "mixed_precision": "no",
+    "seed": 7,
+    "loaders": [{"dataset": "Rows", "length": 160, "batch": 4, "order": "0011"}],
+    "optimizers": [{"kind": "AdamW"}],
+    "schedulers": [{"kind": "StepLR", "settings": {"step_size": 5}}],
+}
+
+
+def stamp_of(step: int) -> str:
+    return f"{step}-{step + 1:016x}"
+
+
+def snapshot(step: int = 3, *, world: int = 2, rank: int = 0, metric: float | None = None, **changes: Any) -> Snapshot:
+    """Everything that a small run would save at a step; the same numbers on every call."""
+    made = torch.Generator().manual_seed(changes.get("seed", step))
+    weight, bias = torch.randn(6, 4, generator=made), torch.randn(6, generator=made)
+    tensors = {"embed.weight": weight, "half": bias.to(torch.bfloat16), **changes.get("tensors", {})}
+    moments = {number: {"step": torch.tensor(float(step)), "exp_avg": one * 0.1} for number, one in enumerate((weight, bias))}
+    optimizer = {"state": moments, "param_groups": [{"lr": changes.get("lr", 0.01), "betas": (0.9, 0.999), "params": [0, 1]}]}
+    training = {
+        "schedulers": [{"last_epoch": step}],
+        "loaders": [{"samples": 4 * step}],
+        "scaler": None,
+        "optimizers": [{"updates": step, "skipped": False}],
+    }
+    own = {"rank": rank, "stamp": stamp_of(step), "random": {"torch": torch.arange(16, dtype=torch.uint8)}, "gradients": None}
+    return Snapshot(
+        facts=Facts(stamp_of(step), step, world, "ddp", {"dp_replicate": world}, metric, {**RECEIPT, **changes.get("receipt", {})}),
+        own=part_of(f"rank_{rank}", own, "rank"),
+        models=(ModelPart(0, "model", "Net", tensors, {"head.weight": "embed.weight"}, part_of("model_extra", {"version": 2}, "extra")),),
+        optimizers=(part_of("optimizer", optimizer, "optimizer"),),
+        training=part_of("training", training, "training"),
+        objects=(part_of("custom_checkpoint_0", {"seen": [1, 2, 3], "mean": torch.ones(2)}, "object"),),
+    )
+
+
+def save(folder: Path, step: int = 3, *, shard: int | None = None, late: bool = True, note: str | None = None, **changes: Any) -> Manifest:
+    """Writes a checkpoint; with `late`, the second rank adds its own file afterwards, and with `note` a hook writes a file."""
+    with LocalTarget(folder).begin() as stage:
+        if note is not None:
+            (stage.folder / "notes").mkdir()
+            (stage.folder / "notes" / "note.txt").write_text(note)
+        manifest = write(stage, snapshot(step, **changes), max_shard_size=shard)
+    if late:
+        add_rank_file(folder, snapshot(step, **{**changes, "rank": 1}), Disk())
+    return manifest
+
+
+def numbered(folder: Path, *numbers: int, **changes: Any) -> None:
+    """A folder of checkpoints, each with its number as the step."""
+    for number in numbers:
+        save(folder / f"checkpoint_{number}", number, **changes)
+    write_latest(folder, f"checkpoint_{numbers[-1]}", Disk())
