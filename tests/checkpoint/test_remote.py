@@ -285,11 +285,11 @@ def test_credentials_are_never_shown(world: World, tmp_path: Path) -> None:
 
 
 def test_files_of_saves_that_died_long_ago_are_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.time()
+    now = time.time_ns()
     for age in (30 * 24 * 3600, 3600):
-        monkeypatch.setattr(time, "time", lambda age=age: now - age)
+        monkeypatch.setattr(time, "time_ns", lambda age=age: now - age * 10**9)
         RemoteTarget(URL).begin().add("model.safetensors", [b"x"], 1)
-    monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(time, "time_ns", lambda: now)
     save(URL, 1)
     folders = {path.split("/")[3] for path in world.objects if "data-" in path}
     assert len(folders) == 2  # its own, and that of a save that may still be under way

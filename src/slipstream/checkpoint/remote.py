@@ -57,7 +57,7 @@ __all__ = [
 _LARGEST_MANIFEST: Final = 64 * 2**20
 _LARGEST_RANK_FILE: Final = 64 * 2**20
 _PIECE: Final = 4 << 20
-_DATA: Final = re.compile(r"data-([0-9a-f]{12})-[0-9a-f]{8}", re.ASCII)
+_DATA: Final = re.compile(r"data-([0-9a-f]{16})-[0-9a-f]{8}", re.ASCII)
 _NUMBERED: Final = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})", re.ASCII)
 _DEAD_AFTER: Final = 7 * 24 * 3600
 """Seconds after which the files of a save that never ended are removed by the next one."""
@@ -86,7 +86,7 @@ class RemoteStage:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._data = f"data-{int(time.time() * 1000):012x}-{secrets.token_hex(4)}"
+        self._data = f"data-{time.time_ns():016x}-{secrets.token_hex(4)}"
         self._open = True
         self._folder: Path | None = None
         self._made: set[str] = set()
@@ -374,7 +374,7 @@ def _outdated(store: Store, before: Manifest | None, data: str, new: Manifest) -
     if before is not None:
         folder = _data_of(before)
         yield from [folder] if folder is not None else before.files
-    oldest = (time.time() - _DEAD_AFTER) * 1000
+    oldest = time.time_ns() - _DEAD_AFTER * 10**9
     for name in store.list():
         part, rank = _DATA.fullmatch(name), RankFile.of(name)
         dead = part is not None and name != data and int(part[1], 16) < oldest
