@@ -16,8 +16,8 @@ FILES = {"model.safetensors": 5000, "training.json": 300, "unet/config.json": 20
 
 
 def content(name: str, step: int, size: int) -> bytes:
-    """Bytes that differ between files and between steps everywhere."""
-    seed = f"{name}@{step};".encode()
+    """Bytes that differ between files and, but for what is frozen, between steps everywhere."""
+    seed = f"{name}@{0 if name.startswith('frozen') else step};".encode()
     return (seed * (size // len(seed) + 1))[:size]
 
 

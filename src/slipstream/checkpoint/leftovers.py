@@ -51,7 +51,7 @@ Kind = Literal["saving", "was", "removing"]
 
 LARGEST_MANIFEST: Final = 64 << 20
 
-_HIDDEN: Final = re.compile(r"\.(?P<stem>.+)\.(?P<kind>saving|was|removing)-[0-9a-f]{8}", re.DOTALL)
+_HIDDEN: Final = re.compile(r"\.(?P<stem>.+)\.((?P<kind>saving|was|removing)-[0-9a-f]{8}|lock)", re.DOTALL)
 _LONGEST_STEM: Final = 200  # with what is put around it a name stays below the 255 bytes of every file system
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _CHILDREN_MAY_TAKE: Final = 10.0
@@ -132,7 +132,7 @@ def hold(path: Path, disk: Disk) -> int | None:
 
 def sweep(path: Path, disk: Disk) -> None:
     """Remove what dead saves to this name left, and put a checkpoint back that a crash took from its place; a living save is left alone."""
-    if not any(_beside(path, kind) for kind in ("saving", "was", "removing")):
+    if not os.path.lexists(lock_of(path)) and not any(_beside(path, kind) for kind in ("saving", "was", "removing")):
         return
     try:
         lock = hold(path, disk)
