@@ -86,7 +86,6 @@ class Checkpoints:
             raise ConfigError(f"load_state got {', '.join(unknown)}, which it does not know: it takes strict, allow_pickle and resume")
         if (load_kwargs or {}).get("weights_only") is False or load_model_func_kwargs.get("weights_only") is False:
             allow_pickle = True
-        self._saver.background.wait()
         return restore(self._saver, input_dir, Wishes(strict, allow_pickle, resume))
 
     def register_for_checkpointing(self, *objects: Any) -> None:

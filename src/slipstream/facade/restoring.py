@@ -53,6 +53,7 @@ class _Plan:
 def restore(saver: Saver, input_dir: Any, wishes: Wishes) -> str:
     """Loads a checkpoint into everything that is prepared; the path of what was loaded."""
     state = saver.parts.state
+    _settle(saver)
     plan: _Plan | None = None
     outcome: Any
     try:
@@ -70,6 +71,16 @@ def restore(saver: Saver, input_dir: Any, wishes: Wishes) -> str:
         get_logger(__name__).warning(line)
     get_logger(__name__).info(f"loaded {plan.saved.where} (step {plan.saved.step})")
     return plan.saved.where
+
+
+def _settle(saver: Saver) -> None:
+    """Returns when every rank has come and none is still saving: what they look at is the same then."""
+    outcome: Exception | None = None
+    try:
+        saver.background.wait()
+    except Exception as error:  # every rank has to hear of it, and raises
+        outcome = error
+    tell(saver.parts.state.channel(), saver.parts.state.limits, outcome, operation="load_state")
 
 
 # -- before anything changes ------------------------------------------------------------------------------------------
