@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy
 import pytest
-import specimens
 import torch
 
+import specimens
 from slipstream.checkpoint.format import MANIFEST, Manifest, parse
 from slipstream.cli.inspect.numbers import Difference, compare
 from slipstream.cli.inspect.text import printable
