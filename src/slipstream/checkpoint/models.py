@@ -216,11 +216,13 @@ def _load(
     report.demand(where, type(model).__name__, strict=strict)
     if dtype is not None:
         give_dtype(model, {report.renamed.get(name, name) for name in (*forms, *aliases)}, dtype, keep)
-    together = may_translate(model) or _apart(tied_names(model), homes, report)
+    together = len(source.files) == 1 or may_translate(model) or _apart(tied_names(model), homes, report)
+    if not together and METADATA not in extra:  # a layer that gets part of its weights is not to take them for those of an old version
+        extra[METADATA] = getattr(model.state_dict(), METADATA, None)
     for names in [source.files] if together else [(name,) for name in source.files]:
         tensors = {key: tensor for name in names for key, tensor in source.open(name, verify=False).tensors.items()}
         load_into(model, tensors, aliases, extra, strict=False)
-        extra = {}
+        extra = {name: value for name, value in extra.items() if name == METADATA}
     return report
 
 

@@ -1,0 +1,508 @@
+"""State dicts taken apart, dealt out to files, and put into models: what fits, what is said if not, and nothing changed in that case."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from slipstream.checkpoint.fit import give_dtype
+from slipstream.checkpoint.format import FileEntry
+from slipstream.checkpoint.weights import Weights, check_fit, index_bytes, load_into, shard_names, shards, split, write_weights
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files.sizes import convert_file_size_to_int, parse_size
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, unless it is not to be."""
+
+    def __init__(self, *, tie: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+
+class Counting(nn.Module):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen, "shape": (2, 2)}
+
+    def set_extra_state(self, state) -> None:
+        self.seen = state["seen"]
+
+
+class Renamed(nn.Module):
+    """Reads files of the time when its layer was called `old`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 2)
+        self.register_load_state_dict_pre_hook(self._translate)
+
+    @staticmethod
+    def _translate(module, state, prefix, *rest) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}old.")]:
+            state[f"{prefix}new.{name.removeprefix(f'{prefix}old.')}"] = state.pop(name)
+
+
+def moved(model, by=1.0):
+    """The same model with other values."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor.add_(by if tensor.is_floating_point() else 1)
+    return other
+
+
+def values(model):
+    return {name: tensor.clone() if isinstance(tensor, torch.Tensor) else tensor for name, tensor in model.state_dict().items()}
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(
+        torch.equal(one[name], two[name]) if isinstance(one[name], torch.Tensor) else one[name] == two[name] for name in one
+    )
+
+
+def put(model, weights, **options):
+    return load_into(model, weights.tensors, weights.aliases, weights.extra, **options)
+
+
+# -- taking apart ------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_are_kept_once():
+    weights = split(Tied().state_dict(), "the weights")
+    assert weights.aliases == {"head.weight": "embed.weight"}
+    assert "head.weight" not in weights.tensors
+    assert "scratch" not in weights.tensors
+
+
+def test_views_that_overlap_in_part_are_each_kept_whole():
+    base = torch.arange(6.0)
+    weights = split({"all": base, "first": base[:4], "turned": base.view(2, 3).t(), "again": base[:4]}, "the weights")
+    assert weights.aliases == {"again": "first"}
+    assert list(weights.tensors) == ["all", "first", "turned"]
+
+
+def test_tensors_without_elements_are_not_tied():
+    weights = split({"one": torch.empty(0, 2), "two": torch.empty(0, 2)}, "the weights")
+    assert list(weights.tensors) == ["one", "two"]
+
+
+def test_what_is_no_tensor_is_extra():
+    model = Counting()
+    model.seen = 7
+    weights = split(model.state_dict(), "the weights")
+    assert weights.extra == {"_extra_state": {"seen": 7, "shape": (2, 2)}}
+    fresh = Counting()
+    assert put(fresh, weights)
+    assert fresh.seen == 7
+
+
+def test_elements_that_safetensors_has_no_name_for_are_extra_and_come_back():
+    model = nn.Module()
+    model.wide = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+    weights = split(model.state_dict(), "the weights")
+    assert list(weights.extra) == ["wide"]
+    fresh = moved(model)
+    assert put(fresh, weights)
+    assert torch.equal(fresh.wide, model.wide)
+    assert check_fit(fresh, {}, {})  # whoever does not know what is extra does not miss it
+    assert check_fit(fresh, {}, {}, {}).missing == ("wide",)
+
+
+def test_versions_of_layers_are_kept_where_they_matter():
+    assert split(nn.Linear(1, 1).state_dict(), "the weights").extra == {}
+    assert split(nn.BatchNorm1d(1).state_dict(), "the weights").extra == {"_metadata": {"": {"version": 2}}}
+
+
+def test_a_layer_learns_its_version_when_it_is_loaded():
+    told = []
+
+    class Versioned(nn.Linear):
+        _version = 3
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest) -> None:
+            told.append(local_metadata.get("version"))
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    model = nn.Sequential(Versioned(1, 1), nn.Linear(1, 1))
+    put(model, split(model.state_dict(), "the weights"))
+    assert told == [3]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({3: torch.ones(1)}, "the name 3"),
+        ({"__metadata__": torch.ones(1)}, "__metadata__"),
+        ({"half \ud800": torch.ones(1)}, "cannot hold"),
+        ({"w": torch.ones(2).to_sparse()}, "'w' of the weights of Net is a sparse tensor"),
+        ({"w": torch.ones(2, device="meta")}, "meta device"),
+        ({"w": nn.LazyLinear(2).weight}, "Run one forward"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(state, said):
+    with pytest.raises(CheckpointError) as caught:
+        split(state, "the weights of Net")
+    assert said in str(caught.value)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
+    tensors = {"a": torch.zeros(2), "big": torch.zeros(100), "b": torch.zeros(2), "c": torch.zeros(2)}
+    assert shards(tensors, 16) == [["a"], ["big"], ["b", "c"]]
+
+
+def test_frozen_weights_have_files_of_their_own():
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
+    assert shards(tensors, None, {"b"}) == [["b"], ["a", "c"]]
+    assert shards(tensors, None, {"a", "b", "c"}) == [["a", "b", "c"]]
+    assert shards(tensors, None) == [["a", "b", "c"]]
+
+
+def test_an_empty_model_has_one_file_without_tensors():
+    assert shards({}, 10) == [[]]
+    assert shard_names("model_1", 1) == ["model_1.safetensors"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.float64])), max_size=12),
+    st.integers(1, 100),
+    st.sets(st.integers(0, 11)),
+)
+def test_every_tensor_is_in_one_file_and_files_are_no_larger_than_asked(kinds, largest, frozen):
+    tensors = {f"t{number}": torch.zeros(count, dtype=dtype) for number, (count, dtype) in enumerate(kinds)}
+    apart = {f"t{number}" for number in frozen} & tensors.keys()
+    files = {}
+
+    def add(name, chunks, size):
+        files[name] = b"".join(bytes(chunk) for chunk in chunks)
+        assert len(files[name]) == size
+        return FileEntry(size, "")
+
+    written = write_weights(add, "model", Weights(tensors, {}, {}), largest, apart)
+    read = {name: safetensors.torch.load(files[name]) for name in written.files}
+    found = [name for held in read.values() for name in held]
+    assert sorted(found) == sorted(tensors)
+    for held in read.values():
+        sizes = [tensor.nbytes for tensor in held.values() if tensor.nbytes]
+        assert len(sizes) <= 1 or sum(sizes) <= largest
+        assert not (held.keys() & apart and held.keys() - apart)
+    if written.index is not None:
+        index = json.loads(files[written.index])
+        assert all(name in read[file] for name, file in index["weight_map"].items())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+        assert list(files)[-1] == written.index
+    else:
+        assert len(written.files) == 1
+
+
+def test_the_file_says_that_it_is_of_torch_and_which_weights_are_tied():
+    files = {}
+    weights = split(Tied().state_dict(), "the weights")
+    write_weights(lambda name, chunks, size: files.update({name: b"".join(map(bytes, chunks))}) or FileEntry(size, ""), "model", weights)
+    data = files["model.safetensors"]
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert header["__metadata__"] == {"format": "pt", "head.weight": "embed.weight"}
+    assert next(name for name in header if name != "__metadata__") == "norm.num_batches_tracked"  # the larger elements come first
+
+
+def test_the_index_is_the_usual_one():
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(1)}
+    index = json.loads(index_bytes({"x-00001-of-00002.safetensors": ["b"], "x-00002-of-00002.safetensors": ["a"]}, tensors))
+    assert index == {
+        "metadata": {"total_size": 12},
+        "weight_map": {"a": "x-00002-of-00002.safetensors", "b": "x-00001-of-00002.safetensors"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_"),
+    [(5, 5), ("5", 5), ("7B", 7), ("10GB", 10**10), ("200MB", 2 * 10**8), ("1.5 KiB", 1536), (" 2 TiB ", 2 * 2**40), ("0.001GB", 10**6)],
+)
+def test_sizes_in_words(given, bytes_):
+    assert parse_size(given) == bytes_
+
+
+@pytest.mark.parametrize("given", ["", "GB", "ten", "-5GB", "5XB", 0, -1, True, 1.5, None, "5gb", "0GB", "1e9", "9" * 30, "5 GB 3"])
+def test_what_is_no_size_is_refused(given):
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        parse_size(given)
+    with pytest.raises(ConfigError, match="size="):
+        convert_file_size_to_int(given)
+
+
+# -- fitting -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_missing_unexpected_and_mismatched_name_is_found_before_anything_changes():
+    model = Tied(tie=False)
+    before = values(model)
+    given = {"embed.wieght": torch.ones(5, 3), "norm.weight": torch.ones(4), "norm.bias": torch.ones(3), "head.weight": torch.ones(5, 3)}
+    with pytest.raises(CheckpointError) as caught:
+        load_into(model, given, {}, {}, strict=True)
+    message = str(caught.value)
+    assert "embed.weight (near: embed.wieght)" in message
+    assert "norm.weight ([4] in the file, [3] in the model)" in message
+    assert "running_mean" in message
+    assert equal(values(model), before)
+    with pytest.raises(CheckpointError, match="norm.weight"):
+        load_into(model, given, {}, {}, strict=False)  # shapes have to fit in any case
+    assert equal(values(model), before)
+
+
+def test_a_long_list_of_names_is_cut():
+    report = check_fit(nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)]), {})
+    with pytest.raises(CheckpointError, match="and 30 more"):
+        report.demand("model.safetensors", "Sequential", strict=True)
+
+
+def test_without_strict_what_fits_is_loaded_and_the_rest_is_said(caplog):
+    model = nn.Linear(2, 2)
+    bias = model.bias.detach().clone()
+    report = load_into(model, {"weight": torch.ones(2, 2), "scale": torch.ones(1)}, {}, {}, strict=False)
+    assert (report.missing, report.unexpected, bool(report)) == (("bias",), ("scale",), False)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    assert torch.equal(model.bias, bias)
+    report.demand("model.safetensors", "Linear", strict=False)
+    assert "model.safetensors fits the model Linear in part" in caplog.text
+    assert "bias" in caplog.text
+
+
+def test_numbers_that_would_lose_their_meaning_do_not_fit():
+    model = nn.Module()
+    model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    model.register_buffer("real", torch.zeros(2))
+    report = check_fit(model, {"count": torch.ones(2), "real": torch.ones(2, dtype=torch.complex64)})
+    assert report.mismatched.keys() == {"count", "real"}
+    assert check_fit(model, {"count": torch.ones(2, dtype=torch.int32), "real": torch.ones(2, dtype=torch.bfloat16)})
+
+
+def test_other_precisions_are_converted():
+    model = nn.Linear(2, 2)
+    weights = split(copy.deepcopy(model).to(torch.bfloat16).state_dict(), "the weights")
+    put(model, weights)
+    assert model.weight.dtype == torch.float32
+    assert torch.equal(model.weight, weights.tensors["weight"].float())
+
+
+@pytest.mark.parametrize("wrap", [lambda name: f"module.{name}", lambda name: f"_orig_mod.{name}", lambda name: f"module._orig_mod.{name}"])
+def test_names_of_a_wrapped_model_are_taken_and_it_is_said(wrap, caplog):
+    source, model = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    state = {wrap(name): tensor for name, tensor in source.state_dict().items()}
+    report = check_fit(model, state)
+    report.demand("old.bin", "Sequential", strict=True)
+    assert "wrapped model" in caplog.text
+    load_into(model, state, {}, {})
+    assert equal(values(model), values(source))
+
+
+def test_a_layer_that_was_compiled_on_its_own_is_found():
+    model = nn.Sequential(nn.Linear(2, 2))
+    state = {"0._orig_mod.weight": torch.ones(2, 2), "0._orig_mod.bias": torch.ones(2)}
+    load_into(model, state, {}, {})
+    assert torch.equal(model[0].weight, torch.ones(2, 2))
+
+
+def test_a_model_that_has_such_names_itself_is_taken_as_it_is():
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(1, 1)
+
+    model = Holder()
+    assert check_fit(model, model.state_dict()).renamed == {}
+    assert check_fit(nn.ModuleDict({"weight": nn.Linear(1, 1), "module": nn.Linear(1, 1)}), {"weight.weight": (1, 1)}).renamed == {}
+
+
+def test_a_wrapped_file_for_another_model_gets_the_hint():
+    report = check_fit(nn.Linear(1, 1), {"module.a": (1,), "module.b": (1,)})
+    with pytest.raises(CheckpointError, match="Did you save a wrapped model"):
+        report.demand("x.bin", "Linear", strict=True)
+
+
+# -- tied --------------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_are_tied_again():
+    source = moved(Tied())
+    weights = split(source.state_dict(), "the weights")
+    model = Tied()
+    assert put(model, weights)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, source.embed.weight)
+
+
+def test_a_model_that_is_not_tied_any_more_gets_the_value_in_both_places():
+    source = moved(Tied())
+    model = Tied(tie=False)
+    assert put(model, split(source.state_dict(), "the weights"))
+    assert model.head.weight is not model.embed.weight
+    assert torch.equal(model.head.weight, source.embed.weight)
+    assert torch.equal(model.embed.weight, source.embed.weight)
+
+
+@pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
+def test_a_file_that_has_one_of_the_names_and_no_table_is_enough(kept):
+    source, model = moved(Tied()), Tied()
+    state = {name: tensor for name, tensor in source.state_dict().items() if not name.endswith("d.weight") or name == kept}
+    assert load_into(model, state, {}, {})
+    assert torch.equal(model.embed.weight, source.embed.weight)
+
+
+def test_two_values_for_one_weight_are_an_error_that_names_both(caplog):
+    weights = split(Tied(tie=False).state_dict(), "the weights")
+    model = Tied()
+    before = values(model)
+    with pytest.raises(CheckpointError, match=r"embed\.weight and head\.weight are one weight"):
+        put(model, weights)
+    assert equal(values(model), before)
+    put(model, weights, strict=False)
+    assert "that of embed.weight is taken" in caplog.text
+    assert torch.equal(model.head.weight, weights.tensors["embed.weight"])
+
+
+def test_two_equal_values_for_one_weight_are_no_problem():
+    state = {name: tensor.clone() for name, tensor in Tied().state_dict().items()}
+    state["embed.weight"][0, 0] = state["head.weight"][0, 0] = float("nan")
+    assert load_into(Tied(), state, {}, {})
+
+
+def test_an_optimizer_goes_on_with_the_same_parameters():
+    model = Tied()
+    parameters = [id(parameter) for parameter in model.parameters()]
+    put(model, split(moved(Tied()).state_dict(), "the weights"))
+    assert [id(parameter) for parameter in model.parameters()] == parameters
+
+
+# -- models that load in their own way ---------------------------------------------------------------------------------
+
+
+def test_hooks_of_the_model_run_and_are_asked_beforehand():
+    model = Renamed()
+    state = {"old.weight": torch.ones(2, 2), "old.bias": torch.ones(2)}
+    assert check_fit(model, state)
+    assert not torch.equal(model.new.weight, torch.ones(2, 2))
+    assert load_into(model, state, {}, {})
+    assert torch.equal(model.new.weight, torch.ones(2, 2))
+
+
+def test_what_a_hook_cannot_place_is_found_beforehand():
+    model = nn.Sequential(Renamed())
+    before = values(model)
+    with pytest.raises(CheckpointError, match=r"0\.older\.weight"):
+        load_into(model, {"0.older.weight": torch.ones(2, 2), "0.old.bias": torch.ones(2)}, {}, {})
+    assert equal(values(model), before)
+
+
+def test_load_state_dict_of_the_model_itself_is_called():
+    called = []
+
+    class Own(nn.Linear):
+        def load_state_dict(self, state_dict, strict=True, assign=False):
+            called.append(sorted(state_dict))
+            return super().load_state_dict({name.upper().lower(): value for name, value in state_dict.items()}, strict, assign)
+
+    model = Own(2, 2)
+    load_into(model, {"weight": torch.ones(2, 2), "bias": torch.ones(2)}, {}, {})
+    assert called == [["bias", "weight"]]
+    assert torch.equal(model.bias, torch.ones(2))
+
+
+def test_a_model_that_refuses_for_reasons_of_its_own_is_reported():
+    class Refusing(Counting):
+        def set_extra_state(self, state) -> None:
+            raise RuntimeError("not this one")
+
+    model = Refusing()
+    with pytest.raises(CheckpointError, match="not this one"):
+        put(model, split(Counting().state_dict(), "the weights"))
+
+
+def test_lazy_modules_take_the_shapes_of_what_they_load():
+    source, model = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.LazyLinear(2))
+    assert put(model, split(source.state_dict(), "the weights"))
+    assert torch.equal(model[0].weight, source[0].weight)
+
+
+def test_parametrized_and_normed_modules_come_back():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), nn.utils.parametrizations.orthogonal(nn.Linear(2, 2)))
+    other = moved(model, 0.25)
+    weights = split(other.state_dict(), "the weights")
+    assert put(model, weights)
+    assert equal(values(model), values(other))
+
+
+def test_an_empty_model_is_loaded():
+    assert load_into(nn.Identity(), {}, {}, {})
+
+
+def test_expanded_and_turned_parameters_come_back():
+    model = nn.Module()
+    model.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    model.register_buffer("wide", torch.ones(1).expand(4).clone())
+    source = moved(model)
+    weights = split({"turned": source.turned, "wide": torch.full((1,), 2.0).expand(4)}, "the weights")
+    assert put(model, weights)
+    assert torch.equal(model.turned, source.turned)
+    assert model.turned.stride() == (1, 3)
+    assert model.wide.tolist() == [2, 2, 2, 2]
+
+
+# -- without memory ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_memory_gets_some_and_stays_tied():
+    source = moved(Tied())
+    with torch.device("meta"):
+        model = Tied()
+    assert put(model, split(source.state_dict(), "the weights"))
+    assert model.head.weight is model.embed.weight
+    assert equal(values(model), values(source))
+    assert model.scratch.is_meta  # nobody has its values
+
+
+def test_what_is_not_loaded_stays_without_memory():
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    assert load_into(model, {"weight": torch.ones(2, 2)}, {}, {}, strict=False).missing == ("bias",)
+    assert model.bias.is_meta
+    assert isinstance(model.weight, nn.Parameter)
+    assert model.weight.requires_grad
+
+
+def test_parameters_change_their_type_in_place():
+    model = Tied()
+    weight = model.embed.weight
+    give_dtype(model, {"embed.weight", "norm.weight"}, torch.bfloat16, keep=["norm"])
+    assert model.head.weight is weight
+    assert weight.dtype == torch.bfloat16
+    assert model.norm.weight.dtype == torch.float32
+    assert model.norm.bias.dtype == torch.float32
+
+
+def test_the_lines_come_from_a_logger_of_ours(caplog):
+    with caplog.at_level(logging.WARNING):
+        check_fit(nn.Linear(1, 1), {}).demand("x", "Linear", strict=False)
+    assert caplog.records[0].name.startswith("slipstream.")
