@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from slipstream.checkpoint import remote
 from slipstream.checkpoint.format import MANIFEST
 from slipstream.checkpoint.load import Checkpoint, newest, open_checkpoint
 from slipstream.checkpoint.migrate import is_foreign, read_foreign
-from slipstream.checkpoint.places import inside
 from slipstream.checkpoint.rotate import numbered
 from slipstream.checkpoint.saved import Saved, saved_of, saved_of_foreign
-from slipstream.errors import ConfigError
+from slipstream.checkpoint.store import redacted
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.facade.saving import Saver
 from slipstream.logging import get_logger
 
@@ -56,29 +57,38 @@ def _newest(folder: str) -> Saved:
 
 
 def _newest_remote(url: str) -> Saved:
-    names = [name for _, name in reversed(remote.list_numbered(url))]
-    holders: dict[Path, tempfile.TemporaryDirectory[str]] = {}
-
-    def fetched() -> Iterator[Path]:
-        for name in names:
-            holder = tempfile.TemporaryDirectory(prefix="slipstream-")
-            folder = Path(holder.name) / name
-            holders[folder] = holder
-            yield remote.fetch(inside(url, name), folder)
-
-    found = newest(fetched(), url)
-    _tell_passed_over({path.name: why for path, why in found.passed_over.items()}, found.checkpoint.folder.name)
-    return _held(found.checkpoint, inside(url, found.checkpoint.folder.name), holders[found.checkpoint.folder])
+    passed: dict[str, str] = {}
+    for number, one in reversed(remote.list_numbered(url)):
+        holder, name = _Copy(), f"checkpoint_{number}"
+        try:
+            checkpoint = open_checkpoint(remote.fetch(one, holder.folder / name))
+        except CheckpointError as error:
+            passed[name] = str(error)
+            continue
+        _tell_passed_over(passed, name)
+        return _held(checkpoint, one, holder)
+    if not passed:
+        raise CheckpointError(f"there is no checkpoint in {redacted(url)} yet: save_state() makes the first one")
+    reasons = "\n".join(f"  {name}: {why}" for name, why in passed.items())
+    raise CheckpointError(f"none of the {len(passed)} checkpoints in {redacted(url)} is whole:\n{reasons}")
 
 
 def _remote(url: str) -> Saved:
-    holder = tempfile.TemporaryDirectory(prefix="slipstream-")
-    return _held(open_checkpoint(remote.fetch(url, Path(holder.name) / "checkpoint")), url, holder)
+    holder = _Copy()
+    return _held(open_checkpoint(remote.fetch(url, holder.folder / "checkpoint")), url, holder)
 
 
-def _held(checkpoint: Checkpoint, where: str, holder: Any) -> Saved:
-    """A checkpoint whose folder is a copy, which goes when it is no longer needed."""
-    return replace(saved_of(checkpoint, where), holder=holder)
+class _Copy:
+    """A folder for what was fetched, which goes with the last one that knows of it."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+
+
+def _held(checkpoint: Checkpoint, where: str, holder: _Copy) -> Saved:
+    """A checkpoint whose folder is a copy, which goes when it is no longer needed. Messages name it without what is secret in a URL."""
+    return replace(saved_of(checkpoint, redacted(where)), holder=holder)
 
 
 def _tell_passed_over(passed: dict[str, str], taken: str) -> None:

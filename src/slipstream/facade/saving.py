@@ -15,6 +15,7 @@ from slipstream.checkpoint.places import inside, numbers, place_at
 from slipstream.checkpoint.rotate import Keep
 from slipstream.checkpoint.save import write
 from slipstream.checkpoint.snapshot import Arena, Snapshot
+from slipstream.checkpoint.store import redacted
 from slipstream.checkpoint.weights import parse_size
 from slipstream.config.handlers import ProjectConfiguration
 from slipstream.errors import ConfigError
@@ -110,7 +111,7 @@ class Saver:
         if self.folder is not None:
             self.project.iteration += 1
         if options.behind:
-            self.background.start(f"the checkpoint {target}", work)
+            self.background.start(f"the checkpoint {redacted(target)}", work)
         else:
             work()
         return target
