@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import slipstream
+from slipstream.checkpoint.format import parse
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,13 +31,15 @@ def blocks(kind: str) -> Iterator[Any]:
                 yield pytest.param(found["code"], id=f"{page.relative_to(ROOT)}:{line}")
 
 
-def run_as_script(code: str) -> None:
+def run_as_script(code: str, folder: Path) -> None:
+    """Runs a block in a folder that the processes share; the pool puts the working directory back."""
+    os.chdir(folder)
     exec(compile(code, "script.py", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("code", list(blocks("")))
-def test_a_python_block_runs_on_two_processes(ranks, code):
-    ranks(2).run(run_as_script, code)
+def test_a_python_block_runs_on_two_processes(ranks, tmp_path, code):
+    ranks(2).run(run_as_script, code, tmp_path)
 
 
 def test_the_blocks_of_tests_pass(pytester):
@@ -60,8 +64,8 @@ def printed() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("code", "shown"), list(printed()))
-def test_pages_show_what_is_really_printed(ranks, code, shown):
-    assert shown.strip() in ranks(2).outcomes(run_as_script, code)[0].output
+def test_pages_show_what_is_really_printed(ranks, tmp_path, code, shown):
+    assert shown.strip() in ranks(2).outcomes(run_as_script, code, tmp_path)[0].output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -110,3 +114,9 @@ def modules_with_examples() -> Iterator[Any]:
 def test_examples_in_docstrings_are_right(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
+
+
+def test_the_manifest_that_is_shown_is_a_real_one():
+    shown = re.search(r"^```json\n(.*?)\n^```$", (ROOT / "docs" / "checkpoint-format.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    assert parse(shown[1].encode(), "docs/checkpoint-format.md").models[0].aliases == {"head.weight": "embed.weight"}
