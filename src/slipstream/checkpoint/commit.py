@@ -214,13 +214,27 @@ def write_latest(parent: Path, name: str, disk: Disk) -> None:
 def _publish(stage: Path, target: Path, disk: Disk) -> Path | None:
     """Put a sealed stage in its place, durably, or leave everything as it was; gives back where the replaced folder is now."""
     undo: list[Callable[[], object]] = []
+    replaces = os.path.lexists(target)
     try:
         return _put(stage, target, disk, undo)
-    except BaseException:
-        for step in reversed(undo):
-            with suppress(OSError):  # the error that brought us here says more
-                step()
-        raise
+    except BaseException as error:
+        if _undone(undo) or not isinstance(error, OSError):
+            raise
+        two = f"it and the one before it are both whole, as {target.name} and .{target.name}.was-*"
+        state = two if replaces else "it is whole, but the disk has not confirmed it,"
+        raise CheckpointError(
+            f"{target} could not be saved: {told(error)}.\n{remedy(error)} "
+            f"The new checkpoint was being put in its place, which could not be taken back: {state} in {target.parent}."
+        ) from error
+
+
+def _undone(steps: list[Callable[[], object]]) -> bool:
+    try:
+        for step in reversed(steps):
+            step()
+    except OSError:  # the error that brought us here says more
+        return False
+    return True
 
 
 def _put(stage: Path, target: Path, disk: Disk, undo: list[Callable[[], object]]) -> Path | None:

@@ -1,0 +1,120 @@
+"""A disk on which one chosen operation fails.
+
+`BrokenDisk(at, code)` counts the primitives of `Disk` and raises this error instead of the `at`-th one; with `lasting` all after it that
+could fail for the same reason fail as well, as on a disk that stays full or read-only. `ShortDisk` writes less than it is asked for.
+`Counting` fails never and says what there is to fail. Nothing here knows what a checkpoint is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slipstream.files.disk import Disk
+
+__all__ = ["CODES", "BrokenDisk", "Counting", "ShortDisk"]
+
+CODES = {"ENOSPC": errno.ENOSPC, "EDQUOT": errno.EDQUOT, "EIO": errno.EIO, "EROFS": errno.EROFS, "EACCES": errno.EACCES}
+"""What disks and file systems say when they cannot."""
+
+_GIVES_ROOM = {"_unlink", "_rmdir", "_close", "_fsync", "_flock", "_rename", "_exchange"}
+"""These work on a full disk."""
+
+
+class Counting(Disk):
+    """Does everything, without really syncing, and keeps the names of the primitives."""
+
+    def __init__(self, *, exchanges: bool = True) -> None:
+        self.calls: list[str] = []
+        self._exchanges = exchanges
+
+    def _before(self, primitive: str, path: Path | None) -> None:
+        """Called before each primitive; `path` where it has one."""
+        self.calls.append(primitive)
+
+    def _open(self, path: Path, flags: int, mode: int = 0o666) -> int:
+        self._before("_open", path)
+        return super()._open(path, flags, mode)
+
+    def _pwrite(self, fd: int, data: Any, offset: int) -> int:
+        self._before("_pwrite", None)
+        return super()._pwrite(fd, data, offset)
+
+    def _allocate(self, fd: int, size: int) -> None:
+        self._before("_allocate", None)
+        super()._allocate(fd, size)
+
+    def _fsync(self, fd: int) -> None:
+        self._before("_fsync", None)
+
+    def _flock(self, fd: int, operation: int) -> None:
+        self._before("_flock", None)
+        super()._flock(fd, operation)
+
+    def _close(self, fd: int) -> None:
+        super()._close(fd)  # the descriptor is gone in any case
+        self._before("_close", None)
+
+    def _mkdir(self, path: Path, mode: int) -> None:
+        self._before("_mkdir", path)
+        super()._mkdir(path, mode)
+
+    def _chmod(self, path: Path, mode: int) -> None:
+        self._before("_chmod", path)
+        super()._chmod(path, mode)
+
+    def _rename(self, old: Path, new: Path) -> None:
+        self._before("_rename", old)
+        super()._rename(old, new)
+
+    def _exchange(self, one: Path, other: Path) -> bool:
+        self._before("_exchange", one)
+        return self._exchanges and super()._exchange(one, other)
+
+    def _link(self, old: Path, new: Path) -> None:
+        self._before("_link", old)
+        super()._link(old, new)
+
+    def _unlink(self, path: Path) -> None:
+        self._before("_unlink", path)
+        super()._unlink(path)
+
+    def _rmdir(self, path: Path) -> None:
+        self._before("_rmdir", path)
+        super()._rmdir(path)
+
+
+class BrokenDisk(Counting):
+    """Fails at one operation, or from it on."""
+
+    def __init__(self, at: int, code: int, *, lasting: bool = False, exchanges: bool = True) -> None:
+        super().__init__(exchanges=exchanges)
+        self._at = at
+        self._code = code
+        self.lasting = lasting
+        self.failed = ""
+
+    def _before(self, primitive: str, path: Path | None) -> None:
+        super()._before(primitive, path)
+        number = len(self.calls) - 1
+        if number == self._at or (self.lasting and number > self._at and self._still(primitive)):
+            self.failed = self.failed or primitive
+            raise OSError(self._code, os.strerror(self._code), None if path is None else str(path))
+
+    def _still(self, primitive: str) -> bool:
+        full = self._code in (errno.ENOSPC, errno.EDQUOT)
+        return not (full and primitive in _GIVES_ROOM) and primitive not in ("_close", "_flock")
+
+
+class ShortDisk(Counting):
+    """Every write takes as much as `part` says of what it is given, one byte at least."""
+
+    def __init__(self, part: Callable[[int], int]) -> None:
+        super().__init__()
+        self._part = part
+
+    def _pwrite(self, fd: int, data: Any, offset: int) -> int:
+        return super()._pwrite(fd, memoryview(data)[: max(1, self._part(len(data)))], offset)
