@@ -294,6 +294,18 @@ def _as_file_of_torch(model, folder):
     return folder / "last.ckpt"
 
 
+def _as_old_file_of_torch(model, folder):
+    folder.mkdir()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    return folder
+
+
+def _as_file_of_parameters(model, folder):
+    folder.mkdir()
+    torch.save(model.state_dict(keep_vars=True), folder / "pytorch_model.bin")
+    return folder
+
+
 def _as_link(model, folder):
     save_model(model, folder)
     (folder / "link.safetensors").symlink_to(folder / "model.safetensors")
@@ -337,6 +349,8 @@ _WAYS = [
     _as_torch_shards,
     _as_file,
     _as_file_of_torch,
+    _as_old_file_of_torch,
+    _as_file_of_parameters,
     _as_link,
     _as_hub,
     _as_checkpoint,
@@ -529,6 +543,23 @@ def _bare_trap(folder):
     return folder
 
 
+def _old_trap(folder):
+    torch.save({"weight": _Trap()}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    return folder
+
+
+def _old_cut_short(folder):
+    path = folder / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(100)}, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes()[:-50])
+    return folder
+
+
+def _junk(folder):
+    (folder / "pytorch_model.bin").write_bytes(b"\x80junk" * 20)
+    return folder
+
+
 def _a_list(folder):
     torch.save([torch.ones(1)], folder / "pytorch_model.bin")
     return folder
@@ -578,6 +609,9 @@ _ATTACKS = {
     _script: "run.py",
     _trap: "is not run",
     _bare_trap: "pytorch_model.bin",
+    _old_trap: "is not run",
+    _old_cut_short: "pytorch_model.bin",
+    _junk: "pytorch_model.bin",
     _a_list: "a mapping of names to tensors",
     _cut_short: "model.safetensors",
     _no_bytes: "model.safetensors",

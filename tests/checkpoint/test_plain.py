@@ -35,6 +35,9 @@ from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
 def written(value, name="part"):
     """The one file of a state: its name and its bytes."""
     files = {}
@@ -122,7 +125,15 @@ _scalars = st.one_of(
     st.binary(max_size=5).map(bytearray),
     st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]), torch.Size([])]),
     st.sampled_from(
-        [numpy.float32(1.1), numpy.int8(-3), numpy.bool_(True), numpy.str_("é"), numpy.float64("nan"), numpy.datetime64("2020")]
+        [
+            numpy.float32(1.1),
+            numpy.int8(-3),
+            numpy.bool_(True),
+            numpy.str_("é"),
+            numpy.float64("nan"),
+            numpy.frombuffer(b"\x01\0\0\0\0\0\xf0\xff")[0],
+            numpy.datetime64("2020"),
+        ]
     ),
 )
 _hashable = st.one_of(
@@ -130,35 +141,51 @@ _hashable = st.one_of(
 )
 
 
+@st.composite
+def scalars(draw):
+    return draw(_scalars)
+
+
+@st.composite
+def hashable(draw):
+    """Its name is what hypothesis shows of it, not all that it is made of."""
+    return draw(_hashable)
+
+
+@st.composite
+def texts(draw):
+    return draw(_texts)
+
+
 def _containers(inner):
     return st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(_texts, inner, max_size=4),
-        st.dictionaries(_hashable, inner, max_size=3),
-        st.dictionaries(_hashable, inner, max_size=3).map(OrderedDict),
-        st.dictionaries(_texts, inner, max_size=3).map(lambda value: defaultdict(list, value)),
+        st.dictionaries(texts(), inner, max_size=4),
+        st.dictionaries(hashable(), inner, max_size=3),
+        st.dictionaries(hashable(), inner, max_size=3).map(OrderedDict),
+        st.dictionaries(texts(), inner, max_size=3).map(lambda value: defaultdict(list, value)),
         st.lists(inner, max_size=3).map(lambda value: deque(value, 5)),
-        st.lists(_hashable, max_size=3).map(set),
-        st.lists(_hashable, max_size=3).map(frozenset),
-        st.lists(_texts, max_size=3).map(Counter),
+        st.lists(hashable(), max_size=3).map(set),
+        st.lists(hashable(), max_size=3).map(frozenset),
+        st.lists(texts(), max_size=3).map(Counter),
     )
 
 
 @settings(max_examples=250, deadline=None)
-@given(st.recursive(st.one_of(_scalars, tensors(), arrays()), _containers, max_leaves=12))
+@given(st.recursive(st.one_of(scalars(), tensors(), arrays()), _containers, max_leaves=12))
 def test_any_plain_value_comes_back_the_same(value):
     assert same(round_trip(value), value)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.recursive(st.one_of(_scalars, tensors()), _containers, max_leaves=8))
+@given(st.recursive(st.one_of(scalars(), tensors()), _containers, max_leaves=8))
 def test_the_tree_is_strict_json_and_the_file_is_safetensors(value):
     file, data = written(value)
     if file.endswith(".json"):
         json.loads(data)
     else:
-        held = safetensors.torch.load(data)
+        held = dict(safetensors.deserialize(data))
         assert json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["format"] == "pt"
         assert held.keys() == read_tensors(data, "part").keys()
 
@@ -321,7 +348,7 @@ def test_a_subclass_of_tensor_is_refused():
 
 
 def test_a_state_too_large_to_be_read_again_is_not_written():
-    with pytest.raises(CheckpointError, match="more than the .* that are read again"):
+    with pytest.raises(CheckpointError, match="are read again. Keep long lists"):
         written({"text": "x" * (strict_json.LARGEST + 10)})
 
 

@@ -104,10 +104,11 @@ def write_part(add: _Add, name: str, value: Any, where: str) -> tuple[str, FileE
 def write_tree(add: _Add, name: str, tree: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[str, FileEntry]:
     """`write_part` for a state that was taken apart before."""
     text = strict_json.dump(tree)
-    if len(text) > strict_json.LARGEST:
+    values = text.count(b",") + text.count(b"[") + text.count(b"{")
+    if len(text) > strict_json.LARGEST or values > strict_json.MOST_VALUES:
         raise CheckpointError(
-            f"{name} has {len(text):,} bytes besides its tensors, more than the {strict_json.LARGEST:,} that are read again. "
-            "Keep long lists and texts as tensors or arrays."
+            f"{name} has {len(text):,} bytes with {values:,} values besides its tensors, and at most {strict_json.LARGEST:,} bytes "
+            f"with {strict_json.MOST_VALUES:,} values are read again. Keep long lists and texts as tensors or arrays."
         )
     if not tensors:
         file = f"{name}.json"
@@ -302,7 +303,7 @@ class _Flattener:
         kind = value.dtype.kind
         if type(value).__module__ != "numpy" or kind not in "biufcSUmM":
             raise CheckpointError(f"{self.at(place)} is a scalar of {value.dtype}, which a checkpoint cannot hold. Store a number or text.")
-        readable = kind in "biuU" or (kind == "f" and value.dtype.itemsize <= 8)
+        readable = kind in "biuU" or (kind == "f" and value.dtype.itemsize <= 8 and value == value)  # nan has bits that a float loses
         return {"$scalar": [value.dtype.str, self.node(value.item() if readable else value.tobytes(), place, depth)]}
 
     def _store(self, value: Any, identity: Any, place: _Place, convert: Callable[[Any], torch.Tensor]) -> str:

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import io
 import os
-from contextlib import suppress
 from pathlib import Path
-from pickle import UnpicklingError  # noqa: TID251 - the error of torch's restricted reader; nothing is unpickled here
 from typing import Any, BinaryIO, Final
 
 import torch
 
-from slipstream.checkpoint.foreign.archive import OldFormat
-from slipstream.checkpoint.foreign.opcodes import NotPlain
-from slipstream.checkpoint.foreign.values import read_values
 from slipstream.checkpoint.format import FileEntry
 from slipstream.checkpoint.placing import Placing, local_path
 from slipstream.checkpoint.plain import read_file, read_part, write_part
+from slipstream.checkpoint.torch_files import is_torch_file, read_torch_file
 from slipstream.config.sources import environment
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.disk import Disk
@@ -35,8 +31,6 @@ from slipstream.runtime.process import Process
 __all__ = ["load", "save"]
 
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-_ZIP: Final = b"PK\x03\x04"
-_PICKLE: Final = b"\x80"
 
 
 def save(
@@ -117,8 +111,11 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
     if not isinstance(weights_only, bool):
         raise ConfigError(f"weights_only={weights_only!r} is True or False.")
     where, buffer = _read(f)
-    if _is_torch(buffer):
-        return _torch_value(buffer, where, map_location, weights_only=weights_only, **kwargs)
+    if is_torch_file(buffer):
+        if weights_only:
+            remedy = "If you trust whoever wrote it, pass weights_only=False."
+            return read_torch_file(buffer, where, remedy, map_location=map_location, **kwargs)
+        return torch.load(io.BytesIO(buffer), map_location=map_location, weights_only=False, **kwargs)
     if kwargs:
         raise ConfigError(f"{', '.join(kwargs)} means something to torch.load, and {where} is no file of torch.save. Leave it out.")
     device = _device(map_location, where)
@@ -142,10 +139,6 @@ def _read(f: Any) -> tuple[str, memoryview]:
         os.close(fd)
 
 
-def _is_torch(buffer: memoryview) -> bool:
-    return bytes(buffer[:4]) == _ZIP or bytes(buffer[:1]) == _PICKLE and bytes(buffer[8:9]) != b"{"
-
-
 def _device(map_location: Any, where: str) -> torch.device | None:
     if map_location is None:
         return None
@@ -155,18 +148,3 @@ def _device(map_location: Any, where: str) -> torch.device | None:
         raise ConfigError(
             f"map_location={map_location!r} is no device, and {where} says nothing of devices. Write one, such as 'cpu'."
         ) from None
-
-
-def _torch_value(buffer: memoryview, where: str, map_location: Any, *, weights_only: bool, **kwargs: Any) -> Any:
-    """As data where it is data of the usual kinds, else by torch, whose reader of weights knows some classes more."""
-    if weights_only and map_location is None and not kwargs:
-        with suppress(OldFormat, NotPlain):
-            values = read_values(buffer, where)
-            if not values.unknown:
-                return values.value
-    try:
-        return torch.load(io.BytesIO(buffer), map_location=map_location, weights_only=weights_only, **kwargs)
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"{where} holds more than data: {str(error).splitlines()[0]} If you trust whoever wrote it, pass weights_only=False."
-        ) from error

@@ -16,12 +16,11 @@ from typing import Any, Final
 
 import torch
 
-from slipstream.checkpoint.foreign.archive import OldFormat
-from slipstream.checkpoint.foreign.values import read_values
 from slipstream.checkpoint.format import MANIFEST, FileEntry, parse
 from slipstream.checkpoint.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from slipstream.checkpoint.plain import read_part
 from slipstream.checkpoint.raw import from_buffer
+from slipstream.checkpoint.torch_files import read_torch_file
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.digest import digest
@@ -134,16 +133,7 @@ def _looks_safe(buffer: Any) -> bool:
 
 
 def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
-    try:
-        values = read_values(memoryview(buffer), where)
-    except OldFormat as error:
-        raise CheckpointError(f"{error} Load it with torch.load and save it again, as safetensors: slipstream.utils.save_model.") from error
-    state = values.value
-    if values.unknown:
-        raise CheckpointError(
-            f"{where} is no file of weights alone: it would make objects of {', '.join(values.unknown[:5])}, which is code and is not run. "
-            "Save the state_dict() of the model instead."
-        )
+    state = read_torch_file(buffer, where, "Save the state_dict() of the model instead.")
     if isinstance(state, Mapping) and isinstance(inner := state.get("state_dict"), Mapping):
         get_logger(__name__).warning(f"{where} holds more than weights; its entry 'state_dict' is taken.")
         state = inner
