@@ -172,7 +172,7 @@ class _Reader:
 
     def _numbered(self, stem: str, suffix: str, first: int = 1) -> list[tuple[int, str]]:
         """Number and name of `stem.suffix` (which has the number 0), `stem_1.suffix`, ...; with `first=0` of `stem_0.suffix`, ..."""
-        pattern = re.compile(rf"{stem}_(0|[1-9]\d{{0,8}}){re.escape(suffix)}", re.ASCII)
+        pattern = re.compile(rf"{stem}_(0|[1-9]\d{{0,5}}){re.escape(suffix)}", re.ASCII)
         found = [(int(match[1]), name) for name in self._names if (match := pattern.fullmatch(name)) and int(match[1]) >= first]
         return sorted([*found, *([(0, f"{stem}{suffix}")] if first and f"{stem}{suffix}" in self._names else [])])
 

@@ -155,7 +155,8 @@ class _Builder:
             for part in key:
                 self._check_key(part, depth + 1)
         elif type(key) not in _KEYS:
-            raise NotPlain(f"{self.where} has a {type(key).__name__} as key of a mapping or member of a set, which is not read as data")
+            kind = key.path if isinstance(key, (Call, Name)) else type(key).__name__
+            raise NotPlain(f"{self.where} has something of {kind:.80} as key of a mapping or member of a set, which is not read as data")
 
     def mapping(self, pairs: Any) -> dict[Any, Any]:
         if not all(type(pair) is tuple and len(pair) == 2 for pair in pairs):
