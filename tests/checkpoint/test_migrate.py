@@ -346,6 +346,12 @@ def test_tensors_of_every_kind_are_those_that_torch_reads(tmp_path: Path, dtype:
     assert len({one.untyped_storage().data_ptr() for one in found[:5]}) == 1  # what shared memory shares it again
 
 
+def tagged(tensor: torch.Tensor) -> torch.Tensor:
+    """With an attribute, as some libraries mark their parameters."""
+    tensor.tag = 3  # type: ignore[attr-defined]
+    return tensor
+
+
 def test_parameters_gradients_and_versions_come_over(tmp_path: Path) -> None:
     model = torch.nn.BatchNorm1d(3)
     parts = [
@@ -353,6 +359,8 @@ def test_parameters_gradients_and_versions_come_over(tmp_path: Path) -> None:
         torch.ones(2, requires_grad=True),
         torch.nn.Parameter(torch.ones(2)),
         torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
+        tagged(torch.ones(2, dtype=torch.uint16)),
+        tagged(torch.nn.Parameter(torch.ones(2))),
     ]
     torch.save(parts, tmp_path / "parts.bin")
     same(read(tmp_path / "parts.bin"), torch.load(tmp_path / "parts.bin", weights_only=False))

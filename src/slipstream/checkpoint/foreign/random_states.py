@@ -73,7 +73,7 @@ def _of_numpy(state: Any, where: str) -> dict[str, Any]:
     match state:
         case ("MT19937", numpy.ndarray() as key, int() as position, 0 | 1 as has_gauss, float() as gauss) if key.dtype == numpy.uint32:
             if key.shape != (_WORDS,) or not 0 <= position <= _WORDS:  # numpy does not look, and would read behind the end
-                raise CheckpointError(f"{where}: its numpy_random_seed has {key.size} words, and is at place {position}; {_WORDS} are right")
+                raise CheckpointError(f"{where}: its numpy_random_seed has {key.size} words, and stands at {position}; {_WORDS} are right")
             words = {"key": key.tolist(), "pos": position}
             plain = {"bit_generator": "MT19937", "state": words, "has_gauss": has_gauss, "gauss": gauss}
             _try(numpy.random.RandomState().set_state, plain, f"{where}: its numpy_random_seed")

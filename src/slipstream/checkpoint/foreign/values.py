@@ -310,8 +310,18 @@ def _typed_tensor(builder: _Builder, call: Call) -> Any:
 
 def _parameter(builder: _Builder, call: Call) -> Any:
     match call.arguments:
-        case (torch.Tensor() as data, bool() as wants_gradient, hooks) if _empty(hooks):
+        case (torch.Tensor() as data, bool() as wants_gradient, hooks, *_) if _empty(hooks):  # attributes that scripts gave it stay behind
             return torch.nn.Parameter(data.detach(), requires_grad=wants_gradient and _differentiable(data))
+    return NotImplemented
+
+
+def _tagged(builder: _Builder, call: Call) -> Any:
+    """A tensor to which a script gave attributes: the tensor without them."""
+    match call.arguments:
+        case (Name(path=path), Name(path=kind), tuple() as arguments, *_) if path in _TENSORS and kind in _TENSOR_CLASSES:
+            made = _TENSORS[path](builder, Call(path, arguments))
+            plain = made is NotImplemented or not kind.endswith("Parameter")
+            return made if plain else torch.nn.Parameter(made.detach(), made.requires_grad)
     return NotImplemented
 
 
@@ -361,6 +371,14 @@ def _array_scalar(builder: _Builder, call: Call) -> Any:
     return NotImplemented
 
 
+_TENSORS: Final[Mapping[str, Callable[[_Builder, Call], Any]]] = MappingProxyType(
+    {
+        "torch._utils._rebuild_tensor": _tensor,
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    }
+)
+_TENSOR_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 _BUILTINS = ("builtins", "__builtin__")
 _MULTIARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
 _KINDS: Final[Mapping[str, Callable[[_Builder, Call], Any]]] = MappingProxyType(
@@ -378,10 +396,10 @@ _KINDS: Final[Mapping[str, Callable[[_Builder, Call], Any]]] = MappingProxyType(
         "collections.deque": _deque,
         "torch.Size": _size,
         "torch.device": _device,
-        "torch._utils._rebuild_tensor": _tensor,
-        "torch._utils._rebuild_tensor_v2": _tensor,
-        "torch._utils._rebuild_tensor_v3": _typed_tensor,
+        **_TENSORS,
         "torch._utils._rebuild_parameter": _parameter,
+        "torch._utils._rebuild_parameter_with_state": _parameter,
+        "torch._tensor._rebuild_from_type_v2": _tagged,
         "numpy.dtype": _array_kind,
         **{f"{module}._reconstruct": _array for module in _MULTIARRAYS},
         **{f"{module}.scalar": _array_scalar for module in _MULTIARRAYS},
