@@ -34,7 +34,6 @@ from slipstream.checkpoint.raw import VIEWED
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 

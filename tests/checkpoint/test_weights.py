@@ -389,6 +389,17 @@ def test_two_equal_values_for_one_weight_are_no_problem():
     assert load_into(Tied(), state, {}, {})
 
 
+def test_weights_that_loading_replaces_are_tied_again():
+    class Replacing(Tied):
+        def load_state_dict(self, state_dict, strict=True, assign=False):
+            return super().load_state_dict(state_dict, strict, assign=True)
+
+    source, model = moved(Tied()), Replacing()
+    assert put(model, split(source.state_dict(), "the weights"))
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, source.embed.weight)
+
+
 def test_an_optimizer_goes_on_with_the_same_parameters():
     model = Tied()
     parameters = [id(parameter) for parameter in model.parameters()]
