@@ -1,4 +1,4 @@
-"""All measurements that compare: starting, importing, collectives, training, loading. What `make bench` runs.
+"""All measurements that compare: starting, importing, collectives, training, loading, checkpoints. What `make bench` runs.
 
     python benchmarks/run.py [--quick] [--only imports] [--json FILE] [--strict]
 
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import checkpoints
 import collectives
 import imports
 import loading
@@ -66,6 +67,10 @@ def reading(quick: bool) -> list[Figure]:
     return [figure for ranks in (1, 2) for figure in loading.figures(loading.measure(ranks, quick), ranks)]
 
 
+def saving(quick: bool) -> list[Figure]:
+    return checkpoints.figures(checkpoints.measure(quick))
+
+
 GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "imports": importing,
     "launch": starting,
@@ -73,6 +78,7 @@ GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "mistakes": mistaking,
     "training": stepping,
     "loading": reading,
+    "checkpoints": saving,
 }
 
 

@@ -1,0 +1,317 @@
+"""What `checkpoints.py` keeps running, one process for each library: it saves and loads when it is told to, and says how long that took.
+
+Orders come as lines of JSON on the standard input, `{"do": "save", "folder": ...}`; answers go out the same way. A model of one library is
+alive all the time, with the state of its AdamW; what is beside the point (removing files, emptying caches, starting) is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+
+WIDTH = 1024
+BLOCK = 8 * WIDTH * WIDTH * 4
+"""Bytes of the two large matrices of a block."""
+SMALL = 512
+"""A square of this many weights is a megabyte."""
+
+
+def blocks(megabytes: float) -> torch.nn.Sequential:
+    """Feed-forward blocks as in a transformer, so many that their weights have about this size."""
+    count = max(1, round(megabytes * 1e6 / BLOCK))
+    layers = [[torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)] for _ in range(count)]
+    return torch.nn.Sequential(*(layer for block in layers for layer in block))
+
+
+def mostly_frozen(megabytes: float) -> torch.nn.Sequential:
+    """Forty equal layers, two of which are trained: 95 % of the weights never change."""
+    width = round((megabytes * 1e6 / 4 / 40) ** 0.5)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(40)))
+    for layer in model[:38]:
+        layer.requires_grad_(False)
+    return model
+
+
+def stepped(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """An AdamW that has made a step, so that it has its state."""
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3)
+    step(optimizer)
+    return optimizer
+
+
+def step(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Library:
+    """Saves and loads a model with its optimizer."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.optimizer = stepped(model)
+
+    def save(self, folder: str) -> None:
+        raise NotImplementedError
+
+    def load(self, folder: str) -> None:
+        raise NotImplementedError
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """That of the optimizer, by parameter."""
+        return self.optimizer.state
+
+
+class Plain(Library):
+    """torch.save of the two state dicts, as scripts without a library do it."""
+
+    durable = False
+
+    def save(self, folder: str) -> None:
+        os.makedirs(folder)
+        for name, one in (("model", self.model), ("optimizer", self.optimizer)):
+            with open(f"{folder}/{name}.pt", "wb") as file:
+                torch.save(one.state_dict(), file)
+                if self.durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def load(self, folder: str) -> None:
+        self.model.load_state_dict(torch.load(f"{folder}/model.pt", map_location="cpu", weights_only=True))
+        self.optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt", map_location="cpu", weights_only=True))
+
+
+class Synced(Plain):
+    durable = True
+
+
+class Prepared(Library):
+    """An Accelerator, of either library."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.plain = self.optimizer
+        self.begin()
+
+    def begin(self) -> None:
+        """A new Accelerator, which has saved nothing yet."""
+        self.accelerator = self.made()
+        self.prepared, self.optimizer = self.accelerator.prepare(self.model, self.plain)
+
+    def made(self) -> Any:
+        raise NotImplementedError
+
+    def save(self, folder: str) -> None:
+        self.accelerator.save_state(folder)
+
+    def load(self, folder: str) -> None:
+        self.accelerator.load_state(folder)
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return self.plain.state
+
+
+class Theirs(Prepared):
+    def made(self) -> Any:
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=True)
+
+
+class Ours(Prepared):
+    def made(self) -> Any:
+        from slipstream import Accelerator
+
+        return Accelerator(cpu=True)
+
+    def save_behind(self, folder: str) -> None:
+        self.accelerator.save_state(folder, async_save=True)
+
+    def wait(self) -> None:
+        self.accelerator.end_training()
+
+
+LIBRARIES: dict[str, type[Library]] = {"ours": Ours, "accelerate": Theirs, "torch": Plain, "torch, synced": Synced}
+
+
+class Worker:
+    """The orders: every public method is one, with the values of the order as arguments and its answer as result."""
+
+    def __init__(self, library: str, megabytes: float) -> None:
+        torch.manual_seed(0)
+        self._make = LIBRARIES[library]
+        self._megabytes = megabytes
+        self._library = self._make(blocks(megabytes))
+        self._few: Library | None = None
+        self._saved: dict[str, list[float]] = {}
+
+    def save(self, folder: str, small: bool = False) -> float:
+        """Seconds of a save."""
+        taken = seconds(self._chosen(small).save, folder)
+        if not small:
+            self._saved[folder] = total(self._library)
+        return taken
+
+    def save_behind(self, folder: str, small: bool = False, fresh: bool = False) -> tuple[float, float]:
+        """Seconds until a save that is written behind returns, and until it is committed; `fresh`: the first of an Accelerator."""
+        library = self._chosen(small)
+        assert isinstance(library, Ours)
+        if fresh:
+            library.begin()
+            gc.collect()
+            step(library.optimizer)
+            time.sleep(0.5)
+        begin = time.perf_counter()
+        library.save_behind(folder)
+        stall = time.perf_counter() - begin
+        library.wait()
+        return stall, time.perf_counter() - begin
+
+    def load(self, folder: str) -> float:
+        """Seconds of a load into a model whose optimizer has no state yet, as after a restart; checks that it brought back everything."""
+        with self._forgotten(folder):
+            return seconds(self._library.load, folder)
+
+    def memory(self, folder: str) -> tuple[float, float]:
+        """Bytes that a load takes at its peak beyond what there was, pages of files included and not; the second is sampled."""
+        with self._forgotten(folder), Peak() as peak:
+            self._library.load(folder)
+        return peak.resident, peak.anonymous
+
+    def size(self) -> int:
+        """Bytes of weights and of the optimizer's state."""
+        values = [*self._library.model.state_dict().values(), *(one for state in self._library.state.values() for one in state.values())]
+        return sum(value.nbytes for value in values)
+
+    def write(self, path: str, megabytes: float, direct: bool) -> float:
+        """Seconds of writing a file durably: by our disk, which checksums it too, or through the page cache and with fsync."""
+        from slipstream.files.disk import Disk
+
+        data = memoryview(self._buffer(int(megabytes * 1e6)))
+        if direct:
+            return seconds(lambda: Disk().write(Path(path), [data], len(data)))
+        return seconds(lambda: buffered(path, data))
+
+    def dedup(self, folder: str, megabytes: float, saves: int) -> None:
+        """Saves a model with frozen weights again and again, as numbered checkpoints, each after a step."""
+        from slipstream import Accelerator
+        from slipstream.utils import ProjectConfiguration
+
+        project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        model = mostly_frozen(megabytes)
+        model, optimizer = accelerator.prepare(model, stepped(model))
+        for _ in range(saves):
+            step(optimizer)
+            accelerator.save_state(dedup=True)
+
+    def _chosen(self, small: bool) -> Library:
+        if not small:
+            return self._library
+        if self._few is None:
+            self._few = self._make(torch.nn.Linear(SMALL, SMALL))
+        return self._few
+
+    def _buffer(self, size: int) -> bytearray:
+        if not hasattr(self, "_bytes"):
+            self._bytes = bytearray(os.urandom(1 << 20) * (size // (1 << 20)))
+        return self._bytes
+
+    @contextmanager
+    def _forgotten(self, folder: str) -> Iterator[None]:
+        with torch.no_grad():
+            for parameter in self._library.model.parameters():
+                parameter.zero_()
+        self._library.state.clear()
+        gc.collect()
+        yield
+        assert total(self._library) == self._saved[folder], "what was loaded is not what was saved"
+
+
+def total(library: Library) -> list[float]:
+    """Sums that change if a weight or an entry of the optimizer's state does."""
+    weights = [value.double().sum().item() for value in library.model.state_dict().values()]
+    return weights + [one.double().sum().item() for state in library.state.values() for one in state.values()]
+
+
+def buffered(path: str, data: memoryview) -> None:
+    with open(path, "xb", buffering=0) as file:
+        for start in range(0, len(data), 4 << 20):
+            file.write(data[start : start + (4 << 20)])
+        os.fsync(file.fileno())
+
+
+def seconds(call: Callable[..., Any], *arguments: Any) -> float:
+    gc.collect()
+    begin = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - begin
+
+
+class Peak:
+    """The most memory of this process while it is open, beyond what it had before."""
+
+    resident = 0.0
+    anonymous = 0.0
+
+    def __enter__(self) -> Peak:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+        self._before = memory_lines()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.resident = memory_lines()["VmHWM"] - self._before["VmRSS"]
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            self.anonymous = max(self.anonymous, memory_lines()["RssAnon"] - self._before["RssAnon"])
+
+
+def memory_lines() -> dict[str, float]:
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {words[0].rstrip(":"): float(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("--megabytes", type=float, required=True)
+    options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print does not get between the answers
+    worker = Worker(options.library, options.megabytes)
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = getattr(worker, order.pop("do"))(**order)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
