@@ -17,8 +17,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from slipstream.data.cutting import CutItems, cut_rows
 from slipstream.data.fingerprint import fingerprint
+from slipstream.data.items import in_blocks
 from slipstream.data.randomness import OwnRandom
-from slipstream.data.reading import in_blocks
 from slipstream.data.shards import ask, settle_pipeline
 
 

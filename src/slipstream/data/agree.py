@@ -12,7 +12,7 @@ of the user's own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,23 +31,28 @@ from slipstream.logging import get_logger
 if TYPE_CHECKING:
     from slipstream.data.loader import PreparedLoader
 
-__all__ = ["agreed_order", "selection_and_samples"]
+__all__ = ["Opened", "agreed_order", "selection_and_samples"]
 
 _PLAIN = (str, int, float, bool, bytes, complex, type(None))
 _MOST_PARTS = 100
 """Of a dataset that is made of more parts than this, the first ones are looked at."""
 
 
-def agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Callable[[], Order | Iterator[Any]]) -> Order | Iterator[Any]:
-    """The order of a pass that begins, after all ranks found that theirs is the same."""
+Opened = tuple["Order | Iterator[Any]", "Sequence[Any] | None"]
+"""An order, and its first positions if it stands further on already."""
+
+
+def agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Callable[[], Opened]) -> Opened:
+    """The order of a pass that begins (and its head, if it stands further on), after all ranks found that theirs is the same."""
     place = loader.place
     if not place.compares or place.world_size == 1:
         return make()
     order: Any = None
+    head: Any = None
     found: Any
     first_time = loader.compared is None
     try:
-        order = make()
+        order, head = make()
         length, positions, order = _beginning(order, start, max(1, loader._stride))
         if loader.compared is None:
             loader.compared = selection_and_samples(loader.original.dataset)
@@ -68,7 +73,7 @@ def agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Callable[
         loader.lines_told = True
         spelled = ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
         get_logger(__name__).warning(_LINES.format(name=name, lines=spelled))
-    return order  # type: ignore[no-any-return]  # one of the two
+    return order, head
 
 
 def _line() -> str:

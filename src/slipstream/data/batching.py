@@ -53,22 +53,23 @@ def derive(effective: int, batch_size: int | None, world_size: int, *, split: bo
     return per_device, each // per_device
 
 
-def full_updates(order: Order | Iterator[Any], samples: int) -> Order | Iterator[Any]:
-    """An order without what is left over after the last full update of so many samples.
+def full_updates(order: Order | Iterator[Any], samples: int, begun: int = 0) -> Order | Iterator[Any]:
+    """An order without what is left over after the last full update of so many samples, of which `begun` came before an iterator.
 
     >>> list(full_updates(iter(range(8)), 3))
     [0, 1, 2, 3, 4, 5]
     """
-    return _drawn(order, samples) if isinstance(order, Iterator) else _Front(order, len(order) - len(order) % samples)
+    return _drawn(order, samples, begun) if isinstance(order, Iterator) else _Front(order, len(order) - len(order) % samples)
 
 
-def _drawn(order: Iterator[Any], samples: int) -> Iterator[Any]:
+def _drawn(order: Iterator[Any], samples: int, begun: int) -> Iterator[Any]:
     update: list[Any] = []
     for position in order:
         update.append(position)
-        if len(update) == samples:
+        if len(update) + begun == samples:
             yield from update
             update.clear()
+            begun = 0
 
 
 class _Front:

@@ -41,12 +41,14 @@ class CutItems:
     collate: Callable[[Any], Any]
     cut: Cut | None = None
 
-    def pieces(self, order: Iterator[Any], rank: int, start: int = 0) -> Iterator[Piece]:
-        """The pieces of a rank; one batch is read ahead."""
-        head = next(order, _END)
-        items = islice(order if head is _END else chain([head], order), start, None)
+    def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[Piece]:
+        """The pieces of a rank; one batch is read ahead. With a `head` (the beginning), the batches stand at `start` already."""
+        items = order
+        if head is None:
+            head = list(islice(order, 1))
+            items = islice(chain(head, order), start, None)
         item = next(items, _END)
-        full = 0 if head is _END else samples_in(head)
+        full = samples_in(head[0]) if head else 0
         while item is not _END:
             following = next(items, _END)
             real = tuple(real_counts(samples_in(item), self.world_size))
@@ -78,9 +80,7 @@ def samples_in(batch: Any) -> int:
     return 1
 
 
-def cut_for_ranks(
-    cut: Cut, whole: Any, sizes: Sequence[int], ranks: Sequence[int], world_size: int, *, samples: bool = True
-) -> list[Any]:
+def cut_for_ranks(cut: Cut, whole: Any, sizes: Sequence[int], ranks: Sequence[int], world_size: int, *, samples: bool = True) -> list[Any]:
     """A batch of some ranks, cut into theirs; with `samples`, it was made of as many as `sizes` say and may hold lists of them.
 
     >>> cut_for_ranks(cut_rows, [torch.ones(3), torch.zeros(3)], [1, 1], [0, 1], 2)

@@ -9,9 +9,9 @@ the random state of rank 0 moves no more than theirs. If reading fails, every ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, tee
+from itertools import chain, count, islice, tee
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from slipstream.comm.deal import deal
 from slipstream.data.batching import derive
+from slipstream.data.clock import Loaded, Pass
 from slipstream.data.cutting import Cut, CutItems, cut_for_ranks, cut_rows, samples_in
 from slipstream.data.loader import Handed, PreparedLoader
 from slipstream.data.mapped import MapLoader
@@ -27,8 +28,8 @@ from slipstream.data.order import announce_epoch, inner_samplers, mix
 from slipstream.data.place import Place
 from slipstream.data.plan import Dealing, Order, Piece, Plan, Policy
 from slipstream.data.randomness import OwnRandom
-from slipstream.data.reading import Engine, Message, Recipe, as_it_is, in_blocks, open_items, whole_updates
-from slipstream.data.shards import settle_pipeline
+from slipstream.data.reading import Message, Recipe, as_it_is, whole_updates
+from slipstream.data.source import PLACE, StreamSource
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import GradientState, Shares
 
@@ -114,6 +115,29 @@ class DispatchLoader(PreparedLoader):
     def _count(self, start: int) -> int:
         return self._source.count(start)
 
+    # -- position: what rank 0 noted, as it alone reads -----------------------------------------------------------
+
+    @property
+    def _kind(self) -> str:
+        return self._source.kind
+
+    def _length(self) -> int | None:
+        return self._source.length()
+
+    @property
+    def _extras(self) -> tuple[str, ...]:  # type: ignore[override]  # by what is read
+        return self._source.extras
+
+    def _place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
+        return self._source.place_state(turn, samples, over)
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        self._source.check_place(state)
+
+    def _load_place(self, position: Loaded) -> Loaded:
+        self._source.load_place(position)
+        return position
+
     def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
         place = self.place
         source = self._parts(epoch, start) if place.rank == 0 else None
@@ -136,7 +160,9 @@ class DispatchLoader(PreparedLoader):
         ranks = self.place.world_size
         nominal = self._nominal
         left = self._source.known_count(start)
-        for message in self._source.messages(epoch, start, self.seed):
+        clock = self._clock
+        turn = clock.live[-1] if clock.live else Pass(epoch, start, 0)
+        for message in self._source.messages(turn, start, self.seed, clock.loaded):
             shares = message.shares
             plain = None if shares is None else [shares.given, shares.real, shares.weighed, shares.full]
             if shares is None:
@@ -180,7 +206,24 @@ class _Source(Protocol):
     def known_count(self, start: int) -> int | None:
         """How many batches there are, where that is certain."""
 
-    def messages(self, epoch: int, start: int, seed: int) -> Iterator[Message]: ...
+    def messages(self, turn: Pass, start: int, seed: int, loaded: Loaded | None) -> Iterator[Message]: ...
+
+    @property
+    def kind(self) -> str:
+        """What a position counts; see `position.py`."""
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of what a position holds besides numbers."""
+
+    def length(self) -> int | None:
+        """How far a whole pass moves the position, where that is certain."""
+
+    def place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]: ...
+
+    def check_place(self, state: Mapping[str, Any]) -> None: ...
+
+    def load_place(self, position: Loaded) -> None: ...
 
 
 def _ready_made(owner: DispatchLoader, cut: Cut | None, policy: Policy, collate: Callable[[Any], Any]) -> Recipe:
@@ -205,7 +248,6 @@ class _Stream:
     def __init__(self, owner: DispatchLoader, cut: Cut | None, policy: Policy) -> None:
         original, ranks = owner.original, owner.place.world_size
         self.policy, self.dataset = policy, original.dataset  # and not the owner: workers end with it, and not when the cycle is found
-        self.engine = Engine(original)
         if original.batch_size is None:
             self.size = None
             self.recipe = _ready_made(owner, cut, policy, original.collate_fn)
@@ -216,6 +258,21 @@ class _Stream:
         self.stride = self.recipe.block
         self.per_update = owner.steps_per_update or 0 if original.drop_last else 0
         """Batches of an update, where short ones are dropped; else 0."""
+        self.source = StreamSource(original, 2 * self.per_update)
+        self.kind = "ready" if self.size is None else "stream"
+        self.extras = PLACE
+
+    def length(self) -> int | None:
+        return None
+
+    def place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
+        return {} if turn is None or not samples else self.source.state(turn.epoch, samples, self.recipe)
+
+    def check_place(self, state: Mapping[str, Any]) -> None:
+        self.source.check(state)
+
+    def load_place(self, position: Loaded) -> None:
+        self.source.load(self.source.check({"epoch": position.epoch, "samples": position.samples, **position.extra}))
 
     def count(self, start: int) -> int:
         length = len(self.dataset)  # type: ignore[arg-type]  # a dataset without a length says so itself
@@ -223,28 +280,26 @@ class _Stream:
             length -= length % (self.stride * self.per_update)
         length = max(0, length - start)
         plan: Any = self.recipe.plan
+        if isinstance(plan, Plan):
+            return plan.count(length, 0, plan.phase(start))
         return length if isinstance(plan, CutItems) else int(plan.count(length))
 
     def known_count(self, start: int) -> int | None:
         return None  # a stream may promise a length that it does not keep
 
-    def messages(self, epoch: int, start: int, seed: int) -> Iterator[Message]:
-        messages, steps = self._read(epoch, start, seed), self.per_update
-        return whole_updates(messages, steps, start // self.stride % steps) if steps else messages
-
-    def _read(self, epoch: int, start: int, seed: int) -> Iterator[Message]:
-        dataset, recipe = self.dataset, self.recipe
+    def messages(self, turn: Pass, start: int, seed: int, loaded: Loaded | None) -> Iterator[Message]:
+        dataset, epoch, steps = self.dataset, turn.epoch, self.per_update
         announce_epoch([dataset], epoch)
-        reading_seed, pipeline = mix(seed, epoch, "stream"), mix(seed, epoch, "pipeline")
-        if self.engine.has_workers:
-            return self.engine.in_workers(dataset, recipe, seed=reading_seed, pipeline=pipeline, start=start)
-
-        def read(dataset: Any) -> Iterator[Any]:
-            settle_pipeline(dataset, pipeline, 0, 1)
-            return in_blocks(dataset, recipe.block, OwnRandom(reading_seed))
-
-        items, start = open_items(dataset, recipe.block, start, read, needs_head=self.policy == "even")
-        return self.engine.here(recipe.messages(items, start))
+        messages = self.source.messages(
+            dataset,
+            self.recipe,
+            epoch=epoch,
+            start=start,
+            seed=mix(seed, epoch, "stream"),
+            pipeline=mix(seed, epoch, "pipeline"),
+            needs_head=self.policy == "even" or self.size is None,
+        )
+        return whole_updates(messages, steps, start // self.stride % steps) if steps else messages
 
 
 class _Positions:
@@ -273,6 +328,19 @@ class _Positions:
         self.size = plan.size if isinstance(plan, Plan) and not self.alone else None
         self.recipe = _ready_made(owner, cut, policy, as_it_is) if self.alone else None
         self.stride = self.reader._stride if self.recipe is None else self.recipe.block
+        self.kind, self.extras = self.reader._kind, self.reader._extras
+
+    def length(self) -> int | None:
+        return self.reader._length()
+
+    def place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
+        return self.reader._place_state(turn, samples, over)
+
+    def check_place(self, state: Mapping[str, Any]) -> None:
+        self.reader._check_place(state)
+
+    def load_place(self, position: Loaded) -> None:
+        self.reader._load_place(position)
 
     def count(self, start: int) -> int:
         if self.recipe is None:
@@ -284,32 +352,35 @@ class _Positions:
     def known_count(self, start: int) -> int | None:
         return self.count(start) if hasattr(self.reader._units, "__len__") else None
 
-    def messages(self, epoch: int, start: int, seed: int) -> Iterator[Message]:
-        reader, original = self.reader, self.original
+    def messages(self, turn: Pass, start: int, seed: int, loaded: Loaded | None) -> Iterator[Message]:
+        reader, original, epoch = self.reader, self.original, turn.epoch
         reader.seed = seed
         announce_epoch([original.dataset, *inner_samplers(original)[1:]], epoch)
-        order = reader._order(epoch)
+        order, head = reader._order(epoch, start, turn, loaded)
         walk = order if isinstance(order, Iterator) else _walk(order)
         if self.recipe is None:
-            return self._together(walk, epoch, start)
-        if start:  # what completes the last batch is read, and nothing else that comes before
+            return self._together(walk, head, epoch, start)
+        if start and head is None:  # what completes the last batch is read, and nothing else that comes before
             head = list(islice(walk, self.recipe.block))
-            walk, start = chain(head, islice(walk, start - len(head), None)), len(head)
-        items = self._scoped(reader._read(([position] for position in walk), epoch), epoch)
-        return self.recipe.messages(items, start)
+            walk = islice(chain(head, walk), start, None)
+        begun = [] if head is None else list(self._scoped(reader._read(([position] for position in head), epoch, 0), epoch, 0))
+        items = self._scoped(reader._read(([position] for position in walk), epoch, start), epoch, start)
+        return self.recipe.messages(items, start, begun) if start else self.recipe.messages(items)
 
-    def _together(self, walk: Iterator[Any], epoch: int, start: int) -> Iterator[Message]:
+    def _together(self, walk: Iterator[Any], head: Sequence[Any] | None, epoch: int, start: int) -> Iterator[Message]:
         """What is known of a global batch travels beside its positions; torch reads one batch for each rank, or one to cut."""
         plan, ranks, lists = self.reader._plan, self.ranks, self.original.collate_fn is not default_collate
         told: deque[tuple[Piece, ...]] = deque()
 
         def positions() -> Iterator[Any]:
-            for pieces in zip(*(plan.pieces(feed, rank, start) for rank, feed in enumerate(tee(walk, ranks))), strict=True):
+            plans = [plan.pieces(feed, rank, start, head=head) for rank, feed in enumerate(tee(walk, ranks))]
+            for pieces in zip(*plans, strict=True):
                 told.append(pieces)
                 own = [piece for piece, _, _ in pieces]
                 yield from own if self.cut is None else [list(chain.from_iterable(own))]
 
-        batches = self._scoped(self.reader._read(positions(), epoch), epoch)
+        first = start // self.stride * (ranks if self.cut is None else 1)
+        batches = self._scoped(self.reader._read(positions(), epoch, first), epoch, first)
         while read := list(islice(batches, ranks if self.cut is None else 1)):
             pieces = told.popleft()
             sizes = [len(piece) for piece, _, _ in pieces]
@@ -317,11 +388,25 @@ class _Positions:
             cut = read if self.cut is None else cut_for_ranks(self.cut, read[0], sizes, range(ranks), ranks, samples=lists)
             yield Message(cut, sizes, shares, end, None)
 
-    def _scoped(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
-        """Read inside random states of the reader's own, as long as the data draws any; workers have states of their own anyway."""
+    def _scoped(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
+        """Read inside random states of each batch's own, as long as the data draws any; workers have states of their own anyway."""
         if self.original.num_workers:
             return batches
-        return in_blocks(batches, 1, OwnRandom(mix(self.reader.seed, epoch, "stream")))
+        return _each_in_its_own(batches, mix(self.reader.seed, epoch, "stream"), first)
+
+
+def _each_in_its_own(batches: Iterator[Any], seed: int, first: int) -> Iterator[Any]:
+    """Batches, each read inside random states that are a function of its number, unless the first one draws nothing."""
+    for number in count(first):
+        scope = OwnRandom(mix(seed, number))
+        with scope:
+            read = list(islice(batches, 1))
+        yield from read
+        if not read:
+            return
+        if number == first and not scope.used:
+            yield from batches
+            return
 
 
 def _walk(order: Order) -> Iterator[Any]:

@@ -13,7 +13,7 @@ What it never does: read ahead, or touch the user's random state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,11 +22,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.comm.nested import send_to_device
-from slipstream.data.clock import Clock, Pass
+from slipstream.data.clock import Clock, Loaded, Pass
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import inner_samplers
 from slipstream.data.place import Place
+from slipstream.data.position import check_position, read_position
 from slipstream.errors import ConfigError
+from slipstream.logging import get_logger
 from slipstream.runtime.current import current
 from slipstream.runtime.gradient_state import GradientState, Shares
 
@@ -34,6 +36,9 @@ __all__ = ["Handed", "PreparedLoader", "get_sampler"]
 
 Handed = tuple[Any, "Shares | None", bool, "int | None"]
 """A batch, how it was dealt out (None for evenly and in full), whether it is the last one, and how many follow (None for unknown)."""
+
+_ALIGNED = ("samples", "stream")
+"""Kinds of data whose batches begin at multiples of their size, wherever a pass begins."""
 
 _HOST = torch.empty(0).device.type
 
@@ -102,6 +107,29 @@ class PreparedLoader(DataLoader[Any]):
         """How far one full batch of all ranks moves the position."""
         return sum(self._given)
 
+    @property
+    def _kind(self) -> str:
+        """What a position counts: one of `position.KINDS`."""
+        raise NotImplementedError
+
+    def _length(self) -> int | None:
+        """How far a whole pass moves the position; None where that is not certain."""
+        return None
+
+    _extras: tuple[str, ...] = ()
+    """Names of what a position holds besides numbers."""
+
+    def _place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
+        """What a position needs besides numbers; `over`: the next pass is another epoch."""
+        return {}
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        """Raises if what a position holds besides numbers does not fit; changes nothing."""
+
+    def _load_place(self, position: Loaded) -> Loaded:
+        """Takes what a position holds besides numbers; the position that the loader goes on with."""
+        return position
+
     def _replan(self) -> None:
         """`uneven` was changed."""
 
@@ -114,13 +142,22 @@ class PreparedLoader(DataLoader[Any]):
     __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's guards its own loaders, at the price of a call each time
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator of ours, not torch's iterator
+        clock, earlier = self._clock, None
         if self._skipping:
-            begun_at, start = self._skipping, self._skipping * self._stride
-            epoch = self._clock.take_present(begun_at)
+            epoch, earlier = clock.take_present(self._skipping)
+            start = self._skipped_to(epoch)
         else:
-            epoch, start = self._clock.take()
-            begun_at = start // self._stride if start else 0
-        return self._run(Pass(epoch, start, begun_at))
+            epoch, start = clock.take()
+        turn = Pass(epoch, start, start // self._stride if start else 0)
+        turn.resumed = start > 0 and not self._skipping
+        if earlier is not None:
+            turn.begin = earlier.begin
+        return self._run(turn)
+
+    def _skipped_to(self, epoch: int) -> int:
+        """Where a pass begins that skips: so many batches as they are now, or the position that was loaded, if it is meant."""
+        place = self._clock.place_of(epoch, self._skipping)
+        return self._skipping * self._stride if place is None else place
 
     def _run(self, turn: Pass) -> Iterator[Any]:
         state, clock, move = self.gradient_state, self._clock, self._move
@@ -138,7 +175,7 @@ class PreparedLoader(DataLoader[Any]):
                     turn.note(shares)
                     self.shares = previous = shares
                 if end:
-                    self.end_of_dataloader = True
+                    self.end_of_dataloader = turn.ended = True
                     self.remainder = 0 if shares is None or shares.total == shares.full else shares.total
                 self.batches_left = left
                 self.handed = turn.handed = turn.handed + 1
@@ -165,7 +202,12 @@ class PreparedLoader(DataLoader[Any]):
         """The next iteration is this epoch; those after it count on from there."""
         if isinstance(epoch, bool) or not isinstance(epoch, int):
             raise ConfigError(f"set_epoch({epoch!r}): epochs are whole numbers; write e.g. set_epoch(3)")
-        self._clock.set(epoch)
+        lost, loaded = self._clock.set(epoch), self._clock.loaded
+        if lost and loaded is not None:
+            get_logger(__name__).warning(
+                f"set_epoch({epoch}) gives up the position that was loaded for this loader ({lost} into epoch {loaded.epoch}): the next "
+                f"pass is a whole one. Begin the loop with epoch {loaded.epoch} to go on there."
+            )
 
     @property
     def uneven(self) -> bool:
@@ -184,42 +226,69 @@ class PreparedLoader(DataLoader[Any]):
         return self._clock.live[-1].epoch if self._clock.live else self._clock.next
 
     def __len__(self) -> int:
-        """Batches of one iteration, the same on every rank; of a loader that skips, those of its first pass until that is over."""
-        return self._count(self._skipping * self._stride if self._skipping else self._clock.resume)
-
-    # -- position -------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader stands, in plain numbers: `samples` of the epoch's order were handed out, to all ranks together.
-
-        Where a batch sampler of the user's own decides about batches, `samples` counts those. `left` is 1 for a pass that was left by
-        `break`: it is over, and the next one is another epoch.
-        """
+        """Batches of one iteration, the same on every rank; of a pass that begins later, those of this pass until it is over."""
         clock = self._clock
+        if self._skipping:
+            epoch = clock.live[-1].epoch if clock.live else clock.left.epoch if clock.left is not None else clock.next
+            return self._count(self._skipped_to(epoch))
+        return self._count(clock.live[-1].start if clock.live and clock.live[-1].resumed else clock.resume)
+
+    # -- position (position.py) -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, in plain data: `samples` of the epoch's order were handed out, to all ranks together.
+
+        Where a batch sampler of the user's own decides about batches, `samples` counts those. `left` is 1 for a pass that is over for
+        whoever goes on: left by `break`, or read inside of a batch of another loader; the next one is another epoch.
+        """
+        clock, loaded = self._clock, self._clock.loaded
+        rest = {"seed": self.seed, "kind": self._kind, "length": self._length(), "batch": self._stride}
+        if clock.waits and loaded is not None:  # nothing was read since it was loaded
+            numbers = {"epoch": loaded.epoch, "batches": loaded.batches, "samples": loaded.samples, "left": int(loaded.left)}
+            return {**numbers, **rest, **loaded.extra}
         turn = clock.live[0] if clock.live else clock.left
         if turn is None:
-            batches = clock.resume // self._stride if clock.resume else 0
-            return {"epoch": clock.next, "batches": batches, "samples": clock.resume, "seed": self.seed, "left": 0}
-        samples = turn.start + turn.handed * self._stride
-        batches = turn.begun_at + turn.handed
-        return {"epoch": turn.epoch, "batches": batches, "samples": samples, "seed": self.seed, "left": int(not clock.live)}
+            return {"epoch": clock.next, "batches": 0, "samples": 0, "left": 0, **rest, **self._place_state(None, 0, True)}
+        left = not clock.live or self.gradient_state.is_inside(lambda one: one._clock is clock)
+        batches = turn.start // self._stride + turn.handed
+        samples = self._moved(turn)
+        numbers = {"epoch": turn.epoch, "batches": batches, "samples": samples, "left": int(left)}
+        return {**numbers, **rest, **self._place_state(turn, samples, left or turn.ended)}
 
-    def load_state_dict(self, state: dict[str, int], *, resume: bool | None = None) -> None:
+    def _moved(self, turn: Pass) -> int:
+        """The position after what a pass handed out; its last batch may have been a short one."""
+        stride, aligned = self._stride, self._kind in _ALIGNED
+        if not turn.handed:
+            return turn.start
+        before = turn.start - (turn.start % stride if aligned else 0) + (turn.handed - 1) * stride
+        shares = turn.record[-1][1] if turn.ended and turn.record else None
+        if shares is None or stride == 1:
+            return before + stride
+        if not aligned:
+            return before + stride - sum(not count for count in shares.real)
+        return max(before, turn.start) + min(stride, shares.total)
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raises a `ConfigError` unless this is a position of this loader; changes nothing."""
+        name = type(self.original.dataset).__name__
+        check_position(state, kind=self._kind, length=self._length(), stride=self._stride, extras=self._extras, name=name)
+        self._check_place(state)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, resume: bool | None = None) -> None:
         """Takes the seed and the epoch of a saved position; with `resume`, the next iteration goes on at that position.
 
-        `resume` is `use_stateful_dataloader` unless given. Without it `skip_first_batches` goes on, in the order of that epoch.
+        `resume` is what the configuration says (`resume="auto"`, `use_stateful_dataloader`) unless given. Without it
+        `skip_first_batches` goes on, in the order of that epoch.
         """
-        missing = [name for name in ("epoch", "batches", "samples", "seed") if name not in state]
-        if missing:
-            raise ConfigError(f"this is no state of a prepared loader: it has no {', '.join(missing)}; pass what its state_dict() gave")
-        resume = self.config.use_stateful_dataloader if resume is None else resume
-        clock = self._clock
-        epoch, batches, samples = int(state["epoch"]), int(state["batches"]), int(state["samples"])
-        self.seed = int(state["seed"])
-        over = bool(state.get("left", 0)) or (not resume and self._is_over(samples))
-        clock.next, clock.resume, clock.left = epoch + over, samples if resume and not over else 0, None
-        if over:
-            clock.left = Pass(epoch, samples, batches)
+        self.check_state_dict(state)
+        resume = self.config.resumes if resume is None else resume
+        position = read_position(state, length=self._length(), name=type(self.original.dataset).__name__)
+        if not resume and self._is_over(position.samples):
+            position = replace(position, left=True)
+        self.seed = state["seed"]
+        self._clock.load(self._load_place(position), resume=resume)
+        if self._clock.left is not None:
+            self._clock.left.begin = (position.extra.get("order") or {}).get("begin")
 
     def _is_over(self, samples: int) -> bool:
         """Whether nothing of an epoch is left at this position."""

@@ -11,33 +11,29 @@ memory, `collate_fn` and whatever a subclass adds stay the user's. Three kinds o
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from slipstream.comm.deal import tell
-from slipstream.data.agree import agreed_order
+from slipstream.data.agree import Opened, agreed_order
 from slipstream.data.batching import full_updates
+from slipstream.data.clock import Loaded, Pass
 from slipstream.data.cutting import samples_in
+from slipstream.data.fetching import Fetching, RankBatches
 from slipstream.data.loader import Handed, PreparedLoader
-from slipstream.data.order import announce_epoch, certain_length, inner_samplers, mix, order_of, standard_kind
+from slipstream.data.order import announce_epoch, certain_length, inner_samplers, mix, standard_kind
+from slipstream.data.ordering import Ordering
 from slipstream.data.plan import Cutting, Dealing, Order, Piece, Plan, Policy
-from slipstream.data.reading import stay
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import Shares
 
-__all__ = ["MapLoader", "RankBatches", "samples_per_batch"]
-
-_is_profiled = torch._C._autograd._profiler_enabled
-
-_NOTHING = object()
+__all__ = ["MapLoader", "samples_per_batch"]
 
 
 def samples_per_batch(loader: DataLoader[Any]) -> int | None:
@@ -52,47 +48,6 @@ def samples_per_batch(loader: DataLoader[Any]) -> int | None:
     return loader.batch_size if batch_sampler is None else None
 
 
-class RankBatches:
-    """The batch sampler of one rank: what torch's machinery reads the positions from.
-
-    Iterating over it gives this rank's batches of the epoch that comes next. The script's own batch sampler is `batch_sampler`.
-    """
-
-    def __init__(self, loader: MapLoader) -> None:
-        self._loader = loader
-        self.pending: Iterator[Any] | None = None
-        """What an iteration reads; set while one begins."""
-        self.asked = False
-
-    def __iter__(self) -> Iterator[Any]:
-        self.asked = True
-        # torch's iterator with workers asks twice when it is made, and draws from the second
-        return self._loader._preview() if self.pending is None else self.pending
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The batch sampler of the script's loader."""
-        return self._loader.original.batch_sampler
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of the script's loader."""
-        return self._loader.get_sampler()
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per batch and rank; None where batches have sizes of their own."""
-        return self._loader.batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether a short last batch is dropped."""
-        return self._loader.drop_last
-
-
 class MapLoader(PreparedLoader):
     """A prepared loader of map-style data."""
 
@@ -101,10 +56,11 @@ class MapLoader(PreparedLoader):
         super().__init__(original, **settings)
         self._per_rank = samples_per_rank
         self._policy: Policy | None = None
-        self._engine: _Engine | None = None
+        self._engine: Fetching | None = None
         self._nominal = 0
         """Samples in the first batch that is ready-made (`batch_size=None`), which is taken for a full one; 0 as long as none was read."""
         self._plan = self._make_plan()
+        self._ordering = self._make_ordering()
         if original.num_workers and not getattr(original, "in_order", True):
             get_logger(__name__).warning(
                 "in_order=False of a DataLoader has no effect once it is prepared: batches stay in order, "
@@ -120,7 +76,7 @@ class MapLoader(PreparedLoader):
                     "split_batches=True cuts batches, and a DataLoader with batch_size=None has none to cut before its data is read. "
                     "Write DataLoaderConfiguration(dispatch_batches=True), which cuts what was read, or split_batches=False."
                 )
-            return Plan(ranks, ranks, self.policy)
+            return Plan(ranks, ranks, self.policy, aligned=False)
         size = samples_per_batch(original)
         if size is None:
             nominal = getattr(batch_sampler, "batch_size", None)
@@ -131,6 +87,11 @@ class MapLoader(PreparedLoader):
         elif not split:
             size *= ranks
         return Plan(ranks, size, self.policy, batch_sampler.drop_last)
+
+    def _make_ordering(self) -> Ordering:
+        original: Any = self.original
+        ahead = 4 + (original.num_workers or 0) * (original.prefetch_factor or 2) + 2 * (self.steps_per_update or 0)
+        return Ordering(self._units, original.dataset, ahead)
 
     # -- settings -------------------------------------------------------------------------------------------------
 
@@ -173,7 +134,7 @@ class MapLoader(PreparedLoader):
             replaced.__dict__.update({**batch_sampler.__dict__, "sampler": sampler})
             original.__dict__["batch_sampler"] = replaced
         self.original, self._engine = original, None
-        self._plan = self._make_plan()
+        self._plan, self._ordering = self._make_plan(), self._make_ordering()
 
     # -- what the base asks ---------------------------------------------------------------------------------------
 
@@ -211,7 +172,10 @@ class MapLoader(PreparedLoader):
         length = len(self._units)
         if self._per_update:
             length -= length % self._per_update
-        return self._plan.count(max(0, length - start), self.place.rank)
+        left, plan = max(0, length - start), self._plan
+        if isinstance(plan, Plan):
+            return plan.count(left, self.place.rank, plan.phase(start))
+        return plan.count(left, self.place.rank)
 
     @property
     def _per_update(self) -> int:
@@ -223,14 +187,47 @@ class MapLoader(PreparedLoader):
         length = certain_length(self._units)
         if length is None or not isinstance(self._plan, Plan) or self.original.batch_sampler is None:
             return -1
-        return self._plan.remainder(max(0, length - start))
+        return self._plan.remainder(max(0, length - start), self._plan.phase(start))
 
-    def _order(self, epoch: int) -> Order | Iterator[Any]:
-        order = order_of(self._units, seed=self.seed, epoch=epoch, block=max(1, self._stride))
-        return full_updates(order, self._per_update) if self._per_update else order
+    @property
+    def _kind(self) -> str:
+        return "positions" if self.original.batch_sampler is None else "samples" if isinstance(self._plan, Plan) else "batches"
+
+    def _length(self) -> int | None:
+        return certain_length(self._units)
+
+    # -- position -------------------------------------------------------------------------------------------------
+
+    _extras = ("order", "nominal")
+
+    def _place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
+        order = self._ordering.state(turn, samples, over=over)
+        found = {} if order is None else {"order": order}
+        return {**found, "nominal": self._nominal} if self._nominal else found
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        self._ordering.check(state.get("order"))
+        nominal = state.get("nominal", 0)
+        if isinstance(nominal, bool) or not isinstance(nominal, int) or nominal < 0:
+            raise ConfigError(f"the state of a loader has nominal={nominal!r}: the size of a batch is a whole number from 0")
+
+    def _load_place(self, position: Loaded) -> Loaded:
+        self._ordering.restore(position.extra.get("order"), over=position.left)
+        self._nominal = position.extra.get("nominal", 0)
+        return position
+
+    # -- the order of a pass --------------------------------------------------------------------------------------
+
+    def _order(self, epoch: int, start: int = 0, turn: Pass | None = None, loaded: Loaded | None = None) -> Opened:
+        saved = loaded.extra.get("order") if loaded is not None and (loaded.epoch, loaded.samples) == (epoch, start) else None
+        block = max(1, self._stride)
+        order, head = self._ordering.open(turn, seed=self.seed, epoch=epoch, block=block, start=start, saved=saved)
+        if self._per_update:
+            order = full_updates(order, self._per_update, 0 if head is None else start % self._per_update)
+        return order, head
 
     def _preview(self) -> Iterator[Any]:
-        order, plan, rank = self._order(self._clock.next), self._plan, self.place.rank
+        (order, _), plan, rank = self._order(self._clock.next), self._plan, self.place.rank
         if isinstance(order, Iterator):
             return (piece for piece, _, _ in plan.pieces(order, rank))
         if isinstance(plan, Plan):
@@ -240,9 +237,12 @@ class MapLoader(PreparedLoader):
     def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
         original = self.original
         announce_epoch([original.dataset, *inner_samplers(original)[1:]], epoch)
-        order, plan = agreed_order(self, epoch, start, lambda: self._order(epoch)), self._plan
+        clock = self._clock
+        turn = clock.live[-1] if clock.live else None
+        order, head = agreed_order(self, epoch, start, lambda: self._order(epoch, start, turn, clock.loaded))
+        plan = self._plan
         if isinstance(order, Iterator):
-            drawn = self._drawn(plan.pieces(order, self.place.rank, start), epoch, start)
+            drawn = self._drawn(plan.pieces(order, self.place.rank, start, head=head), epoch, start)
             return self._measured(drawn, epoch) if self._counts_rows else drawn
         if isinstance(plan, Plan):
             known = self._known(plan, order, epoch, start)
@@ -251,12 +251,21 @@ class MapLoader(PreparedLoader):
 
     def _known(self, plan: Plan, order: Order, epoch: int, start: int) -> Iterator[Handed]:
         """Everything is known beforehand: counting down is all there is to do."""
-        rank, total = self.place.rank, max(0, len(order) - start)
+        rank, total, phase = self.place.rank, max(0, len(order) - start), plan.phase(start)
         full = last = plan.full
-        if plan.remainder(total) and (plan.policy != "ragged" or plan.short(total % plan.size).given[rank]):
-            last = plan.short(total % plan.size)
-        left = plan.count(total, rank)
-        for batch in self._read(plan.known(order, rank, start), epoch):
+        left = plan.count(total, rank, phase)
+        short = plan.remainder(total, phase)
+        if short and (plan.policy != "ragged" or plan.short(short).given[rank]):
+            last = plan.short(short)
+        batches = self._read(plan.known(order, rank, start), epoch, start // plan.size)
+        if phase and total >= plan.size - phase and left:  # what was left of a global batch comes first
+            first = plan.begun(phase)
+            if first is not None and first.given[rank]:
+                left -= 1
+                last = last if left else first
+                for batch in islice(batches, 1):
+                    yield batch, first, not left, left
+        for batch in batches:
             left -= 1
             if left:
                 yield batch, full, False, left
@@ -313,7 +322,7 @@ class MapLoader(PreparedLoader):
                 yield piece
 
         expected = self._count(start) if hasattr(self._units, "__len__") else None
-        for batch in self._read(positions(), epoch):
+        for batch in self._read(positions(), epoch, start // self._stride):
             shares, end = told.popleft()
             if expected is not None:
                 expected = max(1, expected - 1)  # more come, whatever the sampler said of its length
@@ -328,13 +337,13 @@ class MapLoader(PreparedLoader):
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def _read(self, positions: Iterator[Any], epoch: int) -> Iterator[Any]:
-        """The batches at these positions, read by torch."""
+    def _read(self, positions: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
+        """The batches at these positions, read by torch; `first` is the number of the first one in its epoch."""
         if self.original.batch_sampler is None:
             positions = (piece[0] for piece in positions)
         if self._engine is None:
-            self._engine = _Engine(self.original, self)
-        return self._engine.read(positions, mix(self.seed, epoch, "workers", self.place.rank))
+            self._engine = Fetching(self.original, self)
+        return self._engine.read(positions, mix(self.seed, epoch, "workers", self.place.rank), first)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """See `PreparedLoader.skipping`. Workers that stay are started again for it: those of this loader may outlive it, or end before."""
@@ -344,74 +353,3 @@ class MapLoader(PreparedLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None}
-
-
-def _unmarked(iterator: Any) -> Iterator[Any]:
-    """The batches of torch's iterator; it marks each for a profiler, which takes a tenth of a small batch's time: only if there is one."""
-    read = iterator._next_data
-    while True:
-        try:
-            batch = next(iterator) if _is_profiled() else read()
-        except StopIteration:
-            return
-        yield batch
-
-
-class _Engine:
-    """Copies of the script's loader that read: their positions and their generator are ours."""
-
-    def __init__(self, original: DataLoader[Any], owner: MapLoader) -> None:
-        self.feed = RankBatches(weakref.proxy(owner))  # a cycle would keep workers that stay beyond the prepared loader
-        self.loader = _with_feed(original, self.feed, persistent_workers=stay(original))
-        self.busy = False
-
-    def read(self, positions: Iterator[Any], seed: int) -> Iterator[Any]:
-        loader, feed = self.loader, self.feed
-        if loader.persistent_workers:
-            if not self.busy:
-                return self._read_persistently(positions, seed)
-            # The workers that stay are at work for another pass: this one has workers of its own.
-            loader = _with_feed(loader, feed, persistent_workers=False)
-        return self._begin(loader, positions, seed)
-
-    def _read_persistently(self, positions: Iterator[Any], seed: int) -> Iterator[Any]:
-        self.busy = True
-        try:
-            yield from self._begin(self.loader, positions, seed)
-        finally:
-            self.busy = False
-
-    def _begin(self, loader: DataLoader[Any], positions: Iterator[Any], seed: int) -> Iterator[Any]:
-        loader.generator.manual_seed(seed)
-        feed = self.feed
-        feed.pending, feed.asked = positions, False
-        iterator = iter(loader)
-        if not feed.asked:
-            return self._begun_late(iterator, type(loader))
-        feed.pending = None
-        return _unmarked(iterator) if type(iterator) is _SingleProcessDataLoaderIter else iterator
-
-    def _begun_late(self, iterator: Iterator[Any], kind: type) -> Iterator[Any]:
-        """For a subclass whose iteration begins with its first batch."""
-        first = next(iterator, _NOTHING)
-        self.feed.pending = None
-        if first is _NOTHING:
-            return
-        if not self.feed.asked:
-            raise ConfigError(
-                f"the DataLoader given to prepare is a {kind.__name__}, whose __iter__ does not read its batch_sampler: each process would "
-                "read everything. Let it call super().__iter__(), or pass a plain DataLoader."
-            )
-        yield first
-        yield from iterator
-
-
-def _with_feed(original: DataLoader[Any], feed: RankBatches, **changes: Any) -> DataLoader[Any]:
-    kind = type(original)
-    if any(base.__module__.startswith("torchdata.") for base in kind.__mro__):
-        kind = DataLoader  # the position is kept by us; everything else of it is torch's
-    loader = object.__new__(kind)
-    index_sampler = "sampler" if original.batch_sampler is None else "batch_sampler"
-    ours = {index_sampler: feed, "generator": torch.Generator(), "_iterator": None, "in_order": True, **changes}
-    loader.__dict__.update({**original.__dict__, **ours})
-    return loader

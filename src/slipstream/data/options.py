@@ -36,6 +36,8 @@ class DataLoaderConfiguration(KwargsHandler):
     """Whether copies to a device may overlap with what follows."""
     use_stateful_dataloader: bool = False
     """Whether a loaded checkpoint lets the next iteration go on where the saved one stood; else `skip_first_batches` does."""
+    resume: str | None = None
+    """"auto" is the same by its short name: after a checkpoint was loaded, the next `for` over a loader goes on by itself."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -47,6 +49,16 @@ class DataLoaderConfiguration(KwargsHandler):
             if not isinstance(value, bool) and not (value is None and name in _OPEN_SWITCHES):
                 choices = "True, False or None" if name in _OPEN_SWITCHES else "True or False"
                 raise ConfigError(f"DataLoaderConfiguration({name}={value!r}): a {type(value).__name__} is no switch; write {choices}")
+        if self.resume not in (None, "auto"):
+            raise ConfigError(
+                f"DataLoaderConfiguration(resume={self.resume!r}): write resume='auto' to let the next loop over a loader go on where the "
+                "checkpoint stood, or leave it out and call skip_first_batches"
+            )
         seed = self.data_seed
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
             raise ConfigError(f"DataLoaderConfiguration(data_seed={seed!r}): a seed is a whole number from 0; write e.g. 42")
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a loop goes on by itself after a position was loaded."""
+        return self.use_stateful_dataloader or self.resume == "auto"

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from operator import length_hint
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -46,8 +46,18 @@ def mix(seed: int, *parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def order_of(sampler: Any, *, seed: int, epoch: int, block: int) -> Order | Iterator[Any]:
+class _Record(Protocol):
+    """Hears of what was drawn; see `ordering.py`."""
+
+    def lay_out(self, values: Sequence[Any]) -> None: ...
+
+    def note(self, items: list[Any]) -> None: ...
+
+
+def order_of(sampler: Any, *, seed: int, epoch: int, block: int, record: _Record | None = None, begun: int = 0) -> Order | Iterator[Any]:
     """The order in which a sampler (or batch sampler) gives its items in this epoch; laid out, or drawn `block` items at a time.
+
+    `record` hears of an order that is not torch's own. `begun` items of the first block were drawn before.
 
     >>> order_of(torch.utils.data.SequentialSampler(range(5)), seed=0, epoch=0, block=2).take(3, 9)
     [3, 4]
@@ -57,13 +67,13 @@ def order_of(sampler: Any, *, seed: int, epoch: int, block: int) -> Order | Iter
     if kind == "SequentialSampler":
         return _Listed(range(len(sampler)))
     if isinstance(sampler, (Sequence, torch.Tensor, numpy.ndarray)):
-        return _Listed(list(sampler))
+        return _listed(list(sampler), record)
     if kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         count = len(sampler.data_source)
         return _Array(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
     holders = [one for one in inner_samplers(sampler) if _has_generator(one)]
     if certain_length(sampler) is None:
-        return _begun(sampler, _Scope(holders, generator_seed, process_too=True), block)
+        return _begun(sampler, _Scope(holders, generator_seed, process_too=True), block, record, begun)
     if len(sampler) > _LAID_OUT and kind == "RandomSampler":
         return _begun(sampler, _Scope(holders, generator_seed), block)
     with _Scope(holders, generator_seed):
@@ -154,21 +164,31 @@ class _Array:
 # An order that is drawn -------------------------------------------------------------------------------------------------
 
 
-def _begun(sampler: Iterable[Any], scope: _Scope, block: int) -> Order | Iterator[Any]:
+def _begun(sampler: Iterable[Any], scope: _Scope, block: int, record: _Record | None = None, begun: int = 0) -> Order | Iterator[Any]:
     with scope:
         iterator = iter(sampler)
         if type(iterator) in _OF_CONTAINERS and length_hint(iterator) <= _LAID_OUT:  # the whole order is there already
-            return _Listed(list(iterator))
-    return _drawn(iterator, scope, block)
+            return _listed(list(iterator), record)
+    return _drawn(iterator, scope, block, record, begun)
 
 
-def _drawn(iterator: Iterator[Any], scope: _Scope, block: int) -> Iterator[Any]:
+def _listed(values: Sequence[Any], record: _Record | None) -> _Listed:
+    if record is not None:
+        record.lay_out(values)
+    return _Listed(values)
+
+
+def _drawn(iterator: Iterator[Any], scope: _Scope, block: int, record: _Record | None, begun: int) -> Iterator[Any]:
+    wanted = block - begun
     while True:
         with scope:
-            items = [_kept(item) for item in islice(iterator, block)]
+            items = [_kept(item) for item in islice(iterator, wanted)]
+        if record is not None:
+            record.note(items)
         yield from items
-        if len(items) < block:
+        if len(items) < wanted:
             return
+        wanted = block
 
 
 def _kept(item: Any) -> Any:

@@ -11,6 +11,9 @@ The last global batch (or round) may be short. What happens then is the policy:
 * `ragged`: the same without the repeated sample, so a rank may have one batch less. Only where the script deals with that.
 
 `drop_last` drops a short global batch whole. How a batch was shared is a `Shares`, or None if all ranks have the same full share.
+
+A pass may begin at any position, also inside of a global batch (one that was saved with another number of ranks): what is left of that
+batch is shared out first, so that later batches, updates and the end are those of a pass that began at the start.
 """
 
 from __future__ import annotations
@@ -59,6 +62,8 @@ class Plan:
     """Samples in a full global batch."""
     policy: Policy = "even"
     drop_last: bool = False
+    aligned: bool = True
+    """Whether batches begin at multiples of `size`, wherever a pass begins."""
 
     def __post_init__(self) -> None:
         if self.policy == "even" and self.size % self.world_size:
@@ -89,13 +94,24 @@ class Plan:
         real = tuple(min(each, max(0, left - rank * each)) for rank in range(self.world_size))
         return Shares((each,) * self.world_size, real, False, self.size)
 
+    def phase(self, start: int) -> int:
+        """How many samples of the global batch around a position come before it."""
+        return start % self.size if self.aligned else 0
+
+    def begun(self, phase: int) -> Shares | None:
+        """How a batch is shared of which so many samples were read before; None for a full one that is shared evenly."""
+        return self._share_out(self.size - phase) if phase else self.full
+
     def _share_out(self, samples: int) -> Shares:
         real = tuple(real_counts(samples, self.world_size))
         given = real if self.policy == "ragged" else tuple(max(1, count) for count in real)
         return Shares(given, real, True, self.size)
 
-    def count(self, samples: int, rank: int = 0) -> int:
-        """How many batches a rank reads of so many samples; the same on every rank, unless ragged."""
+    def count(self, samples: int, rank: int = 0, phase: int = 0) -> int:
+        """How many batches a rank reads of so many samples after `phase` ones of the first batch; the same on every rank, unless ragged."""
+        if phase and samples >= self.size - phase:
+            first = self._share_out(self.size - phase)
+            return (first.given[rank] > 0) + self.count(samples - self.size + phase, rank)
         whole, left = divmod(samples, self.size)
         if not left or self.drop_last:
             has_short = False
@@ -107,8 +123,10 @@ class Plan:
             return 0
         return whole + has_short
 
-    def remainder(self, samples: int) -> int:
+    def remainder(self, samples: int, phase: int = 0) -> int:
         """Samples in the last batch if it is read though it is not full, else 0."""
+        if phase and samples >= self.size - phase:
+            samples -= self.size - phase
         return 0 if self.drop_last else samples % self.size
 
     # -- an order of known length: positions alone -----------------------------------------------------------------
@@ -119,6 +137,12 @@ class Plan:
         first = sum(self.given[:rank])
         last = first + self.given[rank]
         length = len(order)
+        if (phase := self.phase(start)) and length - start >= size - phase:
+            samples = order.take(start, start + size - phase)
+            piece = self._piece(samples, self.begun(phase), rank, lambda: order.take(0, 1))
+            start += size - phase
+            if piece:
+                yield piece
         whole = (length - start) // size if start < length else 0
         if last > first or self.policy == "exact":
             for position in range(start, start + whole * size, size):
@@ -132,26 +156,32 @@ class Plan:
 
     # -- an order that is drawn while it is read --------------------------------------------------------------------
 
-    def pieces(self, order: Iterator[Any], rank: int, start: int = 0) -> Iterator[Piece]:
-        """The pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last."""
+    def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[Piece]:
+        """The pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last.
+
+        With a `head` (the beginning of the order), the order stands at `start` already.
+        """
         size = self.size
-        head = list(islice(order, size))
-        order = _from(head, order, start)
-        batch = list(islice(order, size))
+        phase = self.phase(start)
+        if head is None:
+            head = list(islice(order, size))
+            order = _from(head, order, start)
+        first, whole = head, size - phase
+        batch = list(islice(order, whole))
         while batch:
-            following = list(islice(order, size)) if len(batch) == size else []
+            following = list(islice(order, size)) if len(batch) == whole else []
             if self.drop_last and len(following) < size:
                 following = []
-            if len(batch) == size:
-                shares = self.full
+            if len(batch) == whole:
+                shares = self.begun(size - whole)
             elif self.drop_last:
                 return
             else:
                 shares = self.short(len(batch))
-            piece = self._piece(batch, shares, rank, lambda: head)
+            piece = self._piece(batch, shares, rank, lambda: first)
             if piece:
                 yield piece, shares, self._is_last(following, rank)
-            batch = following
+            batch, whole = following, size
 
     def _is_last(self, following: Sequence[Any], rank: int) -> bool:
         if self.policy != "ragged" or len(following) in (0, self.size):
@@ -161,10 +191,10 @@ class Plan:
     def _piece(self, samples: Sequence[Any], shares: Shares | None, rank: int, head: Callable[[], Sequence[Any]]) -> list[Any]:
         """What one rank reads of a global batch: its share; what completes the batch, or keeps a rank busy, is taken from the head."""
         given = self.given if shares is None else shares.given
-        if shares is not None and self.policy == "exact":
+        if shares is not None and shares.weighed:
             first = sum(shares.real[:rank])
             own = list(samples[first : first + shares.real[rank]])
-            return own or list(head()[:1])
+            return own or ([] if self.policy == "ragged" else list(head()[:1]))
         first = sum(given[:rank])
         own = list(samples[first : first + given[rank]])
         missing = given[rank] - len(own)
@@ -195,12 +225,13 @@ class Dealing:
         whole, left = divmod(batches, self.world_size)
         return whole + (left > rank if self.policy == "ragged" else left > 0)
 
-    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0) -> Iterator[Piece]:
-        """The batches of a rank; one round (of batches of positions, not of data) is drawn ahead."""
+    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[Piece]:
+        """The batches of a rank; one round (of batches of positions, not of data) is drawn ahead. `head` as of a `Plan`."""
         ranks = self.world_size
-        head = list(islice(batches, ranks))
+        if head is None:
+            head = list(islice(batches, ranks))
+            batches = _from(head, batches, start)
         nominal = self.nominal or (self.measure(head[0]) if head else 1)
-        batches = _from(head, batches, start)
         dealt = list(islice(batches, ranks))
         while dealt:
             following = list(islice(batches, ranks)) if len(dealt) == ranks else []
@@ -243,11 +274,14 @@ class Cutting:
         """How many pieces a rank reads of so many batches."""
         return batches
 
-    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0) -> Iterator[Piece]:
-        """The pieces of a rank; one batch (of positions, not of data) is drawn ahead."""
-        head = next(batches, None)
-        nominal = self.nominal or (1 if head is None else len(head))
-        following = _from([] if head is None else [head], batches, start)
+    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[Piece]:
+        """The pieces of a rank; one batch (of positions, not of data) is drawn ahead. `head` as of a `Plan`."""
+        following = batches
+        if head is None:
+            head = list(islice(batches, 1))
+            following = _from(head, batches, start)
+        first: Sequence[Any] = head[0] if head else ()
+        nominal = self.nominal or len(first) or 1
         batch = next(following, None)
         while batch is not None:
             after = next(following, None)
@@ -255,7 +289,7 @@ class Cutting:
             room = -(-size // self.world_size) * self.world_size if self.policy == "even" else size
             plan = Plan(self.world_size, max(1, room), self.policy)
             shares = plan.full if size == room else plan.short(size)
-            piece = plan._piece(batch, shares, rank, lambda: () if head is None else head)
+            piece = plan._piece(batch, shares, rank, lambda: first)
             if shares is not None or size != nominal:
                 real = plan.given if shares is None else shares.real
                 shares = Shares(plan.given if shares is None else shares.given, real, self.policy != "even", nominal)

@@ -6,19 +6,28 @@ it reads: inside, the three states are its own, carried on from one block of ite
 
 Entering costs some 50 us, nearly all of it for numbers that most streams do not draw. Where nothing else depends on it, a
 reader asks `used` after the first block and goes on without. Devices are not touched.
+
+Between blocks the states can be taken (`capture`, quick), spelled as plain data (`spelled`) and put back (`resume`), so that a reader
+that goes on later draws what it would have drawn.
 """
 
 from __future__ import annotations
 
 import copy
 import random
+from hashlib import blake2b
 from typing import Any
 
 import numpy
 import torch
 from numpy.random import mtrand
 
-__all__ = ["OwnRandom"]
+from slipstream.errors import ConfigError
+
+__all__ = ["Captured", "OwnRandom", "digest_of", "reseed", "spelled", "unspelled"]
+
+Captured = tuple[Any, "tuple[int, bytes]", bytes]
+"""The states of Python, numpy and torch between two blocks."""
 
 
 class OwnRandom:
@@ -44,6 +53,18 @@ class OwnRandom:
             self._numpy = numpy.random.MT19937(seed)
             self._torch = torch.Generator().manual_seed(seed).get_state()
         self._theirs: tuple[Any, Any, Any, Any] = (None, None, None, None)
+
+    def capture(self) -> Captured:
+        """The states as they are between two blocks; what is taken does not change any more."""
+        return self._python, _mark(self._numpy), self._torch.numpy().tobytes()
+
+    def resume(self, captured: Captured) -> None:
+        """The next block draws from these states."""
+        self._python, (position, key), state = captured
+        self._torch = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        self._numpy = numpy.random.MT19937()
+        self._numpy.state = {"bit_generator": "MT19937", "state": {"key": numpy.frombuffer(key, numpy.uint32), "pos": position}}
+        self.used = True
 
     def __enter__(self) -> None:
         generator = mtrand.get_bit_generator()
@@ -74,3 +95,55 @@ def _mark(generator: Any) -> tuple[int, bytes]:
     """Equal as long as nothing was drawn."""
     state = generator.state["state"]
     return int(state["pos"]), state["key"].tobytes()
+
+
+def spelled(captured: Captured) -> dict[str, Any]:
+    """Captured states as plain data.
+
+    >>> own = OwnRandom(7)
+    >>> unspelled(spelled(own.capture()))[1] == own.capture()[1]
+    True
+    """
+    (version, words, gauss), (position, key), state = captured
+    return {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "numpy": {"pos": position, "key": numpy.frombuffer(key, numpy.uint32).tolist()},
+        "torch": torch.frombuffer(bytearray(state), dtype=torch.uint8),
+    }
+
+
+def unspelled(plain: Any) -> Captured:
+    """What `spelled` was given; plain data that cannot be that is a `ConfigError`."""
+    try:
+        python, theirs, state = plain["python"], plain["numpy"], plain["torch"]
+        captured = (
+            (python["version"], tuple(python["words"]), python["gauss"]),
+            (int(theirs["pos"]), _bytes(theirs["key"])),
+            state.numpy().tobytes(),
+        )
+        OwnRandom(0).resume(captured)
+        random.Random().setstate(captured[0])
+        torch.Generator().set_state(state)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, IndexError, AttributeError) as error:
+        raise ConfigError(f"the random state of a stream that was saved cannot be read ({error!r})") from None
+    return captured
+
+
+def _bytes(key: Any) -> bytes:
+    words = numpy.asarray(key, numpy.uint32)
+    if words.shape != (624,):
+        raise ValueError(f"numpy's state has {words.shape} words")
+    return words.tobytes()
+
+
+def digest_of(captured: Captured) -> str:
+    """A short text that is equal for equal states."""
+    python, (position, key), state = captured
+    return blake2b(repr((python, position)).encode() + key + state, digest_size=16).hexdigest()
+
+
+def reseed(seed: int) -> None:
+    """Seeds the random states of this process, for what a worker draws for one batch: quick, and devices are not touched."""
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, tee
+from itertools import chain, count, islice, tee
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_
 from slipstream.comm.nested import concatenate
 from slipstream.data.cutting import Cut, cut_for_ranks, samples_in
 from slipstream.data.fingerprint import fingerprint
+from slipstream.data.items import Mark, Marks, Reader, say_reading
 from slipstream.data.order import mix
-from slipstream.data.plan import Piece
-from slipstream.data.randomness import OwnRandom
-from slipstream.data.shards import settle_pipeline
-from slipstream.logging import get_logger
+from slipstream.data.plan import Piece, Plan
+from slipstream.data.randomness import reseed
+from slipstream.data.seeding import Begin
 from slipstream.runtime.gradient_state import Shares
 
 __all__ = [
@@ -32,11 +32,9 @@ __all__ = [
     "Message",
     "Recipe",
     "Slicer",
+    "Turn",
     "as_it_is",
     "changes_by_epoch",
-    "in_blocks",
-    "open_items",
-    "say_reading",
     "stay",
     "whole_updates",
 ]
@@ -48,7 +46,7 @@ class Slicer(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def pieces(self, order: Iterator[Any], rank: int, start: int = 0) -> Iterator[Piece]: ...
+    def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[Piece]: ...
 
 
 class Message(NamedTuple):
@@ -63,6 +61,8 @@ class Message(NamedTuple):
     """Whether it is the last one (of this worker, in a worker)."""
     digest: bytes | None
     """A fingerprint of all its items, of the first message, if asked for."""
+    turn: Any = None
+    """Where the worker stands that made it (a `Turn`)."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,28 @@ class Recipe:
     cut: Cut | None = None
     """Makes the batch of each rank from that of all; without it each is collated by itself."""
 
-    def messages(self, items: Iterator[Any], start: int = 0, digest: bytes | None = None) -> Iterator[Message]:
-        """The batches made of these items, from a position on."""
+    @property
+    def aligned(self) -> bool:
+        """Whether global batches begin at multiples of their size, wherever reading begins."""
+        return isinstance(self.plan, Plan) and self.plan.aligned
+
+    def messages(
+        self,
+        items: Iterator[Any],
+        start: int = 0,
+        head: Sequence[Any] | None = None,
+        digest: bytes | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Iterator[Message]:
+        """The batches made of these items, from a position on; with a head they stand there. `before` is called ahead of each."""
         feeds = tee(items, len(self.ranks)) if len(self.ranks) > 1 else (items,)
-        for pieces in zip(*(self.plan.pieces(feed, rank, start) for feed, rank in zip(feeds, self.ranks, strict=True)), strict=True):
+        plans = [self.plan.pieces(feed, rank, start, head=head) for feed, rank in zip(feeds, self.ranks, strict=True)]
+        for pieces in zip(*plans, strict=True):
             _, shares, end = pieces[0]
             own = [piece for piece, _, _ in pieces]
             sizes = [len(piece) if self.batched else samples_in(piece) for piece in own]
+            if before is not None:
+                before()
             yield Message(self._batches(own, sizes), sizes, shares, end, digest)
             digest = None
 
@@ -101,100 +116,67 @@ class Recipe:
         return cut_for_ranks(self.cut, whole, sizes, self.ranks, self.plan.world_size, samples=lists)
 
 
-# -- items ------------------------------------------------------------------------------------------------------------
+# -- workers ----------------------------------------------------------------------------------------------------------
 
 
-def in_blocks(
-    dataset: Any, block: int, scope: OwnRandom | None, *, careful: bool = False, before: Callable[[int], None] | None = None
-) -> Iterator[Any]:
-    """The items of a stream, drawn a block at a time inside random states of the reader's own.
+class Turn(NamedTuple):
+    """Where one worker stands in a pass."""
 
-    Unless `careful`, a stream that drew no random number for its first block is trusted not to draw any. `before` is called ahead of
-    each block with the number of items read so far.
-    """
-    if scope is None:
-        yield from dataset
-        return
-    with scope:
-        stream = iter(dataset)
-    read, first = 0, True
-    items: list[Any] = []
-    while first or len(items) == block:
-        if not (first or careful or scope.used or before):
-            yield from stream
-            return
-        first = False
-        if before is not None:
-            before(read)
-        with scope:
-            items = list(islice(stream, block))
-        read += len(items)
-        yield from items
-
-
-def open_items(
-    dataset: Any, block: int, start: int, read: Callable[[Any], Iterator[Any]], *, needs_head: bool
-) -> tuple[Iterator[Any], int]:
-    """The items of a stream around a position, and how many of them come before it: seeking where the dataset can.
-
-    With `needs_head` the first block comes first in any case, as a short last batch is completed from it.
-    """
-    skip = getattr(dataset, "skip", None)
-    if not start or not callable(skip):
-        if start:
-            say_reading(dataset, start, "items")
-        return read(dataset), start
-    if not needs_head:
-        return read(skip(start)), 0
-    head = list(islice(read(dataset), block))
-    return chain(head, read(skip(start))), len(head)
-
-
-def say_reading(dataset: Any, count: int, what: str, again: int = 0) -> None:
-    """One line about a seek that has to read; `again` items before the position cannot be told apart and are handed out again."""
-    get_logger(__name__).warning(
-        f"{count} {what} of {type(dataset).__name__} are read and dropped to get to the position: "
-        + ("the order of several workers can only be found by reading" if what == "batches" else "it has no skip(n) to seek with")
-        + (f", and only in whole batches, so {again} items are handed out again" if again else "")
-    )
+    role: int
+    """Which part of the data it reads: its number when the pass began at the start."""
+    items: int = 0
+    """How many items it has read and handed on."""
+    mark: Mark | None = None
+    over: bool = False
+    """Whether it has read all of its part."""
 
 
 class _Reading(IterableDataset[Message]):
     """The dataset of a worker: the script's dataset, made into messages there."""
 
     def __init__(
-        self, dataset: Any, recipe: Recipe, *, start: int, pipeline: int, place: tuple[int, int], digest: bool, scoped: bool
+        self, dataset: Any, recipe: Recipe, turns: Sequence[Turn], *, pipeline: int, place: tuple[int, int], digest: bool, careful: bool
     ) -> None:
         self.dataset = dataset
         self.recipe = recipe
-        self.start = start
+        self.turns = turns
+        """One for each worker, in the order in which they hand out."""
         self.pipeline = pipeline
         self.place = place
         self.digest = digest
-        self.scope = OwnRandom() if scoped else None
+        self.careful = careful
+        self.seed: int | torch.Tensor = 0
+        """That of the pass; in memory that is shared, for workers that stay."""
 
     def __iter__(self) -> Iterator[Message]:
-        settle_pipeline(self.dataset, self.pipeline, *self.place)
-        items = in_blocks(self.dataset, self.recipe.block, self.scope, careful=True)
-        if not self.digest:
-            return self.recipe.messages(items, self.start)
-        first = list(islice(items, self.recipe.block))
-        return self.recipe.messages(chain(first, items), self.start, fingerprint(first))
-
-
-class _Begin:
-    """What a worker does first: it shows the script's dataset to the script's code, which knows nothing of ours."""
-
-    def __init__(self, init: Callable[[int], Any] | None) -> None:
-        self.init = init
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        reading: Any = info.dataset
-        object.__setattr__(info, "dataset", reading.dataset)  # it is frozen
-        if self.init is not None:
-            self.init(worker)
+        info, seed, recipe = get_worker_info(), int(self.seed), self.recipe
+        turn = next(turn for turn in self.turns if info is None or turn.role == info.id)
+        if turn.over:
+            return
+        marks = Marks(8)
+        own, block = mix(seed, "worker", turn.role), recipe.block
+        reader = Reader(
+            self.dataset,
+            block,
+            own,
+            self.pipeline,
+            self.place,
+            careful=self.careful,
+            aligned=recipe.aligned,
+            may_skip=len(self.turns) == 1,
+            quiet=True,
+        )
+        items, head = reader.open(turn.items, turn.mark, needs_head=True, note=lambda position, mark: marks.note(0, position, mark))
+        digest = None
+        if self.digest:
+            first = list(islice(items, block)) if head is None else head
+            items = chain(first, items) if head is None else items
+            digest = fingerprint(first)
+        read = turn.items - (turn.items % block if recipe.aligned else 0)
+        numbers = count(turn.items // block)
+        for message in recipe.messages(items, turn.items, head, digest, lambda: reseed(mix(own, next(numbers)))):
+            read += block
+            yield message._replace(turn=Turn(turn.role, read, marks.at(0, read, block), message.end))
 
 
 class _Once(IterableDataset[Any]):
@@ -234,7 +216,7 @@ class Engine:
 
     def __init__(self, original: DataLoader[Any]) -> None:
         self.original = original
-        self._kept: tuple[Any, Recipe, DataLoader[Any]] | None = None
+        self._kept: tuple[Any, Recipe, _Reading, DataLoader[Any]] | None = None
         self._busy = False
         """Whether the workers that stay are at work for another pass."""
         self._stay = stay(original)
@@ -259,30 +241,48 @@ class Engine:
         pipeline: int,
         place: tuple[int, int] = (0, 1),
         start: int = 0,
+        turns: Sequence[Turn] | None = None,
         digest: bool = False,
-        scoped: bool = False,
+        careful: bool = False,
     ) -> Iterator[Message]:
         """What workers read; one message is taken ahead, as the workers do not know of each other's ends.
 
         `pipeline` and `place` (rank, world size) are for pipelines that share themselves out: a seed that all ranks have. `start` is in
-        items. One worker reads and drops them; several take turns, so whole messages are dropped, and what is left over is read again.
+        items. Where it was saved how far each worker was (`turns`), each goes on there; else one worker seeks, and several read from the
+        beginning, and whole messages are dropped.
         """
-        steps, left = divmod(start, recipe.block)
-        if start:
-            say_reading(dataset, steps, "batches", again=left if self.original.num_workers > 1 else 0)
-        alone = self.original.num_workers == 1
-        begin = start if alone else 0
-        persistent = self._stay and not self._busy and not begin
+        turns, steps = self._turns(dataset, recipe, start, turns)
+        persistent = self._stay and not self._busy and not any(turn.items for turn in turns)
         if persistent and self._kept is not None and self._kept[0] is dataset and self._kept[1] == recipe:
-            loader = self._kept[2]
+            reading, loader = self._kept[2:]
         else:
-            reading = _Reading(dataset, recipe, start=begin, pipeline=pipeline, place=place, digest=digest, scoped=scoped)
+            reading = _Reading(dataset, recipe, turns, pipeline=pipeline, place=place, digest=digest, careful=careful)
+            if persistent:
+                reading.seed = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
             loader = self._loader(reading, persistent)
-            self._kept = (dataset, recipe, loader) if persistent else self._kept
+            self._kept = (dataset, recipe, reading, loader) if persistent else self._kept
+        if isinstance(reading.seed, torch.Tensor):
+            reading.seed.fill_(seed)
+        else:
+            reading.seed = seed
         assert loader.generator is not None
         loader.generator.manual_seed(mix(seed, "workers"))
         messages = self._occupied(loader) if loader.persistent_workers else iter(loader)
-        return _after(_ending(messages), 0 if alone else steps)
+        return _after(_ending(messages), steps)
+
+    def _turns(self, dataset: Any, recipe: Recipe, start: int, turns: Sequence[Turn] | None) -> tuple[Sequence[Turn], int]:
+        """Where the workers begin, and how many messages are dropped after that."""
+        workers = self.original.num_workers
+        if not start:
+            return [Turn(role) for role in range(workers)], 0
+        if turns is None and workers > 1:
+            say_reading(dataset, start // recipe.block, "batches")
+            return [Turn(role) for role in range(workers)], start // recipe.block
+        turns = [Turn(0, start)] if turns is None else turns
+        skips = workers == 1 and callable(getattr(dataset, "skip", None))
+        if not skips and any(turn.items and not turn.over and (turn.mark is None or not turn.mark.seeks) for turn in turns):
+            say_reading(dataset, sum(turn.items for turn in turns), "items")
+        return turns, 0
 
     def _occupied(self, loader: DataLoader[Any]) -> Iterator[Any]:
         self._busy = True
@@ -300,7 +300,7 @@ class Engine:
             num_workers=original.num_workers,
             pin_memory=original.pin_memory,
             timeout=original.timeout,
-            worker_init_fn=_Begin(original.worker_init_fn),
+            worker_init_fn=Begin(original.worker_init_fn, tuple(turn.role for turn in reading.turns)),
             multiprocessing_context=original.multiprocessing_context,
             generator=torch.Generator(),
             prefetch_factor=original.prefetch_factor,

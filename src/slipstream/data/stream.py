@@ -14,7 +14,8 @@ The script's random state is left alone: what a stream draws is a function of (s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -23,17 +24,20 @@ from torch.utils.data import DataLoader
 
 from slipstream.comm.deal import deal, tell
 from slipstream.data.batching import derive
+from slipstream.data.clock import Loaded, Pass
 from slipstream.data.cutting import CutItems, samples_in
 from slipstream.data.dispatch import dispatch_loader
 from slipstream.data.fingerprint import fingerprint
+from slipstream.data.items import say_reading
 from slipstream.data.loader import Handed, PreparedLoader
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import announce_epoch, mix
 from slipstream.data.place import Place
 from slipstream.data.plan import Dealing, Plan, Policy
-from slipstream.data.randomness import OwnRandom
-from slipstream.data.reading import Engine, Message, Recipe, as_it_is, in_blocks, open_items, say_reading, whole_updates
-from slipstream.data.shards import Answer, ask, settle_pipeline
+from slipstream.data.reading import Message, Recipe, as_it_is, whole_updates
+from slipstream.data.shards import Answer, ask
+from slipstream.data.source import PLACE, StreamSource
+from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.runtime.gradient_state import GradientState, Shares
 
@@ -41,8 +45,6 @@ __all__ = ["StreamLoader", "Way", "stream_loader", "warn_of_slice_fn"]
 
 Way = Literal["whole", "own", "turns"]
 """Who reads what: one process everything, each rank a part of its own, or every rank everything by turns."""
-
-_MARKS = 4
 
 
 def stream_loader(
@@ -101,9 +103,7 @@ def _say(name: str, answer: Answer) -> None:
 class StreamLoader(PreparedLoader):
     """A prepared loader of iterable data."""
 
-    def __init__(
-        self, original: DataLoader[Any], *, way: Way, dataset: Any, samples_per_rank: int | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, original: DataLoader[Any], *, way: Way, dataset: Any, samples_per_rank: int | None = None, **settings: Any) -> None:
         """`dataset` is what this rank reads; `samples_per_rank` the batch size, if that is not what the script's loader says."""
         super().__init__(original, **settings)
         self.way: Way = way
@@ -111,12 +111,11 @@ class StreamLoader(PreparedLoader):
         self._per_rank = samples_per_rank
         self._compared = way != "turns"
         self._nominal = 1
-        self._marks: dict[tuple[int, int], Any] = {}
-        """States of the dataset by epoch and position: those of the last few blocks, as the reader is ahead of the script."""
-        self._saved: tuple[int, int, Any] | None = None
-        """Epoch, position and state of the dataset that were loaded."""
-        self._engine = Engine(original)
+        self._source = self._make_source()
         self._recipe()  # what cannot be is said now
+
+    def _make_source(self) -> StreamSource:
+        return StreamSource(self.original, 2 * (self.steps_per_update or 0))
 
     # -- how batches are made ---------------------------------------------------------------------------------------
 
@@ -186,6 +185,8 @@ class StreamLoader(PreparedLoader):
             length -= length % (self._size * self._drops_updates)
         samples = max(0, length - start)
         plan: Any = self._recipe().plan
+        if isinstance(plan, Plan):
+            return plan.count(samples, self.place.rank, plan.phase(start))
         return samples if self._cuts_items else int(plan.count(samples, self.place.rank))
 
     @property
@@ -221,102 +222,85 @@ class StreamLoader(PreparedLoader):
 
     def _messages(self, epoch: int, start: int, *, digest: bool = False) -> Iterator[Message]:
         """What this rank reads, after so many items."""
-        recipe, engine = self._recipe(), self._engine
-        seed = self._reading_seed(epoch)
-        if engine.has_workers:
-            place = (self.place.rank, self.place.world_size) if self.way == "own" else (0, 1)
-            pipeline, scoped = mix(self.seed, epoch, "pipeline"), self.way == "turns"
-            return engine.in_workers(
-                self._dataset, recipe, seed=seed, pipeline=pipeline, place=place, start=start, digest=digest, scoped=scoped
-            )
-        items, start = self._open(epoch, start)
-        return engine.here(recipe.messages(items, start))
-
-    def _open(self, epoch: int, start: int) -> tuple[Iterator[Any], int]:
-        """The items around a position, and how many of them come before it; a state of the dataset that was saved there leads to it."""
-        block, read = self._recipe().block, self._reader(epoch)
-        if not start or self._saved is None or self._saved[:2] != (epoch, start):
-            return open_items(self._dataset, block, start, read, needs_head=self._needs_head)
-        head = list(islice(read(self._dataset), block)) if self._needs_head else []
-        self._dataset.load_state_dict(self._saved[2])
-        return chain(head, self._reader(epoch, start)(self._dataset)), len(head)
-
-    def _can_seek(self, epoch: int, start: int) -> bool:
-        return self._can_skip or (self._saved is not None and self._saved[:2] == (epoch, start))
+        own = self.way == "own"
+        return self._source.messages(
+            self._dataset,
+            self._recipe(),
+            epoch=epoch,
+            start=start,
+            seed=self._reading_seed(epoch),
+            pipeline=mix(self.seed, epoch, "pipeline"),
+            place=(self.place.rank, self.place.world_size) if own else (0, 1),
+            careful=self.way == "turns",
+            needs_head=self._needs_head,
+            digest=digest,
+            keeps=not own,
+        )
 
     @property
     def _needs_head(self) -> bool:
-        """Whether a short last batch is completed from the start of the pass."""
-        return self.policy == "even" and self.way == "turns"
+        """Whether the start of the pass matters: a short last batch is completed from it, or it says how large a full batch is."""
+        return (self.policy == "even" and self.way == "turns") or self.original.batch_size is None
 
     def _reading_seed(self, epoch: int) -> int:
         """The same on all ranks that read the same."""
         return mix(self.seed, epoch, "stream", self.place.rank) if self.way == "own" else mix(self.seed, epoch, "stream")
 
-    def _reader(self, epoch: int, start: int = 0) -> Callable[[Any], Iterator[Any]]:
-        """What reads a dataset in this process; `start` is where the dataset stands already."""
-        block, seed, careful = self._recipe().block, self._reading_seed(epoch), self.way == "turns"
-        pipeline = mix(self.seed, epoch, "pipeline")
-        place = (self.place.rank, self.place.world_size) if self.way == "own" else (0, 1)
-
-        def mark(read: int) -> None:
-            self._marks[epoch, start + read] = self._dataset.state_dict()
-            for old in list(self._marks)[:-_MARKS]:
-                del self._marks[old]
-
-        def read(dataset: Any) -> Iterator[Any]:
-            settle_pipeline(dataset, pipeline, *place)
-            before = mark if self._keeps_states and dataset is self._dataset else None
-            return in_blocks(dataset, block, OwnRandom(seed), careful=careful, before=before)
-
-        return read
-
     # -- position -------------------------------------------------------------------------------------------------
 
-    @property
-    def _keeps_states(self) -> bool:
-        """Whether the dataset's own state is part of the position: all ranks have the same one, and this process reads.
-
-        Not where the dataset can skip: that is exact, while a state may leave out what a shuffle holds in its buffer.
-        """
-        if not self.config.use_stateful_dataloader or self.way == "own" or self._engine.has_workers or self._can_skip:
-            return False
-        return all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    _extras = PLACE
 
     @property
-    def _can_skip(self) -> bool:
-        return callable(getattr(self._dataset, "skip", None))
+    def _kind(self) -> str:
+        return "stream" if self.original.batch_size is not None else "ready"
 
-    def state_dict(self) -> dict[str, Any]:
-        """As of every loader. With `use_stateful_dataloader`, `dataset` is the state of a dataset that keeps one and cannot skip."""
-        state: dict[str, Any] = super().state_dict()
-        found = self._marks.get((state["epoch"], state["samples"]))
-        return state if found is None else {**state, "dataset": found}
+    def _moved(self, turn: Pass) -> int:
+        return turn.start + turn.handed * self._stride if self.way == "own" else super()._moved(turn)
 
-    def load_state_dict(self, state: dict[str, Any], *, resume: bool | None = None) -> None:
-        """As of every loader; the state of the dataset is used when a pass begins at that position."""
-        saved = state.get("dataset")
-        self._saved = None if saved is None else (int(state["epoch"]), int(state["samples"]), saved)
-        super().load_state_dict({name: value for name, value in state.items() if name != "dataset"}, resume=resume)
+    def _place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
+        """`dataset` is the state of a dataset that keeps one and cannot skip; `parts`, how many processes read parts of their own."""
+        if self.way == "own":
+            return {"parts": self.place.world_size}
+        return {} if turn is None or not samples else self._source.state(turn.epoch, samples, self._recipe())
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        parts = state.get("parts", 1)
+        if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+            raise ConfigError(f"the state of a loader has parts={parts!r}: the number of processes that read parts of their own, from 1")
+        self._source.check(state)
+
+    def _load_place(self, position: Loaded) -> Loaded:
+        ranks = self.place.world_size
+        parts = position.extra.get("parts", ranks if self.way == "own" else None)
+        if position.samples and not position.left and parts not in (None, ranks):
+            get_logger(__name__).warning(
+                f"the position of {type(self._dataset).__name__} cannot be carried to {ranks} processes: {parts} of them read parts of "
+                f"their own when it was saved, which are shared out in another way now. Epoch {position.epoch} begins at its start, so "
+                f"what was read of it comes again; run {parts} processes to go on at the position."
+            )
+            return replace(position, batches=0, samples=0, extra={})
+        saved = self._source.check({"epoch": position.epoch, "samples": position.samples, **position.extra})
+        self._source.load(saved)
+        return position
 
     # -- by turns: is it the same stream everywhere? -----------------------------------------------------------------
 
     def _compare_first(self, epoch: int, start: int) -> Iterator[Handed]:
         """The first pass of ranks that take turns: they compare what they read before anything is handed out."""
-        if self._engine.has_workers:
+        if self._source.engine.has_workers:
             return self._compare_in_workers(epoch, start)
-        items = self._reader(epoch)(self._dataset)
-        head = self._attempt(lambda: list(islice(items, self._recipe().block)))
+        recipe, pipeline = self._recipe(), mix(self.seed, epoch, "pipeline")
+        reader = self._source.reader(self._dataset, recipe, self._reading_seed(epoch), pipeline, (0, 1), careful=True)
+        items = reader.read(self._dataset, note=self._source.note(epoch))
+        head = self._attempt(lambda: list(islice(items, recipe.block)))
         same = self._agree(epoch, head if isinstance(head, Exception) else fingerprint(head))
-        recipe = self._recipe()
+        if start and same and self._source.can_seek(self._dataset, epoch, start):
+            return self._shared_batches(self._messages(epoch, start), start)
+        recipe, items = self._recipe(), chain(head, items)
         position = start = start if same else self._own_start(start)
-        if start and self._can_seek(epoch, start):
-            items, start = self._open(epoch, start)
-        else:
-            items = chain(head, items)
-            if start:
-                say_reading(self._dataset, start, "items")
-        messages = self._engine.here(recipe.messages(items, start))
+        if start:
+            say_reading(self._dataset, start, "items")
+        messages = self._source.engine.here(recipe.messages(items, start))
         return self._shared_batches(messages, position) if same else self._own_batches(epoch, messages)
 
     def _compare_in_workers(self, epoch: int, start: int) -> Iterator[Handed]:
@@ -402,4 +386,4 @@ class StreamLoader(PreparedLoader):
         return f"batch {step} of pass {epoch} over {type(self.original.dataset).__name__}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": Engine(self.original)}
+        return {**super().__getstate__(), "_source": self._make_source()}

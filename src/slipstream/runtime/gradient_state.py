@@ -7,6 +7,7 @@ ends; loaders nest. The stepping rooms read it and set `sync_gradients`; neither
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -169,6 +170,16 @@ class GradientState:
             if loaders[place] is not None and outer is not None and outer.handed == self._begun_at[place]:
                 return loaders[place]
         return loaders[0] if loaders[0] is not None else self.active
+
+    def is_inside(self, is_meant: Callable[[Any], bool]) -> bool:
+        """Whether a loader is read inside of one batch of another, as in an evaluation: a run that goes on later will begin it anew.
+
+        One that is read beside another is not, nor one that has handed out a single batch, where the two cannot be told apart.
+        """
+        loaders = [reference() for reference in self._stack]
+        place = next((place for place, one in enumerate(loaders) if one is not None and is_meant(one)), 0)
+        inner, outer = (loaders[place], loaders[place - 1]) if place else (None, None)
+        return inner is not None and outer is not None and inner.handed > 1 and outer.handed == self._begun_at[place]
 
     def enter(self, loader: Any) -> None:
         """A loader begins an iteration."""
