@@ -34,8 +34,8 @@ from slipstream.checkpoint.raw import (
     identity,
     is_text,
     packed,
-    storable,
     tensor_bytes,
+    unstorable,
 )
 from slipstream.checkpoint.rebuilding import rebuild
 from slipstream.errors import CheckpointError
@@ -182,6 +182,8 @@ class _Flattener:
             return value if -_LARGEST_INTEGER <= value < _LARGEST_INTEGER else {"$int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is torch.Tensor:
+            return self._tensor(value, place)
         make = _MAKERS.get(kind)
         if make is not None:
             return self._within(make, value, place, depth)
@@ -278,13 +280,14 @@ class _Flattener:
 
     def _tensor(self, value: torch.Tensor, place: _Place) -> _Node:
         node: dict[str, Any]
-        storable(value, self.at(place))
+        if problem := unstorable(value):
+            raise CheckpointError(f"{self.at(place)} {problem}")
         if value.dtype in DTYPES:
             node = {"$tensor": self._store(value, identity(value), place, torch.Tensor.detach)}
         else:
             name = self._store(value, identity(value), place, packed)
             node = {"$tensor": name, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
-        if isinstance(value, torch.nn.Parameter):
+        if type(value) is torch.nn.Parameter:
             node["parameter"] = value.requires_grad
         elif value.requires_grad:
             node["requires_grad"] = True
@@ -315,7 +318,9 @@ class _Flattener:
         return self._names[identity]
 
     def _name(self, place: _Place) -> str:
-        plain = _HALF_CHARACTER.sub("_", ".".join(str(step) for step in _steps(place)))[:_LONGEST_NAME] or "value"
+        plain = ".".join(map(str, _steps(place)))[:_LONGEST_NAME] or "value"
+        if not plain.isascii():
+            plain = _HALF_CHARACTER.sub("_", plain)
         name, number = plain, 2
         while name in self.tensors or name == "__metadata__":
             name, number = f"{plain}~{number}", number + 1

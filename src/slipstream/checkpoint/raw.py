@@ -60,6 +60,7 @@ VIEWED: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {name: found for name in _VIEWED_NAMES if isinstance(found := getattr(torch, name, None), torch.dtype)}
 )
 """Types of elements that such a file has no (or no generally readable) name for: kept as bytes, with their name and shape beside them."""
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _ALL: Final[Mapping[torch.dtype, str]] = MappingProxyType({**DTYPES, **{dtype: name for name, dtype in VIEWED.items()}})
 
 
@@ -79,24 +80,30 @@ def storable(tensor: Any, where: str) -> torch.Tensor:
     Traceback (most recent call last):
     slipstream.errors.CheckpointError: custom object 0 is a sparse tensor (torch.sparse_coo), which cannot be stored. Store ...
     """
-    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-        raise CheckpointError(
-            f"{where} belongs to a lazy module that has not seen data yet: it has no shape and no values. "
-            "Run one forward with a batch before saving or loading."
-        )
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise CheckpointError(
-            f"{where} is a {type(tensor).__module__}.{type(tensor).__qualname__}, a kind of tensor that is more than its elements. "
-            "Store a plain tensor: its full or local values, e.g. tensor.full_tensor(), tensor.to_local() or torch.Tensor(tensor)."
-        )
-    given: torch.Tensor = tensor
-    problem, remedy = _unstorable(given)
+    problem = unstorable(tensor)
     if problem:
-        raise CheckpointError(f"{where} is {problem}, which cannot be stored. {remedy}")
+        raise CheckpointError(f"{where} {problem}")
+    given: torch.Tensor = tensor
     return given
 
 
-def _unstorable(tensor: torch.Tensor) -> tuple[str, str]:
+def unstorable(tensor: Any) -> str:
+    """Why the elements of a tensor cannot be written as bytes, and what to do; "" if they can."""
+    if type(tensor) not in _PLAIN:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            return (
+                "belongs to a lazy module that has not seen data yet: it has no shape and no values. "
+                "Run one forward with a batch before saving or loading."
+            )
+        return (
+            f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, a kind of tensor that is more than its elements. "
+            "Store a plain tensor: its full or local values, e.g. tensor.full_tensor(), tensor.to_local() or torch.Tensor(tensor)."
+        )
+    problem, remedy = _special(tensor)
+    return f"is {problem}, which cannot be stored. {remedy}" if problem else ""
+
+
+def _special(tensor: torch.Tensor) -> tuple[str, str]:
     if tensor.is_meta:
         return (
             "a tensor on the meta device, without values",
@@ -159,9 +166,11 @@ def identity(tensor: torch.Tensor) -> Any:
     >>> identity(weight) == identity(weight.detach()), identity(weight) == identity(weight.t())
     (True, False)
     """
-    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) or tensor.is_meta or not tensor.numel() or not tensor.data_ptr():
+    if type(tensor) not in _PLAIN and isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    if tensor.is_meta or not tensor.numel() or not (address := tensor.data_ptr()):
+        return id(tensor)
+    return (address, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg(), tensor.device)
 
 
 def is_text(text: str) -> bool:
