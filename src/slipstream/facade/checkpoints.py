@@ -45,7 +45,16 @@ class Checkpoints:
         numbered checkpoints (`ProjectConfiguration(automatic_checkpoint_naming=True)`) the folder is chosen here. `async_save`: copies
         the state, returns, and writes behind the training. `metric`: what `ProjectConfiguration(keep_best=...)` compares. `dedup`:
         files that did not change since the last checkpoint are linked instead of written again. `max_shard_size` cuts the weights
-        into several files. See `facade/saving.py`.
+        into several files. See `facade/saving.py`, and `docs/checkpoints.md`.
+
+        >>> import tempfile
+        >>> from slipstream import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = accelerator.save_state(f"{folder}/first")
+        ...     sorted(os.listdir(path))
+        ['MANIFEST.json', 'model.safetensors', 'rank_0.safetensors', 'training.json']
         """
         if save_model_func_kwargs:
             unknown = ", ".join(save_model_func_kwargs)
@@ -80,6 +89,16 @@ class Checkpoints:
         weights that are missing or unknown. `resume=True` lets the next iteration over a loader go on by itself, as
         `DataLoaderConfiguration(resume="auto")` does. `allow_pickle` reads what only unpickling can read in a checkpoint of the
         relative: it can run any code, so only for files that you trust. See `facade/restoring.py`.
+
+        >>> import tempfile
+        >>> from slipstream import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = accelerator.save_state(f"{folder}/first")
+        ...     before = torch.nn.init.zeros_(model.bias)
+        ...     accelerator.load_state(path) == path, model.bias.item() != 0.0
+        (True, True)
         """
         unknown = [*(set(load_kwargs or {}) - _LOAD_KWARGS), *(set(load_model_func_kwargs) - _LOAD_KWARGS)]
         if unknown:
@@ -89,24 +108,45 @@ class Checkpoints:
         return restore(self._saver, input_dir, Wishes(strict, allow_pickle, resume))
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Adds objects to what `save_state` saves and `load_state` loads, by their `state_dict` and `load_state_dict`."""
+        """Adds objects to what `save_state` saves and `load_state` loads, by their `state_dict` and `load_state_dict`.
+
+        The state is plain data with tensors in it; see `checkpoint/plain.py`. It is that of the process that writes, and all load it.
+
+        >>> from slipstream import Accelerator
+        >>> Accelerator(cpu=True).register_for_checkpointing(torch.nn.Linear(2, 1))
+        """
         for one in objects:
             missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(one, name, None))]
             if missing:
                 raise ConfigError(f"register_for_checkpointing got a {type(one).__name__} without {' and '.join(missing)}: give it both")
             if isinstance(one, torch.nn.Module) and self._parts.stepper.find(one) is not None:
-                raise ConfigError(f"register_for_checkpointing got a {type(one).__name__} that is prepared: it is saved with the rest already")
+                kind = type(one).__name__
+                raise ConfigError(f"register_for_checkpointing got a {kind} that is prepared: it is saved with the rest already")
         for one in objects:
             if not any(one is known for known in self._saver.objects):
                 self._saver.objects.append(one)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Calls `hook(models, weights, folder)` before a checkpoint is written: what it writes into the folder belongs to it, and
-        weights that it takes out of the list are not written."""
+        weights that it takes out of the list are not written.
+
+        >>> import pathlib, tempfile
+        >>> from slipstream import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> handle = accelerator.register_save_state_pre_hook(lambda models, weights, to: pathlib.Path(to, "notes.txt").write_text("mine"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pathlib.Path(accelerator.save_state(f"{folder}/first"), "notes.txt").read_text()
+        'mine'
+        >>> handle.remove()
+        """
         return _registered(self._saver.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Calls `hook(models, folder)` before a checkpoint is loaded: models that it takes out of the list are not loaded."""
+        """Calls `hook(models, folder)` before a checkpoint is loaded: models that it takes out of the list are not loaded.
+
+        >>> from slipstream import Accelerator
+        >>> Accelerator(cpu=True).register_load_state_pre_hook(lambda models, folder: print(f"from {folder}")).remove()
+        """
         return _registered(self._saver.load_hooks, hook)
 
     def save_model(
@@ -116,12 +156,31 @@ class Checkpoints:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes the weights of a model, and nothing else, where other libraries can read them; see `checkpoint/models.py`."""
+        """Writes the weights of a model, and nothing else, where other libraries can read them; see `checkpoint/models.py`.
+
+        >>> import tempfile
+        >>> from slipstream import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     accelerator.save_model(model, folder)
+        ...     os.listdir(folder)
+        ['model.safetensors']
+        """
         if self._saver.writes:
             save_model(self.unwrap_model(model, keep_torch_compile=False), save_directory, max_shard_size, safe_serialization)  # type: ignore[attr-defined]
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool | None = None) -> None:
-        """Writes one object to a file, on the main process; see `checkpoint/single.py`."""
+        """Writes one object to a file, on the main process; see `checkpoint/single.py`.
+
+        >>> import tempfile
+        >>> from slipstream import Accelerator
+        >>> from slipstream.utils import load
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Accelerator(cpu=True).save({"best": 0.25}, f"{folder}/best.json")
+        ...     load(f"{folder}/best.json")
+        {'best': 0.25}
+        """
         if self._saver.writes:
             save(obj, f, safe_serialization=safe_serialization)
 
