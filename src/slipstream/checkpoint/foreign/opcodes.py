@@ -20,8 +20,11 @@ from slipstream.errors import CheckpointError
 
 __all__ = ["DICT", "FROZENSET", "SET", "STORAGE", "Call", "Name", "NotPlain", "take_apart"]
 
-DICT, SET, FROZENSET, STORAGE = "dict", "set", "frozenset", "storage"
-"""What calls are named that the pickle makes by an instruction of its own."""
+# What calls are named that the pickle makes by an instruction of its own.
+DICT = "dict"
+SET = "set"
+FROZENSET = "frozenset"
+STORAGE = "storage"
 
 _LARGEST = 64 * 2**20
 _SHORTEST_RECORD = 3  # bytes: a pickler notes every list, mapping and object that it makes for later use, in two bytes at least
