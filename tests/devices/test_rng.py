@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -152,3 +153,11 @@ def test_a_fingerprint_sees_device_states() -> None:
     namespace.states[1] += 1
     assert fingerprint(families=rows) != before
     assert len(before) == 16
+
+
+@pytest.mark.parametrize("change", [{"pos": 10**8}, {"pos": -1}, {"pos": "0"}, {"key": [1] * 623}, {"key": None}])
+def test_a_state_of_numpy_that_would_read_beyond_its_words_is_refused(change: dict[str, Any]) -> None:
+    state = capture(["numpy"])
+    state["numpy"]["state"].update(change)
+    with pytest.raises(ConfigError, match="no random state of numpy"):
+        restore(state)

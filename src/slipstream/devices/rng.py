@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError
 __all__ = ["capture", "default_kinds", "fingerprint", "restore", "set_seed"]
 
 _LARGEST_SEED = 2**64 - 1
+_NUMPY_WORDS = 624
 _HOST_KINDS = ("python", "numpy", "torch")
 
 
@@ -67,6 +68,7 @@ def _restore(kind: str, value: Any, families: tuple[Family, ...]) -> bool:
     if kind == "numpy":
         import numpy
 
+        _check_numpy(value)
         numpy.random.set_state(value)
         return True
     if kind == "torch":
@@ -75,6 +77,15 @@ def _restore(kind: str, value: Any, families: tuple[Family, ...]) -> bool:
         torch.set_rng_state(value)
         return True
     return _restore_devices(_device_family(kind, families), value)
+
+
+def _check_numpy(state: Any) -> None:
+    """Refuses a state with a position outside of its words: numpy takes it, and reads beyond them at the next draw."""
+    inner = state.get("state") if isinstance(state, Mapping) else None
+    key, position = (inner.get("key"), inner.get("pos")) if isinstance(inner, Mapping) else (None, None)
+    is_position = isinstance(position, int) and 0 <= position <= _NUMPY_WORDS
+    if not is_position or not hasattr(key, "__len__") or len(key) != _NUMPY_WORDS:
+        raise ConfigError("this is no random state of numpy: it needs 624 words and a position among them; pass what capture() gave")
 
 
 def set_seed(
