@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.comm.nested import send_to_device
 from slipstream.data.clock import Clock, Loaded, Pass
+from slipstream.data.describe import describe
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import inner_samplers
 from slipstream.data.place import Place
@@ -303,6 +304,29 @@ class PreparedLoader(DataLoader[Any]):
         twin.__dict__.update(self.__dict__)
         twin._skipping = self._skipping + num_batches
         return twin
+
+    def describe(self) -> dict[str, Any]:
+        """What is read and in which order, for the receipt of a run: plain data, and no sample is read for it.
+
+        Two loaders with the same `order` read the same samples in the same order, on any number of processes. After a position was
+        loaded, the seed is that of the saved run.
+
+        >>> from slipstream.data.prepare import prepare_data_loader
+        >>> told = prepare_data_loader(DataLoader(range(10), batch_size=2, shuffle=True), data_seed=7).describe()
+        >>> told["length"], told["sampler"], told["batch"], told["seed"]
+        (10, 'RandomSampler', 2, 7)
+        """
+        return describe(self)
+
+    @property
+    def _dropped(self) -> int:
+        """How many samples make a batch (or an update) that is dropped if it is not full, where short ones are."""
+        return self._stride * (self.steps_per_update or 1)
+
+    @property
+    def _parts_of_their_own(self) -> int:
+        """How many processes read parts of their own; 1 where all read the same."""
+        return 1
 
     # -- the script's own loader ----------------------------------------------------------------------------------
 

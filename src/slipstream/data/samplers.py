@@ -49,7 +49,7 @@ class SamplerKeeper:
         self.units = units
         self._dataset = dataset
         self.samplers = _all_samplers(units)
-        self._initial = [None if _is_stateful(one) else self._prints(one) for one in self.samplers]
+        self._initial = [None if _is_stateful(one) else self.prints(one) for one in self.samplers]
 
     @property
     def stateful(self) -> bool:
@@ -64,11 +64,11 @@ class SamplerKeeper:
         name = type(sampler).__qualname__
         if initial is None:
             return {"type": name, "state": copy.deepcopy(sampler.state_dict())}
-        now = self._prints(sampler)
+        now = self.prints(sampler)
         changed = {key: _kept(vars(sampler)[key]) for key, value in now.items() if value is None or value != initial.get(key, _ABSENT)}
         return {"type": name, "attributes": changed}
 
-    def _prints(self, sampler: Any) -> dict[str, Any]:
+    def prints(self, sampler: Any) -> dict[str, Any]:
         """What tells whether an attribute changed; None for generators, which always count as changed."""
         found: dict[str, Any] = {}
         for name, value in getattr(sampler, "__dict__", {}).items():

@@ -254,6 +254,10 @@ class StreamLoader(PreparedLoader):
     def _kind(self) -> str:
         return "stream" if self.original.batch_size is not None else "ready"
 
+    @property
+    def _parts_of_their_own(self) -> int:
+        return self.place.world_size if self.way == "own" else 1
+
     def _moved(self, turn: Pass) -> int:
         return turn.start + turn.handed * self._stride if self.way == "own" else super()._moved(turn)
 

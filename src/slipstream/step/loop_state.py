@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.step.gradients import mean_gradients
 from slipstream.step.window import Window
 
-__all__ = ["check_state", "redistribute"]
+__all__ = ["Saved", "check_state", "redistribute"]
 
 _ENTRIES = {"windows", "latest", "sync_gradients", "loose"}
 
