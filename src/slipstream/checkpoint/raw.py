@@ -28,6 +28,7 @@ __all__ = [
     "storable",
     "tensor_bytes",
     "unpacked",
+    "unstorable",
 ]
 
 DTYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
