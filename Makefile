@@ -37,7 +37,8 @@ bench: $(BENCH_INSTALLED)
 	$(BENCH)/python benchmarks/run.py $(BENCH_OPTIONS)
 
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest --soak -m soak --timeout=3600
+	$(BIN)/python -m pytest --soak -m soak --timeout=3600 --deselect tests/faults/test_kills.py
+	$(BIN)/python tests/faults/kills.py --kills 1000
 	$(BIN)/python benchmarks/soak_restarts.py 50
 	$(BIN)/python benchmarks/kills.py --kills 50
 	$(BIN)/python benchmarks/false_alarms.py --minutes 10
