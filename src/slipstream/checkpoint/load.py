@@ -62,7 +62,7 @@ class Checkpoint:
         path = rank_files(self.folder, self.manifest.stamp).get(rank)
         if path is None:
             return None
-        found = RankFile.of(path.name[path.name.index("rank_") :])
+        found = RankFile.of(path.name[path.name.rindex("rank_") :])
         assert found is not None
         buffer = _read(path.parent, path.name, None, found.checksum)
         return self._checked(read_part("rank.safetensors", buffer, str(path)), rank, path.name)

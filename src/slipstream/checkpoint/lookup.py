@@ -13,11 +13,16 @@ from typing import Final
 
 from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile, parse
 from slipstream.checkpoint.leftovers import LARGEST_MANIFEST
+from slipstream.checkpoint.rotate import is_numbered
 from slipstream.errors import CheckpointError
+from slipstream.files.digest import digest
 from slipstream.files.inside import Folder
 
-__all__ = ["lying_beside", "rank_files", "read_manifest"]
+__all__ = ["beside", "lying_beside", "rank_files", "read_manifest", "unfinished_beside"]
 
+_NUMBERED_BESIDE: Final = r"\.checkpoint_[0-9]{1,18}\."
+_UNFINISHED: Final = re.compile(r"rank-[0-9a-f]{8}-[0-9a-f]{16}", re.ASCII)
+_LONGEST: Final = 100  # with what is put around it a name stays below the 255 bytes of every file system
 _OF_ACCELERATE: Final = re.compile(
     r"(optimizer|scheduler|sampler|dl_state_dict)(_\d{1,9})?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d{1,9}\.pkl", re.ASCII
 )
@@ -54,14 +59,36 @@ def _nothing_there(folder: Path) -> str:
 def rank_files(target: Path, stamp: str) -> dict[int, Path]:
     """Where the files of ranks are that were added to a checkpoint after its manifest was written."""
     inside = [(path, found) for path in target.iterdir() if (found := RankFile.of(path.name)) is not None]
-    return {found.rank: path for path, found in [*lying_beside(target), *inside] if found.stamp == stamp}
+    return {found.rank: path for path, found in [*inside, *lying_beside(target)] if found.stamp == stamp}
+
+
+def beside(target: Path) -> str:
+    """What the names of files begin with that ranks put beside a checkpoint.
+
+    >>> beside(Path("runs/first"))
+    '.first.'
+    """
+    encoded = os.fsencode(target.name)
+    return f".{target.name}." if len(encoded) <= _LONGEST else f".{encoded[:_LONGEST].decode(errors='ignore')}~{digest(encoded)}."
 
 
 def lying_beside(target: Path) -> list[tuple[Path, RankFile]]:
-    """Files of ranks that wait beside a checkpoint: they came before it, and its commit takes them in."""
-    prefix = f".{target.name}."
+    """Files of ranks that wait beside a checkpoint: they came before it, and its commit takes them in.
+
+    If it is numbered, those of all numbers: a rank may count otherwise than the main process, which may have saved alone before. The
+    stamp in a name tells to which save it belongs.
+    """
+    return [(target.parent / name, found) for name, rest in _beside(target) if (found := RankFile.of(rest)) is not None]
+
+
+def unfinished_beside(target: Path) -> list[Path]:
+    """Files beside a checkpoint that ranks are writing, or did not come to write."""
+    return [target.parent / name for name, rest in _beside(target) if _UNFINISHED.fullmatch(rest)]
+
+
+def _beside(target: Path) -> list[tuple[str, str]]:
+    """Hidden names beside a checkpoint, and what follows its name in them."""
+    pattern = re.compile(_NUMBERED_BESIDE if is_numbered(target) else re.escape(beside(target)))
     with suppress(FileNotFoundError), os.scandir(target.parent) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith(prefix)]
-        pairs = [(target.parent / name, RankFile.of(name[len(prefix) :])) for name in names]
-        return [(path, found) for path, found in pairs if found is not None]
+        return [(entry.name, entry.name[match.end() :]) for entry in entries if (match := pattern.match(entry.name))]
     return []

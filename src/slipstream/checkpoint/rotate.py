@@ -21,7 +21,7 @@ from slipstream.files.disk import Disk
 from slipstream.files.trouble import told
 from slipstream.logging import get_logger
 
-__all__ = ["Keep", "numbered", "rotate"]
+__all__ = ["Keep", "is_numbered", "numbered", "rotate"]
 
 _NUMBERED: Final = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})", re.ASCII)
 
@@ -41,6 +41,15 @@ class Keep:
             raise ConfigError(f"keep_best={self.keep_best} is no number of checkpoints. Give 0 or more.")
         if self.best_mode not in ("min", "max"):
             raise ConfigError(f"best_mode={self.best_mode!r}: give 'min' if a smaller metric is better, else 'max'.")
+
+
+def is_numbered(path: Path) -> bool:
+    """Whether a path has the name of a numbered checkpoint.
+
+    >>> is_numbered(Path("runs/checkpoint_3")), is_numbered(Path("runs/best"))
+    (True, False)
+    """
+    return _NUMBERED.fullmatch(path.name) is not None
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:

@@ -11,25 +11,31 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from slipstream.checkpoint.format import FileEntry, Manifest, ModelEntry, RankFile
 from slipstream.checkpoint.leftovers import manifest_of
-from slipstream.checkpoint.lookup import lying_beside
+from slipstream.checkpoint.lookup import beside, lying_beside, unfinished_beside
 from slipstream.checkpoint.plain import write_tree
+from slipstream.checkpoint.rotate import is_numbered, numbered
 from slipstream.checkpoint.snapshot import ModelPart, Part, Snapshot
 from slipstream.checkpoint.weights import index_bytes, shard_names, shards, tensors_file
 from slipstream.errors import CheckpointError
 from slipstream.files.digest import Digest
 from slipstream.files.disk import Disk
+from slipstream.files.trouble import remedy, told
 
 __all__ = ["Earlier", "Stage", "add_rank_file", "collect_rank_files", "earlier", "write"]
+
+_LONG: Final = 3600.0
+"""Seconds after which a rank that waits beside a checkpoint is given up."""
 
 
 class Stage(Protocol):
@@ -162,8 +168,8 @@ def _write_model(writer: _Writer, model: ModelPart, max_shard_size: int | None, 
 
 def add_rank_file(target: Path, snapshot: Snapshot, disk: Disk) -> None:
     """Adds what belongs to a rank that does not write the checkpoint: inside if that is there already, else beside it."""
-    rank, parent = _rank_of(snapshot.own), target.parent
-    temporary = parent / f".{target.name[:100]}.rank-{secrets.token_hex(8)}"
+    rank, stamp = _rank_of(snapshot.own), snapshot.facts.stamp
+    temporary = target.parent / f"{beside(target)}rank-{_history(stamp)}-{secrets.token_hex(8)}"
     checksum = ""
 
     def add(name: str, chunks: Iterable[Any], size: int) -> FileEntry:
@@ -173,42 +179,69 @@ def add_rank_file(target: Path, snapshot: Snapshot, disk: Disk) -> None:
         return FileEntry(written.size, written.digest)
 
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         write_tree(add, snapshot.own.name, snapshot.own.tree, snapshot.own.tensors)
-        disk.rename(temporary, _beside(target, RankFile(rank, snapshot.facts.stamp, checksum).name))
-        disk.sync_folder(parent)
+        disk.rename(temporary, target.parent / f"{beside(target)}{RankFile(rank, stamp, checksum).name}")
+        disk.sync_folder(target.parent)
+        for path, manifest in _alike(target):  # the commit came first
+            if manifest.stamp == stamp or (_history(manifest.stamp) == _history(stamp) and _step(manifest.stamp) > _step(stamp)):
+                collect_rank_files(path, manifest.stamp, disk)
+                break
     except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)
-        raise CheckpointError(f"{target}: the random state of rank {rank} could not be saved: {error}") from error
-    if _stamp_of(target) == snapshot.facts.stamp:
-        collect_rank_files(target, snapshot.facts.stamp, disk)
+        raise CheckpointError(f"{target}: what belongs to rank {rank} could not be saved: {told(error)}.\n{remedy(error)}") from error
 
 
 def collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
-    """Moves the files of other ranks that lie beside a committed checkpoint into it; those of earlier saves of that name go."""
-    moved = False
-    for path, found in lying_beside(target):
-        if found.stamp == stamp:
-            with suppress(FileNotFoundError):  # the rank itself was faster
-                disk.rename(path, target / found.name)
-                moved = True
-        elif _step_of(found.stamp) < _step_of(stamp):
-            with suppress(FileNotFoundError):
+    """Moves the files of other ranks that lie beside a committed checkpoint into it; those that no checkpoint waits for any more go."""
+    waiting = lying_beside(target)
+    homes = {stamp: target}
+    if any(found.stamp != stamp for _, found in waiting):  # of ranks that were late, or killed
+        homes = {**{manifest.stamp: path for path, manifest in _alike(target)}, stamp: target}
+    for path, found in waiting:
+        with suppress(FileNotFoundError):  # somebody else does the same
+            if found.stamp in homes:
+                _move(path, found, homes[found.stamp], disk)
+            elif _is_over(path, found.stamp, target, stamp):
                 disk.remove(path)
-    if moved:
-        disk.sync_folder(target)
-        disk.sync_folder(target.parent)
+    for path in unfinished_beside(target):
+        with suppress(FileNotFoundError):
+            if f".rank-{_history(stamp)}-" not in path.name and _is_given_up(path, target):
+                disk.remove(path)
 
 
-def _beside(target: Path, name: str) -> Path:
-    return target.parent / f".{target.name}.{name}"
+def _move(path: Path, found: RankFile, home: Path, disk: Disk) -> None:
+    disk.rename(path, home / found.name)
+    for older in home.glob(f"rank_{found.rank}.{found.stamp}.*"):  # of an earlier save at the same place of the run
+        if older.name != found.name:
+            disk.remove(older)
+    disk.sync_folder(home)
+    disk.sync_folder(home.parent)
 
 
-def _step_of(stamp: str) -> int:
+def _is_over(path: Path, waits_for: str, target: Path, stamp: str) -> bool:
+    """Whether no save comes any more with the stamp that a file waits for, now that one with `stamp` was committed."""
+    if _history(waits_for) == _history(stamp):
+        return _step(waits_for) < _step(stamp)  # else its rank is ahead
+    return _is_given_up(path, target)
+
+
+def _is_given_up(path: Path, target: Path) -> bool:
+    """Whether the run that a file comes from is over: another one has saved under its name, or nobody came for long."""
+    return path.name.startswith(beside(target)) or time.time() - path.stat().st_mtime > _LONG
+
+
+def _alike(target: Path) -> list[tuple[Path, Manifest]]:
+    """The checkpoints that a rank may have meant: that one, and if it is numbered, those that are numbered too, the newest first."""
+    paths = [target, *(path for _, path in reversed(numbered(target.parent)) if path != target)] if is_numbered(target) else [target]
+    return [(path, manifest) for path in paths if (manifest := manifest_of(path)) is not None]
+
+
+def _step(stamp: str) -> int:
     return int(stamp.partition("-")[0])
 
 
-def _stamp_of(target: Path) -> str | None:
-    manifest = manifest_of(target)
-    return None if manifest is None else manifest.stamp
+def _history(stamp: str) -> str:
+    """Which run it was, since its last load."""
+    return stamp.partition("-")[2][:8]

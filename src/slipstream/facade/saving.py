@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,6 +57,11 @@ class Saver:
     arena: Arena = field(default_factory=Arena)
     last: str | None = None
     """The checkpoint that was saved last."""
+    history: str = ""
+    """Names this run since its last load, the same on all ranks (8 hex digits): saves of another one at the same step are not its own."""
+
+    def __post_init__(self) -> None:
+        self.history = self.parts.state.runtime.notes.agree("run", secrets.token_hex(4))
 
     # -- where ----------------------------------------------------------------------------------------------------
 
@@ -90,6 +97,7 @@ class Saver:
     def loaded(self, where: str) -> None:
         """Numbers go on after a checkpoint that was loaded."""
         self.last = where
+        self.history = hashlib.blake2b(f"{self.history}, then {where}".encode(), digest_size=4).hexdigest()
         found = _NUMBERED.search(where)
         if self.folder is not None and found is not None:
             self.project.iteration = max(self.project.iteration, int(found[1]) + 1)
@@ -148,13 +156,13 @@ class Saver:
         self._run_hooks(weights, str(folder))
         left = {id(one) for one in weights}  # hooks take out what they saved themselves
         kept = {number: one for number, one in enumerate(taken) if id(one) in left}
-        snapshot = take(self.parts, self.objects, kept, options.metric)
+        snapshot = take(self.parts, self.history, self.objects, kept, options.metric)
         return self.arena.keep(snapshot) if options.behind else snapshot
 
     def _own(self, target: str, options: Options) -> Callable[[], None]:
         if self.save_hooks:
             self._run_hooks(state_dicts(self.parts), target)
-        snapshot = take(self.parts, (), None, None)
+        snapshot = take(self.parts, self.history, (), None, None)
         kept = self.arena.keep(snapshot) if options.behind else snapshot
         place = place_at(target, self.disk)
         return lambda: place.add_rank_file(kept)

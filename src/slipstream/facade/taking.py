@@ -41,10 +41,12 @@ def state_dicts(parts: Parts) -> list[dict[str, Any]]:
     return [parts.strategy.state(model.original) for model in parts.stepper.models]
 
 
-def take(parts: Parts, objects: Sequence[Any], weights: Mapping[int, dict[str, Any]] | None, metric: float | None) -> Snapshot:
+def take(
+    parts: Parts, history: str, objects: Sequence[Any], weights: Mapping[int, dict[str, Any]] | None, metric: float | None
+) -> Snapshot:
     """A snapshot: of everything on the process that writes, which passes the `weights` by number of the model; else of this rank alone."""
     loop = parts.stepper.loop_state()  # first: it settles what the loss scaler's state depends on
-    stamp = _stamp(parts)
+    stamp = _stamp(parts, history)
     state = parts.state
     facts = Facts(
         stamp=stamp,
@@ -105,12 +107,12 @@ def _training(parts: Parts) -> Part:
     return part_of("training", state, "the state of the training loop")
 
 
-def _stamp(parts: Parts) -> str:
-    """What all ranks of a save agree on without asking each other: how far the run is."""
+def _stamp(parts: Parts, history: str) -> str:
+    """What all ranks of a save agree on without asking each other: which run it is, and how far."""
     positions = [[loader.state_dict()[name] for name in ("epoch", "batches")] for loader in parts.registry.loaders]
     updates = [optimizer.updates for optimizer in parts.registry.optimizers]
     text = json.dumps([parts.state.num_processes, positions, updates, len(parts.stepper.models)])
-    return f"{step_of(parts)}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return f"{step_of(parts)}-{history}{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 # -- the receipt ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ class Notes:
     >>> notes.take_back("out of memory")
     >>> notes.has("out of memory")
     False
+    >>> notes.agree("name of the run", "first"), notes.agree("name of the run", "second")
+    ('first', 'first')
     """
 
     def __init__(self, store: Any) -> None:
@@ -42,6 +44,13 @@ class Notes:
                 break
             time.sleep(0.02)
         return False
+
+    def agree(self, name: str, proposal: str) -> str:
+        """What all processes call something: the first proposal that was made; nobody waits for anybody. Alone, one's own."""
+        if self._store is None:
+            return proposal
+        agreed: bytes = self._store.compare_set(f"note/{name}", "", proposal)
+        return agreed.decode()
 
     def take_back(self, name: str) -> None:
         """Takes a note back."""
