@@ -231,13 +231,15 @@ def _carry(old: Path, new: Path, below: str, ours: set[str], disk: Disk) -> tupl
 
 def _files_of(old: Path, new: Path) -> set[str]:
     """The names of the files in a replaced folder that belong to its checkpoint."""
-    ranks = {name for name in os.listdir(old) if RankFile.of(name)}
-    manifest = manifest_of(old)
+    manifest, successor = manifest_of(old), manifest_of(new)
+    # A second save at the same place of a run: a rank that came before its commit took the first one for it, and put its file there.
+    stamp = None if successor is None else successor.stamp
+    ranks = {name for name in os.listdir(old) if (rank := RankFile.of(name)) and (rank.stamp != stamp or os.path.lexists(new / name))}
     if manifest is not None:
         return {MANIFEST, *manifest.files, *ranks}
     if not os.path.lexists(old / MANIFEST):
         return ranks
-    successor = manifest_of(new)  # it was a checkpoint, but its manifest is damaged: what has a successor of the same name was part of it
+    # it was a checkpoint, but its manifest is damaged: what has a successor of the same name was part of it
     return {MANIFEST, *ranks, *(successor.files if successor else ())}
 
 
