@@ -145,7 +145,7 @@ def _pages(size: int) -> torch.Tensor:
     """Memory in large pages where the system has them."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory, the default, has no large pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,14 +1,15 @@
 """Large files, straight to the disk: past the page cache, while the next piece is being copied and checksummed.
 
-    this thread    copy a piece into a free buffer, checksum it    copy, checksum    copy, checksum    ...
-    the writer                                                     write             write             ...
+    this thread    copy a piece into a free buffer, checksum it    copy, checksum    copy, checksum    copy, checksum    ...
+    one writer                                                     write             ...               write             ...
+    the other one                                                                    write             ...               ...
 
-Direct writing needs buffers and offsets that are multiples of a block, so pieces are gathered in buffers of their own (8 MiB altogether);
-the end of the file, which seldom is one, goes through the page cache. Where a file system refuses direct writing, at the start or in the
+There are two writers because a disk that finishes one piece should have the next one already. Direct writing needs buffers and offsets
+that are multiples of a block, so pieces are gathered in buffers of their own (10 MiB altogether); the end of the file, which seldom is one, goes through the page cache. Where a file system refuses direct writing, at the start or in the
 middle, the rest goes through the page cache too. Copying, checksumming and writing leave the lock of the interpreter to others, so that a
 training loop goes on beside it. Nothing is durable before the caller has synced the file.
 
-What it never does: leave its thread behind, whichever side fails, or hide an error of the writer.
+What it never does: leave its threads behind, whichever side fails, or hide an error of a writer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ SMALLEST: Final = 1 << 20
 """Files from this size on are worth it."""
 
 _PIECE: Final = 2 << 20
-_PIECES: Final = 4
+_PIECES: Final = 5
+_WRITERS: Final = 2
 _BLOCK: Final = max(4096, mmap.PAGESIZE)
 _SMALL_COPY: Final = 1 << 16
 
@@ -40,17 +42,17 @@ def write_direct(disk: Disk, fd: int, chunks: Iterable[Bytes], size: int) -> tup
     """Write these bytes, `size` altogether, to an empty file that was opened so; gives back how many there were, and their checksum."""
     disk._allocate(fd, size)  # a full disk shows now, and not after half of the file
     step = min(_PIECE, -(-size // _BLOCK) * _BLOCK)
-    memory = memoryview(mmap.mmap(-1, _PIECES * step))
-    writer = _Writer(disk, fd, [memory[start : start + step] for start in range(0, len(memory), step)])
+    memory = memoryview(mmap.mmap(-1, _PIECES * step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    writers = _Writers(disk, fd, [memory[start : start + step] for start in range(0, len(memory), step)])
     running, done = Digest(), 0
     try:
-        for piece in _filled(chunks, writer.free):
+        for piece in _filled(chunks, writers.free):
             running.update(piece)
-            writer.write(piece, done)
+            writers.write(piece, done)
             done += len(piece)
     finally:
-        writer.finish()
-    writer.check()
+        writers.finish()
+    writers.check()
     return done, running.hexdigest()
 
 
@@ -79,8 +81,8 @@ def _copy(into: memoryview, data: memoryview) -> None:
     numpy.copyto(numpy.frombuffer(into, numpy.uint8), numpy.frombuffer(data, numpy.uint8))
 
 
-class _Writer:
-    """The thread that writes. An error ends the writing, not the thread: buffers keep coming back, and `check` raises it."""
+class _Writers:
+    """The threads that write. An error ends the writing, not the threads: buffers keep coming back, and `check` raises it."""
 
     def __init__(self, disk: Disk, fd: int, buffers: list[memoryview]) -> None:
         self._disk = disk
@@ -91,8 +93,9 @@ class _Writer:
         self.free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for buffer in buffers:
             self.free.put(buffer)
-        self._thread = threading.Thread(target=self._run, name="slipstream: writing a file", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="slipstream: writing a file", daemon=True) for _ in range(_WRITERS)]
+        for thread in self._threads:
+            thread.start()
 
     def write(self, piece: memoryview, offset: int) -> None:
         """Have this written; the buffer comes back through `free`."""
@@ -101,11 +104,13 @@ class _Writer:
 
     def finish(self) -> None:
         """Wait until all is written, or something went wrong."""
-        self._tasks.put(None)
-        self._thread.join()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def check(self) -> None:
-        """Raise what went wrong in the thread."""
+        """Raise what went wrong in a thread."""
         if self._error is not None:
             raise self._error
 
@@ -115,23 +120,25 @@ class _Writer:
             if self._error is None:
                 try:
                     self._write(piece, offset)
-                except BaseException as error:  # raised in the other thread, by `check`
+                except BaseException as error:  # raised in the thread that waits, by `check`
                     self._error = error
             self.free.put(piece)
 
     def _write(self, data: memoryview, offset: int) -> None:
         while data:
-            if self._direct and (offset % _BLOCK or len(data) % _BLOCK):
+            direct = self._direct
+            if direct and (offset % _BLOCK or len(data) % _BLOCK):
                 self._no_longer_direct()
             try:
                 count = self._disk._write_some(self._fd, data, offset)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
+                if error.errno != errno.EINVAL or not direct:
                     raise
                 self._no_longer_direct()  # a file system that allows it, and then wants larger blocks
                 continue
             data, offset = data[count:], offset + count
 
     def _no_longer_direct(self) -> None:
+        """From here on through the page cache, for every writer: the way is a property of the open file."""
         self._disk._set_direct(self._fd, False)
         self._direct = False

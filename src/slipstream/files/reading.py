@@ -87,7 +87,7 @@ def _check_size(fd: int, size: int, where: str) -> None:
 def _memory(size: int) -> memoryview:
     if size == 0:
         return memoryview(bytearray())
-    mapped = mmap.mmap(-1, size)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with processes that are forked later
     if size >= _PIECE and hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)  # a fault for every 2 MiB instead of every 4 KiB
     return memoryview(mapped)
