@@ -211,7 +211,10 @@ def figures(times: Times) -> list[Figure]:
     without = ", ".join(f"{name} {value:.2f}" for name, value in anonymous.items())
     found += [
         Figure(
-            "load: peak memory, in copies of the checkpoint", copies["ours"], "copies", goal=1.02,
+            "load: peak memory, in copies of the checkpoint",
+            copies["ours"],
+            "copies",
+            goal=1.02,
             spread=f"(accelerate {copies['accelerate']:.2f}, torch {copies['torch']:.2f}; without pages of files: {without})",
         ),  # fmt: skip
         Figure("ten saves with dedup, 95 % frozen", times["10 saves"][0] / 1e6, "MB", times["1 saves"][0] / 1e6, "one", goal=2.5),
