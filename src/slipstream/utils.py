@@ -139,6 +139,7 @@ if TYPE_CHECKING:
         is_xpu_available as is_xpu_available,
     )
     from slipstream.errors import DistributedOperationException as DistributedOperationException
+    from slipstream.files.sizes import convert_file_size_to_int as convert_file_size_to_int
     from slipstream.parallel.compile import (
         DynamoBackend as DynamoBackend,
         TorchDynamoPlugin as TorchDynamoPlugin,
@@ -246,6 +247,7 @@ _HOMES = {
         "is_sdaa_available", "is_torch_xla_available", "is_xccl_available", "is_xpu_available",
     ),
     "slipstream.errors": ("DistributedOperationException",),
+    "slipstream.files.sizes": ("convert_file_size_to_int",),
     "slipstream.parallel.compile": (
         "DynamoBackend", "TorchDynamoPlugin", "compile_regions", "has_compiled_regions", "has_repeated_blocks", "is_compiled_module",
         "is_repeated_blocks",
@@ -289,13 +291,13 @@ __all__ = [
     "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MSAMPRecipeKwargs", "PrecisionType", "ProfileKwargs", "ProjectConfiguration",
     "RNGType", "TERecipeKwargs", "TensorInformation", "TorchDynamoPlugin", "broadcast", "broadcast_object_list", "check_os_kernel",
     "clean_state_dict_for_safetensors", "clear_device_cache", "compare_versions", "compile_regions", "concatenate", "convert_bytes",
-    "convert_model_to_fp8_ao", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required",
-    "extract_model_from_parallel", "filter_first_and_last_linear_layers", "find_batch_size", "find_device", "find_executable_batch_size",
-    "gather", "gather_object", "gather_tensor_shape", "get_data_structure", "get_free_port", "get_module_children_bottom_up",
-    "get_module_class_from_name", "get_pretty_name", "get_sampler", "get_shape", "has_ao_layers", "has_compiled_regions",
-    "has_repeated_blocks", "honor_type", "ignorant_find_batch_size", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
-    "is_aim_available", "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
-    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
+    "convert_file_size_to_int", "convert_model_to_fp8_ao", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices",
+    "deepspeed_required", "extract_model_from_parallel", "filter_first_and_last_linear_layers", "find_batch_size", "find_device",
+    "find_executable_batch_size", "gather", "gather_object", "gather_tensor_shape", "get_data_structure", "get_free_port",
+    "get_module_children_bottom_up", "get_module_class_from_name", "get_pretty_name", "get_sampler", "get_shape", "has_ao_layers",
+    "has_compiled_regions", "has_repeated_blocks", "honor_type", "ignorant_find_batch_size", "initialize_tensors", "is_4bit_bnb_available",
+    "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available",
+    "is_bnb_available", "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
     "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1",
     "is_hpu_available", "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available",
     "is_mlflow_available", "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple",

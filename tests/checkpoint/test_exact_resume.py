@@ -57,7 +57,7 @@ def go_on(run: Run, folder: Path, skipped: int | None) -> tuple[list[Any], list[
     return came, run.counter.seen, run.weights()
 
 
-def compare_all(folder: Path, every: int, *, by_itself: bool, **options: Any) -> int:
+def compare_all(folder: Path, every: int, *, by_itself: bool, exactly: bool = True, **options: Any) -> int:
     """Cuts a run everywhere, and compares each rest with that of the straight run; how many cuts there were."""
     came, seen, weights, epoch = straight(folder, every, **options)
     if by_itself:
@@ -65,9 +65,12 @@ def compare_all(folder: Path, every: int, *, by_itself: bool, **options: Any) ->
     for cut in range(0, epoch, every):
         run = begin(seed=11, **options)
         rest, again, ended = go_on(run, folder / f"after_{cut}", None if by_itself else cut + 1)
-        assert rest == came[cut + 1 :], (cut, [i for i, (a, b) in enumerate(zip(rest, came[cut + 1 :], strict=False)) if a != b][:4])
+        if exactly:
+            assert rest == came[cut + 1 :], (cut, [i for i, (a, b) in enumerate(zip(rest, came[cut + 1 :], strict=False)) if a != b][:4])
+            assert torch.equal(ended, weights), cut
+        torch.testing.assert_close(torch.tensor(rest), torch.tensor(came[cut + 1 :]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ended, weights, rtol=1e-5, atol=1e-6)
         assert again == seen or not run.accelerator.is_main_process, cut  # registered objects are those of the main process
-        assert torch.equal(ended, weights), cut
         run.accelerator.free_memory()
     return len(range(0, epoch, every))
 
@@ -93,7 +96,8 @@ def test_every_cut_on_two_processes_goes_on_bit_for_bit(ranks: Any, tmp_path: Pa
 
 def test_three_processes_with_a_short_last_batch(ranks: Any, tmp_path: Path) -> None:
     def cut_everywhere() -> int:
-        return compare_all(tmp_path, 5, by_itself=True, batch_size=3, **HARD)
+        # torch puts gradients in another order into its buckets after the first backward pass, and the sum of three depends on that
+        return compare_all(tmp_path, 5, by_itself=True, exactly=False, batch_size=3, **HARD)
 
     assert ranks(3).run(cut_everywhere) == [4, 4, 4]
 

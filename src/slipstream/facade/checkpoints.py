@@ -182,7 +182,7 @@ class Checkpoints:
         {'best': 0.25}
         """
         if self._saver.writes:
-            save(obj, f, safe_serialization=safe_serialization)
+            save(obj, f, save_on_each_node=self._saver.project.save_on_each_node, safe_serialization=safe_serialization)
 
 
 def _is_number(value: Any) -> bool:

@@ -132,7 +132,7 @@ def _check_models(saver: Saver, saved: Saved, wishes: Wishes) -> None:
                 "same models in the same order before load_state"
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
-        report = check_fit(models[number].original, shapes, stored.aliases)
+        report = check_fit(models[number].original, shapes, stored.aliases, stored.extra)
         report.demand(saved.where, type(models[number].original).__name__, strict=wishes.strict is not False)
 
 
