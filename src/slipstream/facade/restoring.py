@@ -58,14 +58,15 @@ def restore(saver: Saver, input_dir: Any, wishes: Wishes) -> str:
     outcome: Any
     try:
         plan = _plan(saver, find(saver, input_dir, wishes.allow_pickle), wishes)
-        outcome = (plan.saved.stamp, plan.saved.step)
+        outcome = (plan.saved.stamp, plan.saved.step, _window(plan, state.num_processes))
     except Exception as error:  # every rank has to hear of it, and raises
         outcome = error
     told = tell(state.channel(), state.limits, outcome, operation="load_state")
     assert plan is not None
-    if len(set(told)) > 1:
-        found = ", ".join(f"rank {rank}: step {step} ({stamp})" for rank, (stamp, step) in enumerate(told))
+    if len({(stamp, step) for stamp, step, _ in told}) > 1:
+        found = ", ".join(f"rank {rank}: step {step} ({stamp})" for rank, (stamp, step, _) in enumerate(told))
         raise CheckpointError(f"the processes found different checkpoints at {plan.saved.where} ({found}): they do not see the same folder")
+    _agree_on_windows(plan, [window for _, _, window in told])
     _apply(saver, plan, wishes)
     for line in plan.said:
         get_logger(__name__).warning(line)
@@ -173,12 +174,9 @@ def _loop(saver: Saver, saved: Saved, own: Mapping[str, Any] | None) -> tuple[An
     if not is_open and found[0]["gradients"] is None:
         return found[0]["loop"], None, []
     if len(found) < saved.world:
-        missing = [rank for rank in range(saved.world) if saved.rank(rank) is None]
-        return None, None, [
-            f"{saved.where} was saved in the middle of an update, and gradients of rank {', '.join(map(str, missing))} are not in it, "
-            "because save_state was not called there: the batches of that update so far are lost. Call save_state on every process, or "
-            "where accelerator.sync_gradients is True."
-        ]
+        if saved.world == world:  # the others do not know yet that this rank has nothing: see _agree_on_windows
+            return None, None, []
+        return None, None, [_lost(saved.where, [rank for rank in range(saved.world) if saved.rank(rank) is None])]
     batch = saved.receipt.get("loaders") or [{}]
     now = present_receipt(saver.parts)["loaders"] or [{}]
     ratio = (batch[0].get("batch") or 1) / (now[0].get("batch") or 1) if batch[0].get("batch") and now[0].get("batch") else 1.0
@@ -186,6 +184,31 @@ def _loop(saver: Saver, saved: Saved, own: Mapping[str, Any] | None) -> tuple[An
         [(one["loop"], one["gradients"]) for one in found], saved_by=saved.world, world_size=world, batch_ratio=ratio
     )
     return loop, gradients, []
+
+
+def _window(plan: _Plan, world: int) -> str:
+    """What this rank has of the update that was under way, for the others to know."""
+    if plan.saved.world != world:
+        return ""
+    if plan.own is None:
+        return "nothing"
+    return "a part" if plan.gradients is not None or any(not window["closing"] for window in plan.own["loop"]["windows"]) else ""
+
+
+def _agree_on_windows(plan: _Plan, windows: list[str]) -> None:
+    """An update that was under way goes on for all ranks or for none: else they would not send gradients at the same batch."""
+    missing = [rank for rank, window in enumerate(windows) if window == "nothing"]
+    if missing and "a part" in windows:
+        plan.loop = plan.gradients = None
+        plan.said.append(_lost(plan.saved.where, missing))
+
+
+def _lost(where: str, ranks: list[int]) -> str:
+    return (
+        f"{where} was saved in the middle of an update, and gradients of rank {', '.join(map(str, ranks))} are not in it, because "
+        "save_state was not called there: the batches of that update so far are lost. Call save_state on every process, or where "
+        "accelerator.sync_gradients is True."
+    )
 
 
 def _meaning(saver: Saver, saved: Saved, wishes: Wishes) -> list[str]:
