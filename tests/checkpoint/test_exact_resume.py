@@ -103,25 +103,30 @@ def test_three_processes_with_a_short_last_batch(ranks: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_another_number_of_processes_sees_the_same_samples(ranks: Any, tmp_path: Path, before: int, after: int) -> None:
-    def save() -> list[list[int]]:
+@pytest.mark.parametrize("cut", [6, 7], ids=["inside of an update", "between updates"])
+def test_another_number_of_processes_goes_on_with_the_same_samples(
+    ranks: Any, tmp_path: Path, before: int, after: int, cut: int
+) -> None:
+    def straight_on() -> Any:
         run = begin(batch_size=8 // before, gradient_accumulation_steps=2)
+        run.model.eval()  # every process has random numbers of its own
         for number, _ in enumerate(steps(run, run.loader)):
-            if number == 6:
+            if number == cut:
                 run.accelerator.save_state(tmp_path / "middle")
-                run.accelerator.wait_for_everyone()
-        return run.counter.seen[: 7 * 8 // before], run.counter.seen[7 * 8 // before :], run.weights().tolist()  # type: ignore[return-value]
+        read = (cut + 1) * 8 // before
+        return run.counter.seen[:read], run.counter.seen[read:], run.weights()
 
-    def load() -> Any:
+    def go_on_elsewhere() -> Any:
         run = begin(batch_size=8 // after, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(resume="auto"))
         run.model.eval()
         run.accelerator.load_state(tmp_path / "middle")
         run.counter.seen = []
         list(steps(run, run.loader))
-        return run.counter.seen, run.weights().tolist()
+        return run.counter.seen, run.weights()
 
-    first = ranks(before).run(save)
-    second = ranks(after).run(load)
-    assert sorted(sum((one[1] for one in first), [])) == sorted(sum((one[0] for one in second), []))
-    assert not set(sum((one[0] for one in first), [])) & set(sum((one[0] for one in second), []))
-    assert all(one[1] == second[0][1] for one in second)
+    first, second = ranks(before).run(straight_on), ranks(after).run(go_on_elsewhere)
+    read, left = (sorted(sum((one[part] for one in first), [])) for part in (0, 1))
+    assert sorted(sum((one[0] for one in second), [])) == left
+    assert not set(read) & set(left)
+    for _, weights in second:
+        torch.testing.assert_close(weights, first[0][2], rtol=1e-5, atol=1e-6)
