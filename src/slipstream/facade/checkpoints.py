@@ -66,7 +66,8 @@ class Checkpoints:
             get_logger(__name__).warning(
                 "save_state(safe_serialization=False) has no effect: checkpoints hold no pickle, and weights are safetensors always"
             )
-        if metric is not None and (isinstance(metric, bool) or not _is_number(metric)):
+        _check_flags("save_state", async_save=async_save, dedup=dedup, safe_serialization=safe_serialization)
+        if metric is not None and not _is_number(metric):
             raise ConfigError(f"save_state(metric={metric!r}): it is one number, which says how good the checkpoint is, e.g. the loss")
         behind = self._saver.behind if async_save is None else async_save
         number = None if metric is None else float(metric)
@@ -100,10 +101,15 @@ class Checkpoints:
         ...     accelerator.load_state(path) == path, model.bias.item() != 0.0
         (True, True)
         """
-        unknown = [*(set(load_kwargs or {}) - _LOAD_KWARGS), *(set(load_model_func_kwargs) - _LOAD_KWARGS)]
+        _check_flags("load_state", strict=strict, allow_pickle=allow_pickle, resume=resume)
+        given = {**_mapping(load_kwargs), **load_model_func_kwargs}
+        unknown = sorted(set(given) - _LOAD_KWARGS)
         if unknown:
-            raise ConfigError(f"load_state got {', '.join(unknown)}, which it does not know: it takes strict, allow_pickle and resume")
-        if (load_kwargs or {}).get("weights_only") is False or load_model_func_kwargs.get("weights_only") is False:
+            raise ConfigError(
+                f"load_state got {', '.join(unknown)}, which it does not know here: it takes strict, allow_pickle and resume as arguments "
+                f"of its own, and in load_kwargs {' and '.join(sorted(_LOAD_KWARGS))}"
+            )
+        if given.get("weights_only") is False:
             allow_pickle = True
         return restore(self._saver, input_dir, Wishes(strict, allow_pickle, resume))
 
@@ -115,11 +121,16 @@ class Checkpoints:
         >>> from slipstream import Accelerator
         >>> Accelerator(cpu=True).register_for_checkpointing(torch.nn.Linear(2, 1))
         """
+        registry = self._parts.registry
         for one in objects:
             missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(one, name, None))]
             if missing:
                 raise ConfigError(f"register_for_checkpointing got a {type(one).__name__} without {' and '.join(missing)}: give it both")
-            if isinstance(one, torch.nn.Module) and self._parts.stepper.find(one) is not None:
+            if isinstance(one, type):
+                raise ConfigError(f"register_for_checkpointing got the class {one.__name__}: register an object of it, {one.__name__}(...)")
+            known = [*registry.loaders, *registry.optimizers, *registry.schedulers]
+            inner = [*(prepared.optimizer for prepared in registry.optimizers), *(prepared.scheduler for prepared in registry.schedulers)]
+            if any(one is other for other in (*known, *inner)) or _is_model(one, self._parts):
                 kind = type(one).__name__
                 raise ConfigError(f"register_for_checkpointing got a {kind} that is prepared: it is saved with the rest already")
         for one in objects:
@@ -185,7 +196,25 @@ class Checkpoints:
             save(obj, f, save_on_each_node=self._saver.project.save_on_each_node, safe_serialization=safe_serialization)
 
 
+def _check_flags(call: str, **flags: Any) -> None:
+    for name, value in flags.items():
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{call}({name}={value!r}): write True or False")
+
+
+def _mapping(load_kwargs: Any) -> dict[str, Any]:
+    if load_kwargs is not None and not isinstance(load_kwargs, dict):
+        raise ConfigError(f"load_state(load_kwargs={load_kwargs!r}): it is a dict, and not a {type(load_kwargs).__name__}")
+    return load_kwargs or {}
+
+
+def _is_model(one: Any, parts: Parts) -> bool:
+    return isinstance(one, torch.nn.Module) and parts.stepper.find(one) is not None
+
+
 def _is_number(value: Any) -> bool:
+    if isinstance(value, (bool, str, bytes)):
+        return False
     try:
         return float(value) - float(value) == 0.0
     except (TypeError, ValueError):

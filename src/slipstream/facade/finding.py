@@ -26,14 +26,14 @@ __all__ = ["find"]
 
 def find(saver: Saver, input_dir: Any, allow_pickle: bool) -> Saved:
     """The checkpoint, read and verified."""
-    if input_dir is None:
-        if saver.folder is None:
+    if input_dir is None or input_dir == "":
+        if input_dir == "" or saver.folder is None:
             raise ConfigError(
                 "load_state() was called without a folder: write load_state('checkpoints/first'), or let checkpoints be numbered by "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), and the newest is taken"
             )
         return _newest(saver.folder)
-    if not isinstance(input_dir, (str, os.PathLike)) or not os.fspath(input_dir):
+    if not isinstance(input_dir, (str, os.PathLike)):
         raise ConfigError(f"load_state({input_dir!r}): a {type(input_dir).__name__} is no folder; write its path")
     where = os.fspath(input_dir)
     if remote.is_url(where):

@@ -24,6 +24,7 @@ from slipstream.errors import ConfigError
 from slipstream.facade.parts import Parts
 from slipstream.facade.taking import state_dicts, take
 from slipstream.files.disk import Disk
+from slipstream.logging import get_logger
 
 __all__ = ["Options", "Saver"]
 
@@ -60,6 +61,8 @@ class Saver:
     history: str = ""
     """Names this run since its last load, the same on all ranks (8 hex digits): saves of another one at the same step are not its own."""
 
+    _told_numbered: bool = False
+
     def __post_init__(self) -> None:
         self.history = self.parts.state.runtime.notes.agree("run", secrets.token_hex(4))
 
@@ -82,22 +85,29 @@ class Saver:
 
     def target(self, output_dir: str | os.PathLike[str] | None) -> str:
         """Where this save goes."""
+        if output_dir is not None and not isinstance(output_dir, (str, os.PathLike)):
+            raise ConfigError(f"save_state({output_dir!r}): a {type(output_dir).__name__} is no folder; write its path")
         folder = self.folder
         if folder is not None:
-            return inside(folder, f"checkpoint_{self.project.iteration}")
-        if output_dir is None or not os.fspath(output_dir):
+            target = inside(folder, f"checkpoint_{self.project.iteration}")
+            if output_dir and not self._told_numbered:
+                self._told_numbered = True
+                get_logger(__name__).warning(
+                    f"save_state({os.fspath(output_dir)!r}) goes to {target}, because checkpoints are numbered: leave out the folder, or "
+                    "ProjectConfiguration(automatic_checkpoint_naming=True)"
+                )
+            return target
+        if not output_dir or not os.fspath(output_dir):
             raise ConfigError(
                 "save_state() was called without a folder: write save_state('checkpoints/first'), or let them be numbered by "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        if not isinstance(output_dir, (str, os.PathLike)):
-            raise ConfigError(f"save_state({output_dir!r}): a {type(output_dir).__name__} is no folder; write its path")
         return os.fspath(output_dir)
 
     def loaded(self, where: str) -> None:
         """Numbers go on after a checkpoint that was loaded."""
         self.last = where
-        self.history = hashlib.blake2b(f"{self.history}, then {where}".encode(), digest_size=4).hexdigest()
+        self.history = hashlib.blake2b(self.history.encode(), digest_size=4).hexdigest()
         found = _NUMBERED.search(where)
         if self.folder is not None and found is not None:
             self.project.iteration = max(self.project.iteration, int(found[1]) + 1)
