@@ -6,6 +6,7 @@ sometimes it is a slip that nobody would notice. `changes` says in words what is
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -18,13 +19,16 @@ _PACKAGES = ("slipstream", "torch", "numpy")
 
 def versions() -> dict[str, str]:
     """The versions that results may depend on."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+@functools.lru_cache(maxsize=len(_PACKAGES))
+def _version(package: str) -> str:
+    """Looking it up takes longer than the rest of a small save, so it is done once."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def receipt(

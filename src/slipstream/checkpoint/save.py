@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -24,6 +23,7 @@ from slipstream.checkpoint.format import FileEntry, Manifest, ModelEntry, RankFi
 from slipstream.checkpoint.leftovers import manifest_of
 from slipstream.checkpoint.lookup import beside, lying_beside, unfinished_beside
 from slipstream.checkpoint.plain import write_tree
+from slipstream.checkpoint.receipt import versions
 from slipstream.checkpoint.rotate import is_numbered, numbered
 from slipstream.checkpoint.snapshot import ModelPart, Part, Snapshot
 from slipstream.checkpoint.weights import index_bytes, shard_names, shards, tensors_file
@@ -88,7 +88,7 @@ def write(
         stamp=facts.stamp,
         step=facts.step,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        written_by=f"slipstream {version('slipstream')}",
+        written_by=f"slipstream {versions()['slipstream']}",
         world=facts.world,
         strategy=facts.strategy,
         mesh=facts.mesh,
