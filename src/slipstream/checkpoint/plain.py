@@ -103,19 +103,17 @@ def write_part(add: _Add, name: str, value: Any, where: str) -> tuple[str, FileE
 
 def write_tree(add: _Add, name: str, tree: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[str, FileEntry]:
     """`write_part` for a state that was taken apart before."""
-    text = strict_json.dump(tree)
-    values = text.count(b",") + text.count(b"[") + text.count(b"{")
-    if len(text) > strict_json.LARGEST or values > strict_json.MOST_VALUES:
-        raise CheckpointError(
-            f"{name} has {len(text):,} bytes with {values:,} values besides its tensors, and at most {strict_json.LARGEST:,} bytes "
-            f"with {strict_json.MOST_VALUES:,} values are read again. Keep long lists and texts as tensors or arrays."
-        )
+    data = strict_json.dump(tree)
+    text = data.decode()
+    held = sum(tensor.nbytes for tensor in tensors.values())
+    if why := strict_json.too_large(text, beside=held):
+        raise CheckpointError(f"{name} could not be read again: {why}. Keep long lists and texts as tensors or arrays.")
     if not tensors:
         file = f"{name}.json"
-        return file, add(file, [text], len(text))
+        return file, add(file, [data], len(data))
     file = f"{name}.safetensors"
     header, layout = plan(
-        [(one, DTYPES[tensor.dtype], tuple(tensor.shape)) for one, tensor in tensors.items()], {"format": "pt", TREE: text.decode()}
+        [(one, DTYPES[tensor.dtype], tuple(tensor.shape)) for one, tensor in tensors.items()], {"format": "pt", TREE: text}
     )
     return file, add(file, chain([header], map(tensor_bytes, tensors.values())), layout.size)
 
@@ -140,7 +138,8 @@ def read_file(buffer: Any, where: str, device: torch.device | None = None) -> An
 
 
 def _with_tree(layout: Layout, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-    return rebuild(strict_json.parse(layout.metadata[TREE].encode(), where, deepest=_DEEPEST_JSON), tensors, where)
+    beside = layout.size - layout.data_start
+    return rebuild(strict_json.parse(layout.metadata[TREE], where, deepest=_DEEPEST_JSON, beside=beside), tensors, where)
 
 
 def read_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:

@@ -15,21 +15,27 @@ from typing import Any, Final
 
 from slipstream.errors import CheckpointError
 
-__all__ = ["DEEPEST", "LARGEST", "MOST_VALUES", "dump", "parse"]
+__all__ = ["DEEPEST", "LARGEST", "ROOM", "dump", "parse", "too_large"]
 
 LARGEST: Final = 64 << 20
 """Most bytes of a text."""
 DEEPEST: Final = 100
 """Most levels of lists and objects inside of each other."""
-MOST_VALUES: Final = 8_000_000
-"""Most values in a text: a few bytes of JSON become tens of bytes of Python, so that size alone limits too little."""
+ROOM: Final = 56 << 20
+"""Most memory for the values of a text: a few bytes of JSON become tens of bytes of Python, so that size alone limits too little."""
 
+_COSTS: Final = (("{", 160), ("[", 160), (":", 240), (",", 64))
+"""Bytes of memory that come with a character, at most, in all the forms that the values go through."""
 _LONGEST_NUMBER: Final = 4300
-_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse(data: bytes | bytearray | memoryview, where: str, *, largest: int = LARGEST, deepest: int = DEEPEST) -> Any:
+def parse(
+    data: bytes | bytearray | memoryview | str, where: str, *, largest: int = LARGEST, deepest: int = DEEPEST, beside: int = 0
+) -> Any:
     """The value that this text stands for; `where` names the text in errors.
+
+    Its values may take so much memory: `ROOM`, and as much as there are bytes `beside` it, in the file that it is the header of.
 
     >>> parse(b'{"step": 3}', "MANIFEST.json")
     {'step': 3}
@@ -40,23 +46,35 @@ def parse(data: bytes | bytearray | memoryview, where: str, *, largest: int = LA
     """
     if len(data) > largest:
         raise _refusal(where, f"it has {len(data):,} bytes, more than {largest:,}")
-    data = bytes(data)
-    opened = data.count(b"[") + data.count(b"{")
-    if opened + data.count(b",") > MOST_VALUES:
-        raise _refusal(where, f"it has more than {MOST_VALUES:,} values")
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_decimal
-        )
+        text = data if isinstance(data, str) else str(data, "utf-8")
+        if why := too_large(text, beside=beside):
+            raise _refusal(where, why)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_decimal)
     except RecursionError:
         raise _refusal(where, f"it is nested deeper than {deepest} levels") from None
     except UnicodeDecodeError as error:
         raise _refusal(where, f"byte {error.start:,} is not UTF-8") from None
     except ValueError as error:  # of the parser itself and of the functions below
         raise _refusal(where, str(error)) from None
-    if opened > deepest or _SURROGATE.search(data):
+    if text.count("[") + text.count("{") > deepest or _SURROGATE.search(text):
         _check_tree(value, where, deepest)
     return value
+
+
+def too_large(text: str, *, beside: int = 0) -> str | None:
+    """Why a text is more than `parse` takes; None if it is not. Who writes a text asks this first.
+
+    >>> too_large('{"step": 3}')
+    >>> too_large("[" + "{}," * 1_000_000 + "{}]")
+    'its values would take up to 227,000,324 bytes of memory, more than 58,720,256'
+    """
+    if len(text) > LARGEST + beside:
+        return f"it has {len(text):,} bytes, more than {LARGEST + beside:,}"
+    characters = 1 if text.isascii() else 8  # a text with one character beyond Latin takes four bytes for each
+    needed = characters * len(text) + sum(cost * text.count(mark) for mark, cost in _COSTS)
+    room = ROOM + beside
+    return f"its values would take up to {needed:,} bytes of memory, more than {room:,}" if needed > room else None
 
 
 def dump(value: Any, *, indent: int | None = None) -> bytes:

@@ -100,6 +100,8 @@ def plan(items: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[st
             f"The header of a file with {len(entries):,} tensors would have {len(text):,} bytes, more than the {LARGEST_HEADER:,} "
             "of the format; store them in several files."
         )
+    if why := strict_json.too_large(text.decode(), beside=end):
+        raise CheckpointError(f"A file with {len(entries):,} tensors could not be read again: {why}; store them in several files.")
     header = len(text).to_bytes(8, "little") + text
     return header, Layout(entries, len(header), len(header) + end, dict(metadata or {}))
 
@@ -120,7 +122,7 @@ def read_layout(read: Callable[[int, int], bytes | bytearray | memoryview], size
     text = read(8, length)
     if len(text) != length:
         raise _refusal(where, f"its header ends after {len(text):,} of {length:,} bytes")
-    content = strict_json.parse(text, f"The header of {where}", largest=LARGEST_HEADER, deepest=4)
+    content = strict_json.parse(text, f"The header of {where}", largest=LARGEST_HEADER, deepest=4, beside=size - 8 - length)
     if not isinstance(content, dict):
         raise _refusal(where, "its header is no mapping")
     metadata = _metadata(content.pop(_METADATA, {}), where)
@@ -149,6 +151,8 @@ def _entry(name: str, said: Any, where: str) -> Entry:
     start, end = offsets
     if math.prod(shape) * ITEM_SIZE[dtype] != end - start:
         raise _refusal(where, f"the tensor {shown!r} has {end - start:,} bytes, which is not what the shape {shape} of {dtype} takes")
+    if math.prod(filter(None, shape)) > _LARGEST // ITEM_SIZE[dtype]:  # a size of 0 hides the others, which nobody can count
+        raise _refusal(where, f"the shape of the tensor {shown!r} has sizes that are too large")
     return Entry(name, dtype, tuple(shape), start, end)
 
 

@@ -42,7 +42,8 @@ class TensorFile:
         text = self.layout.metadata.get("tree")
         if text is None:
             raise CheckpointError(f"{self.path} holds tensors but no state: its metadata have no 'tree'")
-        return strict_json.parse(text.encode(), str(self.path), deepest=_DEEPEST)
+        beside = self.layout.size - self.layout.data_start
+        return strict_json.parse(text, str(self.path), deepest=_DEEPEST, beside=beside)
 
     def pieces(self, entry: Entry) -> Iterator[bytes]:
         """The bytes of a tensor, a few megabytes at a time."""
