@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -73,3 +75,38 @@ def test_several_threads_read_one_descriptor(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert found == [digest(content)] * 3
+
+
+@pytest.mark.parametrize("size", [16 << 20, (16 << 20) + 1, (21 << 20) - 4096, (20 << 20) + 511])
+def test_a_file_outside_of_the_page_cache_is_read_whole(tmp_path: Path, size: int) -> None:
+    content = os.urandom(1 << 20) * (size >> 20) + os.urandom(size % (1 << 20))
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        before = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
+        buffer, checksum = read_whole(file.fileno(), size, alone=True)
+        assert fcntl.fcntl(file.fileno(), fcntl.F_GETFL) == before
+    assert buffer == content
+    assert checksum == digest(content)
+
+
+def test_a_file_system_that_refuses_direct_reads_in_the_middle_is_read_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = os.urandom(1 << 20) * 17
+    (tmp_path / "file").write_bytes(content)
+    original = os.preadv
+
+    def refusing(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise BlockingIOError
+        if offset >= 8 << 20 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not so")
+        return original(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    with (tmp_path / "file").open("rb") as file:
+        buffer, checksum = read_whole(file.fileno(), len(content), alone=True)
+    assert buffer == content
+    assert checksum == digest(content)

@@ -5,9 +5,10 @@
     the other one                                                                    write             ...               ...
 
 There are two writers because a disk that finishes one piece should have the next one already. Direct writing needs buffers and offsets
-that are multiples of a block, so pieces are gathered in buffers of their own (10 MiB altogether); the end of the file, which seldom is one, goes through the page cache. Where a file system refuses direct writing, at the start or in the
-middle, the rest goes through the page cache too. Copying, checksumming and writing leave the lock of the interpreter to others, so that a
-training loop goes on beside it. Nothing is durable before the caller has synced the file.
+that are multiples of a block, so pieces are gathered in buffers of their own (10 MiB altogether); the end of the file, which seldom is
+one, goes through the page cache. Where a file system refuses direct writing, at the start or in the middle, the rest goes through the
+page cache too. Copying, checksumming and writing leave the lock of the interpreter to others, so that a training loop goes on beside it.
+Nothing is durable before the caller has synced the file.
 
 What it never does: leave its threads behind, whichever side fails, or hide an error of a writer.
 """
@@ -15,7 +16,9 @@ What it never does: leave its threads behind, whichever side fails, or hide an e
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
+import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -26,7 +29,7 @@ from slipstream.files.digest import Bytes, Digest, bytes_of
 if TYPE_CHECKING:
     from slipstream.files.disk import Disk
 
-__all__ = ["SMALLEST", "write_direct"]
+__all__ = ["SMALLEST", "set_direct", "write_direct"]
 
 SMALLEST: Final = 1 << 20
 """Files from this size on are worth it."""
@@ -36,6 +39,21 @@ _PIECES: Final = 5
 _WRITERS: Final = 2
 _BLOCK: Final = max(4096, mmap.PAGESIZE)
 _SMALL_COPY: Final = 1 << 16
+
+
+def set_direct(fd: int, wanted: bool) -> bool:
+    """Whether reads and writes of an open file pass by the page cache from now on; False where its file system cannot do that."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return wanted
 
 
 def write_direct(disk: Disk, fd: int, chunks: Iterable[Bytes], size: int) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slipstream.files.digest import Bytes, Digest, bytes_of
-from slipstream.files.direct import SMALLEST, write_direct
+from slipstream.files.direct import SMALLEST, set_direct, write_direct
 
 __all__ = ["Disk", "Written"]
 
@@ -189,17 +189,7 @@ class Disk:
 
     def _set_direct(self, fd: int, wanted: bool) -> bool:
         """Whether writes to this file pass by the page cache from now on."""
-        flag = getattr(os, "O_DIRECT", 0)
-        if not flag:
-            return False
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return False
-        return wanted
+        return set_direct(fd, wanted)
 
     def _allocate(self, fd: int, size: int) -> None:
         """Ask for the room of a whole file; nothing happens where the file system does not know that."""
