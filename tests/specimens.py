@@ -32,7 +32,7 @@ def snapshot(step: int = 3, *, world: int = 2, rank: int = 0, metric: float | No
     """Everything that a small run would save at a step; the same numbers on every call."""
     made = torch.Generator().manual_seed(changes.get("seed", step))
     weight, bias = torch.randn(6, 4, generator=made), torch.randn(6, generator=made)
-    tensors = {"embed.weight": weight, "half": bias.to(torch.bfloat16), **changes.get("tensors", {})}
+    tensors = {"embed.weight": weight, "small": bias.to(torch.bfloat16), **changes.get("tensors", {})}
     moments = {number: {"step": torch.tensor(float(step)), "exp_avg": one * 0.1} for number, one in enumerate((weight, bias))}
     optimizer = {"state": moments, "param_groups": [{"lr": changes.get("lr", 0.01), "betas": (0.9, 0.999), "params": [0, 1]}]}
     training = {
@@ -45,7 +45,7 @@ def snapshot(step: int = 3, *, world: int = 2, rank: int = 0, metric: float | No
     return Snapshot(
         facts=Facts(stamp_of(step), step, world, "ddp", {"dp_replicate": world}, metric, {**RECEIPT, **changes.get("receipt", {})}),
         own=part_of(f"rank_{rank}", own, "rank"),
-        models=(ModelPart(0, "model", "Net", tensors, {"head.weight": "embed.weight"}, part_of("model_extra", {"version": 2}, "extra")),),
+        models=(ModelPart(0, "model", "Net", tensors, {"head.weight": "embed.weight"}, part_of("model_extra", {"_extra_state": {"version": 2}}, "extra")),),
         optimizers=(part_of("optimizer", optimizer, "optimizer"),),
         training=part_of("training", training, "training"),
         objects=(part_of("custom_checkpoint_0", {"seen": [1, 2, 3], "mean": torch.ones(2)}, "object"),),

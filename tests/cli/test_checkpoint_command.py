@@ -185,7 +185,7 @@ def test_states_that_do_not_belong_there_are_found_though_every_checksum_fits(tm
     for number, changes in enumerate(
         [
             {"models": lambda found: (type(found.models[0])("Net", found.models[0].files, {"a": "b"}),)},
-            {"models": lambda found: (type(found.models[0])("Net", found.models[0].files, {"half": "embed.weight"}),)},
+            {"models": lambda found: (type(found.models[0])("Net", found.models[0].files, {"small": "embed.weight"}),)},
             {"stamp": lambda found: specimens.stamp_of(9)},
             {"ranks": lambda found: {1: found.ranks[0]}},
             {"training": lambda found: "model.safetensors"},

@@ -29,6 +29,7 @@ VERSION = 1
 _FORMAT = "slipstream-checkpoint"
 _NO_CHECKSUM = "0" * 32
 _LARGEST_SIZE = 2**60
+_LARGEST_WORLD = 2**20
 _LARGEST_MANIFEST = 64 * 2**20
 
 
@@ -123,6 +124,8 @@ class Manifest:
             "files": {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()},
         }
         data = strict_json.dump(body, indent=1)
+        if why := strict_json.too_large(data.decode()):
+            raise CheckpointError(f"The manifest of {len(self.files):,} files could not be read again: {why}. Save fewer files.")
         return data.replace(_NO_CHECKSUM.encode(), digest(data).encode(), 1)
 
 
@@ -134,8 +137,8 @@ def parse(data: bytes, where: str) -> Manifest:
     version = body.get("version")
     if version != VERSION or isinstance(version, bool):
         raise CheckpointError(
-            f"{where} has version {version!r} of the checkpoint format, and this version of slipstream reads version {VERSION}: "
-            f"it was written by {body.get('written_by')!r}. Use that version, or a newer one."
+            f"{where} has version {_shown(version)} of the checkpoint format, and this version of slipstream reads version {VERSION}: "
+            f"it was written by {_shown(body.get('written_by'))}. Use that version, or a newer one."
         )
     said = body.get("checksum")
     if not isinstance(said, str) or data.replace(said.encode(), _NO_CHECKSUM.encode(), 1) == data or _without(data, said) != said:
@@ -148,6 +151,18 @@ def _without(data: bytes, checksum: str) -> str:
     return digest(data.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1))
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
 class _Reader:
     """Takes fields out of parsed JSON, each with its type."""
 
@@ -155,15 +170,16 @@ class _Reader:
         self._body = body
         self._where = where
         self._files: dict[str, FileEntry] = {}
+        self._used: set[str] = set()
 
     def manifest(self) -> Manifest:
         self._files = {check_name(name, self._where): self._entry(name, entry) for name, entry in self._mapping("files").items()}
         if any(name.casefold() == MANIFEST.casefold() for name in self._files):
             raise self._wrong("files", f"it lists {MANIFEST} itself")
-        metric = self._body.get("metric")
-        if metric is not None and (isinstance(metric, bool) or not isinstance(metric, int | float) or not math.isfinite(metric)):
-            raise self._wrong("metric", f"{metric!r} is no number")
-        world = self._count("world", least=1)
+        world = self._whole("world", self._body.get("world"), 1, _LARGEST_WORLD)
+        models = tuple(self._model(number, one) for number, one in enumerate(self._list("models")))
+        if len({model.number for model in models}) != len(models):
+            raise self._wrong("models", "two of them have the same number")
         return Manifest(
             stamp=self._text("stamp"),
             step=self._count("step"),
@@ -173,12 +189,12 @@ class _Reader:
             strategy=self._text("strategy"),
             mesh={str(axis): self._whole(f"mesh[{axis!r}]", size, 1) for axis, size in self._mapping("mesh").items()},
             files=self._files,
-            models=tuple(self._model(number, one) for number, one in enumerate(self._list("models"))),
+            models=models,
             optimizers=tuple(self._part("optimizers", name) for name in self._list("optimizers")),
             training=self._optional_part("training", self._body.get("training")),
             objects=tuple(self._part("objects", name) for name in self._list("objects")),
             ranks={self._rank(rank, world): self._part("ranks", name) for rank, name in self._mapping("ranks").items()},
-            metric=metric,
+            metric=self._metric(),
             receipt=self._mapping("receipt"),
         )
 
@@ -188,13 +204,19 @@ class _Reader:
     def _text(self, name: str) -> str:
         value = self._body.get(name)
         if not isinstance(value, str):
-            raise self._wrong(name, f"{value!r} is no text")
+            raise self._wrong(name, f"{_shown(value)} is no text")
         return value
 
-    def _whole(self, name: str, value: Any, least: int = 0) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST_SIZE:
-            raise self._wrong(name, f"{value!r} is no whole number from {least}")
+    def _whole(self, name: str, value: Any, least: int = 0, most: int = _LARGEST_SIZE) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._wrong(name, f"{_shown(value)} is no whole number from {least} to {most}")
         return value
+
+    def _metric(self) -> float | None:
+        value = self._body.get("metric")
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)):
+            return value
+        raise self._wrong("metric", f"{_shown(value)} is no number")
 
     def _count(self, name: str, least: int = 0) -> int:
         return self._whole(name, self._body.get(name), least)
@@ -213,13 +235,19 @@ class _Reader:
 
     def _entry(self, name: str, entry: Any) -> FileEntry:
         if not isinstance(entry, dict) or not isinstance(entry.get("checksum"), str):
-            raise self._wrong("files", f"{name!r} has no checksum")
+            raise self._wrong("files", f"{_shown(name)} has no checksum")
         return FileEntry(self._whole(f"size of {name}", entry.get("size")), entry["checksum"])
 
     def _part(self, where: str, name: Any) -> str:
-        """A file that has to be listed with its size and checksum."""
+        """A file that has to be listed with its size and checksum, and is nothing else."""
+        if self._listed(where, name) in self._used:
+            raise self._wrong(where, f"{_shown(name)} is used for something else too")
+        self._used.add(name)
+        return str(name)
+
+    def _listed(self, where: str, name: Any) -> str:
         if not isinstance(name, str) or name not in self._files:
-            raise self._wrong(where, f"{name!r} is not among its files")
+            raise self._wrong(where, f"{_shown(name)} is not among its files")
         return name
 
     def _optional_part(self, where: str, name: Any) -> str | None:
@@ -239,7 +267,7 @@ class _Reader:
 
     def _rank(self, rank: str, world: int) -> int:
         if not rank.isascii() or not rank.isdigit() or str(int(rank[:9])) != rank or int(rank) >= world:
-            raise self._wrong("ranks", f"{rank!r} is no rank of a run of {world} processes")
+            raise self._wrong("ranks", f"{_shown(rank)} is no rank of a run of {world} processes")
         return int(rank)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.format import Manifest, RankFile
+from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile
 from slipstream.checkpoint.leftovers import recover
 from slipstream.checkpoint.lookup import rank_files, read_manifest
 from slipstream.checkpoint.plain import read_part, read_tensors
@@ -34,6 +34,7 @@ class Checkpoint:
     manifest: Manifest
     buffers: dict[str, Any] = field(repr=False)
     """The bytes of its files; taken out as they are used."""
+    _late: dict[int, Path] | None = field(default=None, repr=False)
 
     def weights(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a model, by name; their memory is handed over."""
@@ -44,6 +45,12 @@ class Checkpoint:
                     raise CheckpointError(f"{self._path(name)}: {key!r} stands in another file of the same model too")
                 tensors[key] = tensor
         return tensors
+
+    def check_aliases(self, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """An error if names of tied weights of a model lead to nothing, or take the place of a weight that is there."""
+        for alias, target in self.manifest.models[number].aliases.items():
+            if target not in tensors or alias in tensors:
+                raise CheckpointError(f"{self._path(MANIFEST)}: {alias[:100]!r} cannot be the same weight as {target[:100]!r}")
 
     def extra(self, number: int) -> dict[str, Any]:
         """The entries of a model's state dict that are no tensors."""
@@ -59,7 +66,9 @@ class Checkpoint:
         name = self.manifest.ranks.get(rank)
         if name is not None:
             return self._checked(self.part(name), rank, name)
-        path = rank_files(self.folder, self.manifest.stamp).get(rank)
+        if self._late is None:
+            self._late = rank_files(self.folder, self.manifest.stamp)
+        path = self._late.get(rank)
         if path is None:
             return None
         found = RankFile.of(path.name[path.name.rindex("rank_") :])
@@ -105,7 +114,7 @@ def _read(folder: Path, name: str, size: int | None, checksum: str) -> Any:
             present = os.fstat(descriptor).st_size
             if size is not None and present != size:
                 raise CheckpointError(f"{where} is damaged: it has {present} bytes, and the manifest says {size}")
-            buffer, found = read_whole(descriptor, present)
+            buffer, found = read_whole(descriptor, present, where=str(where))
         finally:
             os.close(descriptor)
     except FileNotFoundError:
@@ -113,7 +122,7 @@ def _read(folder: Path, name: str, size: int | None, checksum: str) -> Any:
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error}") from error
     if found != checksum:
-        raise CheckpointError(f"{where} is damaged: its checksum is {found}, and {checksum} was written")
+        raise CheckpointError(f"{where} is damaged: its checksum is {found}, and {checksum[:40]} was written")
     return buffer
 
 

@@ -31,6 +31,7 @@ _FACTORIES: Final[Mapping[str | None, Any]] = MappingProxyType(
 _DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType({dtype_name(one): one for one in (*TORCH_DTYPES.values(), *VIEWED.values())})
 _NUMPY_DTYPE: Final = re.compile(r"[<>|=][biufcSUmM][0-9]{1,6}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?", re.ASCII)
 _LARGEST_CHARACTER: Final = 0x10FFFF
+_MANY: Final = 1000
 
 _Maker = Callable[["_Rebuilder", Any, int], Any]
 
@@ -93,6 +94,7 @@ class _Rebuilder:
         if type(node) is not list or not all(type(pair) is list and len(pair) == 2 for pair in node):
             raise ValueError("a list of pairs is expected")
         pairs = [(self.value(key, depth + 1), self.value(item, depth + 1)) for key, item in node]
+        _check_hashes([key for key, _ in pairs])
         if any(isinstance(key, torch.Tensor) for key, _ in pairs) or len(dict(pairs)) != len(pairs):
             raise ValueError("a key is a tensor, or is there twice")
         return pairs
@@ -127,6 +129,7 @@ class _Rebuilder:
     def to_set(self, node: Any, depth: int) -> Any:
         name = "$set" if "$set" in node else "$frozenset"
         items = self._list(node[name], depth)
+        _check_hashes(items)
         made = set(items) if name == "$set" else frozenset(items)
         if len(made) != len(items) or any(isinstance(item, torch.Tensor) for item in items):
             raise ValueError("an element is a tensor, or is there twice")
@@ -261,6 +264,12 @@ _BESIDE: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     }
 )
 """Keys that may stand beside a tag."""
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    """Keys that were chosen to have one hash make a dict take forever: numbers can be, and a few meet by chance."""
+    if len(keys) > _MANY and len(keys) - len({hash(key) for key in keys}) > _MANY:
+        raise ValueError("its keys were made to collide")
 
 
 def _shown(value: Any) -> str:

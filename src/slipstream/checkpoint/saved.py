@@ -66,6 +66,8 @@ def saved_of(checkpoint: Checkpoint, where: str) -> Saved:
         entry.number: SavedModel(entry.kind, checkpoint.weights(place), entry.aliases, checkpoint.extra(place))
         for place, entry in enumerate(manifest.models)
     }
+    for place, entry in enumerate(manifest.models):
+        checkpoint.check_aliases(place, models[entry.number].tensors)
     seed = manifest.receipt.get("seed")
     ranks: dict[int, dict[str, Any] | None] = {}
 
