@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.checkpoint.receipt import changes
-from slipstream.checkpoint.saved import Saved
+from slipstream.checkpoint.saved import Saved, SavedModel
 from slipstream.checkpoint.weights import check_fit, load_into
 from slipstream.comm.deal import tell
 from slipstream.devices import rng
@@ -92,22 +92,7 @@ def _plan(saver: Saver, saved: Saved, wishes: Wishes) -> _Plan:
     said = list(saved.said)
     if not parts.stepper.models and not registry.optimizers and not registry.loaders and not saver.objects:
         raise CheckpointError("load_state() was called before prepare(): there is nothing to load a checkpoint into. Prepare first.")
-    for what, stored, prepared in (
-        ("optimizers", saved.optimizers, registry.optimizers),
-        ("schedulers", saved.schedulers, registry.schedulers),
-    ):
-        if stored is not None and len(stored) != len(prepared):
-            kinds = ", ".join(type(getattr(one, "optimizer", one)).__name__ for one in prepared) or "none"
-            raise CheckpointError(
-                f"{saved.where} holds {len(stored)} {what}, and this run has {len(prepared)} ({kinds}): prepare the same ones in the same "
-                "order before load_state"
-            )
-    count = len(set(saved.objects) | saved.objects_missing)
-    if count != len(saver.objects):
-        raise CheckpointError(
-            f"{saved.where} holds {count} registered objects, and {len(saver.objects)} are registered: call register_for_checkpointing with "
-            "the same ones, in the same order, before load_state"
-        )
+    said += _check_counts(saver, saved, wishes)
     if saved.loaders is not None and len(saved.loaders) != len(registry.loaders):
         said.append(
             f"{saved.where} holds the positions of {len(saved.loaders)} loaders, and {len(registry.loaders)} are prepared: they are taken "
@@ -118,20 +103,53 @@ def _plan(saver: Saver, saved: Saved, wishes: Wishes) -> _Plan:
         _check_optimizer(saved.where, number, stored, optimizer)
     own = saved.rank(parts.state.process_index)
     loop, gradients, notes = _loop(saver, saved, own)
+    if loop is not None and len(loop["windows"]) != len(parts.stepper.models):
+        loop = gradients = None  # of other models, as was said
     if loop is not None:
         parts.stepper.check(loop, gradients)
     said += notes + _meaning(saver, saved, wishes)
     return _Plan(saved, own, loop, gradients, said)
 
 
+def _check_counts(saver: Saver, saved: Saved, wishes: Wishes) -> list[str]:
+    """An error if there are other numbers of things than were saved, unless that can be meant: then what is done about it, in words."""
+    registry, models, said = saver.parts.registry, saver.parts.stepper.models, []
+    saved_models = max([len(models), *(number + 1 for number in saved.models)])  # those that have no weights there may be loaded by hooks
+    for what, stored, present, remedy in (
+        ("model", range(saved_models), models, "prepare"),
+        ("optimizer", saved.optimizers, registry.optimizers, "prepare"),
+        ("scheduler", saved.schedulers, registry.schedulers, "prepare"),
+        ("registered object", set(saved.objects) | saved.objects_missing, saver.objects, "register (register_for_checkpointing)"),
+    ):
+        if stored is None or len(stored) == len(present):
+            continue
+        kinds = f" ({', '.join(_kind(one) for one in present)})" if present else ""
+        difference = f"{saved.where} holds {_counted(len(stored), what)}, and this run has {len(present) or 'none'}{kinds}"
+        same = f"{remedy} the same ones in the same order before load_state"
+        if wishes.strict is True or (present and wishes.strict is None):
+            raise CheckpointError(f"{difference}: {same}, or take over what fits with strict=False")
+        left_out = f"that is left out, which is fine for evaluation; to train on, {same}"
+        said.append(f"{difference}: {'they are taken over in order as far as they go' if present else left_out}")
+    return said
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _kind(one: Any) -> str:
+    """The class of the script's own object inside a prepared one."""
+    for name in ("original", "scheduler", "optimizer"):
+        if name in vars(one):
+            return type(vars(one)[name]).__name__
+    return type(one).__name__
+
+
 def _check_models(saver: Saver, saved: Saved, wishes: Wishes) -> None:
     models = saver.parts.stepper.models
     for number, stored in saved.models.items():
         if number >= len(models):
-            raise CheckpointError(
-                f"{saved.where} holds the weights of a model number {number} ({stored.kind}), and {len(models)} are prepared: prepare the "
-                "same models in the same order before load_state"
-            )
+            break  # as was said
         shapes = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
         report = check_fit(models[number].original, shapes, stored.aliases, stored.extra)
         report.demand(saved.where, type(models[number].original).__name__, strict=wishes.strict is not False)
@@ -234,24 +252,28 @@ def _apply(saver: Saver, plan: _Plan, wishes: Wishes) -> None:
     for hook in saver.load_hooks.values():
         hook(models, str(saved.folder))
     wanted = {id(model) for model in models}  # hooks take out what they loaded themselves
+    numbers = [number for number, prepared in enumerate(everything) if id(prepared) in wanted]
+    plan.said += [_without_weights(saver, saved, number, wishes) for number in numbers if number not in saved.models]
     for number, loader in enumerate(parts.registry.loaders):
         _load_loader(loader, number, plan, wishes)
-    for number, prepared in enumerate(everything):
-        if id(prepared) in wanted:
-            _load_model(saver, saved, number, wishes)
+    for number in numbers:
+        if number in saved.models:
+            _load_model(parts.stepper.models[number].original, saved.models[number], wishes)
     for stored, optimizer in zip(saved.optimizers or [], parts.registry.optimizers, strict=False):
         optimizer.load_state_dict(stored)
     for counted, optimizer in zip(saved.updates, parts.registry.optimizers, strict=False):
         optimizer.updates, optimizer.step_was_skipped = counted["updates"], counted["skipped"]
     for stored, scheduler in zip(saved.schedulers or [], parts.registry.schedulers, strict=False):
         scheduler.load_state_dict(stored)
-    if saved.scaler is not None:
-        parts.precision.scaler.load_state_dict(saved.scaler)
+    scaler = parts.precision.scaler
+    if saved.scaler is not None and (bool(saved.scaler) == scaler.scales or not saved.receipt):  # else the receipt has said it already
+        scaler.load_state_dict(saved.scaler)
     if plan.loop is not None:
         parts.stepper.restore(plan.loop)
         parts.stepper.set_gradients(plan.gradients)
     for number, stored in saved.objects.items():
-        saver.objects[number].load_state_dict(stored)
+        if number < len(saver.objects):
+            saver.objects[number].load_state_dict(stored)
     saver.loaded(saved.where)
     plan.said += _random(parts.state.process_index, parts.state.num_processes, plan)
 
@@ -265,14 +287,19 @@ def _load_loader(loader: Any, number: int, plan: _Plan, wishes: Wishes) -> None:
     loader.load_state_dict(states[number], **({} if wishes.resume is None else {"resume": wishes.resume}))
 
 
-def _load_model(saver: Saver, saved: Saved, number: int, wishes: Wishes) -> None:
-    model = saver.parts.stepper.models[number].original
-    stored = saved.models.get(number)
-    if stored is None:
-        raise CheckpointError(
-            f"{saved.where} has no weights of model {number} ({type(model).__name__}): a hook took them out when it was saved, so register "
-            "the hook that loads them (register_load_state_pre_hook), which takes the model out of its list"
-        )
+def _without_weights(saver: Saver, saved: Saved, number: int, wishes: Wishes) -> str:
+    """A model that has no weights in the checkpoint: an error, or with `strict=False` what is said."""
+    kind = type(saver.parts.stepper.models[number].original).__name__
+    text = f"{saved.where} has no weights of model {number} ({kind})"
+    if wishes.strict is False:
+        return f"{text}: it keeps those it has"
+    raise CheckpointError(
+        f"{text}: it was not prepared when that was saved, or a hook took them out. Prepare the same models in the same order, or register "
+        "the hook that loads them and takes the model out of its list (register_load_state_pre_hook), or leave it as it is by strict=False"
+    )
+
+
+def _load_model(model: torch.nn.Module, stored: SavedModel, wishes: Wishes) -> None:
     load_into(model, stored.tensors, stored.aliases, stored.extra, strict=wishes.strict is not False)
 
 
