@@ -1,9 +1,10 @@
 """The whole template of a training script: put your model and your data in.
 
     python examples/template.py
-    slipstream launch --cpu --num_processes 2 examples/template.py --mixed_precision bf16
+    slipstream launch --cpu --num_processes 2 examples/template.py --mixed_precision bf16 --project_dir runs/template
 
-The batch of an update (64 samples), the order of the data, the learning rates and the metric are the same on any number of processes.
+The batch of an update (64 samples), the order of the data, the learning rates and the metric are the same on any number of processes. A run
+that was stopped, or killed, goes on from its newest checkpoint when it is started again with the same --project_dir.
 """
 
 import argparse
@@ -14,8 +15,8 @@ import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from slipstream import Accelerator
-from slipstream.utils import DataLoaderConfiguration, set_seed
+from slipstream import Accelerator, PartialState
+from slipstream.utils import DataLoaderConfiguration, ProjectConfiguration, broadcast_object_list, set_seed
 
 
 def dataset(count: int, seed: int) -> TensorDataset:
@@ -41,9 +42,11 @@ def train(options: argparse.Namespace, folder: str) -> float:
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
         effective_batch_size=options.batch_size,  # of an update, over all processes; accumulation follows from it
-        dataloader_config=DataLoaderConfiguration(even_batches=False),  # no sample is repeated, and gradients are exact
+        # no sample is repeated, and gradients are exact; after load_state the next loop goes on where the checkpoint stood
+        dataloader_config=DataLoaderConfiguration(even_batches=False, resume="auto"),
         log_with="local",  # one line of JSON for each log(); "wandb" and "tensorboard" work the same way
-        project_dir=folder,
+        # the two newest checkpoints and the best one stay, in folder/checkpoints
+        project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2, keep_best=1, best_mode="max"),
     )
     accelerator.init_trackers("template", config=vars(options))
     set_seed(options.seed)  # before the model is made, and before prepare: it is the seed of the data's order, too
@@ -62,8 +65,12 @@ def train(options: argparse.Namespace, folder: str) -> float:
     accelerator.print(accelerator.precision)
 
     deadline = time.monotonic() + options.seconds
-    update, accuracy, stop = 0, 0.0, False
-    for epoch in range(options.epochs):
+    accuracy, stop = 0.0, False
+    if accelerator.save_iteration:  # the number of the next checkpoint: there are some already
+        path = accelerator.load_state()  # the newest that is whole
+        accuracy = evaluate(accelerator, model, test_loader)
+        accelerator.print(f"goes on from {path}: epoch {train_loader.epoch}, accuracy {accuracy:.3f}")
+    for epoch in range(train_loader.epoch, options.epochs):
         for points, labels in train_loader:
             with accelerator.accumulate(model):
                 # The mean over this batch: do not divide it by the steps of accumulation or the number of processes.
@@ -74,17 +81,19 @@ def train(options: argparse.Namespace, folder: str) -> float:
                 scheduler.step()  # and this
                 optimizer.zero_grad()
             if accelerator.sync_gradients:  # this batch ended an update
-                update += 1
-                accelerator.log({"loss": loss.item(), "lr": scheduler.get_last_lr()[0]}, step=update)
+                accelerator.log({"loss": loss.item(), "lr": scheduler.get_last_lr()[0]}, step=optimizer.updates)
                 if time.monotonic() > deadline:  # clocks differ: whoever sees it first says so,
                     accelerator.set_trigger()
                 stop = accelerator.check_trigger()  # and all of them leave the loop at the same batch
                 if stop:
+                    accelerator.save_state()  # before the loop is left: the epoch is not over
                     break
         accuracy = evaluate(accelerator, model, test_loader)
-        accelerator.log({"accuracy": accuracy}, step=update)
-        accelerator.print(f"epoch {epoch}  update {update:3d}  accuracy {accuracy:.3f} over {len(test_set)} samples")
-        if stop:
+        accelerator.log({"accuracy": accuracy}, step=optimizer.updates)
+        accelerator.print(f"epoch {epoch}  update {optimizer.updates:3d}  accuracy {accuracy:.3f} over {len(test_set)} samples")
+        if not stop:
+            accelerator.save_state(metric=accuracy)
+        else:
             accelerator.print("the time is up")
             break
 
@@ -102,8 +111,11 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-2)
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, whatever is done")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--project_dir", help="where the run keeps its files; without it: a folder that is removed at the end")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="slipstream-example-") as folder:  # yours would stay
+    PartialState()
+    with tempfile.TemporaryDirectory(prefix="slipstream-example-") as mine:
+        folder = options.project_dir or broadcast_object_list([mine])[0]  # the same one for all processes
         accuracy = train(options, folder)
     assert accuracy > 0.9 or options.seconds < 60, accuracy
 
