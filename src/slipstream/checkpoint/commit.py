@@ -37,7 +37,7 @@ from slipstream.files.reading import read_digest
 from slipstream.files.trouble import remedy, told
 from slipstream.logging import get_logger
 
-__all__ = ["LocalStage", "LocalTarget", "recover", "sweep", "write_latest"]
+__all__ = ["JoinedStage", "LocalStage", "LocalTarget", "recover", "sweep", "write_latest"]
 
 _OWN_NAMES: Final = re.compile(r"\..+\.(saving|was|removing)-[0-9a-f]{8}|\..+\.lock", re.DOTALL)
 _NO_LINKS: Final = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
@@ -76,9 +76,16 @@ class LocalTarget:
                 _release(self.path, self.disk, lock)
                 raise
 
+    def join(self, ticket: str) -> JoinedStage:
+        """The stage that another process has begun, for adding files to it."""
+        return JoinedStage(self.path, ticket, self.disk)
+
 
 class LocalStage:
     """A checkpoint that is being put together in `folder`. Made by `LocalTarget.begin`; as a context it is abandoned if not committed."""
+
+    common: Final = True
+    """Whether other processes see `folder`."""
 
     def __init__(self, target: Path, disk: Disk, lock: int | None) -> None:
         self.target = target
@@ -94,6 +101,11 @@ class LocalStage:
             with suppress(OSError):
                 disk.remove_folder(self.folder)
             raise
+
+    @property
+    def ticket(self) -> str:
+        """What another process passes to `LocalTarget.join`."""
+        return self.folder.name
 
     def __enter__(self) -> LocalStage:
         return self
@@ -199,6 +211,29 @@ class LocalStage:
         for path in inner:
             self._sync_folders(Path(path))
         self._disk.sync_folder(folder)
+
+
+class JoinedStage(LocalStage):
+    """A stage that another process has begun: files can be added to it, and the other one commits or abandons it."""
+
+    def __init__(self, target: Path, ticket: str, disk: Disk) -> None:
+        self.target = target
+        self.folder = target.parent / ticket
+        self._disk = disk
+        self._lock = None
+        self._open = True
+        if not _OWN_NAMES.fullmatch(ticket) or not self.folder.is_dir():
+            raise CheckpointError(
+                f"{target} cannot be saved by all processes together: {self.folder}, which the main process has made, is not there for "
+                "this one. State that is sharded over processes needs a folder that all of them see (on a shared file system), or a URL."
+            )
+
+    def commit(self, manifest: bytes) -> None:
+        raise CheckpointError(f"{self.target} is committed by the process that has begun it.")
+
+    def abandon(self) -> None:
+        """Nothing more is added from here."""
+        self._open = False
 
 
 def write_latest(parent: Path, name: str, disk: Disk) -> None:

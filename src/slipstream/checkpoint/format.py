@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
+from slipstream.files.blocks import sums_name
 from slipstream.files.digest import digest
 from slipstream.files.names import check_name
 
@@ -57,6 +58,8 @@ class ModelEntry:
     """A part with the entries of the state dict that are no tensors."""
     number: int = 0
     """Which of the prepared models it is: hooks of the script may save some of them by themselves."""
+    pieces: tuple[str, ...] = ()
+    """Files with pieces of tensors that were sharded over ranks: see `pieces.py`."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,15 @@ class Manifest:
     """The parts of registered objects."""
     ranks: Mapping[int, str] = field(default_factory=dict)
     """The parts that belong to one rank, as far as they were there when the manifest was written."""
+    pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Files with pieces of tensors that belong to a part and were sharded over ranks, by the file of the part."""
     metric: float | None = None
     receipt: Mapping[str, Any] = field(default_factory=dict)
     """What the run meant: see `receipt.py`."""
+
+    def all_pieces(self) -> set[str]:
+        """Every file of pieces."""
+        return {name for names in (*(model.pieces for model in self.models), *self.pieces.values()) for name in names}
 
     def dump(self) -> bytes:
         """The bytes of the file, with a checksum over all of them."""
@@ -114,6 +123,7 @@ class Manifest:
                     "aliases": dict(one.aliases),
                     "index": one.index,
                     "extra": one.extra,
+                    **({"pieces": list(one.pieces)} if one.pieces else {}),
                 }
                 for one in self.models
             ],
@@ -121,6 +131,7 @@ class Manifest:
             "training": self.training,
             "objects": list(self.objects),
             "ranks": {str(rank): name for rank, name in self.ranks.items()},
+            **({"pieces": {part: list(names) for part, names in self.pieces.items()}} if self.pieces else {}),
             "files": {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()},
         }
         data = strict_json.dump(body, indent=1)
@@ -194,6 +205,7 @@ class _Reader:
             training=self._optional_part("training", self._body.get("training")),
             objects=tuple(self._part("objects", name) for name in self._list("objects")),
             ranks={self._rank(rank, world): self._part("ranks", name) for rank, name in self._mapping("ranks").items()},
+            pieces={self._listed("pieces", part): self._pieces("pieces", names) for part, names in self._pieces_of_parts().items()},
             metric=self._metric(),
             receipt=self._mapping("receipt"),
         )
@@ -263,7 +275,19 @@ class _Reader:
             raise self._wrong(where, "its aliases are no mapping of names")
         index, extra = (self._optional_part(where, entry.get(name)) for name in ("index", "extra"))
         known = self._whole(where, entry.get("number"))
-        return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra, known)
+        pieces = self._pieces(where, entry.get("pieces", []))
+        return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra, known, pieces)
+
+    def _pieces_of_parts(self) -> dict[str, Any]:
+        return self._mapping("pieces") if "pieces" in self._body else {}
+
+    def _pieces(self, where: str, names: Any) -> tuple[str, ...]:
+        """Files of pieces; each has its sums beside it."""
+        if not isinstance(names, list):
+            raise self._wrong(where, "its pieces are no list of files")
+        for name in names:
+            self._part(where, sums_name(self._part(where, name)))
+        return tuple(names)
 
     def _rank(self, rank: str, world: int) -> int:
         if not rank.isascii() or not rank.isdigit() or str(int(rank[:9])) != rank or int(rank) >= world:

@@ -22,6 +22,9 @@ class Place(Protocol):
     def begin(self) -> Stage:
         """Begins to put it together."""
 
+    def join(self, ticket: str) -> Stage:
+        """What another process has begun to put together, for adding files to it."""
+
     def add_rank_file(self, snapshot: Snapshot) -> None:
         """Adds what belongs to a rank that does not write it."""
 
@@ -46,6 +49,9 @@ class _Local:
 
     def begin(self) -> Stage:
         return self._target.begin()
+
+    def join(self, ticket: str) -> Stage:
+        return self._target.join(ticket)
 
     def add_rank_file(self, snapshot: Snapshot) -> None:
         add_rank_file(self._path, snapshot, self._disk)
@@ -72,6 +78,9 @@ class _Remote:
 
     def begin(self) -> Stage:
         return remote.RemoteTarget(self._url).begin()
+
+    def join(self, ticket: str) -> Stage:
+        return remote.RemoteTarget(self._url).join(ticket)
 
     def add_rank_file(self, snapshot: Snapshot) -> None:
         remote.add_rank_file(self._url, snapshot)

@@ -38,6 +38,7 @@ from slipstream.checkpoint.raw import (
     unstorable,
 )
 from slipstream.checkpoint.rebuilding import rebuild
+from slipstream.checkpoint.shares import is_sharded
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.tensors import Layout, plan, read_layout
@@ -79,11 +80,11 @@ _Place = tuple[Any, ...]
 _Maker = Callable[["_Flattener", Any, _Place, int], _Node]
 
 
-def flatten(value: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def flatten(value: Any, where: str, sharded: dict[str, Any] | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
     """A tree that JSON can hold, and the tensors of the value by names that the tree refers to.
 
     The tensors are those of the value, not copies, and come in an order in which each can begin at a multiple of its element's size.
-    `where` begins the place that an error names.
+    `where` begins the place that an error names. Tensors that are sharded over ranks are put into `sharded`; without it they are refused.
 
     >>> flatten({"step": 3, "ratio": (float("nan"), 0.5), "mean": torch.zeros(2)}, "the state")
     ({'step': 3, 'ratio': {'$tuple': [{'$float': 'nan'}, 0.5]}, 'mean': {'$tensor': 'mean'}}, {'mean': tensor([0., 0.])})
@@ -91,7 +92,7 @@ def flatten(value: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
     Traceback (most recent call last):
     slipstream.errors.CheckpointError: custom object 0['scale'][0] is a function (abs), which ...
     """
-    flattener = _Flattener(where)
+    flattener = _Flattener(where, sharded)
     tree = flattener.node(value, (), 0)
     return tree, dict(sorted(flattener.tensors.items(), key=lambda item: -item[1].element_size()))
 
@@ -118,12 +119,18 @@ def write_tree(add: _Add, name: str, tree: Any, tensors: Mapping[str, torch.Tens
     return file, add(file, chain([header], map(tensor_bytes, tensors.values())), layout.size)
 
 
-def read_part(name: str, buffer: Any, where: str | None = None) -> Any:
-    """The state in a file that `write_part` wrote; its tensors are views of the buffer. Messages name `where`, or else the file."""
+def read_part(name: str, buffer: Any, where: str | None = None, elsewhere: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """The state in a file that `write_part` wrote; its tensors are views of the buffer. Messages name `where`, or else the file.
+
+    `elsewhere` are tensors of the state that are not in the file.
+    """
     where = name if where is None else where
     if name.endswith(".json"):
-        return rebuild(strict_json.parse(memoryview(buffer), where, deepest=_DEEPEST_JSON), {}, where)
+        return rebuild(strict_json.parse(memoryview(buffer), where, deepest=_DEEPEST_JSON), elsewhere or {}, where)
     layout, tensors = _tensors(buffer, where)
+    if twice := tensors.keys() & (elsewhere or {}).keys():
+        raise CheckpointError(f"{where}: the tensor {min(twice)[:100]!r} is in this file, and in pieces elsewhere.")
+    tensors |= elsewhere or {}
     if TREE not in layout.metadata:
         raise CheckpointError(f"{where} holds tensors but no state: its metadata have no {TREE!r}. It was not written by slipstream.")
     return _with_tree(layout, tensors, where)
@@ -158,8 +165,9 @@ def _tensors(buffer: Any, where: str) -> tuple[Layout, dict[str, torch.Tensor]]:
 class _Flattener:
     """One walk through a value."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, sharded: dict[str, Any] | None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._sharded = sharded
         self._where = where
         self._names: dict[Any, str] = {}
         self._keep: list[Any] = []
@@ -279,6 +287,8 @@ class _Flattener:
 
     def _tensor(self, value: torch.Tensor, place: _Place) -> _Node:
         node: dict[str, Any]
+        if self._sharded is not None and is_sharded(value):
+            return {"$tensor": self._put_aside(value, place, self._sharded)}
         if problem := unstorable(value):
             raise CheckpointError(f"{self.at(place)} {problem}")
         if value.dtype in DTYPES:
@@ -316,12 +326,20 @@ class _Flattener:
             self.tensors[name] = convert(value)
         return self._names[identity]
 
+    def _put_aside(self, value: torch.Tensor, place: _Place, sharded: dict[str, Any]) -> str:
+        """As `_store`, for a tensor of which this rank may hold no element: its name is the same on every rank."""
+        if id(value) not in self._names:
+            self._keep.append(value)
+            self._names[id(value)] = name = self._name(place)
+            sharded[name] = value
+        return self._names[id(value)]
+
     def _name(self, place: _Place) -> str:
         plain = ".".join(map(str, _steps(place)))[:_LONGEST_NAME] or "value"
         if not plain.isascii():
             plain = _HALF_CHARACTER.sub("_", plain)
         name, number = plain, 2
-        while name in self.tensors or name == "__metadata__":
+        while name in self.tensors or name in (self._sharded or ()) or name == "__metadata__":
             name, number = f"{plain}~{number}", number + 1
         return name
 

@@ -80,13 +80,21 @@ class RemoteTarget:
         """An empty stage; nothing that is at the URL changes before its `commit`."""
         return RemoteStage(self._store)
 
+    def join(self, ticket: str) -> RemoteStage:
+        """The stage that another process has begun, for adding files to it; what is at the URL is the other one's to commit or remove."""
+        return RemoteStage(self._store, ticket)
+
 
 class RemoteStage:
     """A checkpoint that is being uploaded. `folder` is a local one, for hooks that write files; they are uploaded when adopted."""
 
-    def __init__(self, store: Store) -> None:
+    common: Final = False
+    """Whether other processes see `folder`."""
+
+    def __init__(self, store: Store, ticket: str | None = None) -> None:
         self._store = store
-        self._data = f"data-{time.time_ns():016x}-{secrets.token_hex(4)}"
+        self._joined = ticket is not None
+        self._data = check_name(ticket, "The save") if ticket is not None else f"data-{time.time_ns():016x}-{secrets.token_hex(4)}"
         self._open = True
         self._folder: Path | None = None
         self._made: set[str] = set()
@@ -96,6 +104,11 @@ class RemoteStage:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.abandon()
+
+    @property
+    def ticket(self) -> str:
+        """What another process passes to `RemoteTarget.join`."""
+        return self._data
 
     @property
     def folder(self) -> Path:
@@ -139,6 +152,8 @@ class RemoteStage:
             return
         self._open = False
         self._clear()
+        if self._joined:
+            return
         try:
             self._store.remove(self._data)
         except CheckpointError as problem:
@@ -304,7 +319,13 @@ def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
         return None if name is None else rename(name)
 
     models = tuple(
-        dataclasses.replace(one, files=tuple(map(rename, one.files)), index=optional(one.index), extra=optional(one.extra))
+        dataclasses.replace(
+            one,
+            files=tuple(map(rename, one.files)),
+            index=optional(one.index),
+            extra=optional(one.extra),
+            pieces=tuple(map(rename, one.pieces)),
+        )
         for one in manifest.models
     )
     return dataclasses.replace(
@@ -315,6 +336,7 @@ def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
         training=optional(manifest.training),
         objects=tuple(map(rename, manifest.objects)),
         ranks={rank: rename(name) for rank, name in manifest.ranks.items()},
+        pieces={rename(part): tuple(map(rename, names)) for part, names in manifest.pieces.items()},
     )
 
 

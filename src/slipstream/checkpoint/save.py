@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from slipstream.checkpoint.contributions import Contribution, check_whole, pieces_name, with_pieces, write_pieces
 from slipstream.checkpoint.format import FileEntry, Manifest, ModelEntry, RankFile
 from slipstream.checkpoint.leftovers import manifest_of
 from slipstream.checkpoint.lookup import beside, lying_beside, unfinished_beside
@@ -32,7 +34,7 @@ from slipstream.files.digest import Digest
 from slipstream.files.disk import Disk
 from slipstream.files.trouble import remedy, told
 
-__all__ = ["Earlier", "Stage", "add_rank_file", "collect_rank_files", "earlier", "write"]
+__all__ = ["Draft", "Earlier", "Stage", "add_rank_file", "adopt_the_rest", "collect_rank_files", "compose", "earlier", "seal", "write"]
 
 _LONG: Final = 3600.0
 """Seconds after which a rank that waits beside a checkpoint is given up."""
@@ -43,6 +45,12 @@ class Stage(Protocol):
 
     @property
     def folder(self) -> Path: ...
+
+    @property
+    def common(self) -> bool: ...
+
+    @property
+    def ticket(self) -> str: ...
 
     def add(self, name: str, chunks: Iterable[Any], size: int) -> FileEntry: ...
 
@@ -76,14 +84,51 @@ def write(
     stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Earlier] = (), dedup: bool = False
 ) -> Manifest:
     """Writes and commits; `dedup` links files that did not change since one of `reusable` instead of writing them again."""
+    return seal(stage, snapshot, compose(stage, snapshot, max_shard_size=max_shard_size, reusable=reusable, dedup=dedup))
+
+
+@dataclass
+class Draft:
+    """What one process has written into a stage."""
+
+    share: Contribution
+    models: tuple[ModelEntry, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    training: str | None = None
+    objects: tuple[str, ...] = ()
+
+
+def compose(
+    stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Earlier] = (), dedup: bool = False
+) -> Draft:
+    """Writes everything that is in a snapshot. Nothing is committed."""
+    rank, world = _rank_of(snapshot.own), snapshot.facts.world
     writer = _Writer(stage, reusable if dedup else ())
-    models = tuple(_write_model(writer, model, max_shard_size, apart=dedup) for model in snapshot.models)
-    optimizers = tuple(writer.part(part) for part in snapshot.optimizers)
-    training = None if snapshot.training is None else writer.part(snapshot.training)
-    objects = tuple(writer.part(part) for part in snapshot.objects)
-    own = writer.part(snapshot.own)
-    writer.adopt_the_rest()
+    draft = Draft(Contribution(rank, "", writer.files))
+    for part in snapshot.pieces:
+        name = pieces_name(part.base, rank, world)
+        draft.share.pieces[part.base] = write_pieces(
+            part, name, max_shard_size, apart=dedup, add=writer.tensors, add_bytes=writer.bytes
+        )
+        draft.share.elements[part.base] = sum(tensor.numel() for tensor in part.tensors.values())
+        draft.share.aliases[part.base] = dict(part.aliases)
+    draft.models = tuple(_write_model(writer, model, max_shard_size, apart=dedup) for model in snapshot.models)
+    draft.optimizers = tuple(writer.part(part) for part in snapshot.optimizers)
+    draft.training = None if snapshot.training is None else writer.part(snapshot.training)
+    draft.objects = tuple(writer.part(part) for part in snapshot.objects)
+    draft.share.own = writer.part(snapshot.own)
+    return draft
+
+
+def seal(stage: Stage, snapshot: Snapshot, draft: Draft, others: Sequence[Contribution] = ()) -> Manifest:
+    """Commits what was written, by this process and by others."""
+    shares = sorted([draft.share, *others], key=lambda one: one.rank)
+    files = {name: entry for one in shares for name, entry in one.files.items()}
+    adopt_the_rest(stage, files)
+    check_whole(snapshot.pieces, shares, str(stage.folder))
     facts = snapshot.facts
+    sharded = {base: tuple(chain.from_iterable(one.pieces.get(base, ()) for one in shares)) for base in draft.share.pieces}
+    parts = {Path(name).stem: name for name in (*draft.optimizers, *draft.objects)}
     manifest = Manifest(
         stamp=facts.stamp,
         step=facts.step,
@@ -92,12 +137,13 @@ def write(
         world=facts.world,
         strategy=facts.strategy,
         mesh=facts.mesh,
-        files=writer.files,
-        models=models,
-        optimizers=optimizers,
-        training=training,
-        objects=objects,
-        ranks={_rank_of(snapshot.own): own},
+        files=files,
+        models=tuple(with_pieces(model, part.base, shares) for model, part in zip(draft.models, snapshot.models, strict=True)),
+        optimizers=draft.optimizers,
+        training=draft.training,
+        objects=draft.objects,
+        ranks={one.rank: one.own for one in shares},
+        pieces={parts[base]: names for base, names in sharded.items() if base in parts and names},
         metric=facts.metric,
         receipt=facts.receipt,
     )
@@ -123,6 +169,9 @@ class _Writer:
         self.files[name] = entry
         return name
 
+    def bytes(self, name: str, data: bytes) -> None:
+        self.files[name] = self.stage.add(name, [data], len(data))
+
     def tensors(self, name: str, make: Callable[[], tuple[Iterable[Any], int]]) -> None:
         """A file of weights; it is made twice if there are earlier ones that it may be equal to."""
         if not (self._reusable and self._reused(name, make)):
@@ -141,24 +190,25 @@ class _Writer:
                 return True
         return False
 
-    def adopt_the_rest(self) -> None:
-        """Files that hooks of the script wrote belong to the checkpoint too."""
-        for path in sorted(self.stage.folder.rglob("*")):
-            name = path.relative_to(self.stage.folder).as_posix()
-            if (path.is_symlink() or not path.is_dir()) and name not in self.files and not name.startswith("."):
-                self.files[name] = self.stage.adopt(name)
+
+def adopt_the_rest(stage: Stage, files: dict[str, FileEntry]) -> None:
+    """Files that hooks of the script wrote belong to the checkpoint too."""
+    for path in sorted(stage.folder.rglob("*")):
+        name = path.relative_to(stage.folder).as_posix()
+        if (path.is_symlink() or not path.is_dir()) and name not in files and not name.startswith("."):
+            files[name] = stage.adopt(name)
 
 
 def _write_model(writer: _Writer, model: ModelPart, max_shard_size: int | None, *, apart: bool) -> ModelEntry:
-    groups = shards(model.tensors, max_shard_size, model.frozen if apart else frozenset())
-    names = shard_names(model.base, len(groups))
+    base = f"{model.base}-rest" if model.sharded else model.base  # who looks for whole weights should not find the few that are not sharded
+    groups = shards(model.tensors, max_shard_size, model.frozen if apart else frozenset()) if model.tensors or not model.sharded else []
+    names = shard_names(base, len(groups)) if groups else []
     for name, group in zip(names, groups, strict=True):
         writer.tensors(name, partial(tensors_file, model.tensors, group, model.aliases))
     index = None
     if len(names) > 1:
-        index = f"{model.base}.safetensors.index.json"
-        data = index_bytes(dict(zip(names, groups, strict=True)), model.tensors)
-        writer.files[index] = writer.stage.add(index, [data], len(data))
+        index = f"{base}.safetensors.index.json"
+        writer.bytes(index, index_bytes(dict(zip(names, groups, strict=True)), model.tensors))
     extra = None if model.extra is None else writer.part(model.extra)
     return ModelEntry(model.kind, tuple(names), model.aliases, index, extra, model.number)
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoint.pieces import Place
 from slipstream.checkpoint.plain import flatten
+from slipstream.checkpoint.shares import Share
 
-__all__ = ["Arena", "Facts", "ModelPart", "Part", "Snapshot", "part_of"]
+__all__ = ["Arena", "Facts", "ModelPart", "Part", "PiecesPart", "Snapshot", "part_of", "pieces_of"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,22 @@ class ModelPart:
     extra: Part | None = None
     frozen: frozenset[str] = frozenset()
     """Names of weights that are not trained."""
+    sharded: bool = False
+    """Whether some of its weights are sharded over ranks; those are not here."""
+
+
+@dataclass(frozen=True)
+class PiecesPart:
+    """What this rank stores of the tensors of a model or a part that are sharded over ranks."""
+
+    base: str
+    """Whose they are: the name of the model or part."""
+    tensors: Mapping[str, torch.Tensor]
+    places: Mapping[str, Place]
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shapes of all sharded tensors of it, also of those that other ranks store."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -66,10 +84,13 @@ class Snapshot:
     optimizers: tuple[Part, ...] = ()
     training: Part | None = None
     objects: tuple[Part, ...] = ()
+    pieces: tuple[PiecesPart, ...] = ()
+    """Of strategies that shard: on every process."""
 
-    def parts(self) -> Iterator[Part | ModelPart]:
+    def parts(self) -> Iterator[Part | ModelPart | PiecesPart]:
         """Everything that holds tensors."""
         yield from self.models
+        yield from self.pieces
         yield from (model.extra for model in self.models if model.extra is not None)
         yield from self.optimizers
         yield from () if self.training is None else (self.training,)
@@ -82,14 +103,29 @@ class Snapshot:
         return sum(tensor.numel() * tensor.element_size() for part in self.parts() for tensor in part.tensors.values())
 
 
-def part_of(name: str, state: Any, where: str) -> Part:
-    """A state taken apart; `where` names it in errors.
+def part_of(name: str, state: Any, where: str, sharded: dict[str, Any] | None = None) -> Part:
+    """A state taken apart; `where` names it in errors. Tensors that are sharded are put into `sharded`, and refused without it.
 
     >>> part_of("training", {"epoch": 3}, "loaders")
     Part(name='training', tree={'epoch': 3}, tensors={})
     """
-    tree, tensors = flatten(state, where)
+    tree, tensors = flatten(state, where, sharded)
     return Part(name, tree, tensors)
+
+
+def pieces_of(
+    base: str, shares: Mapping[str, Share], aliases: Mapping[str, str] | None = None, frozen: frozenset[str] = frozenset()
+) -> PiecesPart:
+    """What this rank stores of sharded tensors; other names of tied ones are stored by none."""
+    owned = {name: share for name, share in shares.items() if share.owned and name not in (aliases or {})}
+    return PiecesPart(
+        base,
+        {name: share.tensor for name, share in owned.items()},
+        {name: share.place for name, share in owned.items()},
+        {name: share.place.shape for name, share in shares.items()},
+        aliases or {},
+        frozen,
+    )
 
 
 class Arena:
@@ -120,6 +156,7 @@ class Arena:
                 optimizers=tuple(self._part(part) for part in snapshot.optimizers),
                 training=None if snapshot.training is None else self._part(snapshot.training),
                 objects=tuple(self._part(part) for part in snapshot.objects),
+                pieces=tuple(replace(part, tensors=self._copies(part.tensors)) for part in snapshot.pieces),
             )
 
     def _part(self, part: Part) -> Part:

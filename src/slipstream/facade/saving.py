@@ -23,6 +23,7 @@ from slipstream.config.handlers import ProjectConfiguration
 from slipstream.errors import ConfigError
 from slipstream.facade.parts import Parts
 from slipstream.facade.taking import state_dicts, take
+from slipstream.facade.together import save_together
 from slipstream.files.disk import Disk
 from slipstream.logging import get_logger
 
@@ -122,6 +123,8 @@ class Saver:
 
     def save(self, output_dir: str | os.PathLike[str] | None, options: Options) -> str:
         """Saves; the path of the checkpoint."""
+        if not self.parts.strategy.replicated:
+            return save_together(self, output_dir, options)
         self.background.wait()
         target = self.target(output_dir)
         largest = None if options.max_shard_size is None else parse_size(options.max_shard_size)
@@ -161,13 +164,16 @@ class Saver:
         return work
 
     def _snapshot(self, folder: Path, options: Options) -> Snapshot:
+        snapshot = take(self.parts, self.history, self.objects, self.weights(str(folder)), options.metric)
+        return self.arena.keep(snapshot) if options.behind else snapshot
+
+    def weights(self, folder: str) -> dict[int, dict[str, Any]]:
+        """The weights of the models by number, without those that hooks save themselves, which do so now."""
         weights = state_dicts(self.parts)
         taken = list(weights)
-        self._run_hooks(weights, str(folder))
-        left = {id(one) for one in weights}  # hooks take out what they saved themselves
-        kept = {number: one for number, one in enumerate(taken) if id(one) in left}
-        snapshot = take(self.parts, self.history, self.objects, kept, options.metric)
-        return self.arena.keep(snapshot) if options.behind else snapshot
+        self._run_hooks(weights, folder)
+        left = {id(one) for one in weights}
+        return {number: one for number, one in enumerate(taken) if id(one) in left}
 
     def _own(self, target: str, options: Options) -> Callable[[], None]:
         if self.save_hooks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 
 from slipstream.checkpoint.receipt import receipt
-from slipstream.checkpoint.snapshot import Facts, ModelPart, Part, Snapshot, part_of
+from slipstream.checkpoint.shares import Share, is_sharded, shares_held
+from slipstream.checkpoint.snapshot import Facts, ModelPart, Part, PiecesPart, Snapshot, part_of, pieces_of
 from slipstream.checkpoint.weights import split
 from slipstream.devices import rng
+from slipstream.errors import CheckpointError
 from slipstream.facade.parts import Parts
 from slipstream.step.stepper import PreparedModel
 
@@ -42,9 +45,17 @@ def state_dicts(parts: Parts) -> list[dict[str, Any]]:
 
 
 def take(
-    parts: Parts, history: str, objects: Sequence[Any], weights: Mapping[int, dict[str, Any]] | None, metric: float | None
+    parts: Parts,
+    history: str,
+    objects: Sequence[Any],
+    weights: Mapping[int, dict[str, Any]] | None,
+    metric: float | None,
+    pieces: list[PiecesPart] | None = None,
 ) -> Snapshot:
-    """A snapshot: of everything on the process that writes, which passes the `weights` by number of the model; else of this rank alone."""
+    """A snapshot: of everything on the process that writes, which passes the `weights` by number of the model; else of this rank alone.
+
+    What this rank holds of tensors that are sharded is put into `pieces`; without it, sharded tensors are refused.
+    """
     loop = parts.stepper.loop_state()  # first: it settles what the loss scaler's state depends on
     stamp = _stamp(parts, history)
     state = parts.state
@@ -53,7 +64,7 @@ def take(
         step=step_of(parts),
         world=state.num_processes,
         strategy=parts.strategy.name,
-        mesh={"dp_replicate": state.num_processes},
+        mesh={"dp_replicate" if parts.strategy.replicated else "dp_shard": state.num_processes},
         metric=metric,
         receipt=present_receipt(parts) if weights is not None else {},
     )
@@ -63,7 +74,7 @@ def take(
             "rank": state.process_index,
             "stamp": stamp,
             "random": rng.capture(),
-            "gradients": parts.stepper.open_gradients(),
+            "gradients": _gradients(parts),
             "loop": loop,
             "loaders": [loader.state_dict() for loader in parts.registry.loaders],
         },
@@ -74,25 +85,62 @@ def take(
     return Snapshot(
         facts,
         own,
-        models=tuple(_model(parts.stepper.models[number], number, one) for number, one in weights.items()),
+        models=tuple(_model(parts.stepper.models[number], number, one, pieces) for number, one in weights.items()),
         optimizers=tuple(
-            part_of(numbered("optimizer", number), optimizer.state_dict(), f"the state of {type(optimizer.optimizer).__name__}")
+            _part(numbered("optimizer", number), optimizer.state_dict(), f"the state of {type(optimizer.optimizer).__name__}", pieces)
             for number, optimizer in enumerate(parts.registry.optimizers)
         ),
         training=_training(parts),
         objects=tuple(
-            part_of(f"custom_checkpoint_{number}", one.state_dict(), f"registered object {number} ({type(one).__name__})")
+            _part(f"custom_checkpoint_{number}", one.state_dict(), f"registered object {number} ({type(one).__name__})", pieces)
             for number, one in enumerate(objects)
         ),
+        pieces=tuple(pieces or ()),
     )
 
 
-def _model(model: PreparedModel, number: int, state_dict: dict[str, Any]) -> ModelPart:
+def _model(model: PreparedModel, number: int, state_dict: dict[str, Any], pieces: list[PiecesPart] | None) -> ModelPart:
     base, kind = numbered("model", number), type(model.original).__name__
-    weights = split(state_dict, f"the weights of {kind}")
+    where = f"the weights of {kind}"
+    held = {} if pieces is None else shares_held(state_dict, where)
+    weights = split(_with_own(state_dict, held), where)
     frozen = frozenset(name for name, parameter in model.original.named_parameters() if not parameter.requires_grad)
     extra = part_of(f"{base}_extra", dict(weights.extra), f"the state of {kind}") if weights.extra else None
-    return ModelPart(number, base, kind, weights.tensors, weights.aliases, extra, frozen)
+    if held and pieces is not None:
+        pieces.append(pieces_of(base, held, {name: kept for name, kept in weights.aliases.items() if name in held}, frozen))
+    whole = {name: tensor for name, tensor in weights.tensors.items() if name not in held}
+    aliases = {name: kept for name, kept in weights.aliases.items() if name not in held}
+    return ModelPart(number, base, kind, whole, aliases, extra, frozen, bool(held))
+
+
+def _gradients(parts: Parts) -> dict[str, torch.Tensor] | None:
+    """Gradients that belong to an update still to come."""
+    gradients = parts.stepper.open_gradients()
+    if any(map(is_sharded, (gradients or {}).values())):
+        raise CheckpointError(
+            "save_state was called in the middle of an update, whose gradients so far are sharded over ranks and cannot be saved: call it "
+            "where accelerator.sync_gradients is True, after optimizer.zero_grad()"
+        )
+    return gradients
+
+
+def _with_own(state_dict: dict[str, Any], held: Mapping[str, Share]) -> dict[str, Any]:
+    """The state dict with this rank's own elements in the place of sharded tensors."""
+    if not held:
+        return state_dict
+    own = copy.copy(state_dict)  # with its attributes: the versions of layers are one
+    own.update({name: share.tensor for name, share in held.items()})
+    return own
+
+
+def _part(name: str, state: Any, where: str, pieces: list[PiecesPart] | None) -> Part:
+    if pieces is None:
+        return part_of(name, state, where)
+    sharded: dict[str, Any] = {}
+    part = part_of(name, state, where, sharded)
+    if sharded:
+        pieces.append(pieces_of(name, shares_held(sharded, where)))
+    return part
 
 
 def _training(parts: Parts) -> Part:

@@ -8,7 +8,7 @@
     step        looks at a model before its optimizer steps
     clip        clips gradients to a norm, and gives the global norm
     unwrap      the user's model inside of what `prepare` gave
-    state       the weights under the names of the user's model
+    state       the weights under the names of the user's model; where they are sharded over ranks, as torch's DTensor
 
 A strategy overrides what it does differently, and no more.
 """
@@ -32,6 +32,9 @@ class Strategy:
     name = "single"
     averages = False
     """Whether gradients are averaged between processes: if not, a step need not ask this strategy for anything."""
+
+    replicated = True
+    """Whether every rank holds the whole state. If not, `state` gives sharded tensors, and a checkpoint is saved by all ranks together."""
 
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
         """Refuses models whose parameters are nowhere, or not where this process computes."""
