@@ -22,10 +22,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from slipstream.checkpoint.raw import DTYPES, identity, packed
+from slipstream.checkpoint.shares import is_sharded
 from slipstream.errors import CheckpointError
 from slipstream.logging import get_logger
 
-__all__ = ["METADATA", "LoadReport", "bare", "check_fit", "give_dtype", "load_into", "may_translate", "tied_names"]
+__all__ = ["METADATA", "LoadReport", "arranged", "bare", "check_fit", "give_dtype", "load_into", "may_translate", "tied_names"]
 
 METADATA: Final = "_metadata"
 """Under this name the versions of a model's layers stand among what is no tensor."""
@@ -252,7 +253,7 @@ def load_into(
     report = check_fit(model, tensors, aliases, extra)
     if report.mismatched or (strict and not report):
         raise CheckpointError(report.described("What is to be loaded", kind, strict=strict))
-    state = _state(model, tensors, aliases, extra, report, strict=strict)
+    state = arranged(model, tensors, aliases, extra, report, strict=strict)
     places = _places(model)
     _give_memory(places, state)
     try:
@@ -263,7 +264,7 @@ def load_into(
     return report
 
 
-def _state(
+def arranged(
     model: torch.nn.Module,
     tensors: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
@@ -272,7 +273,7 @@ def _state(
     *,
     strict: bool,
 ) -> OrderedDict[str, Any]:
-    """The state dict that the model gets: under its own names, tied ones under all of them."""
+    """The state dict that the model gets: under its own names, tied ones under all of them. Nothing is loaded yet."""
     everything: dict[str, Any] = {**tensors, **extra}
     versions = everything.pop(METADATA, None)
     everything |= {name: everything[kept] for name, kept in aliases.items() if kept in everything and name not in everything}
@@ -302,7 +303,9 @@ def _agree(state: OrderedDict[str, Any], name: str, others: list[str], *, strict
 
 
 def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether they have the same bits: nan equals nan here."""
+    """Whether they have the same bits, as far as this rank holds them: nan equals nan here."""
+    if is_sharded(one) and is_sharded(two):
+        return tuple(one.shape) == tuple(two.shape) and _same(one.to_local(), two.to_local())  # type: ignore[attr-defined]
     if one.dtype != two.dtype or one.shape != two.shape or not one.numel():
         return one.dtype == two.dtype and one.shape == two.shape
     return identity(one) == identity(two) or torch.equal(packed(one), packed(two))

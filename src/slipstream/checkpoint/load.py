@@ -3,11 +3,15 @@
 Every file is read once, into memory, and its checksum taken on the way: what was verified is what is used, whatever happens to the
 file afterwards. Nothing is handed out before every file has the size and the checksum that the manifest says, so a broken checkpoint
 changes nothing in a run. Files are opened inside the folder alone; nothing in it can name a path elsewhere.
+
+Of files with pieces of sharded tensors only the headers are read now; the pieces a rank needs are verified when it reads them, which is
+before anything changes too.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +19,13 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoint.assembling import Pieces, StandIns
 from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile
 from slipstream.checkpoint.leftovers import recover
 from slipstream.checkpoint.lookup import rank_files, read_manifest
 from slipstream.checkpoint.plain import read_part, read_tensors
 from slipstream.errors import CheckpointError
+from slipstream.files.blocks import BlockFile, sums_name
 from slipstream.files.inside import open_inside
 from slipstream.files.reading import read_whole
 
@@ -34,17 +40,22 @@ class Checkpoint:
     manifest: Manifest
     buffers: dict[str, Any] = field(repr=False)
     """The bytes of its files; taken out as they are used."""
+    stand_ins: StandIns = field(default_factory=StandIns, repr=False)
+    """What stands for tensors that are in pieces."""
     _late: dict[int, Path] | None = field(default=None, repr=False)
 
     def weights(self, number: int) -> dict[str, torch.Tensor]:
-        """The tensors of a model, by name; their memory is handed over."""
+        """The tensors of a model, by name; their memory is handed over. Those that are in pieces are stand-ins."""
         tensors: dict[str, torch.Tensor] = {}
         for name in self.manifest.models[number].files:
             for key, tensor in read_tensors(self.buffers.pop(name), self._path(name)).items():
                 if key in tensors:
                     raise CheckpointError(f"{self._path(name)}: {key!r} stands in another file of the same model too")
                 tensors[key] = tensor
-        return tensors
+        elsewhere = self._pieces(self.manifest.models[number].pieces)
+        if twice := tensors.keys() & elsewhere.keys():
+            raise CheckpointError(f"{self.folder}: {min(twice)[:100]!r} is in one piece, and in several")
+        return tensors | elsewhere
 
     def check_aliases(self, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """An error if names of tied weights of a model lead to nothing, or take the place of a weight that is there."""
@@ -58,8 +69,16 @@ class Checkpoint:
         return {} if name is None else self.part(name)
 
     def part(self, name: str) -> Any:
-        """The state in a part; the memory of its tensors is handed over."""
-        return read_part(name, self.buffers.pop(name), self._path(name))
+        """The state in a part; the memory of its tensors is handed over. Those that are in pieces are stand-ins."""
+        elsewhere = self._pieces(self.manifest.pieces.get(name, ()))
+        return read_part(name, self.buffers.pop(name), self._path(name), elsewhere)
+
+    def _pieces(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Stand-ins for the tensors whose pieces are in these files."""
+        if not names:
+            return {}
+        files = [_open_pieces(self.folder, name, self.manifest.files[name].size, self.buffers.pop(sums_name(name))) for name in names]
+        return self.stand_ins.add(Pieces(files, str(self.folder)))
 
     def rank(self, rank: int) -> dict[str, Any] | None:
         """What belongs to a rank, if that rank has saved it."""
@@ -91,8 +110,12 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
         folder = recover(folder) or folder
     manifest = read_manifest(folder)
     buffers = {}
-    known = _parts(manifest)
+    pieces = manifest.all_pieces()
+    known = _parts(manifest) | set(map(sums_name, pieces))
     for name, entry in manifest.files.items():
+        if name in pieces:
+            _check_present(folder, name, entry.size)
+            continue
         buffer = _read(folder, name, entry.size, entry.checksum)
         if name in known and keep(name):
             buffers[name] = buffer
@@ -109,7 +132,7 @@ def _parts(manifest: Manifest) -> set[str]:
 def _read(folder: Path, name: str, size: int | None, checksum: str) -> Any:
     where = folder / name
     try:
-        descriptor = open_inside(folder, name)
+        descriptor = _opened(folder, name)
         try:
             present = os.fstat(descriptor).st_size
             if size is not None and present != size:
@@ -117,13 +140,42 @@ def _read(folder: Path, name: str, size: int | None, checksum: str) -> Any:
             buffer, found = read_whole(descriptor, present, where=str(where))
         finally:
             os.close(descriptor)
-    except FileNotFoundError:
-        raise CheckpointError(f"{where} is missing, and the manifest lists it") from None
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error}") from error
     if found != checksum:
         raise CheckpointError(f"{where} is damaged: its checksum is {found}, and {checksum[:40]} was written")
     return buffer
+
+
+def _open_pieces(folder: Path, name: str, size: int, sums: Any) -> BlockFile:
+    """A file of which blocks are read when they are asked for."""
+    descriptor = _opened(folder, name)
+    try:
+        file = BlockFile(descriptor, size, sums, str(folder / name))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    weakref.finalize(file, os.close, descriptor)
+    return file
+
+
+def _check_present(folder: Path, name: str, size: int) -> None:
+    descriptor = _opened(folder, name)
+    try:
+        there = os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+    if there != size:
+        raise CheckpointError(f"{folder / name} is damaged: it has {there} bytes, and the manifest says {size}")
+
+
+def _opened(folder: Path, name: str) -> int:
+    try:
+        return open_inside(folder, name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / name} is missing, and the manifest lists it") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoint.assembling import StandIns
 from slipstream.checkpoint.load import Checkpoint
 from slipstream.checkpoint.migrate import Foreign
 from slipstream.errors import CheckpointError
@@ -52,6 +53,8 @@ class Saved:
     """What belongs to a rank, if it is there."""
     said: Sequence[str] = ()
     """What could not be taken over, in words."""
+    stand_ins: StandIns = field(default_factory=StandIns)
+    """What stands in `models`, `optimizers` and `objects` for tensors that are in pieces."""
     holder: Any = None
     """What keeps the folder there, where it is a copy."""
 
@@ -92,6 +95,7 @@ def saved_of(checkpoint: Checkpoint, where: str) -> Saved:
         seed=seed if isinstance(seed, int) else 0,
         receipt=manifest.receipt,
         rank=rank_state,
+        stand_ins=checkpoint.stand_ins,
     )
 
 

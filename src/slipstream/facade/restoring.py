@@ -20,6 +20,7 @@ from slipstream.comm.deal import tell
 from slipstream.devices import rng
 from slipstream.errors import CheckpointError
 from slipstream.facade.finding import find
+from slipstream.facade.fitting import fitted
 from slipstream.facade.saving import Saver
 from slipstream.facade.taking import present_receipt
 from slipstream.logging import get_logger
@@ -101,6 +102,7 @@ def _plan(saver: Saver, saved: Saved, wishes: Wishes) -> _Plan:
     _check_models(saver, saved, wishes)
     for number, (stored, optimizer) in enumerate(zip(saved.optimizers or [], registry.optimizers, strict=False)):
         _check_optimizer(saved.where, number, stored, optimizer)
+    saved = fitted(parts, saver.objects, saved, strict=wishes.strict is not False)
     own = saved.rank(parts.state.process_index)
     loop, gradients, notes = _loop(saver, saved, own)
     if loop is not None and len(loop["windows"]) != len(parts.stepper.models):
