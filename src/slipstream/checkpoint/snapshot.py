@@ -7,7 +7,6 @@ a save that writes behind the training does that, one that makes it wait need no
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,7 +141,7 @@ class Arena:
         padded = sum(-(-tensor.numel() * tensor.element_size() // self._ALIGNMENT) * self._ALIGNMENT for tensor in _tensors(snapshot))
         if self._memory is None or self._memory.numel() < padded:
             self._memory = None  # given back before more is taken
-            self._memory = _pages(padded)
+            self._memory = torch.empty(padded, dtype=torch.uint8, device="cpu")
         self._used = 0
         with torch.no_grad():
             models = tuple(
@@ -176,13 +175,3 @@ class Arena:
 def _tensors(snapshot: Snapshot) -> Iterator[torch.Tensor]:
     for part in snapshot.parts():
         yield from part.tensors.values()
-
-
-def _pages(size: int) -> torch.Tensor:
-    """Memory in large pages where the system has them."""
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory, the default, has no large pages
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

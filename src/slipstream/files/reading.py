@@ -120,12 +120,11 @@ def _memory(size: int, where: str) -> memoryview:
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > there:  # a file of holes takes no space on the disk, and a system that promises too much memory would never come to an end
         raise CheckpointError(f"{where} has {size:,} bytes, more than the {there:,} bytes of memory that this machine has.")
-    try:
-        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with processes that are forked later
+    try:  # Private: not shared with processes that are forked later. Large pages are not asked for: virtual machines give those that are
+        # free back to their host, so that they are the slowest ones to get.
+        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CheckpointError(f"There is no memory for the {size:,} bytes of {where}: {error.strerror}.") from error
-    if size >= _PIECE and hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)  # a fault for every 2 MiB instead of every 4 KiB
     return memoryview(mapped)
 
 
