@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,8 @@ __all__ = ["Draft", "Earlier", "Stage", "add_rank_file", "adopt_the_rest", "coll
 
 _LONG: Final = 3600.0
 """Seconds after which a rank that waits beside a checkpoint is given up."""
+
+_NUMBER = re.compile(r"\.checkpoint_(\d{1,18})\.", re.ASCII)
 
 
 class Stage(Protocol):
@@ -246,19 +249,38 @@ def add_rank_file(target: Path, snapshot: Snapshot, disk: Disk) -> None:
 def collect_rank_files(target: Path, stamp: str, disk: Disk) -> None:
     """Moves the files of other ranks that lie beside a committed checkpoint into it; those that no checkpoint waits for any more go."""
     waiting = lying_beside(target)
-    homes = {stamp: target}
-    if any(found.stamp != stamp for _, found in waiting):  # of ranks that were late, or killed
-        homes = {**{manifest.stamp: path for path, manifest in _alike(target)}, stamp: target}
+    homes = {target: stamp}
+    if any(found.stamp != stamp or not path.name.startswith(beside(target)) for path, found in waiting):  # of late or killed ranks
+        homes |= {path: manifest.stamp for path, manifest in _alike(target) if path != target}
     for path, found in waiting:
         with suppress(FileNotFoundError):  # somebody else does the same
-            if found.stamp in homes:
-                _move(path, found, homes[found.stamp], disk)
+            home = _home(path, found, homes)
+            if home is not None:
+                _move(path, found, home, disk)
             elif _is_over(path, found.stamp, target, stamp):
                 disk.remove(path)
     for path in unfinished_beside(target):
         with suppress(FileNotFoundError):
             if f".rank-{_history(stamp)}-" not in path.name and _is_given_up(path, target):
                 disk.remove(path)
+
+
+def _home(path: Path, found: RankFile, homes: Mapping[Path, str]) -> Path | None:
+    """The checkpoint that a waiting file belongs to: one of its save, under the number that its rank meant or the next one after it.
+
+    The main process may have saved alone before, so its number may be higher. A save that was made again without a step in between has
+    the same stamp: a file that came before its own checkpoint does not go into the one before that.
+    """
+    meant = _NUMBER.match(path.name)
+    least = int(meant[1]) if meant else 0
+    alike = [home for home, stamp in homes.items() if stamp == found.stamp]
+    later = [(number, home) for home in alike if (number := _number(home)) is None or number >= least]
+    return min(later, key=lambda one: one[0] or 0)[1] if later else None
+
+
+def _number(path: Path) -> int | None:
+    found = _NUMBER.match(f".{path.name}.")
+    return None if found is None else int(found[1])
 
 
 def _move(path: Path, found: RankFile, home: Path, disk: Disk) -> None:
