@@ -711,6 +711,36 @@ def test_open_files_are_written_and_read():
         assert load(file)["mean"].tolist() == [0, 1, 2]
 
 
+def test_what_is_no_regular_file_is_not_replaced_by_one(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        for safe in (True, False):
+            with pytest.raises(ConfigError, match="a pipe"):
+                save({"step": 1}, tmp_path / name, safe_serialization=safe)
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="a pipe"):
+        save_model(torch.nn.Linear(1, 1), tmp_path)
+    assert all((tmp_path / name).is_fifo() for name in ("pipe", "link", "model.safetensors"))
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    save({"step": 1}, tmp_path / "elsewhere/state.json")
+    (tmp_path / "state.json").symlink_to("elsewhere/state.json")
+    save({"step": 2}, tmp_path / "state.json")
+    assert (tmp_path / "state.json").is_symlink()
+    assert load(tmp_path / "elsewhere/state.json") == {"step": 2}
+
+
+def test_a_file_url_is_a_path(tmp_path):
+    save({"step": 1}, f"file://{tmp_path}/state.json")
+    assert load(f"file://{tmp_path}/state.json") == load(tmp_path / "state.json") == {"step": 1}
+    with pytest.raises(ConfigError, match="remote place"):
+        save({"step": 1}, "memory://state.json")
+
+
 def test_tensors_go_to_the_device_that_is_asked_for(tmp_path):
     save({"w": torch.ones(2), "again": torch.ones(2)}, tmp_path / "x.safetensors")
     assert load(tmp_path / "x.safetensors", map_location="meta")["w"].is_meta
@@ -743,9 +773,20 @@ def test_wrong_arguments_of_save_and_load(tmp_path):
         load(tmp_path / "x", map_location=lambda storage, place: storage)
     with pytest.raises(CheckpointError, match="There is no file"):
         load(tmp_path / "absent")
-    (tmp_path / "junk").write_bytes(b"\x00\x01junk")
-    with pytest.raises(CheckpointError, match="junk"):
-        load(tmp_path / "junk")
+    for content, said in ((b"\x00\x01junk", "neither safetensors"), (b"", "is empty"), (b"{", "no JSON")):
+        (tmp_path / "junk").write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"junk {said}|junk is {said}"):
+            load(tmp_path / "junk")
+    save({"w": torch.ones(1)}, tmp_path / "x.pt", safe_serialization=False)
+    with pytest.raises(ConfigError, match="mmap=True cannot be had"):
+        load(tmp_path / "x.pt", mmap=True)
+    for name in ("x", "x.pt"):
+        with pytest.raises(ConfigError, match="map_location='nowhere' cannot be used here"):
+            load(tmp_path / name, map_location="nowhere")
+    with pytest.raises(ConfigError, match="open for text"):
+        save(1, io.StringIO())
+    with pytest.raises(ConfigError, match="open for text"):
+        load(io.StringIO("1"))
 
 
 def _save_on_every_rank(folder):

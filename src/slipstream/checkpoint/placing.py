@@ -1,6 +1,7 @@
 """Files put into a folder that is the user's own: each is written beside its place, and all take their places at the end.
 
 Until `place` is called nothing that was there before has changed; a file that is replaced is the old one or the new one at every moment.
+What is no regular file (a device, a pipe) is never replaced.
 An error of the disk is a `CheckpointError` that says what could not be written and what to do, and leaves no leftovers.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from slipstream.checkpoint.format import FileEntry
+from slipstream.checkpoint.store import is_url, local_path as path_of_url
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.disk import Disk
 from slipstream.files.trouble import remedy, told
@@ -31,7 +34,8 @@ def local_path(given: Any, name: str) -> Path:
     path = os.fspath(given)
     if isinstance(path, bytes) or "\0" in path:
         raise ConfigError(f"{name}={given!r} is no path. Write the path of a file or folder as text.")
-    if "://" in path:
+    path = path_of_url(path)
+    if is_url(path) or "://" in path:
         raise ConfigError(f"{name} is an address of a remote place, and this writes and reads local files. Copy to or from a local folder.")
     return Path(path).expanduser()
 
@@ -107,8 +111,18 @@ class Placing:
         self._tried(remove, f"Files of an earlier save in {self._folder} could not be removed")
 
     def _beside(self, name: str) -> Path:
+        self._check_replaceable(self._folder / name)
         self._waiting[name] = self._folder / f".{name[:150]}.saving-{secrets.token_hex(4)}"
         return self._waiting[name]
+
+    def _check_replaceable(self, path: Path) -> None:
+        try:
+            mode = os.stat(path).st_mode
+        except OSError:  # not there, or a link to nowhere: if there is another reason, writing will say it
+            return
+        if not stat.S_ISREG(mode):
+            what = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
+            raise ConfigError(f"{path} is {what}, which a file does not replace. Write the path of a file, or pass one that is open.")
 
     def _make_folder(self) -> None:
         missing = [self._folder] if not self._folder.exists() else []

@@ -32,6 +32,8 @@ __all__ = ["load", "save"]
 
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
+_JSON_BEGINS: Final = frozenset(bytes([one]) for one in b'{["-0123456789tfn \t\r\n')
+
 
 def save(
     obj: Any,
@@ -63,13 +65,15 @@ def save(
     path = local_path(f, "f")
     if path.is_dir():
         raise ConfigError(f"f={str(path)!r} is a folder. Write the path of a file in it.")
+    if path.is_file():
+        path = Path(os.path.realpath(path))  # a link stays one: what it leads to is replaced, as if it had been written to
     with Placing(path.parent, disk or Disk()) as files:
         if safe_serialization is False:
             files.adopt(path.name, lambda beside: torch.save(obj, beside))
         else:
-            _warn_of_name(path, safe_serialization)
             write_part(lambda name, chunks, size: files.add(path.name, chunks, size), "object", obj, "the object")
         files.place()
+    _warn_of_name(path, safe_serialization)
 
 
 def _warn_of_name(path: Path, safe_serialization: bool | None) -> None:
@@ -81,6 +85,7 @@ def _warn_of_name(path: Path, safe_serialization: bool | None) -> None:
 
 
 def _write_to(file: Any, obj: Any, safe_serialization: bool | None) -> None:
+    _check_binary(file, "wb")
     if safe_serialization is False:
         torch.save(obj, file)
         return
@@ -91,6 +96,11 @@ def _write_to(file: Any, obj: Any, safe_serialization: bool | None) -> None:
         return FileEntry(size, "")
 
     write_part(add, "object", obj, "the object")
+
+
+def _check_binary(file: Any, mode: str) -> None:
+    if isinstance(file, io.TextIOBase):
+        raise ConfigError(f"f is open for text, and these are bytes. Open it with open(path, {mode!r}), or pass its path.")
 
 
 def _process() -> Process:
@@ -110,8 +120,11 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
     weights_only = kwargs.pop("weights_only", True)
     if not isinstance(weights_only, bool):
         raise ConfigError(f"weights_only={weights_only!r} is True or False.")
+    _check_device(map_location)
     where, buffer = _read(f)
     if is_torch_file(buffer):
+        if kwargs.pop("mmap", None):
+            raise ConfigError(f"mmap=True cannot be had here: {where} is read as a whole. Leave it out, or call torch.load.")
         if weights_only:
             remedy = "If you trust whoever wrote it, pass weights_only=False."
             return read_torch_file(buffer, where, remedy, map_location=map_location, **kwargs)
@@ -121,11 +134,15 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
     device = _device(map_location, where)
     if bytes(buffer[8:9]) == b"{" and int.from_bytes(buffer[:8], "little") <= len(buffer) - 8:
         return read_file(buffer, where, device)
+    if bytes(buffer[:1]) not in _JSON_BEGINS:
+        what = "is empty" if not buffer else "is neither safetensors, nor a file of torch.save, nor JSON"
+        raise CheckpointError(f"{where} {what}: it is damaged, or another file was meant.")
     return read_part("object.json", buffer, where)
 
 
 def _read(f: Any) -> tuple[str, memoryview]:
     if hasattr(f, "read"):
+        _check_binary(f, "rb")
         return "the file", memoryview(bytearray(f.read()))
     path = local_path(f, "f")
     if not path.exists():
@@ -137,6 +154,17 @@ def _read(f: Any) -> tuple[str, memoryview]:
         return str(path), read_whole(fd, os.fstat(fd).st_size, digest=False, where=str(path))[0]
     finally:
         os.close(fd)
+
+
+def _check_device(map_location: Any) -> None:
+    if isinstance(map_location, (str, torch.device)):
+        try:
+            torch.empty(0, device=map_location)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch uses all three for a device that it cannot have
+            why = (str(error).splitlines() or [""])[0]
+            raise ConfigError(
+                f"map_location={str(map_location)!r} cannot be used here: {why[:200]}. Write 'cpu', or leave it out."
+            ) from error
 
 
 def _device(map_location: Any, where: str) -> torch.device | None:
