@@ -17,7 +17,7 @@ from slipstream.checkpoint.places import inside, numbers, place_at
 from slipstream.checkpoint.rotate import Keep
 from slipstream.checkpoint.save import write
 from slipstream.checkpoint.snapshot import Arena, Snapshot
-from slipstream.checkpoint.store import redacted
+from slipstream.checkpoint.store import is_url, redacted
 from slipstream.checkpoint.weights import parse_size
 from slipstream.config.handlers import ProjectConfiguration
 from slipstream.errors import ConfigError
@@ -128,6 +128,8 @@ class Saver:
         self.background.wait()
         target = self.target(output_dir)
         largest = None if options.max_shard_size is None else parse_size(options.max_shard_size)
+        if options.dedup and is_url(target):
+            get_logger(__name__).warning(f"save_state(dedup=True) has no effect at {redacted(target)}: only files on a disk can be linked")
         work = self._shared(target, options, largest) if self.writes else self._own(target, options)
         if self.folder is not None:
             self.project.iteration += 1

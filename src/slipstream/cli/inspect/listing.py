@@ -81,7 +81,7 @@ def table(data: dict[str, Any], now: datetime.datetime) -> Iterator[str]:
     if data["latest_is_missing"]:
         yield f"  `latest` says {printable(data['latest'])}, and there is no such checkpoint"
     for one in data["leftovers"]:
-        state = f"being saved by {one['saving_now']}" if one["saving_now"] else f"{one['what']}; the next save to that name tidies it up"
+        state = f"being saved by {one['saving_now']}" if one["saving_now"] else f"{one['what']}; the next save there tidies it up"
         yield f"  {printable(one['name'])} ({size(one['size'])}): {printable(state)}"
     for one in data["others"]:
         yield f"  no checkpoint: {printable(one['why'])}"
