@@ -54,7 +54,9 @@ class Loaded:
     batches: int
     samples: int
     left: bool
-    """Whether that pass was over, so that the next one is another epoch."""
+    """Whether that pass was left, so that the next one is another epoch."""
+    ended: bool
+    """Whether all of it was handed out: nothing has to be read to find that."""
     extra: dict[str, Any]
     """What the position needs besides numbers: the state of a sampler, of a dataset."""
 
@@ -121,6 +123,11 @@ class Clock:
             return self.take()[0], None
         self.next, self.resume, self.left, self.waits = max(self.next, present.epoch + 1), 0, None, False
         return present.epoch, present
+
+    def is_at_end(self, epoch: int, start: int) -> bool:
+        """Whether a saved pass had handed out everything at this position."""
+        loaded = self.loaded
+        return loaded is not None and loaded.ended and (loaded.epoch, loaded.samples) == (epoch, start)
 
     def place_of(self, epoch: int, batches: int) -> int | None:
         """The position in samples of a place that was loaded: on another number of processes, batches are of another size."""

@@ -128,8 +128,8 @@ class DispatchLoader(PreparedLoader):
     def _extras(self) -> tuple[str, ...]:  # type: ignore[override]  # by what is read
         return self._source.extras
 
-    def _place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
-        return self._source.place_state(turn, samples, over)
+    def _place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]:
+        return self._source.place_state(turn, samples)
 
     def _check_place(self, state: Mapping[str, Any]) -> None:
         self._source.check_place(state)
@@ -219,7 +219,7 @@ class _Source(Protocol):
     def length(self) -> int | None:
         """How far a whole pass moves the position, where that is certain."""
 
-    def place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]: ...
+    def place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]: ...
 
     def check_place(self, state: Mapping[str, Any]) -> None: ...
 
@@ -265,7 +265,7 @@ class _Stream:
     def length(self) -> int | None:
         return None
 
-    def place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
+    def place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]:
         return {} if turn is None or not samples else self.source.state(turn.epoch, samples, self.recipe)
 
     def check_place(self, state: Mapping[str, Any]) -> None:
@@ -333,8 +333,8 @@ class _Positions:
     def length(self) -> int | None:
         return self.reader._length()
 
-    def place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
-        return self.reader._place_state(turn, samples, over)
+    def place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]:
+        return self.reader._place_state(turn, samples)
 
     def check_place(self, state: Mapping[str, Any]) -> None:
         self.reader._check_place(state)

@@ -5,7 +5,8 @@ After each block it can be noted what leads back there: the state of a dataset t
 drawn. Ways to a position, in this order:
 
 * the dataset's own `state_dict`, if one was saved there;
-* its `skip(n)`, where it has one and no state was saved. Skipping may or may not draw the random numbers of what it skips; so where the
+* its `skip(n)`, where it has one and no state was saved, unless the epoch is a later one and the dataset orders itself by epoch: what
+  skips keeps the order of the first (`skips`). Skipping may or may not draw the random numbers of what it skips; so where the
   stream draws any, the first block is compared with what was saved: it has to leave the random states as it did then;
 * reading, and dropping what comes before: always exact, and said, as it takes time.
 """
@@ -23,7 +24,7 @@ from slipstream.data.shards import settle_pipeline
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
-__all__ = ["Mark", "Marks", "Reader", "check_mark", "in_blocks", "keeps_state", "plain_mark", "say_reading"]
+__all__ = ["Mark", "Marks", "Reader", "check_mark", "in_blocks", "keeps_state", "plain_mark", "say_reading", "skips"]
 
 
 class _Absent:
@@ -103,6 +104,15 @@ def keeps_state(dataset: Any) -> bool:
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def skips(dataset: Any, epoch: int) -> bool:
+    """Whether `skip(n)` of a dataset leads to a position of an epoch.
+
+    One that is told the epoch may order a later one anew, while what its `skip` gives keeps the order of the first: so those of datasets do
+    with their shards.
+    """
+    return callable(getattr(dataset, "skip", None)) and not (epoch and callable(getattr(dataset, "set_epoch", None)))
+
+
 def in_blocks(
     dataset: Any,
     block: int,
@@ -139,6 +149,7 @@ def say_reading(dataset: Any, count: int, what: str) -> None:
     name = type(dataset).__name__
     why = {
         "items": "it has no skip(n) to seek with",
+        "epoch": "it orders itself by epoch, and its skip(n) keeps the order of the first one",
         "batches": "the order of several workers can only be found by reading",
         "drawn": "it draws random numbers for every item, which seeking would leave out",
     }[what]
@@ -162,7 +173,7 @@ class Reader:
     aligned: bool = True
     """Whether blocks begin at multiples of their size, wherever reading begins."""
     may_skip: bool = True
-    """Whether `skip` means what it says: where several workers share a dataset, that is the dataset's affair."""
+    """Whether `skip` means what it says in this epoch (`skips`); where several workers share a dataset, that is the dataset's affair."""
     quiet: bool = False
     """Whether it says nothing when it reads to seek."""
 
@@ -202,7 +213,7 @@ class Reader:
         if found is not None:
             return found, head
         if not self.quiet:
-            say_reading(self.dataset, start, "items" if self._skip is None else "drawn")
+            say_reading(self.dataset, start, self._why_not)
         return islice(self.read(self.dataset, note=note), start, None), head
 
     def _skipped(self, start: int, saved: Mark | None, note: Callable[[int, Mark], None] | None) -> Iterator[Any] | None:
@@ -228,6 +239,13 @@ class Reader:
     def _skip(self) -> Callable[[int], Any] | None:
         skip = getattr(self.dataset, "skip", None)
         return skip if self.may_skip and callable(skip) else None
+
+    @property
+    def _why_not(self) -> str:
+        """Why this position is not found by `skip`."""
+        if self._skip is not None:
+            return "drawn"
+        return "epoch" if callable(getattr(self.dataset, "skip", None)) else "items"
 
     def _phase(self, position: int) -> int:
         return position % self.block if self.aligned else 0

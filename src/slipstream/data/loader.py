@@ -120,8 +120,8 @@ class PreparedLoader(DataLoader[Any]):
     _extras: tuple[str, ...] = ()
     """Names of what a position holds besides numbers."""
 
-    def _place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
-        """What a position needs besides numbers; `over`: the next pass is another epoch."""
+    def _place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]:
+        """What a position needs besides numbers."""
         return {}
 
     def _check_place(self, state: Mapping[str, Any]) -> None:
@@ -171,7 +171,8 @@ class PreparedLoader(DataLoader[Any]):
             if self.at_start is not None:
                 self.at_start()
             self.remainder = self._known_remainder(turn.start)
-            for batch, shares, end, left in self._batches(turn.epoch, turn.start):
+            batches = iter(()) if clock.is_at_end(turn.epoch, turn.start) else self._batches(turn.epoch, turn.start)
+            for batch, shares, end, left in batches:
                 if shares is not previous:
                     turn.note(shares)
                     self.shares = previous = shares
@@ -231,8 +232,12 @@ class PreparedLoader(DataLoader[Any]):
         clock = self._clock
         if self._skipping:
             epoch = clock.live[-1].epoch if clock.live else clock.left.epoch if clock.left is not None else clock.next
-            return self._count(self._skipped_to(epoch))
-        return self._count(clock.live[-1].start if clock.live and clock.live[-1].resumed else clock.resume)
+            start = self._skipped_to(epoch)
+        elif clock.live and clock.live[-1].resumed:
+            epoch, start = clock.live[-1].epoch, clock.live[-1].start
+        else:
+            epoch, start = clock.next, clock.resume
+        return 0 if start and clock.is_at_end(epoch, start) else self._count(start)
 
     # -- position (position.py) -----------------------------------------------------------------------------------
 
@@ -240,21 +245,22 @@ class PreparedLoader(DataLoader[Any]):
         """Where the loader stands, in plain data: `samples` of the epoch's order were handed out, to all ranks together.
 
         Where a batch sampler of the user's own decides about batches, `samples` counts those. `left` is 1 for a pass that is over for
-        whoever goes on: left by `break`, or read inside of a batch of another loader; the next one is another epoch.
+        whoever goes on: left by `break`, or read inside of a batch of another loader; the next one is another epoch. `ended` is 1
+        after the last batch, inside of the loop.
         """
         clock, loaded = self._clock, self._clock.loaded
         rest = {"seed": self.seed, "kind": self._kind, "length": self._length(), "batch": self._stride}
         if clock.waits and loaded is not None:  # nothing was read since it was loaded
             numbers = {"epoch": loaded.epoch, "batches": loaded.batches, "samples": loaded.samples, "left": int(loaded.left)}
-            return {**numbers, **rest, **loaded.extra}
+            return {**numbers, "ended": int(loaded.ended), **rest, **loaded.extra}
         turn = clock.live[0] if clock.live else clock.left
         if turn is None:
-            return {"epoch": clock.next, "batches": 0, "samples": 0, "left": 0, **rest, **self._place_state(None, 0, True)}
+            return {"epoch": clock.next, "batches": 0, "samples": 0, "left": 0, "ended": 0, **rest, **self._place_state(None, 0)}
         left = not clock.live or self.gradient_state.is_inside(lambda one: one._clock is clock)
         batches = turn.start // self._stride + turn.handed
         samples = self._moved(turn)
-        numbers = {"epoch": turn.epoch, "batches": batches, "samples": samples, "left": int(left)}
-        return {**numbers, **rest, **self._place_state(turn, samples, left or turn.ended)}
+        numbers = {"epoch": turn.epoch, "batches": batches, "samples": samples, "left": int(left), "ended": int(turn.ended)}
+        return {**numbers, **rest, **self._place_state(turn, samples)}
 
     def _moved(self, turn: Pass) -> int:
         """The position after what a pass handed out; its last batch may have been a short one."""
@@ -284,7 +290,7 @@ class PreparedLoader(DataLoader[Any]):
         self.check_state_dict(state)
         resume = self.config.resumes if resume is None else resume
         position = read_position(state, length=self._length(), name=type(self.original.dataset).__name__)
-        if not resume and self._is_over(position.samples):
+        if not resume and (position.ended or self._is_over(position.samples)):
             position = replace(position, left=True)
         self.seed = state["seed"]
         self._clock.load(self._load_place(position), resume=resume)

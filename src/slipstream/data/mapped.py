@@ -200,8 +200,8 @@ class MapLoader(PreparedLoader):
 
     _extras = ("order", "nominal")
 
-    def _place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
-        order = self._ordering.state(turn, samples, over=over)
+    def _place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]:
+        order = self._ordering.state(turn, samples)
         found = {} if order is None else {"order": order}
         return {**found, "nominal": self._nominal} if self._nominal else found
 
@@ -212,7 +212,7 @@ class MapLoader(PreparedLoader):
             raise ConfigError(f"the state of a loader has nominal={nominal!r}: the size of a batch is a whole number from 0")
 
     def _load_place(self, position: Loaded) -> Loaded:
-        self._ordering.restore(position.extra.get("order"), over=position.left)
+        self._ordering.restore(position.extra.get("order"), over=position.left or position.ended)
         self._nominal = position.extra.get("nominal", 0)
         return position
 

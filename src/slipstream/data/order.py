@@ -51,13 +51,15 @@ class _Record(Protocol):
 
     def lay_out(self, values: Sequence[Any]) -> None: ...
 
-    def note(self, items: list[Any]) -> None: ...
+    def note(self, items: list[Any], ended: bool) -> None: ...
 
 
-def order_of(sampler: Any, *, seed: int, epoch: int, block: int, record: _Record | None = None, begun: int = 0) -> Order | Iterator[Any]:
+def order_of(
+    sampler: Any, *, seed: int, epoch: int, block: int, record: _Record | None = None, begun: int = 0, stop: int = 0
+) -> Order | Iterator[Any]:
     """The order in which a sampler (or batch sampler) gives its items in this epoch; laid out, or drawn `block` items at a time.
 
-    `record` hears of an order that is not torch's own. `begun` items of the first block were drawn before.
+    `record` hears of an order that is not torch's own. `begun` items of the first block were drawn before; a block ends at `stop`.
 
     >>> order_of(torch.utils.data.SequentialSampler(range(5)), seed=0, epoch=0, block=2).take(3, 9)
     [3, 4]
@@ -73,7 +75,7 @@ def order_of(sampler: Any, *, seed: int, epoch: int, block: int, record: _Record
         return _Array(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
     holders = [one for one in inner_samplers(sampler) if _has_generator(one)]
     if certain_length(sampler) is None:
-        return _begun(sampler, _Scope(holders, generator_seed, process_too=True), block, record, begun)
+        return _begun(sampler, _Scope(holders, generator_seed, process_too=True), block, record, begun, stop)
     if len(sampler) > _LAID_OUT and kind == "RandomSampler":
         return _begun(sampler, _Scope(holders, generator_seed), block)
     with _Scope(holders, generator_seed):
@@ -164,12 +166,14 @@ class _Array:
 # An order that is drawn -------------------------------------------------------------------------------------------------
 
 
-def _begun(sampler: Iterable[Any], scope: _Scope, block: int, record: _Record | None = None, begun: int = 0) -> Order | Iterator[Any]:
+def _begun(
+    sampler: Iterable[Any], scope: _Scope, block: int, record: _Record | None = None, begun: int = 0, stop: int = 0
+) -> Order | Iterator[Any]:
     with scope:
         iterator = iter(sampler)
         if type(iterator) in _OF_CONTAINERS and length_hint(iterator) <= _LAID_OUT:  # the whole order is there already
             return _listed(list(iterator), record)
-    return _drawn(iterator, scope, block, record, begun)
+    return _drawn(iterator, scope, _sizes(block, begun, stop), record)
 
 
 def _listed(values: Sequence[Any], record: _Record | None) -> _Listed:
@@ -178,17 +182,26 @@ def _listed(values: Sequence[Any], record: _Record | None) -> _Listed:
     return _Listed(values)
 
 
-def _drawn(iterator: Iterator[Any], scope: _Scope, block: int, record: _Record | None, begun: int) -> Iterator[Any]:
-    wanted = block - begun
+def _sizes(block: int, begun: int, stop: int) -> Iterator[int]:
+    """How many items are drawn at a time: those of a block, and no more than up to a place where drawing stopped before."""
+    position = begun
     while True:
+        size = block - position % block
+        if position < stop < position + size:
+            size = stop - position
+        yield size
+        position += size
+
+
+def _drawn(iterator: Iterator[Any], scope: _Scope, sizes: Iterator[int], record: _Record | None) -> Iterator[Any]:
+    for wanted in sizes:
         with scope:
             items = [_kept(item) for item in islice(iterator, wanted)]
         if record is not None:
-            record.note(items)
+            record.note(items, len(items) < wanted)
         yield from items
         if len(items) < wanted:
             return
-        wanted = block
 
 
 def _kept(item: Any) -> Any:

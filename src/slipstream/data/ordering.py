@@ -4,9 +4,11 @@ For samplers of torch the order is a function of (seed, epoch): there is nothing
 
 * what the sampler held when the pass began (`samplers.py`): put back, it draws the same order again, and what comes before the place is
   drawn and dropped (positions alone: no data is read);
-* where the sampler has a `state_dict`, what that gave at the place itself: put back, nothing has to be drawn again;
-* a digest of the order up to the place, and the next positions after it. Whichever way the place was found, it is compared with these:
-  an order that is another one than in the saved run is told, never handed out in silence.
+* a digest of the order up to the place: an order that is another one than in the saved run is noticed;
+* where the sampler has a `state_dict`, what that gives, and the positions that were drawn ahead: for a sampler that watches the
+  training, whose order cannot be drawn again. It hands these out and goes on from its own state, which is said.
+
+An order that is another one in spite of all this is told, never handed out in silence.
 """
 
 from __future__ import annotations
@@ -29,9 +31,6 @@ from slipstream.logging import get_logger
 
 __all__ = ["Ordering", "Record"]
 
-_NEXT = 8
-"""How many positions after a place are kept to recognise it."""
-
 
 class Ordering:
     """The orders of one loader."""
@@ -49,48 +48,60 @@ class Ordering:
         keeper = self.keeper
         if keeper is None or turn is None:
             return order_of(self.units, seed=seed, epoch=epoch, block=block), None
-        if turn.begin is None:
-            turn.begin = keeper.snapshot()
-        else:
+        if turn.begin is not None:
             self._put_back(turn.begin)
-        if saved is not None and start and "mark" in saved:
-            found = self._at_mark(turn, saved, seed, epoch, block, start)
-            if found is not None:
-                return found, saved["head"]
-            self._put_back(turn.begin)
-        turn.order = record = Record(keeper, self._ahead)
-        order = order_of(self.units, seed=seed, epoch=epoch, block=block, record=record)
-        if saved is None or not start or "digest" not in saved:
+        turn.begin = keeper.snapshot()
+        found = saved if saved is not None and start and "digest" in saved else None
+        ahead = [] if found is None else found.get("next", [])
+        order, record = self._begun(turn, seed, epoch, block, start + len(ahead))
+        if found is None:
             return order, None
-        if isinstance(order, Iterator):
-            return self._verified(order, start, saved["digest"]), None
-        if record.digest_at(start) != saved["digest"]:
-            self._tell()
-        return order, None
-
-    def _at_mark(self, turn: Pass, saved: Any, seed: int, epoch: int, block: int, start: int) -> Iterator[Any] | None:
-        """The order from a place on, where the sampler says itself that it stands there; None if it does not go on as it did."""
-        assert self.keeper is not None
-        self.keeper.units.load_state_dict(saved["mark"])
-        record = Record(self.keeper, self._ahead, position=start, digest=saved["digest"], head=saved["head"], mark=saved["mark"])
-        order = order_of(self.units, seed=seed, epoch=epoch, block=block, record=record, begun=start % block)
         if not isinstance(order, Iterator):
-            return None
-        first = list(islice(order, len(saved["next"])))
-        if list(map(_plain, first)) != saved["next"] or not first:
-            return None
-        turn.order = record
-        return chain(first, order)
+            if record.digest_at(start) != found["digest"]:
+                self._tell()
+            elif not self._holds(found["now"]):
+                keeper.restore(found["now"])
+            return order, None
+        head = _drop(order, start, block)
+        following = list(islice(order, len(ahead) + found.get("ended", False)))
+        same = record.digest_at(start) == found["digest"] and list(map(_plain, following)) == ahead
+        if same and not keeper.stateful:
+            keeper.restore(found["now"])  # what changed it from outside, as the training
+        elif keeper.stateful and not (same and self._holds(found["now"])):
+            return self._from_its_state(turn, found, seed, epoch, block, start), found["head"]
+        if same:
+            return chain(following, order), head
+        self._tell()
+        self._put_back(turn.begin)
+        return self._begun(turn, seed, epoch, block)[0], None
 
-    def _verified(self, order: Iterator[Any], start: int, digest: str) -> Iterator[Any]:
-        seen = _Digest()
-        for _ in range(start):
-            for item in islice(order, 1):
-                seen.add([item])
-                yield item
-        if seen.text() != digest:
-            self._tell()
-        yield from order
+    def _begun(self, turn: Pass, seed: int, epoch: int, block: int, stop: int = 0) -> tuple[Order | Iterator[Any], Record]:
+        assert self.keeper is not None
+        turn.order = record = Record(self._ahead)
+        return order_of(self.units, seed=seed, epoch=epoch, block=block, record=record, stop=stop), record
+
+    def _holds(self, now: Any) -> bool:
+        """Whether a sampler that says itself what its state is holds what it held in the saved run."""
+        assert self.keeper is not None
+        return self.keeper.stateful and _same(self.keeper.snapshot()[0]["state"], now[0]["state"])
+
+    def _from_its_state(self, turn: Pass, saved: Any, seed: int, epoch: int, block: int, start: int) -> Iterator[Any]:
+        """What was drawn ahead of a place, and then what the sampler gives from its own state on."""
+        assert self.keeper is not None
+        units, ahead = self.units, list(saved["next"])
+        get_logger(__name__).warning(
+            f"the order of {type(units).__name__} cannot be drawn again as it was before the position that was loaded; it goes on from "
+            "what its state_dict() gave there, and is right if that says how far it is"
+        )
+        self.keeper.restore(saved["now"])
+        turn.order = record = Record(self._ahead, position=start, digest=saved["digest"], head=saved["head"])
+        record.note(ahead, saved["ended"])
+        if saved["ended"]:
+            return iter(ahead)
+        position = start + len(ahead)
+        order = order_of(units, seed=seed, epoch=epoch, block=block, record=record, begun=position % block)
+        rest: Iterator[Any] = order if isinstance(order, Iterator) else iter(order.take(0, len(order)))
+        return chain(ahead, islice(rest, max(0, len(units) - position)) if hasattr(units, "__len__") else rest)
 
     def _tell(self) -> None:
         name = type(self.units).__name__
@@ -102,18 +113,15 @@ class Ordering:
 
     # -- what is saved --------------------------------------------------------------------------------------------
 
-    def state(self, turn: Pass | None, position: int, *, over: bool) -> dict[str, Any] | None:
-        """What a place needs besides its numbers; `over`: the next pass is another one, so what the sampler holds now counts too."""
+    def state(self, turn: Pass | None, position: int) -> dict[str, Any] | None:
+        """What a place needs besides its numbers: what the sampler holds now, and of a pass, what it held when that began."""
         if self.keeper is None:
             return None
-        found: dict[str, Any] = {}
-        if turn is not None and turn.begin is not None:
-            found["begin"] = turn.begin
-            if turn.order is not None and position:
-                found.update(turn.order.at(position))
-        if over or "begin" not in found:
-            found["now"] = self.keeper.snapshot()
-        return found
+        now = self.keeper.snapshot()
+        if turn is None or turn.begin is None:
+            return {"now": self.keeper.told(now)}
+        found = {"begin": self.keeper.told(turn.begin, now), "now": self.keeper.told(now, turn.begin)}
+        return {**found, **turn.order.at(position)} if turn.order is not None and position else found
 
     def check(self, saved: Any) -> None:
         """Raises unless this is what `state` gives for such a sampler; changes nothing."""
@@ -129,8 +137,6 @@ class Ordering:
         for name in ("begin", "now"):
             if name in saved:
                 self.keeper.check(saved[name])
-        if "mark" in saved and not self.keeper.stateful:
-            raise ConfigError(f"the state of a sampler was saved, and the {type(self.units).__name__} here has no load_state_dict")
 
     def restore(self, saved: Any, *, over: bool) -> None:
         """Puts the sampler where it stood: at the beginning of the pass, or, if that is over, where it was left."""
@@ -161,11 +167,14 @@ _NOTHING = object()
 
 
 def _fits(saved: dict[str, Any]) -> bool:
-    if set(saved) - {"begin", "now", "digest", "mark", "head", "next"}:
+    if "now" not in saved or set(saved) - {"begin", "now", "digest", "head", "next", "ended"}:
         return False
-    if "digest" in saved and not isinstance(saved["digest"], str):
+    digest = saved.get("digest", "0")
+    if not isinstance(digest, str) or not 1 <= len(digest) <= 16 or set(digest) - set("0123456789abcdef"):
         return False
-    return "mark" not in saved or all(isinstance(saved.get(name), list) for name in ("head", "next"))
+    drawn = {"head", "next", "ended"} & set(saved)
+    lists = all(isinstance(saved.get(name), list) for name in ("head", "next"))
+    return not drawn or ("digest" in saved and lists and isinstance(saved.get("ended"), bool))
 
 
 # -- while an order is drawn ------------------------------------------------------------------------------------------
@@ -207,61 +216,83 @@ def _number(item: Any) -> int:
     return int.from_bytes(blake2b(repr(_plain(item)).encode(), digest_size=8).digest(), "little")
 
 
+def _drop(order: Iterator[Any], start: int, block: int) -> list[Any]:
+    """Draws what comes before a place; the first block of it."""
+    head = list(islice(order, min(start, block)))
+    for _ in islice(order, start - len(head)):
+        pass
+    return head
+
+
 class Record:
     """What was drawn of an order: as much as is needed to find a place in it again."""
 
-    def __init__(
-        self, keeper: SamplerKeeper, ahead: int, *, position: int = 0, digest: str = "0", head: Sequence[Any] = (), mark: Any = None
-    ) -> None:
-        self._keeper = keeper
+    def __init__(self, ahead: int, *, position: int = 0, digest: str = "0", head: Sequence[Any] = ()) -> None:
         self._keep = ahead
         self._position = position
         self._digest = _Digest(digest)
-        self._head: list[Any] = list(head)
-        self._has_head = bool(position)
+        self._head: list[Any] | None = list(head) if position else None
         self._blocks: dict[int, list[Any]] = {}
         """The blocks that were drawn last, by where they begin."""
-        self._marks: dict[int, tuple[str, Any]] = {position: (digest, mark)} if position else {}
-        """Digest of what comes before, and state of the sampler, by where a block ends."""
+        self._digests: dict[int, str] = {position: digest}
+        """Of what comes before, by where a block begins or ends."""
         self._whole: Sequence[Any] | None = None
+        self._ended = False
 
     def lay_out(self, values: Sequence[Any]) -> None:
         """The whole order is there."""
         self._whole = values
 
-    def note(self, items: list[Any]) -> None:
-        """A block was drawn."""
+    def note(self, items: list[Any], ended: bool) -> None:
+        """A block was drawn; `ended`: and there is nothing after it."""
+        self._ended = ended
         if not items:
             return
-        if not self._has_head:
-            self._head, self._has_head = [_plain(item) for item in items], True
+        if self._head is None:
+            self._head = [_plain(item) for item in items]
         self._blocks[self._position] = items
         self._position += len(items)
         self._digest.add(items)
-        state = self._keeper.snapshot()[0]["state"] if self._keeper.stateful else None
-        self._marks[self._position] = self._digest.text(), state
-        for kept in (self._blocks, self._marks):
+        self._digests[self._position] = self._digest.text()
+        for kept in (self._blocks, self._digests):
             if len(kept) > self._keep:
                 del kept[next(iter(kept))]
 
     def digest_at(self, position: int) -> str | None:
-        """Of an order that is laid out, or where a block ended."""
+        """Of what comes before a place; None where that is too long ago."""
+        digest = _Digest()
         if self._whole is not None:
-            digest = _Digest()
             digest.add(self._whole[:position])
             return digest.text()
-        return self._marks[position][0] if position in self._marks else None
+        begin = max((one for one in self._digests if one <= position), default=None)
+        if begin is None:
+            return None
+        digest = _Digest(self._digests[begin])
+        digest.add(self._blocks.get(begin, [])[: position - begin])
+        return digest.text()
 
     def at(self, position: int) -> dict[str, Any]:
         """What finds this place again."""
-        digest = self.digest_at(min(position, self._position) if self._whole is None else position)
+        digest = self.digest_at(position)
         if digest is None:
             return {}
-        state = self._marks.get(position, (None, None))[1]
-        following = self._blocks.get(position)
-        if state is None or self._whole is not None or not following:
+        if self._whole is not None:
             return {"digest": digest}
-        return {"digest": digest, "mark": state, "head": self._head, "next": [_plain(item) for item in following[:_NEXT]]}
+        following = [_plain(item) for begin, items in self._blocks.items() for place, item in enumerate(items, begin) if place >= position]
+        return {"digest": digest, "head": self._head or [], "next": following, "ended": self._ended}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states hold the same."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray):
+        return bool(numpy.array_equal(one, other))
+    return bool(one == other)
 
 
 def _plain(item: Any) -> Any:

@@ -159,15 +159,16 @@ class Plan:
     def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[Piece]:
         """The pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last.
 
-        With a `head` (the beginning of the order), the order stands at `start` already.
+        With a `head` (the beginning of the order; empty where it does not matter), the order stands at `start` already.
         """
         size = self.size
         phase = self.phase(start)
         if head is None:
             head = list(islice(order, size))
             order = _from(head, order, start)
-        first, whole = head, size - phase
+        whole = size - phase
         batch = list(islice(order, whole))
+        first = head or batch
         while batch:
             following = list(islice(order, size)) if len(batch) == whole else []
             if self.drop_last and len(following) < size:

@@ -26,7 +26,7 @@ KINDS: Mapping[str, str] = {
 """What is counted, by the kind of loader."""
 
 _NUMBERS = ("epoch", "batches", "samples", "seed")
-_PLAIN = {*_NUMBERS, "left", "kind", "length", "batch"}
+_PLAIN = {*_NUMBERS, "left", "ended", "kind", "length", "batch"}
 _LARGEST = 2**53
 
 
@@ -37,7 +37,7 @@ def check_position(state: Any, *, kind: str, length: int | None, stride: int, ex
     missing = [one for one in _NUMBERS if one not in state]
     if missing:
         raise ConfigError(f"this is no state of a prepared loader: it has no {', '.join(missing)}; pass what its state_dict() gave")
-    for one in (*_NUMBERS, "left", "batch"):
+    for one in (*_NUMBERS, "left", "ended", "batch"):
         value = state.get(one, 0)
         largest = 2**64 if one == "seed" else _LARGEST
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < largest:
@@ -80,4 +80,5 @@ def read_position(state: Mapping[str, Any], *, length: int | None, name: str) ->
             "another one, so in this epoch some samples may come twice and others never."
         )
     extra = {one: value for one, value in state.items() if one not in _PLAIN}
-    return Loaded(state["epoch"], state["batches"], state["samples"], bool(state.get("left", 0)), extra)
+    left, ended = bool(state.get("left", 0)), bool(state.get("ended", 0))
+    return Loaded(state["epoch"], state["batches"], state["samples"], left, ended, extra)

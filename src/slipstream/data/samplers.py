@@ -57,16 +57,27 @@ class SamplerKeeper:
         return _is_stateful(self.units)
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """The state of each sampler, outermost first."""
-        return [self._snapshot(one, initial) for one, initial in zip(self.samplers, self._initial, strict=True)]
+        """The state of each sampler, outermost first: all of it, as it may change in any way from here on."""
+        return [self._snapshot(one) for one in self.samplers]
 
-    def _snapshot(self, sampler: Any, initial: dict[str, Any] | None) -> dict[str, Any]:
+    def _snapshot(self, sampler: Any) -> dict[str, Any]:
         name = type(sampler).__qualname__
-        if initial is None:
+        if _is_stateful(sampler):
             return {"type": name, "state": copy.deepcopy(sampler.state_dict())}
-        now = self.prints(sampler)
-        changed = {key: _kept(vars(sampler)[key]) for key, value in now.items() if value is None or value != initial.get(key, _ABSENT)}
-        return {"type": name, "attributes": changed}
+        prints = self.prints(sampler)
+        return {"type": name, "attributes": {key: _kept(vars(sampler)[key]) for key in prints}, "prints": prints}
+
+    def told(self, snapshot: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """What is saved of a snapshot: attributes that are not as they were made, or not as they are in another snapshot."""
+        found = []
+        for place, one in enumerate(snapshot):
+            saved = {key: value for key, value in one.items() if key != "prints"}
+            if "attributes" in one:
+                apart = [self._initial[place] or {}, *([other[place].get("prints", {})] if other is not None else [])]
+                kept = {name for name, value in one["prints"].items() if value is None or any(value != each.get(name) for each in apart)}
+                saved["attributes"] = {name: value for name, value in one["attributes"].items() if name in kept}
+            found.append(saved)
+        return found
 
     def prints(self, sampler: Any) -> dict[str, Any]:
         """What tells whether an attribute changed; None for generators, which always count as changed."""

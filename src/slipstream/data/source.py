@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from slipstream.data.items import Mark, Marks, Reader, check_mark, plain_mark
+from slipstream.data.items import Mark, Marks, Reader, check_mark, plain_mark, skips
 from slipstream.data.reading import Engine, Message, Recipe, Turn
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
@@ -66,20 +66,32 @@ class StreamSource:
     ) -> Iterator[Message]:
         """The batches from a position on. `keeps`: places are noted, and those that were are used."""
         saved = self._found(epoch, start) if keeps and start else None
+        may_skip = skips(dataset, epoch)
         if self.engine.has_workers:
             turns = None if saved is None else saved.turns
             messages = self.engine.in_workers(
-                dataset, recipe, seed=seed, pipeline=pipeline, place=place, start=start, turns=turns, digest=digest, careful=careful
+                dataset,
+                recipe,
+                seed=seed,
+                pipeline=pipeline,
+                place=place,
+                start=start,
+                turns=turns,
+                digest=digest,
+                careful=careful,
+                may_skip=may_skip,
             )
             return self._followed(messages, recipe, epoch, start, turns) if keeps else messages
-        reader = self.reader(dataset, recipe, seed, pipeline, place, careful=careful)
+        reader = self.reader(dataset, recipe, seed, pipeline, place, careful=careful, may_skip=may_skip)
         note = self.note(epoch) if keeps else None
         items, head = reader.open(start, None if saved is None else saved.mark, needs_head=needs_head, note=note)
         return self.engine.here(recipe.messages(items, start, head))
 
-    def reader(self, dataset: Any, recipe: Recipe, seed: int, pipeline: int, place: tuple[int, int], *, careful: bool) -> Reader:
+    def reader(
+        self, dataset: Any, recipe: Recipe, seed: int, pipeline: int, place: tuple[int, int], *, careful: bool, may_skip: bool = True
+    ) -> Reader:
         """What reads the items in this process."""
-        return Reader(dataset, recipe.block, seed, pipeline, place, careful=careful, aligned=recipe.aligned)
+        return Reader(dataset, recipe.block, seed, pipeline, place, careful=careful, aligned=recipe.aligned, may_skip=may_skip)
 
     def note(self, epoch: int) -> Callable[[int, Mark], None]:
         """Takes the marks of a pass."""
@@ -88,7 +100,7 @@ class StreamSource:
     def can_seek(self, dataset: Any, epoch: int, start: int) -> bool:
         """Whether this position can be found without reading everything before it."""
         saved = self._found(epoch, start)
-        return callable(getattr(dataset, "skip", None)) or (saved is not None and saved.mark is not None and saved.mark.seeks)
+        return skips(dataset, epoch) or (saved is not None and saved.mark is not None and saved.mark.seeks)
 
     def _found(self, epoch: int, start: int) -> SavedPlace | None:
         """What leads to this position, if it was loaded, or if a pass of this process got there."""

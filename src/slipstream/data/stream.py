@@ -261,7 +261,7 @@ class StreamLoader(PreparedLoader):
     def _moved(self, turn: Pass) -> int:
         return turn.start + turn.handed * self._stride if self.way == "own" else super()._moved(turn)
 
-    def _place_state(self, turn: Pass | None, samples: int, over: bool) -> dict[str, Any]:
+    def _place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]:
         """`dataset` is the state of a dataset that keeps one and cannot skip; `parts`, how many processes read parts of their own."""
         if self.way == "own":
             return {"parts": self.place.world_size}

@@ -1,0 +1,805 @@
+"""A loader that was saved anywhere goes on as the saved one would have: the same batches, in this epoch and in those after it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from data_twin import keep, prepared, ranks_of, real_samples, rounds
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from slipstream.data.skip import skip_first_batches
+
+LENGTH = 11
+EPOCHS = 3
+DATA = list(range(LENGTH))
+
+
+# -- samplers of the user's own --------------------------------------------------------------------------------------------------
+
+
+class Own(Sampler[int]):
+    """What the samplers here share."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Plain:
+    """No base class; draws from Python's global numbers, one position at a time."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(LENGTH):
+            yield random.randrange(LENGTH)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class WithGenerator(Own):
+    """A generator under torch's usual name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.length, generator=self.generator).tolist())
+
+
+class KeepsRandomState(Own):
+    """A RandomState of its own, which goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = numpy.random.RandomState(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(self.length).tolist())
+
+
+class DrawsWhileRead(Own):
+    """Python's, numpy's and torch's generators under names of its own, drawn one position at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._python, self.numbers, self.torch = random.Random(1), numpy.random.default_rng(2), torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            drawn = self._python.randrange(100) + int(self.numbers.integers(100)) + int(torch.randint(100, (), generator=self.torch))
+            yield drawn % self.length
+
+
+class ShufflesAgain(Own):
+    """Shuffles what the epoch before left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices = list(range(self.length))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+
+class Rotates(Own):
+    """Counts its passes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        for place in range(self.length):
+            yield (place + 3 * self.passes) % self.length
+
+
+class AtItsPlace(Own):
+    """Its state is a place, as those of torchdata: loaded, it goes on there; at its end it begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng, self.order, self.at, self.drawn = random.Random(4), list(range(LENGTH)), 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.at == 0:
+            self.rng.shuffle(self.order)
+        while self.at < self.length:
+            self.at += 1
+            self.drawn += 1
+            yield self.order[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "order": self.order, "rng": list(self.rng.getstate()[1])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.order = state["at"], list(state["order"])
+        self.rng.setstate((3, tuple(state["rng"]), None))
+
+
+class AtItsEnd(AtItsPlace):
+    """The same, but at its end it stays there until the next pass begins."""
+
+    def __iter__(self) -> Iterator[int]:
+        if self.at == self.length and not self.loaded:
+            self.at = 0
+        self.loaded = False
+        yield from super().__iter__()
+        self.at = self.length
+
+    loaded = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.loaded = True
+
+
+class AtItsBeginning(Own):
+    """Its state is that of its generator: loaded, it gives a pass from its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(4)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            yield self.rng.randrange(self.length)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": list(self.rng.getstate()[1])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.setstate((3, tuple(state["rng"]), None))
+
+
+class HearsOfEpochs(Own):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(self.length), self.length))
+
+
+class Budget(Sampler[list[int]]):
+    """Batches of all sizes, of a sampler under another name."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for sample in self.inner:
+            batch.append(sample)
+            if sum(batch) > 9 or len(batch) == 3:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+
+def by_sampler(make: Callable[[], Any]) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(DATA, batch_size=2, sampler=make(), collate_fn=keep)
+
+
+def by_batches(make: Callable[[], Any]) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(DATA, batch_sampler=make(), collate_fn=keep)
+
+
+MAPPED: dict[str, Callable[[], DataLoader[Any]]] = {
+    "in order": lambda: DataLoader(DATA, batch_size=2, collate_fn=keep),
+    "shuffle": lambda: DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=keep),
+    "drop_last": lambda: DataLoader(DATA, batch_size=2, shuffle=True, drop_last=True, collate_fn=keep),
+    "positions": lambda: DataLoader(DATA, batch_size=None, shuffle=True),
+    "replacement": by_sampler(lambda: RandomSampler(DATA, replacement=True, num_samples=13)),
+    "weighted": by_sampler(lambda: WeightedRandomSampler([1.0 + one % 3 for one in DATA], 9)),
+    "subset": by_sampler(lambda: SubsetRandomSampler(DATA[::2])),
+    "a list": by_sampler(lambda: DATA[::-1]),
+    "batches": by_batches(lambda: [[1, 2], [3], [4, 5, 6], [0], [7]]),
+    "budget": by_batches(lambda: Budget(RandomSampler(DATA))),
+    "budget of its own": by_batches(lambda: Budget(KeepsRandomState())),
+    **{
+        kind.__name__: by_sampler(kind)
+        for kind in (
+            Plain,
+            WithGenerator,
+            KeepsRandomState,
+            DrawsWhileRead,
+            ShufflesAgain,
+            Rotates,
+            AtItsPlace,
+            AtItsEnd,
+            AtItsBeginning,
+            HearsOfEpochs,
+        )
+    },
+}
+
+
+def saved_everywhere(loaders: list[Any]) -> tuple[list[list[Any]], list[tuple[int, int, dict[str, Any]]]]:
+    """The batches of all epochs, and the state at every point: (epoch, batches read of it, state)."""
+    epochs: list[list[Any]] = []
+    states = [(0, 0, copy.deepcopy(loaders[0].state_dict()))]
+    for epoch in range(EPOCHS):
+        batches: list[Any] = []
+        for one in rounds(loaders):
+            batches.append(whole(*one))
+            states.append((epoch, len(batches), copy.deepcopy(loaders[0].state_dict())))
+        epochs.append(batches)
+        states.append((epoch + 1, 0, copy.deepcopy(loaders[0].state_dict())))
+    return epochs, [one for one in states if one[0] < EPOCHS]
+
+
+def whole(batches: list[Any], shares: Any) -> list[Any]:
+    return real_samples(batches, shares) if isinstance(batches[0], list) else batches
+
+
+def rest(loaders: list[Any], count: int) -> list[list[Any]]:
+    return [[whole(*one) for one in rounds(loaders)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", MAPPED)
+def test_a_map_style_loader_goes_on_from_every_point(kind: str, world: int, caplog: pytest.LogCaptureFixture) -> None:
+    make = MAPPED[kind]
+    epochs, states = saved_everywhere(ranks_of(make, world))
+    for epoch, read, state in states:
+        expected = [epochs[epoch][read:], *epochs[epoch + 1 :]]
+        going_on = ranks_of(make, world, seed=1, resume="auto")
+        for one in going_on:
+            one.load_state_dict(copy.deepcopy(state))
+        assert kind.startswith("budget") or len(going_on[0]) == len(expected[0])
+        assert rest(going_on, EPOCHS - epoch) == expected, f"cut after {read} of epoch {epoch}, by itself"
+        skipping = ranks_of(make, world, seed=1)
+        for one in skipping:
+            one.load_state_dict(copy.deepcopy(state))
+        assert state["batches"] == read
+        twins = [skip_first_batches(one, read) for one in skipping]
+        assert rest(twins, 1) + rest(skipping, EPOCHS - epoch - 1) == expected, f"cut after {read} of epoch {epoch}, skipping"
+    assert not caplog.text, "nothing is to be warned of"
+
+
+_elsewhere = numpy.random.RandomState(8)
+
+
+class FromElsewhere(Own):
+    """Draws from where nobody can look."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(_elsewhere.permutation(self.length).tolist())
+
+
+class DrawsFromElsewhere(FromElsewhere):
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+
+
+class Watches(Own):
+    """Gives the samples with the largest losses first, as they are when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses, self.given = {one: float(one) for one in DATA}, list[int]()
+
+    def __iter__(self) -> Iterator[int]:
+        while len(self.given) < self.length:
+            chosen = max((one for one in DATA if one not in self.given), key=self.losses.__getitem__)
+            self.given.append(chosen)
+            yield chosen
+        self.given = []
+
+
+class Tells(Watches):
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses.values()), "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses, self.given = dict(enumerate(state["losses"])), list(state["given"])
+
+
+class Ranks(Watches):
+    """The order of a pass is that of the losses when it begins."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(DATA, key=self.losses.__getitem__))
+
+
+@pytest.mark.parametrize("kind", [Watches, Tells, Ranks])
+def test_a_sampler_that_watches_the_training_goes_on_with_what_it_saw(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(loader: Any, sampler: Any) -> Iterator[tuple[list[int], Any]]:
+        for batch in loader:
+            for sample in batch:
+                sampler.losses[(sample * 7) % LENGTH] += 0.3 * sample  # which changes the order of what comes
+            yield batch, copy.deepcopy(loader.state_dict())
+
+    sampler = kind()
+    loader = prepared(DataLoader(DATA, batch_size=2, sampler=sampler, collate_fn=keep))
+    straight, later = list(trained(loader, sampler)), [list(loader), list(loader)]
+    read = [batch for batch, _ in straight]
+    assert sorted(sum(read, [])) == DATA
+    told = 0
+    for number, (_, state) in enumerate(straight, 1):
+        again = kind()
+        caplog.clear()
+        resumed = prepared(DataLoader(DATA, batch_size=2, sampler=again, collate_fn=keep), resume="auto")
+        resumed.load_state_dict(state)
+        found = [batch for batch, _ in trained(resumed, again)]
+        if "is not that of the saved run" in caplog.text:
+            told += 1
+            continue
+        assert found == read[number:]
+        assert again.losses == sampler.losses
+        assert [list(resumed), list(resumed)] == later
+    assert told == 0 or kind is Watches, "without a state of its own, an order that cannot be drawn again is told"
+
+
+@pytest.mark.parametrize("kind", [FromElsewhere, DrawsFromElsewhere])
+def test_an_order_that_cannot_be_known_is_told_and_never_handed_out_in_silence(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    loader = prepared(by_sampler(kind)())
+    for number, _ in enumerate(loader):
+        if number == 2:
+            state = loader.state_dict()
+    resumed = prepared(by_sampler(kind)(), resume="auto")
+    resumed.load_state_dict(state)
+    assert len(list(resumed)) == 3
+    assert f"the order of {kind.__name__} is not that of the saved run" in caplog.text
+    assert caplog.text.count("is not that of the saved run") == 1
+
+
+# -- where a script saves, and how it goes on ------------------------------------------------------------------------------------
+
+
+def shuffled(**options: Any) -> Any:
+    return prepared(MAPPED["KeepsRandomState"](), **options)
+
+
+def resumed_from(state: dict[str, Any], **options: Any) -> Any:
+    loader = shuffled(**{"resume": "auto", **options})
+    loader.load_state_dict(copy.deepcopy(state))
+    return loader
+
+
+def epochs_of_shuffled(count: int = 4) -> list[list[Any]]:
+    loader = shuffled()
+    return [list(loader) for _ in range(count)]
+
+
+def test_after_a_break_the_next_pass_is_the_next_epoch() -> None:
+    loader = shuffled()
+    for number, _ in enumerate(loader):
+        if number == 2:
+            break
+    state = loader.state_dict()
+    straight = [list(loader), list(loader)]
+    resumed = resumed_from(state)
+    assert resumed.state_dict()["left"] == 1
+    assert [list(resumed), list(resumed)] == straight
+
+
+def test_a_pass_that_was_left_can_be_gone_on_with_in_this_process_and_in_another() -> None:
+    epochs = epochs_of_shuffled()
+    loader = shuffled()
+    for number, _ in enumerate(loader):
+        if number == 2:
+            break
+    state = copy.deepcopy(loader.state_dict())
+    assert list(skip_first_batches(loader, 3)) == epochs[0][3:], "a sampler that keeps a generator is put back for it"
+    assert list(loader) == epochs[1]
+    again = resumed_from(state, resume=None)
+    assert list(skip_first_batches(again, 3)) == epochs[0][3:]
+    assert list(again) == epochs[1]
+
+
+def test_a_resumed_run_can_be_resumed_and_so_on() -> None:
+    epochs = epochs_of_shuffled()
+    state, read = shuffled().state_dict(), []
+    for _ in range(4 * 6):  # one batch in each life
+        loader = resumed_from(state)
+        assert loader.state_dict()["samples"] == state["samples"], "also before anything was read"
+        for batch in loader:
+            read.append(batch)
+            state = copy.deepcopy(loader.state_dict())
+            break
+        else:
+            state = copy.deepcopy(loader.state_dict())
+            continue
+    flat = [batch for epoch in epochs for batch in epoch]
+    assert read == flat[: len(read)]
+    assert len(read) >= 18
+
+
+def test_the_state_of_the_loader_is_that_of_its_twin_that_skips() -> None:
+    epochs = epochs_of_shuffled()
+    loader = shuffled()
+    twin = skip_first_batches(loader, 2)
+    for number, _ in enumerate(twin, 3):
+        state = copy.deepcopy(loader.state_dict())
+        resumed = resumed_from(state)
+        assert list(resumed) == epochs[0][number:]
+        assert list(resumed) == epochs[1]
+    assert list(resumed_from(loader.state_dict())) == epochs[1], "after the twin is through"
+    assert list(loader) == epochs[1]
+
+
+def test_inside_of_an_evaluation_the_position_of_the_training_is_kept_and_the_evaluation_begins_anew() -> None:
+    from slipstream.runtime.gradient_state import GradientState
+
+    def loaders() -> tuple[Any, Any]:
+        state = GradientState()
+        make = lambda: DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=keep)  # noqa: E731
+        return tuple(prepared(make(), seed=seed, gradient_state=state, resume="auto") for seed in (1, 2))  # type: ignore[return-value]
+
+    train, test = loaders()
+    read, evaluations, saved = [], [], None
+    for number, batch in enumerate(train):
+        read.append(batch)
+        if number % 2:
+            evaluations.append([])
+            for part in test:
+                evaluations[-1].append(part)
+                if (number, len(evaluations[-1])) == (3, 4):
+                    saved = copy.deepcopy((train.state_dict(), test.state_dict()))
+    assert saved is not None
+    train, test = loaders()
+    train.load_state_dict(saved[0])
+    test.load_state_dict(saved[1])
+    again = []
+    for number, batch in enumerate(train, 4):
+        again.append(batch)
+        if number % 2:
+            assert list(test) == evaluations[2], "a whole one: what was left of the other is gone with the process"
+    assert again == read[4:]
+
+
+def test_two_loaders_that_are_read_side_by_side_both_keep_their_places() -> None:
+    from slipstream.runtime.gradient_state import GradientState
+
+    def loaders() -> list[Any]:
+        state = GradientState()
+        make = lambda: DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=keep)  # noqa: E731
+        return [prepared(make(), seed=seed, gradient_state=state, resume="auto") for seed in (1, 2)]
+
+    pairs, states = [], []
+    both = loaders()
+    for pair in zip(*both, strict=True):
+        pairs.append(pair)
+        states.append(copy.deepcopy([one.state_dict() for one in both]))
+    for cut, saved in enumerate(states, 1):
+        both = loaders()
+        for one, state in zip(both, saved, strict=True):
+            one.load_state_dict(state)
+        assert list(zip(*both, strict=True)) == pairs[cut:]
+
+
+def test_set_epoch_keeps_the_position_of_its_epoch_and_says_so_if_it_gives_it_up(caplog: pytest.LogCaptureFixture) -> None:
+    loader = prepared(MAPPED["shuffle"]())
+    epochs = [list(loader) for _ in range(4)]
+    loader.set_epoch(2)
+    for number, _ in enumerate(loader, 1):
+        if number == 3:
+            state = loader.state_dict()
+    going_on = prepared(MAPPED["shuffle"](), seed=0, resume="auto")
+    going_on.load_state_dict(state)
+    going_on.set_epoch(2)
+    assert list(going_on) == epochs[2][3:]
+    going_on.load_state_dict(state)
+    assert not caplog.text
+    going_on.set_epoch(0)
+    assert "gives up the position that was loaded for this loader (6 into epoch 2)" in caplog.text
+    assert list(going_on) == epochs[0]
+
+
+def test_len_is_that_of_the_pass_that_goes_on_until_it_is_over() -> None:
+    loader = prepared(MAPPED["shuffle"](), resume="auto")
+    loader.load_state_dict({"epoch": 0, "batches": 4, "samples": 8, "seed": 7})
+    assert len(loader) == 2
+    assert [len(loader) for _ in loader] == [2, 2]
+    assert len(loader) == 6
+
+
+# -- on another number of processes ----------------------------------------------------------------------------------------------
+
+
+def flat(epochs: list[list[Any]]) -> list[list[Any]]:
+    return [[sample for batch in epoch for sample in batch] for epoch in epochs]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "stream", "stateful", "batches", "AtItsPlace", "DrawsWhileRead"])
+@pytest.mark.parametrize(
+    ("old", "new"), [((2, 2), (1, 4)), ((1, 4), (2, 2)), ((2, 2), (4, 2)), ((4, 1), (3, 2)), ((4, 2), (3, 1)), ((1, 3), (2, 2))]
+)
+def test_the_samples_that_are_left_are_those_that_were_not_read(kind: str, old: tuple[int, int], new: tuple[int, int]) -> None:
+    """(ranks, batch size) before and after; also where the position lies inside of a batch as it is now."""
+    length = 23
+    for even, drop_last in ((True, False), (False, False), (False, True)):
+
+        def make(size: int, drop_last: bool = drop_last) -> DataLoader[Any]:
+            rest: dict[str, Any] = {"drop_last": drop_last, "collate_fn": keep}
+            if kind == "batches":
+                return DataLoader(range(length), batch_sampler=[[one, one + 1] for one in range(length - 1)], collate_fn=keep)
+            if kind in STREAMS:
+                return DataLoader(STREAMS[kind](range(length)), batch_size=size, **rest)
+            if kind == "shuffle":
+                return DataLoader(range(length), batch_size=size, shuffle=True, **rest)
+            return DataLoader(
+                range(length), batch_size=size, sampler={"AtItsPlace": AtItsPlace, "DrawsWhileRead": DrawsWhileRead}[kind](), **rest
+            )
+
+        saved = ranks_of(lambda: make(old[1]), old[0], even_batches=even)  # noqa: B023
+        read: list[list[Any]] = []
+        states = []
+        for one in rounds(saved):
+            read.append(whole(*one))
+            states.append(copy.deepcopy(saved[0].state_dict()))
+        oracle = ranks_of(lambda: make(new[1]), new[0], even_batches=even)  # noqa: B023
+        straight = [whole(*one) for one in rounds(oracle)]
+        for cut, state in enumerate(states, 1):
+            before = [sample for batch in read[:cut] for sample in batch]
+            assert state["samples"] == (len(before) if kind != "batches" else min(cut * old[0], length - 1))
+            loaders = ranks_of(lambda: make(new[1]), new[0], even_batches=even, resume="auto")  # noqa: B023
+            for loader in loaders:
+                loader.load_state_dict(copy.deepcopy(state))
+            if kind not in STREAMS:
+                expected = len(loaders[0])
+            batches = [whole(*one) for one in rounds(loaders)]
+            if kind not in STREAMS:
+                assert len(batches) == expected
+            order = flat([straight])[0]
+            if state["ended"]:
+                assert not batches, "also where the saved run dropped what this one would have read"
+                continue
+            assert flat([batches])[0] == order[len(before) :], "exactly what was not read"
+            assert before[: len(order)] == order[: len(before)], "in one order"
+            if kind != "batches" and batches:
+                assert batches[1:] == straight[len(straight) - len(batches) + 1 :], "after the first, batches are those of a straight run"
+            assert [whole(*one) for one in rounds(loaders)] == [whole(*one) for one in rounds(ranks_of_epoch(make, new, even))]
+
+
+def ranks_of_epoch(make: Any, new: tuple[int, int], even: bool) -> list[Any]:
+    """The second epoch of a straight run."""
+    loaders = ranks_of(lambda: make(new[1]), new[0], even_batches=even)
+    list(rounds(loaders))
+    return loaders
+
+
+def test_skipping_what_a_script_counted_on_another_number_of_processes_goes_to_the_position() -> None:
+    """After 3 batches of 2 x 2 samples, 3 batches are skipped by a script that knows nothing of samples."""
+    saved = ranks_of(lambda: DataLoader(range(23), batch_size=2, shuffle=True, collate_fn=keep), 2)
+    iterators = [iter(one) for one in saved]
+    for _ in range(3):
+        for iterator in iterators:
+            next(iterator)
+    state = saved[0].state_dict()
+    alone = prepared(DataLoader(range(23), batch_size=2, shuffle=True, collate_fn=keep))
+    order = sum(alone, [])
+    alone.load_state_dict(state)
+    twin = skip_first_batches(alone, 3)
+    assert len(twin) == 6
+    assert sum(twin, []) == order[12:]
+    del iterators
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------------------
+
+
+class Augmented(Dataset[Any]):
+    """Draws random numbers of all three kinds for every sample."""
+
+    def __getitem__(self, position: int) -> Any:
+        return position, random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Quick(Augmented):
+    def __getitems__(self, positions: list[int]) -> list[Any]:
+        return [self[position] for position in positions]
+
+
+def masked(batch: list[Any]) -> list[Any]:
+    """What a collate function draws."""
+    return [(*sample, random.random()) for sample in batch]
+
+
+@pytest.mark.parametrize(("kind", "stay"), [(Augmented, False), (Quick, True)])
+def test_random_numbers_of_workers_go_on_with_any_number_of_workers(kind: Any, stay: bool) -> None:
+    def make(workers: int = 2) -> Any:
+        how: dict[str, Any] = {"num_workers": workers, "persistent_workers": stay and workers > 0}
+        return prepared(DataLoader(kind(), batch_size=3, shuffle=True, collate_fn=masked, **how), resume="auto")
+
+    loader = make()
+    epochs, states = [], []
+    for _ in range(2):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch)
+            states.append(copy.deepcopy(loader.state_dict()))
+    assert len({number for epoch in epochs for batch in epoch for sample in batch for number in sample[1:]}) == 4 * 2 * LENGTH, (
+        "all drawn apart"
+    )
+    for cut, workers in ((1, 2), (2, 1), (4, 2), (6, 1)):
+        resumed = make(workers)
+        resumed.load_state_dict(states[cut - 1])
+        straight = [epochs[0][cut:], epochs[1]] if cut <= 4 else [epochs[1][cut - 4 :]]
+        assert [list(resumed) for _ in straight] == straight
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, items: Any) -> None:
+        self.items = list(items)
+        self.read = 0
+
+    def part(self) -> list[Any]:
+        info = get_worker_info()
+        return self.items if info is None else self.items[info.id :: info.num_workers]
+
+    def drawn(self, item: Any) -> Any:
+        self.read += 1
+        return item
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.part():
+            yield self.drawn(item)
+
+
+class Seekable(Stream):
+    def skip(self, count: int) -> Any:
+        rest = type(self)(self.items[count:])
+        self.rest = rest
+        return rest
+
+
+class Stateful(Stream):
+    begin = at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        part = self.part()
+        self.at, self.begin = self.begin, 0
+        while self.at < len(part):
+            self.at += 1
+            yield self.drawn(part[self.at - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["at"]
+
+
+class Drawing:
+    """Random numbers of all three kinds for every item."""
+
+    def drawn(self, item: Any) -> Any:
+        return super().drawn(item), random.random(), float(numpy.random.rand()), float(torch.rand(()))  # type: ignore[misc]
+
+
+class Augmenting(Drawing, Stream):
+    pass
+
+
+class AugmentingSeekable(Drawing, Seekable):
+    """Its `skip` draws nothing for what it skips."""
+
+
+class AugmentingStateful(Drawing, Stateful):
+    pass
+
+
+class Shuffling(Stream):
+    """Shuffles when a pass begins."""
+
+    def part(self) -> list[Any]:
+        return random.sample(super().part(), len(super().part()))
+
+
+class ShufflingSeekable(Shuffling):
+    """Its `skip` is a promise about the shuffled stream."""
+
+    skipped = 0
+
+    def part(self) -> list[Any]:
+        return super().part()[self.skipped :]
+
+    def skip(self, count: int) -> Any:
+        rest = type(self)(self.items)
+        rest.skipped = count
+        self.rest = rest
+        return rest
+
+
+class ShufflingAugmentingSeekable(Drawing, ShufflingSeekable):
+    """Both: seeking cannot be exact."""
+
+
+STREAMS: dict[str, Any] = {"stream": Stream, "seekable": Seekable, "stateful": Stateful}
+ALL_STREAMS = [
+    Stream,
+    Seekable,
+    Stateful,
+    Augmenting,
+    AugmentingSeekable,
+    AugmentingStateful,
+    Shuffling,
+    ShufflingSeekable,
+    ShufflingAugmentingSeekable,
+]
+READS = {Stream, Augmenting, Shuffling, ShufflingAugmentingSeekable}
+"""Those that have to be read to seek."""
+
+
+def resumed_everywhere(make: Callable[[], DataLoader[Any]], world: int, *, every: int = 1, **options: Any) -> list[Any]:
+    """Compares resumed passes with the straight one; the loaders that were resumed."""
+    epochs, states = saved_everywhere(ranks_of(make, world, **options))
+    found = []
+    for epoch, read, state in states[::every]:
+        expected = [epochs[epoch][read:], *epochs[epoch + 1 :]]
+        for how in ("auto", None):
+            loaders = ranks_of(make, world, seed=1, resume=how, **options)
+            for one in loaders:
+                one.load_state_dict(copy.deepcopy(state))
+            first = loaders if how else [skip_first_batches(one, read) for one in loaders]
+            found.append((read, loaders[0], rest(first, 1) + rest(loaders, EPOCHS - epoch - 1)))
+            assert found[-1][-1] == expected, f"cut after {read} of epoch {epoch}"
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ALL_STREAMS)
+def test_a_stream_goes_on_from_every_point(kind: Any, world: int, caplog: pytest.LogCaptureFixture) -> None:
+    even = kind in (Stream, Stateful, AugmentingSeekable)
+    resumed_everywhere(lambda: DataLoader(kind(DATA), batch_size=2, collate_fn=keep), world, even_batches=even)
+    assert ("are read and dropped to get to the position" in caplog.text) == (kind in READS)
+
+
+@pytest.mark.parametrize("kind", [Seekable, Stateful, AugmentingSeekable, AugmentingStateful, ShufflingSeekable])
+def test_seeking_reads_little_of_what_comes_before(kind: Any) -> None:
+    items = range(400)
+    make = lambda: DataLoader(kind(items), batch_size=4, collate_fn=keep)  # noqa: E731
+    loader = prepared(make())
+    for number, _ in enumerate(loader, 1):
+        if number == 90:
+            state = copy.deepcopy(loader.state_dict())
+    resumed = prepared(make(), resume="auto")
+    resumed.load_state_dict(state)
+    data: Any = resumed.original.dataset
+    assert len(list(resumed)) == 10
+    assert data.read + getattr(getattr(data, "rest", None), "read", 0) <= 40 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "stay"),
+    [(AugmentingStateful, 1, False), (Stateful, 2, False), (AugmentingStateful, 2, True), (Shuffling, 2, False), (Augmenting, 2, True)],
+)
+def test_workers_of_a_stream_go_on_where_each_of_them_was(kind: Any, workers: int, stay: bool, caplog: pytest.LogCaptureFixture) -> None:
+    make = lambda: DataLoader(kind(range(13)), batch_size=2, collate_fn=masked_items, num_workers=workers, persistent_workers=stay)  # noqa: E731
+    resumed_everywhere(make, 1, every=5)
+    assert ("are read and dropped to get to the position" in caplog.text) == (kind not in (Stateful, AugmentingStateful))
+
+
+def masked_items(batch: list[Any]) -> list[Any]:
+    return [(sample, random.random()) for sample in batch]
