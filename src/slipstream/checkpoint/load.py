@@ -104,8 +104,11 @@ class Checkpoint:
         return str(self.folder / name)
 
 
-def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: True) -> Checkpoint:
-    """Reads and verifies a checkpoint; the bytes of files that `keep` does not want are given back at once."""
+def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: True, alone: bool = False) -> Checkpoint:
+    """Reads and verifies a checkpoint; the bytes of files that `keep` does not want are given back at once.
+
+    `alone`: no other process reads it at the same time, which would profit from files that went through the page cache.
+    """
     if not folder.exists():
         folder = recover(folder) or folder
     manifest = read_manifest(folder)
@@ -116,7 +119,7 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
         if name in pieces:
             _check_present(folder, name, entry.size)
             continue
-        buffer = _read(folder, name, entry.size, entry.checksum)
+        buffer = _read(folder, name, entry.size, entry.checksum, alone=alone)
         if name in known and keep(name):
             buffers[name] = buffer
     return Checkpoint(folder, manifest, buffers)
@@ -129,7 +132,7 @@ def _parts(manifest: Manifest) -> set[str]:
     return names if manifest.training is None else names | {manifest.training}
 
 
-def _read(folder: Path, name: str, size: int | None, checksum: str) -> Any:
+def _read(folder: Path, name: str, size: int | None, checksum: str, *, alone: bool = False) -> Any:
     where = folder / name
     try:
         descriptor = _opened(folder, name)
@@ -137,7 +140,7 @@ def _read(folder: Path, name: str, size: int | None, checksum: str) -> Any:
             present = os.fstat(descriptor).st_size
             if size is not None and present != size:
                 raise CheckpointError(f"{where} is damaged: it has {present} bytes, and the manifest says {size}")
-            buffer, found = read_whole(descriptor, present, where=str(where))
+            buffer, found = read_whole(descriptor, present, where=str(where), alone=alone)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -186,12 +189,12 @@ class Found:
     passed_over: Mapping[Path, str]
 
 
-def newest(candidates: Iterable[Path], where: str) -> Found:
+def newest(candidates: Iterable[Path], where: str, *, alone: bool = False) -> Found:
     """The first of the candidates (newest first) that verifies."""
     passed: dict[Path, str] = {}
     for folder in candidates:
         try:
-            return Found(open_checkpoint(folder), passed)
+            return Found(open_checkpoint(folder, alone=alone), passed)
         except CheckpointError as error:
             passed[folder] = str(error)
     if not passed:

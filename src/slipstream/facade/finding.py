@@ -26,32 +26,33 @@ __all__ = ["find"]
 
 def find(saver: Saver, input_dir: Any, allow_pickle: bool) -> Saved:
     """The checkpoint, read and verified."""
+    alone = saver.parts.state.num_processes == 1
     if input_dir is None or input_dir == "":
         if input_dir == "" or saver.folder is None:
             raise ConfigError(
                 "load_state() was called without a folder: write load_state('checkpoints/first'), or let checkpoints be numbered by "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), and the newest is taken"
             )
-        return _newest(saver.folder)
+        return _newest(saver.folder, alone)
     if not isinstance(input_dir, (str, os.PathLike)):
         raise ConfigError(f"load_state({input_dir!r}): a {type(input_dir).__name__} is no folder; write its path")
     where = os.fspath(input_dir)
     if remote.is_url(where):
-        return _newest(where) if remote.list_numbered(where) else _remote(where)
+        return _newest(where, alone) if remote.list_numbered(where) else _remote(where)
     folder = Path(remote.local_path(where)).expanduser()
     if folder.is_dir() and not (folder / MANIFEST).exists():
         if is_foreign(folder):
             return saved_of_foreign(read_foreign(folder, allow_pickle=allow_pickle), folder)
         if numbered(folder):
-            return _newest(str(folder))
-    return saved_of(open_checkpoint(folder), str(folder))
+            return _newest(str(folder), alone)
+    return saved_of(open_checkpoint(folder, alone=alone), str(folder))
 
 
-def _newest(folder: str) -> Saved:
+def _newest(folder: str, alone: bool) -> Saved:
     """The newest numbered checkpoint that is whole; which were passed over, and why, is said."""
     if remote.is_url(folder):
         return _newest_remote(folder)
-    found = newest((path for _, path in reversed(numbered(Path(folder)))), folder)
+    found = newest((path for _, path in reversed(numbered(Path(folder)))), folder, alone=alone)
     _tell_passed_over({path.name: why for path, why in found.passed_over.items()}, found.checkpoint.folder.name)
     return saved_of(found.checkpoint, str(found.checkpoint.folder))
 
