@@ -135,7 +135,16 @@ class _Reading(IterableDataset[Message]):
     """The dataset of a worker: the script's dataset, made into messages there."""
 
     def __init__(
-        self, dataset: Any, recipe: Recipe, turns: Sequence[Turn], *, pipeline: int, place: tuple[int, int], digest: bool, careful: bool
+        self,
+        dataset: Any,
+        recipe: Recipe,
+        turns: Sequence[Turn],
+        *,
+        pipeline: int,
+        place: tuple[int, int],
+        digest: bool,
+        careful: bool,
+        may_skip: bool,
     ) -> None:
         self.dataset = dataset
         self.recipe = recipe
@@ -145,6 +154,7 @@ class _Reading(IterableDataset[Message]):
         self.place = place
         self.digest = digest
         self.careful = careful
+        self.may_skip = may_skip
         self.seed: int | torch.Tensor = 0
         """That of the pass; in memory that is shared, for workers that stay."""
 
@@ -163,7 +173,7 @@ class _Reading(IterableDataset[Message]):
             self.place,
             careful=self.careful,
             aligned=recipe.aligned,
-            may_skip=len(self.turns) == 1,
+            may_skip=self.may_skip and len(self.turns) == 1,
             quiet=True,
         )
         items, head = reader.open(turn.items, turn.mark, needs_head=True, note=lambda position, mark: marks.note(0, position, mark))
@@ -244,19 +254,22 @@ class Engine:
         turns: Sequence[Turn] | None = None,
         digest: bool = False,
         careful: bool = False,
+        may_skip: bool = True,
     ) -> Iterator[Message]:
         """What workers read; one message is taken ahead, as the workers do not know of each other's ends.
 
         `pipeline` and `place` (rank, world size) are for pipelines that share themselves out: a seed that all ranks have. `start` is in
         items. Where it was saved how far each worker was (`turns`), each goes on there; else one worker seeks, and several read from the
-        beginning, and whole messages are dropped.
+        beginning, and whole messages are dropped. `may_skip`: whether the dataset's own `skip` leads to a position of this epoch.
         """
-        turns, steps = self._turns(dataset, recipe, start, turns)
+        turns, steps = self._turns(dataset, recipe, start, turns, may_skip)
         persistent = self._stay and not self._busy and not any(turn.items for turn in turns)
         if persistent and self._kept is not None and self._kept[0] is dataset and self._kept[1] == recipe:
             reading, loader = self._kept[2:]
         else:
-            reading = _Reading(dataset, recipe, turns, pipeline=pipeline, place=place, digest=digest, careful=careful)
+            reading = _Reading(
+                dataset, recipe, turns, pipeline=pipeline, place=place, digest=digest, careful=careful, may_skip=may_skip
+            )
             if persistent:
                 reading.seed = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
             loader = self._loader(reading, persistent)
@@ -270,7 +283,9 @@ class Engine:
         messages = self._occupied(loader) if loader.persistent_workers else iter(loader)
         return _after(_ending(messages), steps)
 
-    def _turns(self, dataset: Any, recipe: Recipe, start: int, turns: Sequence[Turn] | None) -> tuple[Sequence[Turn], int]:
+    def _turns(
+        self, dataset: Any, recipe: Recipe, start: int, turns: Sequence[Turn] | None, may_skip: bool
+    ) -> tuple[Sequence[Turn], int]:
         """Where the workers begin, and how many messages are dropped after that."""
         workers = self.original.num_workers
         if not start:
@@ -279,9 +294,10 @@ class Engine:
             say_reading(dataset, start // recipe.block, "batches")
             return [Turn(role) for role in range(workers)], start // recipe.block
         turns = [Turn(0, start)] if turns is None else turns
-        skips = workers == 1 and callable(getattr(dataset, "skip", None))
+        can_skip = callable(getattr(dataset, "skip", None))
+        skips = workers == 1 and can_skip and may_skip
         if not skips and any(turn.items and not turn.over and (turn.mark is None or not turn.mark.seeks) for turn in turns):
-            say_reading(dataset, sum(turn.items for turn in turns), "items")
+            say_reading(dataset, sum(turn.items for turn in turns), "epoch" if can_skip and workers == 1 else "items")
         return turns, 0
 
     def _occupied(self, loader: DataLoader[Any]) -> Iterator[Any]:
