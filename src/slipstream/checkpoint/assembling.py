@@ -8,21 +8,26 @@ is sharded, and all of it if not. So it does not matter how, or over how many ra
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from slipstream.checkpoint.format import FileEntry
 from slipstream.checkpoint.pieces import Box, Place, gathered, places_in, spans, whole
 from slipstream.checkpoint.raw import TORCH_DTYPES, from_buffer
 from slipstream.checkpoint.shares import is_sharded, like, replicated_like, wanted
 from slipstream.errors import CheckpointError
-from slipstream.files.blocks import BLOCK, BlockFile
+from slipstream.files.blocks import BLOCK, BlockFile, sums_name
+from slipstream.files.inside import open_inside
 from slipstream.files.tensors import Entry, read_layout
 
-__all__ = ["Pieces", "StandIns", "placed"]
+__all__ = ["Assembled", "Pieces", "StandIns", "open_pieces", "placed"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class Pieces:
         """Bytes that were read so far."""
         return sum(file.fetched for file in self._files)
 
+    def release(self) -> None:
+        """Forgets what was read; tensors that were handed out keep theirs."""
+        for file in self._files:
+            file.release()
+
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor. It may share memory with what else was read."""
         pieces = self._pieces[name]
@@ -84,6 +94,23 @@ class Pieces:
         for number, part in found:
             made[part.relative_to(box).slices()] = pieces[number].read(part)
         return made
+
+
+class Assembled(Mapping[str, torch.Tensor]):
+    """The tensors in pieces, each put together when it is asked for, and kept by nobody here."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self._pieces.release()
+        return self._pieces.read(name, whole(self._pieces.stand_ins[name].shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces.stand_ins)
+
+    def __len__(self) -> int:
+        return len(self._pieces.stand_ins)
 
 
 class StandIns:
@@ -113,6 +140,27 @@ class StandIns:
         if known is None:
             raise CheckpointError("A tensor of the checkpoint is in pieces, and something else than a tensor is made of it.")
         return known[0].read(known[1], box)
+
+
+def open_pieces(folder: Path, names: Sequence[str], files: Mapping[str, FileEntry], sums: Callable[[str], Any]) -> Pieces:
+    """The pieces in these files of a checkpoint; `sums` gives the verified bytes of a file of sums."""
+    return Pieces([_open(folder, name, files[name].size, sums(sums_name(name))) for name in names], str(folder))
+
+
+def _open(folder: Path, name: str, size: int, sums: Any) -> BlockFile:
+    try:
+        descriptor = open_inside(folder, name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / name} is missing, and the manifest lists it") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+    try:
+        file = BlockFile(descriptor, size, sums, str(folder / name))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    weakref.finalize(file, os.close, descriptor)
+    return file
 
 
 def placed(value: Any, target: Any, stand_ins: StandIns) -> Any:

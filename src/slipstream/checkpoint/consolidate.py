@@ -139,8 +139,8 @@ def _contents(source: Source) -> tuple[list[_Tensor], dict[str, str]]:
     found: dict[str, _Tensor] = {}
     aliases = dict(source.aliases)
     for name, file in zip(source.files, source.each(), strict=True):
-        weights = split(file.tensors, f"the weights in {file.where}") if file.layout is None else None
-        kept = file.tensors if weights is None else weights.tensors
+        weights = split(file.tensors, f"the weights in {file.where}") if file.layout is None and file.forms is None else None
+        kept = (file.forms or file.tensors) if weights is None else weights.tensors
         aliases |= file.aliases if weights is None else weights.aliases
         if weights is not None and weights.extra:
             raise CheckpointError(f"{file.where} has {next(iter(weights.extra))!r}, whose type of elements a safetensors file cannot hold.")

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from slipstream.checkpoint.assembling import Assembled, open_pieces
 from slipstream.checkpoint.format import MANIFEST, FileEntry, parse
 from slipstream.checkpoint.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from slipstream.checkpoint.plain import read_part
@@ -29,7 +30,10 @@ from slipstream.files.names import check_name
 from slipstream.files.tensors import Layout, read_layout
 from slipstream.logging import get_logger
 
-__all__ = ["File", "Source", "find"]
+__all__ = ["PIECES", "File", "Source", "find"]
+
+PIECES: Final = "(pieces)"
+"""In the place of a file: all tensors that are stored in pieces."""
 
 _LARGEST_MANIFEST: Final = 64 << 20
 _INDEX: Final = ".index.json"
@@ -47,6 +51,8 @@ class File:
     tensors: Mapping[str, torch.Tensor]
     layout: Layout | None
     aliases: Mapping[str, str]
+    forms: Mapping[str, torch.Tensor] | None = None
+    """Types and shapes (on the meta device), where the tensors are put together as they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,13 @@ class Source:
     entries: Mapping[str, FileEntry] = field(default_factory=dict)
     """Sizes and checksums, where there is a manifest."""
     links_within: Path | None = None
+    pieces: tuple[str, ...] = ()
+    """Files with pieces of sharded tensors, which are opened as one file, `PIECES`."""
 
     def open(self, name: str, *, verify: bool = True) -> File:
         """A file and its tensors: those that the index places there, if there is an index."""
+        if name == PIECES:
+            return self._open_pieces()
         where = str(self.folder / name)
         buffer = self._mapped(name, verify=verify)
         if name.endswith(_SAFE) or (not name.endswith(_TORCH) and _looks_safe(buffer)):
@@ -78,6 +88,10 @@ class Source:
             aliases = {other: kept for other, kept in layout.metadata.items() if kept in tensors and other not in tensors}
             return File(where, buffer, self._chosen(name, tensors), layout, aliases)
         return File(where, buffer, self._chosen(name, _torch_tensors(buffer, where)), None, {})
+
+    def _open_pieces(self) -> File:
+        pieces = open_pieces(self.folder, self.pieces, self.entries, self._mapped)
+        return File(str(self.folder), None, Assembled(pieces), None, {}, pieces.stand_ins)
 
     def each(self) -> Iterator[File]:
         """The files, one after the other."""
@@ -188,7 +202,8 @@ def _in_checkpoint(folder: Path) -> Source:
     if len(manifest.models) > 1:
         get_logger(__name__).warning(f"{folder} holds {len(manifest.models)} models; the first one, {manifest.models[0].kind}, is taken.")
     model = manifest.models[0]
-    return Source(folder, model.files, model.index, None, model.aliases, model.extra, manifest.files)
+    files = (*model.files, PIECES) if model.pieces else model.files
+    return Source(folder, files, model.index, None, model.aliases, model.extra, manifest.files, pieces=model.pieces)
 
 
 def _single(folder: Path, name: str) -> Source:

@@ -101,6 +101,11 @@ class BlockFile:
         """All of its memory: zeros where nothing was read yet."""
         return self._memory
 
+    def release(self) -> None:
+        """Forgets what was read. Views that are in use keep their memory."""
+        self._filled = bytearray(len(self._filled))
+        self._memory = _memory(self.size)
+
     def _missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Runs of blocks from `first` until before `last` that were not read yet, each of a few mebibytes."""
         block = first
