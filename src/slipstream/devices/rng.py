@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 from slipstream.devices.table import CPU, FAMILIES, Family
@@ -84,7 +84,7 @@ def _check_numpy(state: Any) -> None:
     inner = state.get("state") if isinstance(state, Mapping) else None
     key, position = (inner.get("key"), inner.get("pos")) if isinstance(inner, Mapping) else (None, None)
     is_position = isinstance(position, int) and 0 <= position <= _NUMPY_WORDS
-    if not is_position or not hasattr(key, "__len__") or len(key) != _NUMPY_WORDS:
+    if not is_position or not isinstance(key, Sized) or len(key) != _NUMPY_WORDS:
         raise ConfigError("this is no random state of numpy: it needs 624 words and a position among them; pass what capture() gave")
 
 
