@@ -207,6 +207,22 @@ def test_a_numbered_folder_without_a_manifest_is_a_problem_and_another_folder_is
     assert out.startswith(f"{tmp_path / 'checkpoint_2'} is no checkpoint")
 
 
+def test_a_folder_in_which_nothing_was_verified_is_not_taken_for_a_whole_one(tmp_path: Path, run: Run) -> None:
+    specimens.numbered(tmp_path / "runs", 1)
+    (tmp_path / "other" / "plots").mkdir(parents=True)
+    code, out, err = run("verify", tmp_path / "runs", tmp_path / "other")
+    assert (code, out) == (2, "")
+    assert f"There is no checkpoint in {tmp_path / 'other'}" in err
+
+
+def test_the_folder_of_a_project_stands_for_its_checkpoints(tmp_path: Path, run: Run, data: Any) -> None:
+    specimens.numbered(tmp_path / "checkpoints", 1)
+    (tmp_path / "logs").mkdir()
+    assert [one["name"] for one in data("ls", tmp_path)[0]["checkpoints"]] == ["checkpoint_1"]
+    assert run("verify", tmp_path) == run("verify", tmp_path / "checkpoints")
+    assert f"such as {tmp_path / 'checkpoints' / 'checkpoint_1'}" in run("show", tmp_path)[2]
+
+
 # -- show ---------------------------------------------------------------------------------------------------------------
 
 

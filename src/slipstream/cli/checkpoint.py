@@ -111,8 +111,8 @@ def _verify(context: click.Context, places: tuple[str, ...]) -> None:
     """
     with _refusing():
         surveys = _surveys(places)
-        if not any(found.checkpoints or found.others for found in surveys):
-            raise ConfigError(f"There is no checkpoint in {', '.join(map(name_of, places))}.\nGive a folder that save_state made.")
+        if empty := [found.given for found in surveys if not found.checkpoints and not any(_claims(found))]:
+            raise ConfigError(f"There is no checkpoint in {', '.join(map(name_of, empty))}.\nGive a folder that save_state made.")
         wrong = 0
         with _progress([one for found in surveys for one in found.checkpoints]) as advance:
             for found in surveys:

@@ -35,7 +35,7 @@ def distinct(given: Sequence[str]) -> tuple[list[str], list[str]]:
 def survey_of(given: str) -> Survey:
     """What lies at a path or URL."""
     if not is_url(given):
-        return survey(given, folder_of(local_path(given)))
+        return _local_survey(given)
     from slipstream.checkpoint.remote import list_numbered, read_remote_manifest
 
     shown, url = name_of(given), given.rstrip("/")
@@ -44,7 +44,7 @@ def survey_of(given: str) -> Survey:
         try:
             found = Look(Path(shown), shown.rpartition("/")[2], read_remote_manifest(url), url=url)
         except CheckpointError as error:
-            raise ConfigError(f"There is no checkpoint at {shown}: {error}") from error
+            raise ConfigError(str(error)) from error
         return Survey(shown, Path(shown), [found], single=True)
     found_here, others = [], []
     for _, place in numbered:
@@ -54,6 +54,16 @@ def survey_of(given: str) -> Survey:
         except CheckpointError as error:
             others.append(Look(Path(name_of(place)), name, why=str(error), url=place))
     return Survey(shown, Path(shown), found_here, others)
+
+
+def _local_survey(given: str) -> Survey:
+    """A folder with nothing but `checkpoints` in it is that of a project: those are meant."""
+    found = survey(given, folder_of(local_path(given)))
+    if not found.single and not found.checkpoints and any(one.name == "checkpoints" for one in found.others):
+        inner = survey(f"{given.rstrip('/')}/checkpoints", found.folder / "checkpoints")
+        if not inner.single:
+            return inner
+    return found
 
 
 @contextmanager
@@ -75,7 +85,7 @@ def one_checkpoint(given: str) -> Look:
         if not found.checkpoints:
             raise CheckpointError(found.others[0].why)
         return found.checkpoints[0]
-    shown = name_of(given)
+    shown = name_of(found.given)
     if not found.checkpoints:
         raise ConfigError(f"{look(found.folder).why[:1000]}.\nGive a folder that save_state made.")
     names = [one.name for one in found.checkpoints]
