@@ -7,7 +7,7 @@ size of the files, apart from their headers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from slipstream.checkpoint.format import MANIFEST, FileEntry, RankFile
@@ -54,10 +54,10 @@ def problems(one: Look, advance: Advance) -> Iterator[str]:
         if name not in damaged:
             yield from _complaints(lambda name=name, rank=rank: _check_rank(one.folder, name, rank, manifest.stamp))  # type: ignore[misc]
     for name in (*manifest.optimizers, *manifest.objects, *([manifest.training] if manifest.training else [])):
-        if name not in damaged:
-            yield from _complaints(lambda name=name: _check_part(one.folder, name))  # type: ignore[misc]
+        if not damaged & {name, *manifest.pieces.get(name, ())}:
+            yield from _complaints(lambda name=name: _check_part(one.folder, name, manifest.pieces.get(name, ())))  # type: ignore[misc]
     for number, model in enumerate(manifest.models):
-        if not damaged & {*model.files, model.extra, model.index}:
+        if not damaged & {*model.files, *model.pieces, model.extra, model.index}:
             yield from _complaints(lambda number=number: _check_model(one, number))  # type: ignore[misc]
 
 
@@ -96,8 +96,8 @@ def _damage(folder: Path, name: str, entry: FileEntry, advance: Advance) -> str 
     return None
 
 
-def _check_part(folder: Path, name: str) -> None:
-    tree, tensors = part_of(folder, name)
+def _check_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> None:
+    tree, tensors = part_of(folder, name, pieces)
     missing = next((one for one in tensors_named(tree) if one not in tensors), None)
     if missing is not None:
         raise CheckpointError(f"{folder / name} refers to a tensor {missing[:100]!r} that is not in it")

@@ -17,6 +17,7 @@ from slipstream.cli.inspect.folder import Look
 from slipstream.cli.inspect.parts import part_of, resolved, weights_of
 from slipstream.cli.inspect.text import brief, count, number, printable
 from slipstream.cli.inspect.trees import Apart, compare_stored, compare_trees
+from slipstream.files.blocks import sums_name
 
 __all__ = ["Section", "compared", "plain", "text"]
 
@@ -83,7 +84,8 @@ def _models(title: str, one: tuple[Look, ModelEntry | None], other: tuple[Look, 
         elif name in a.aliases:
             continue  # compared under the name that it is stored by
         section.compared += 1
-        if (left.file.path.name, right.file.path.name) not in same and (apart := compare_stored(name, left, right)):
+        equal = len(left.files) == len(right.files) and same.issuperset(zip(left.files, right.files, strict=True))
+        if not equal and (apart := compare_stored(name, left, right)):
             section.apart.append(apart)
     return section
 
@@ -100,7 +102,8 @@ def _equal_files(one: Look, other: Look) -> set[tuple[str, str]]:
     return {(known[entry], name) for name, entry in other.manifest.files.items() if entry in known}
 
 
-_Place = tuple[Path, str, FileEntry]
+_Place = tuple[Path, str, list[FileEntry], tuple[str, ...]]
+"""Where the state is: its folder and file, what these files are like, and those of them that hold pieces."""
 
 
 def _parts(one: Look, manifest: Manifest) -> dict[str, _Place]:
@@ -110,11 +113,14 @@ def _parts(one: Look, manifest: Manifest) -> dict[str, _Place]:
     named |= {f"object {place}": name for place, name in enumerate(manifest.objects)}
     named |= {f"model {model.number}, what is no tensor": model.extra for model in manifest.models if model.extra is not None}
     named |= {f"rank {rank}": name for rank, name in sorted(manifest.ranks.items())}
-    found = {title: (one.folder, name, manifest.files[name]) for title, name in named.items()}
+    found: dict[str, _Place] = {}
+    for title, name in named.items():
+        pieces = manifest.pieces.get(name, ())
+        found[title] = (one.folder, name, [manifest.files[file] for file in (name, *pieces)], pieces)
     for rank, path in sorted(one.ranks().items()):
         said = RankFile.of(path.name[path.name.index("rank_") :])
         assert said is not None
-        found.setdefault(f"rank {rank}", (path.parent, path.name, FileEntry(-1, said.checksum)))
+        found.setdefault(f"rank {rank}", (path.parent, path.name, [FileEntry(-1, said.checksum)], ()))
     return found
 
 
@@ -125,7 +131,7 @@ def _pair(title: str, one: _Place | None, other: _Place | None) -> Section:
         return section
     if one[2] == other[2]:
         return section
-    left, right = part_of(one[0], one[1]), part_of(other[0], other[1])
+    left, right = part_of(one[0], one[1], one[3]), part_of(other[0], other[1], other[3])
     section.compared = len(left[1])
     section.apart += compare_trees(left, right, _OWN_STAMP if title.startswith("rank ") else frozenset())
     return section
@@ -148,6 +154,7 @@ def _entry(entry: FileEntry | None) -> str | None:
 def _known(manifest: Manifest) -> set[str]:
     names = {name for model in manifest.models for name in (*model.files, model.index, model.extra) if name is not None}
     names.update(manifest.optimizers, manifest.objects, manifest.ranks.values())
+    names.update(file for name in manifest.all_pieces() for file in (name, sums_name(name)))
     return names if manifest.training is None else {*names, manifest.training}
 
 

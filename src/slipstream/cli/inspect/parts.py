@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from slipstream.checkpoint.format import ModelEntry
+from slipstream.checkpoint.pieces import Place, gathered, places_in, whole
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.inside import Folder
-from slipstream.files.tensors import Entry, Layout, read_layout
+from slipstream.files.tensors import ITEM_SIZE, Entry, Layout, read_layout
 
-__all__ = ["PIECE", "Stored", "TensorFile", "part_of", "resolved", "tensors_named", "weights_of"]
+__all__ = ["PIECE", "InPieces", "Stored", "TensorFile", "part_of", "resolved", "tensors_named", "weights_of"]
 
 PIECE: Final = 4 << 20
 """Bytes that are read at once."""
@@ -74,18 +76,48 @@ class Stored:
         """Its bytes."""
         return self.file.pieces(self.entry)
 
+    @property
+    def files(self) -> list[str]:
+        """The names of all files that hold something of it."""
+        return [self.file.path.name]
+
     def described(self) -> str:
         """Type and shape."""
         return f"{self.entry.dtype} {list(self.entry.shape)}"
 
 
-def part_of(folder: Path, name: str) -> tuple[Any, dict[str, Stored]]:
-    """The tree of a part, and its tensors by name."""
+@dataclass(frozen=True)
+class InPieces(Stored):
+    """A tensor that was sharded over ranks: `entry` is that of the whole, `file` holds the first of its pieces."""
+
+    held: tuple[tuple[TensorFile, Entry, Place], ...]
+
+    @property
+    def files(self) -> list[str]:
+        return [file.path.name for file, _, _ in self.held]
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes, put together in memory."""
+        import numpy  # only comparing needs it
+
+        item = ITEM_SIZE[self.entry.dtype]
+        made = numpy.zeros((*self.entry.shape, item), numpy.uint8)
+        for file, entry, place in self.held:
+            data = numpy.frombuffer(b"".join(file.pieces(entry)), numpy.uint8)
+            made[place.box.slices()] = data.reshape((*place.box.shape, item))
+        raw = memoryview(made.reshape(-1)) if made.size else memoryview(b"")  # type: ignore[arg-type]
+        for start in range(0, len(raw), PIECE):
+            yield bytes(raw[start : start + PIECE])
+
+
+def part_of(folder: Path, name: str, pieces: Iterable[str] = ()) -> tuple[Any, dict[str, Stored]]:
+    """The tree of a part, and its tensors by name; `pieces` are the files with pieces of some of them."""
     if name.endswith(".json"):
         with Folder(folder) as opened:
-            return strict_json.parse(opened.read(name, strict_json.LARGEST), str(folder / name), deepest=_DEEPEST), {}
+            data = opened.read(name, strict_json.LARGEST)
+            return strict_json.parse(data, str(folder / name), deepest=_DEEPEST), _put_together(folder, pieces, {})
     file = TensorFile(folder, name)
-    return file.tree(), {one.name: Stored(file, one) for one in file.layout.entries.values()}
+    return file.tree(), _put_together(folder, pieces, {one.name: Stored(file, one) for one in file.layout.entries.values()})
 
 
 def weights_of(folder: Path, model: ModelEntry) -> dict[str, Stored]:
@@ -97,6 +129,26 @@ def weights_of(folder: Path, model: ModelEntry) -> dict[str, Stored]:
             if entry.name in found:
                 raise CheckpointError(f"{file.path}: {entry.name[:100]!r} stands in {found[entry.name].file.path.name} too")
             found[entry.name] = Stored(file, entry)
+    return _put_together(folder, model.pieces, found)
+
+
+def _put_together(folder: Path, names: Iterable[str], found: dict[str, Stored]) -> dict[str, Stored]:
+    """What was found, and the tensors whose pieces are in these files; an error where pieces are not the whole."""
+    held: dict[str, list[tuple[TensorFile, Entry, Place]]] = {}
+    for name in names:
+        file = TensorFile(folder, name)
+        for key, place in places_in(file.layout, str(file.path)).items():
+            held.setdefault(key, []).append((file, file.layout.entries[key], place))
+    for key, pieces in held.items():
+        (file, entry, place), shown = pieces[0], key[:100]
+        if key in found or len({(one.dtype, its.shape) for _, one, its in pieces}) > 1:
+            raise CheckpointError(f"{file.path}: the pieces of {shown!r} are not of one tensor, or it is whole elsewhere")
+        try:
+            list(gathered((its.box for _, _, its in pieces), whole(place.shape)))
+        except ValueError as error:
+            raise CheckpointError(f"{file.path}: {shown!r} cannot be put together: {error}") from None
+        size = math.prod(place.shape) * ITEM_SIZE[entry.dtype]
+        found[key] = InPieces(file, Entry(key, entry.dtype, place.shape, 0, size), tuple(pieces))
     return found
 
 

@@ -15,6 +15,7 @@ from slipstream.cli.inspect.folder import Look, sizes
 from slipstream.cli.inspect.parts import Stored, part_of, weights_of
 from slipstream.cli.inspect.text import ago, brief, count, number, printable, size, when
 from slipstream.errors import CheckpointError
+from slipstream.files.blocks import sums_name
 
 __all__ = ["described", "text"]
 
@@ -57,11 +58,13 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 def _named(manifest: Manifest) -> Iterator[str]:
     for model in manifest.models:
         yield from (*model.files, *(name for name in (model.index, model.extra) if name is not None))
+    yield from (file for name in manifest.all_pieces() for file in (name, sums_name(name)))
     yield from (*manifest.optimizers, *manifest.objects, *manifest.ranks.values(), *([manifest.training] if manifest.training else []))
 
 
 def _model(one: Look, model: ModelEntry, tensors: bool) -> dict[str, Any]:
-    known = {"number": model.number, "kind": model.kind, "files": list(model.files), "aliases": dict(model.aliases), "extra": model.extra}
+    files = [*model.files, *model.pieces]
+    known = {"number": model.number, "kind": model.kind, "files": files, "aliases": dict(model.aliases), "extra": model.extra}
     try:
         stored = weights_of(one.folder, model)
     except CheckpointError as error:
@@ -71,7 +74,8 @@ def _model(one: Look, model: ModelEntry, tensors: bool) -> dict[str, Any]:
 
 def _part(one: Look, name: str, tensors: bool, more: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     try:
-        tree, stored = part_of(one.folder, name)
+        assert one.manifest is not None
+        tree, stored = part_of(one.folder, name, one.manifest.pieces.get(name, ()))
     except CheckpointError as error:
         return {"file": name, "problem": str(error)}
     return {"file": name, **more(tree), **_counted(stored.values(), tensors)}
@@ -86,7 +90,7 @@ def _counted(stored: Iterable[Stored], listed: bool) -> dict[str, Any]:
         inside = math.prod(one.entry.shape)
         tensors, elements, held = tensors + 1, elements + inside, held + one.size
         dtypes[one.entry.dtype] = dtypes.get(one.entry.dtype, 0) + inside
-        rows.append({"name": one.entry.name, "dtype": one.entry.dtype, "shape": list(one.entry.shape), "file": one.file.path.name})
+        rows.append({"name": one.entry.name, "dtype": one.entry.dtype, "shape": list(one.entry.shape), "file": ", ".join(one.files)})
     return {"tensors": tensors, "elements": elements, "bytes": held, "dtypes": dtypes, **({"tensor_list": rows} if listed else {})}
 
 
