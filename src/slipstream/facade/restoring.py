@@ -1,26 +1,24 @@
 """Loading for an Accelerator: what a checkpoint holds is compared with what is prepared, agreed on by all ranks, and put back.
 
 Everything is read, verified and compared before anything changes, on every rank; one that cannot load makes all of them raise.
-Random states come last, so that what loading draws does not count.
+`putting.py` does the rest.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from slipstream.checkpoint.receipt import changes
-from slipstream.checkpoint.saved import Saved, SavedModel
-from slipstream.checkpoint.weights import check_fit, load_into
+from slipstream.checkpoint.saved import Saved
+from slipstream.checkpoint.weights import check_fit
 from slipstream.comm.deal import tell
-from slipstream.devices import rng
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.facade.finding import find
 from slipstream.facade.fitting import fitted
+from slipstream.facade.putting import Plan, Wishes, as_ours, check_random, positions, put_back
 from slipstream.facade.saving import Saver
 from slipstream.facade.taking import present_receipt
 from slipstream.logging import get_logger
@@ -29,46 +27,26 @@ from slipstream.step.loop_state import redistribute
 __all__ = ["Wishes", "restore"]
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """How a checkpoint is to be loaded."""
-
-    strict: bool | None = None
-    """True: what changed the meaning of the run is an error; False: weights that are missing or unknown are left out."""
-    allow_pickle: bool = False
-    resume: Any = None
-
-
-@dataclass
-class _Plan:
-    """What will be put back, once every rank has it."""
-
-    saved: Saved
-    own: Mapping[str, Any] | None
-    """What belonged to this rank."""
-    loop: Mapping[str, Any] | None
-    gradients: Mapping[str, torch.Tensor] | None
-    said: list[str] = field(default_factory=list)
-
-
 def restore(saver: Saver, input_dir: Any, wishes: Wishes) -> str:
     """Loads a checkpoint into everything that is prepared; the path of what was loaded."""
     state = saver.parts.state
     _settle(saver)
-    plan: _Plan | None = None
+    plan: Plan | None = None
     outcome: Any
     try:
         plan = _plan(saver, find(saver, input_dir, wishes.allow_pickle), wishes)
         outcome = (plan.saved.stamp, plan.saved.step, _window(plan, state.num_processes))
-    except Exception as error:  # every rank has to hear of it, and raises
+    except SlipstreamError as error:  # every rank has to hear of it, and raises
         outcome = error
+    except Exception as error:
+        outcome = as_ours(error, str(input_dir))
     told = tell(state.channel(), state.limits, outcome, operation="load_state")
     assert plan is not None
     if len({(stamp, step) for stamp, step, _ in told}) > 1:
         found = ", ".join(f"rank {rank}: step {step} ({stamp})" for rank, (stamp, step, _) in enumerate(told))
         raise CheckpointError(f"the processes found different checkpoints at {plan.saved.where} ({found}): they do not see the same folder")
     _agree_on_windows(plan, [window for _, _, window in told])
-    _apply(saver, plan, wishes)
+    put_back(saver, plan, wishes)
     for line in plan.said:
         get_logger(__name__).warning(line)
     get_logger(__name__).info(f"loaded {plan.saved.where} (step {plan.saved.step})")
@@ -88,7 +66,7 @@ def _settle(saver: Saver) -> None:
 # -- before anything changes ------------------------------------------------------------------------------------------
 
 
-def _plan(saver: Saver, saved: Saved, wishes: Wishes) -> _Plan:
+def _plan(saver: Saver, saved: Saved, wishes: Wishes) -> Plan:
     parts, registry = saver.parts, saver.parts.registry
     said = list(saved.said)
     if not parts.stepper.models and not registry.optimizers and not registry.loaders and not saver.objects:
@@ -107,10 +85,16 @@ def _plan(saver: Saver, saved: Saved, wishes: Wishes) -> _Plan:
     loop, gradients, notes = _loop(saver, saved, own)
     if loop is not None and len(loop["windows"]) != len(parts.stepper.models):
         loop = gradients = None  # of other models, as was said
-    if loop is not None:
-        parts.stepper.check(loop, gradients)
+    try:
+        if loop is not None:
+            parts.stepper.check(loop, gradients)
+        for loader, position in positions(registry.loaders, saved, own):
+            loader.check_state_dict(position)
+    except ConfigError as error:
+        raise as_ours(error, saved.where) from error
+    check_random((own or {}).get("random"), saved.where)
     said += notes + _meaning(saver, saved, wishes)
-    return _Plan(saved, own, loop, gradients, said)
+    return Plan(saved, own, loop, gradients, said)
 
 
 def _check_counts(saver: Saver, saved: Saved, wishes: Wishes) -> list[str]:
@@ -206,7 +190,7 @@ def _loop(saver: Saver, saved: Saved, own: Mapping[str, Any] | None) -> tuple[An
     return loop, gradients, []
 
 
-def _window(plan: _Plan, world: int) -> str:
+def _window(plan: Plan, world: int) -> str:
     """What this rank has of the update that was under way, for the others to know."""
     if plan.saved.world != world:
         return ""
@@ -215,7 +199,7 @@ def _window(plan: _Plan, world: int) -> str:
     return "a part" if plan.gradients is not None or any(not window["closing"] for window in plan.own["loop"]["windows"]) else ""
 
 
-def _agree_on_windows(plan: _Plan, windows: list[str]) -> None:
+def _agree_on_windows(plan: Plan, windows: list[str]) -> None:
     """An update that was under way goes on for all ranks or for none: else they would not send gradients at the same batch."""
     missing = [rank for rank, window in enumerate(windows) if window == "nothing"]
     if missing and "a part" in windows:
@@ -242,82 +226,3 @@ def _meaning(saver: Saver, saved: Saved, wishes: Wishes) -> list[str]:
             + "\nMake them agree, or leave out strict=True to go on with warnings."
         )
     return [f"{saved.where}: {one}" for one in found]
-
-
-# -- putting it back --------------------------------------------------------------------------------------------------
-
-
-def _apply(saver: Saver, plan: _Plan, wishes: Wishes) -> None:
-    parts, saved = saver.parts, plan.saved
-    models = [model.prepared for model in parts.stepper.models]
-    everything = list(models)
-    for hook in saver.load_hooks.values():
-        hook(models, str(saved.folder))
-    wanted = {id(model) for model in models}  # hooks take out what they loaded themselves
-    numbers = [number for number, prepared in enumerate(everything) if id(prepared) in wanted]
-    plan.said += [_without_weights(saver, saved, number, wishes) for number in numbers if number not in saved.models]
-    for number, loader in enumerate(parts.registry.loaders):
-        _load_loader(loader, number, plan, wishes)
-    for number in numbers:
-        if number in saved.models:
-            _load_model(parts.stepper.models[number].original, saved.models[number], wishes)
-    for stored, optimizer in zip(saved.optimizers or [], parts.registry.optimizers, strict=False):
-        optimizer.load_state_dict(stored)
-    for counted, optimizer in zip(saved.updates, parts.registry.optimizers, strict=False):
-        optimizer.updates, optimizer.step_was_skipped = counted["updates"], counted["skipped"]
-    for stored, scheduler in zip(saved.schedulers or [], parts.registry.schedulers, strict=False):
-        scheduler.load_state_dict(stored)
-    scaler = parts.precision.scaler
-    if saved.scaler is not None and (bool(saved.scaler) == scaler.scales or not saved.receipt):  # else the receipt has said it already
-        scaler.load_state_dict(saved.scaler)
-    if plan.loop is not None:
-        parts.stepper.restore(plan.loop)
-        parts.stepper.set_gradients(plan.gradients)
-    for number, stored in saved.objects.items():
-        if number < len(saver.objects):
-            saver.objects[number].load_state_dict(stored)
-    saver.loaded(saved.where)
-    plan.said += _random(parts.state.process_index, parts.state.num_processes, plan)
-
-
-def _load_loader(loader: Any, number: int, plan: _Plan, wishes: Wishes) -> None:
-    stored = plan.saved.loaders or []
-    if number >= len(stored):
-        return
-    same = plan.own is not None and plan.saved.world == loader.place.world_size
-    states = plan.own["loaders"] if same and plan.own is not None and "loaders" in plan.own else stored
-    loader.load_state_dict(states[number], **({} if wishes.resume is None else {"resume": wishes.resume}))
-
-
-def _without_weights(saver: Saver, saved: Saved, number: int, wishes: Wishes) -> str:
-    """A model that has no weights in the checkpoint: an error, or with `strict=False` what is said."""
-    kind = type(saver.parts.stepper.models[number].original).__name__
-    text = f"{saved.where} has no weights of model {number} ({kind})"
-    if wishes.strict is False:
-        return f"{text}: it keeps those it has"
-    raise CheckpointError(
-        f"{text}: it was not prepared when that was saved, or a hook took them out. Prepare the same models in the same order, or register "
-        "the hook that loads them and takes the model out of its list (register_load_state_pre_hook), or leave it as it is by strict=False"
-    )
-
-
-def _load_model(model: torch.nn.Module, stored: SavedModel, wishes: Wishes) -> None:
-    load_into(model, stored.tensors, stored.aliases, stored.extra, strict=wishes.strict is not False)
-
-
-def _random(rank: int, world: int, plan: _Plan) -> list[str]:
-    saved = plan.saved
-    if plan.own is not None and plan.own.get("random"):
-        left_out = rng.restore(plan.own["random"])
-        return [f"rank {rank}: there is no {kind} here for the random state in {saved.where}" for kind in left_out]
-    seed = int.from_bytes(hashlib.blake2b(f"{saved.seed}/{saved.step}/{rank}".encode(), digest_size=7).digest(), "little")
-    rng.set_seed(seed)
-    if saved.world is not None and rank >= saved.world:
-        why = f"it was saved by {saved.world} processes, and there are {world} now"
-    else:
-        why = "this rank did not call save_state, or did not come to the end of it"
-    get_logger(__name__).warning(
-        f"{saved.where} has no random state of rank {rank} ({why}): it was derived from the seed, so draws differ from a run that never "
-        "stopped", main_process_only=False,
-    )
-    return []
