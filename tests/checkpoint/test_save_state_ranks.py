@@ -267,3 +267,27 @@ def test_a_run_of_fewer_and_of_more_processes_says_what_is_derived(ranks: Any, t
     assert alone.output == outcomes[0].output == outcomes[1].output == ""
     assert "has no random state of rank 2 (it was saved by 2 processes, and there are 3 now)" in outcomes[2].output
     assert alone.value == outcomes[0].value
+
+
+def test_a_checkpoint_with_a_broken_file_of_a_rank_is_passed_over_by_all(ranks: Any, tmp_path: Path) -> None:
+    def save() -> None:
+        run = started(**numbering(tmp_path))
+        for _ in range(2):
+            train(run, 1)
+            run.accelerator.save_state()
+
+    def load(where: Path | None) -> int:
+        run = started(**numbering(tmp_path))
+        run.accelerator.load_state(where)
+        return run.optimizer.updates
+
+    ranks(2).run(save)
+    (path,) = (tmp_path / "checkpoints" / "checkpoint_1").glob("rank_1.*")
+    path.write_bytes(path.read_bytes()[:-1])
+    main, other = ranks(2).outcomes(load, None)
+    assert main.value == other.value == 3
+    assert "checkpoint_1 was passed over for checkpoint_0" in main.output
+    assert path.name in main.output
+    main, other = ranks(2).outcomes(load, path.parent)
+    assert f"{path.name} is damaged" in other.summary
+    assert "rank 1 raised CheckpointError" in main.summary

@@ -43,9 +43,9 @@ class Background:
 
     def wait(self) -> None:
         """Returns when the work is done; raises what went wrong in it, once."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()  # one who interrupts this does not forget the work
+            self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(f"{self._name}, which was written behind the training, failed: {failure}") from failure

@@ -15,13 +15,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from slipstream.checkpoint.assembling import Pieces, StandIns
 from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile
-from slipstream.checkpoint.leftovers import recover
+from slipstream.checkpoint.leftovers import manifest_of, recover
 from slipstream.checkpoint.lookup import rank_files, read_manifest
 from slipstream.checkpoint.plain import read_part, read_tensors
 from slipstream.errors import CheckpointError
@@ -30,6 +30,10 @@ from slipstream.files.inside import open_inside
 from slipstream.files.reading import read_whole
 
 __all__ = ["Checkpoint", "Found", "newest", "open_checkpoint"]
+
+_LOOKS: Final = 5
+_LARGEST_RANK_FILE: Final = 16 << 20  # every rank looks at those of all ranks: what one passes over, all of them do
+_LARGEST_WORLD: Final = 256
 
 
 @dataclass
@@ -90,10 +94,16 @@ class Checkpoint:
         path = self._late.get(rank)
         if path is None:
             return None
-        found = RankFile.of(path.name[path.name.rindex("rank_") :])
-        assert found is not None
-        buffer = _read(path.parent, path.name, None, found.checksum)
+        known = path.name in self.buffers
+        buffer = self.buffers.pop(path.name) if known else _read(path.parent, path.name, None, _rank_file(path).checksum)
         return self._checked(read_part("rank.safetensors", buffer, str(path)), rank, path.name)
+
+    def read_ranks(self) -> None:
+        """Reads and verifies what ranks added after the manifest was written; but for large files, with gradients, and for large runs."""
+        self._late = rank_files(self.folder, self.manifest.stamp)
+        for path in self._late.values() if self.manifest.world <= _LARGEST_WORLD else ():
+            if path.stat().st_size <= _LARGEST_RANK_FILE:
+                self.buffers[path.name] = _read(path.parent, path.name, None, _rank_file(path).checksum)
 
     def _checked(self, state: Any, rank: int, name: str) -> dict[str, Any]:
         if not isinstance(state, dict) or state.get("rank") != rank or state.get("stamp") != self.manifest.stamp:
@@ -111,7 +121,23 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
     """
     if not folder.exists():
         folder = recover(folder) or folder
-    manifest = read_manifest(folder)
+    while True:
+        manifest = None
+        try:
+            manifest = read_manifest(folder)
+            return _read_all(folder, manifest, keep, alone)
+        except CheckpointError:
+            present = _present_manifest(folder)
+            if present is None or present == manifest:  # else another save has taken its place in the meantime: that is read
+                raise
+
+
+def _present_manifest(folder: Path) -> Manifest | None:
+    """The manifest that is there now; a folder that is exchanged at this moment has one the next time one looks."""
+    return next((found for _ in range(_LOOKS) if (found := manifest_of(folder)) is not None), None)
+
+
+def _read_all(folder: Path, manifest: Manifest, keep: Callable[[str], bool], alone: bool) -> Checkpoint:
     buffers = {}
     pieces = manifest.all_pieces()
     known = _parts(manifest) | set(map(sums_name, pieces))
@@ -123,6 +149,13 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
         if name in known and keep(name):
             buffers[name] = buffer
     return Checkpoint(folder, manifest, buffers)
+
+
+def _rank_file(path: Path) -> RankFile:
+    """What the name of a file says that a rank has added, inside of the checkpoint or beside it."""
+    found = RankFile.of(path.name[path.name.rindex("rank_") :])
+    assert found is not None
+    return found
 
 
 def _parts(manifest: Manifest) -> set[str]:
@@ -190,13 +223,23 @@ class Found:
 
 
 def newest(candidates: Iterable[Path], where: str, *, alone: bool = False) -> Found:
-    """The first of the candidates (newest first) that verifies."""
+    """The first of the candidates (newest first) that verifies, with all that ranks have added to it.
+
+    They are asked for anew if all of them vanish: a newer one has come then.
+    """
     passed: dict[Path, str] = {}
-    for folder in candidates:
-        try:
-            return Found(open_checkpoint(folder, alone=alone), passed)
-        except CheckpointError as error:
-            passed[folder] = str(error)
+    gone: set[Path] = set()
+    while untried := [folder for folder in candidates if folder not in passed and folder not in gone]:
+        for folder in untried:
+            try:
+                checkpoint = open_checkpoint(folder, alone=alone)
+                checkpoint.read_ranks()
+                return Found(checkpoint, passed)
+            except (CheckpointError, FileNotFoundError) as error:
+                if folder.exists() or recover(folder):
+                    passed[folder] = str(error)
+                else:
+                    gone.add(folder)
     if not passed:
         raise CheckpointError(f"there is no checkpoint in {where} yet: save_state() makes the first one")
     reasons = "\n".join(f"  {folder.name}: {why}" for folder, why in passed.items())

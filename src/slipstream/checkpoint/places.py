@@ -12,6 +12,8 @@ from slipstream.checkpoint.rotate import Keep, numbered, rotate
 from slipstream.checkpoint.save import Earlier, Stage, add_rank_file, collect_rank_files, earlier
 from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.files.disk import Disk
+from slipstream.files.trouble import told
+from slipstream.logging import get_logger
 
 __all__ = ["Place", "inside", "numbers", "place_at"]
 
@@ -57,7 +59,13 @@ class _Local:
         add_rank_file(self._path, snapshot, self._disk)
 
     def collect(self, stamp: str) -> None:
-        collect_rank_files(self._path, stamp, self._disk)
+        try:
+            collect_rank_files(self._path, stamp, self._disk)
+        except OSError as error:
+            get_logger(__name__).warning(
+                f"{self._path} is saved. Files of other ranks beside it could not be moved into it ({told(error)}): they count where they "
+                "are, so take the hidden ones along if you move the folder."
+            )
 
     def mark_latest(self) -> None:
         write_latest(self._path.parent, self._path.name, self._disk)

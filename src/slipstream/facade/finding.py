@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,21 @@ def find(saver: Saver, input_dir: Any, allow_pickle: bool) -> Saved:
     return saved_of(open_checkpoint(folder, alone=alone), str(folder))
 
 
+class _Numbered:
+    """The numbered checkpoints of a folder, newest first, as they are when somebody asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __iter__(self) -> Iterator[Path]:
+        return (path for _, path in reversed(numbered(self._folder)))
+
+
 def _newest(folder: str, alone: bool) -> Saved:
     """The newest numbered checkpoint that is whole; which were passed over, and why, is said."""
     if remote.is_url(folder):
         return _newest_remote(folder)
-    found = newest((path for _, path in reversed(numbered(Path(folder)))), folder, alone=alone)
+    found = newest(_Numbered(Path(folder)), folder, alone=alone)
     _tell_passed_over({path.name: why for path, why in found.passed_over.items()}, found.checkpoint.folder.name)
     return saved_of(found.checkpoint, str(found.checkpoint.folder))
 

@@ -17,7 +17,7 @@ from slipstream.checkpoint.places import inside, numbers, place_at
 from slipstream.checkpoint.rotate import Keep
 from slipstream.checkpoint.save import write
 from slipstream.checkpoint.snapshot import Arena, Snapshot
-from slipstream.checkpoint.store import is_url, redacted
+from slipstream.checkpoint.store import is_url, local_path, redacted
 from slipstream.checkpoint.weights import parse_size
 from slipstream.config.handlers import ProjectConfiguration
 from slipstream.errors import ConfigError
@@ -72,7 +72,10 @@ class Saver:
     @property
     def folder(self) -> str | None:
         """The folder of numbered checkpoints, if they are numbered."""
-        return inside(self.project.project_dir or ".", _FOLDER) if self.project.automatic_checkpoint_naming else None
+        if not self.project.automatic_checkpoint_naming:
+            return None
+        project = self.project.project_dir or "."
+        return inside(project if is_url(project) else os.path.expanduser(local_path(project)), _FOLDER)
 
     @property
     def keep(self) -> Keep:
