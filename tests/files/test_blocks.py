@@ -1,0 +1,93 @@
+"""Parts of files that are verified by themselves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from slipstream.errors import CheckpointError
+from slipstream.files.blocks import BLOCK, SUM, BlockFile, BlockSums
+from slipstream.files.digest import digest
+
+SIZE = 3 * BLOCK + 17
+CONTENT = os.urandom(SIZE)
+
+
+def sums_of(data: bytes, *cuts: int) -> bytes:
+    sums = BlockSums()
+    edges = [0, *sorted(cuts), len(data)]
+    for _ in sums.passing(data[first:end] for first, end in zip(edges, edges[1:], strict=False)):
+        pass
+    return sums.taken()
+
+
+@contextmanager
+def opened(path: Path, sums: bytes, size: int = SIZE) -> Iterator[BlockFile]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield BlockFile(fd, size, sums, str(path))
+    finally:
+        os.close(fd)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, SIZE), max_size=4))
+def test_the_sums_do_not_depend_on_how_the_bytes_came(cuts: list[int]) -> None:
+    blocks = [CONTENT[start : start + BLOCK] for start in range(0, SIZE, BLOCK)]
+    assert sums_of(CONTENT, *cuts) == bytes.fromhex("".join(map(digest, blocks)))
+
+
+def test_only_the_blocks_that_are_needed_are_read_and_each_once(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    with opened(path, sums_of(CONTENT)) as file:
+        assert bytes(file.view(BLOCK + 5, BLOCK + 9)) == CONTENT[BLOCK + 5 : BLOCK + 9]
+        assert file.fetched == BLOCK
+        assert bytes(file.view(BLOCK - 1, 2 * BLOCK)) == CONTENT[BLOCK - 1 : 2 * BLOCK]
+        assert file.fetched == 2 * BLOCK
+        assert bytes(file.view(0, SIZE)) == CONTENT
+        assert file.fetched == SIZE
+        view = file.view(0, 9)
+        file.release()
+        assert bytes(view) == CONTENT[:9]
+        assert bytes(file.view(7, 9)) == CONTENT[7:9]
+        assert file.fetched == SIZE + BLOCK
+
+
+def test_damage_is_found_in_the_block_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT[: 2 * BLOCK] + bytes([CONTENT[2 * BLOCK] ^ 1]) + CONTENT[2 * BLOCK + 1 :])
+    with opened(path, sums_of(CONTENT)) as file:
+        file.view(0, 2 * BLOCK)
+        file.view(3 * BLOCK, SIZE)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=f"{path} is damaged: its bytes from {2 * BLOCK:,} on"):
+                file.view(2 * BLOCK + 9, 2 * BLOCK + 10)
+
+
+def test_a_file_of_another_size_is_refused_before_memory_is_taken_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    sums = sums_of(CONTENT)
+    for size in (SIZE - 1, SIZE + 1, 2**60):
+        with pytest.raises(CheckpointError, match="it should have"), opened(path, sums, size):
+            pass
+    for wrong in (sums[:-1], sums[:-SUM], sums + bytes(SUM), b""):
+        with pytest.raises(CheckpointError, match="sums"), opened(path, wrong):
+            pass
+    with opened(path, sums) as file, pytest.raises(CheckpointError, match="are asked for"):
+        file.view(5, SIZE + 1)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    with opened(path, sums_of(CONTENT)) as file:
+        os.truncate(path, BLOCK)
+        with pytest.raises(CheckpointError, match="was changed while it was read"):
+            file.view(0, SIZE)
