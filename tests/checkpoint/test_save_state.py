@@ -14,6 +14,7 @@ import pytest
 import torch
 from runs import Counter, Run, begin, rows, steps
 from safetensors.torch import load_file
+from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
 
 from slipstream import Accelerator, CheckpointError, ConfigError, load_checkpoint_in_model
@@ -84,6 +85,63 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
         return found
 
     assert losses(True) == losses(False)
+
+
+SCHEDULES: dict[str, Any] = {
+    "LambdaLR": lambda one: schedules.LambdaLR(one, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda one: schedules.MultiplicativeLR(one, lambda step: 0.9),
+    "MultiStepLR": lambda one: schedules.MultiStepLR(one, [2, 7]),
+    "PolynomialLR": schedules.PolynomialLR,
+    "CosineAnnealingLR": lambda one: schedules.CosineAnnealingLR(one, 10),
+    "CosineAnnealingWarmRestarts": lambda one: schedules.CosineAnnealingWarmRestarts(one, 3),
+    "OneCycleLR": lambda one: schedules.OneCycleLR(one, 0.1, total_steps=30),
+    "CyclicLR": lambda one: schedules.CyclicLR(one, 0.01, 0.1, step_size_up=3),
+    "SequentialLR": lambda one: schedules.SequentialLR(one, [schedules.LinearLR(one), schedules.ExponentialLR(one, 0.9)], [7]),
+    "ChainedScheduler": lambda one: schedules.ChainedScheduler([schedules.ConstantLR(one), schedules.ExponentialLR(one, 0.9)], one),
+    "ReduceLROnPlateau": lambda one: schedules.ReduceLROnPlateau(one, patience=0),
+}
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Rprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Adafactor", "LBFGS")
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), [*(("SGD", name) for name in SCHEDULES), *((name, "LambdaLR") for name in OPTIMIZERS)])
+def test_every_optimizer_and_schedule_of_torch_goes_on_exactly(tmp_path: Path, optimizer: str, schedule: str) -> None:
+    def prepared() -> tuple[Any, ...]:
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        momentum = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
+        made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, **momentum)
+        return accelerator, *accelerator.prepare(model, made, SCHEDULES[schedule](made))
+
+    def updates(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            inputs = torch.randn(8, 4)
+
+            def loss() -> torch.Tensor:
+                optimizer.zero_grad()
+                value = model(inputs).square().mean()  # noqa: B023
+                accelerator.backward(value)
+                return value
+
+            losses.append(optimizer.step(loss).item())
+            scheduler.step(*[losses[-1]] * (schedule == "ReduceLROnPlateau"))
+        return [*losses, optimizer.param_groups[0]["lr"]]
+
+    run, again = prepared(), prepared()
+    updates(*run, 5)
+    where = run[0].save_state(tmp_path / "first")
+    expected = updates(*run, 6)
+    again[0].load_state(where, strict=True)
+    assert updates(*again, 6) == expected
+
+
+def test_a_run_that_has_not_begun_can_be_saved(tmp_path: Path) -> None:
+    run = begin()
+    where = run.accelerator.save_state(tmp_path / "first")
+    losses = list(steps(run, run.loader))
+    again = begin(seed=5)
+    again.accelerator.load_state(where, strict=True)
+    assert list(steps(again, again.loader)) == losses
 
 
 def test_nothing_needs_to_be_prepared_but_something_to_be_loaded_into(tmp_path: Path) -> None:
@@ -228,6 +286,15 @@ def test_without_any_whole_checkpoint_each_is_named(tmp_path: Path) -> None:
         flip(Path(run.accelerator.save_state(), "optimizer.safetensors"))
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints(.|\n)*checkpoint_1: (.|\n)*checkpoint_0: "):
         run.accelerator.load_state()
+
+
+def test_a_project_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for number in range(2):
+        run = trained(1, **numbering(Path("~/project")))
+        assert run.accelerator.save_state() == str(tmp_path / "project" / "checkpoints" / f"checkpoint_{number}")
+        assert run.accelerator.load_state() == str(tmp_path / "project" / "checkpoints" / f"checkpoint_{number}")
+    run.accelerator.load_state("~/project/checkpoints/checkpoint_0")
 
 
 def test_a_folder_that_numbering_overrides_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
