@@ -27,7 +27,15 @@ from slipstream.files.blocks import BLOCK, BlockFile, sums_name
 from slipstream.files.inside import open_inside
 from slipstream.files.tensors import Entry, read_layout
 
-__all__ = ["Assembled", "Pieces", "StandIns", "open_pieces", "placed"]
+__all__ = ["Assembled", "BrokenPieces", "Pieces", "StandIns", "open_pieces", "placed"]
+
+
+class BrokenPieces(CheckpointError):
+    """Pieces that cannot be used, of the checkpoint in `folder`. Not every rank need know: each looks at those that it needs."""
+
+    def __init__(self, problem: object, folder: str) -> None:
+        super().__init__(str(problem))
+        self.folder = folder
 
 
 @dataclass(frozen=True)
@@ -139,12 +147,19 @@ class StandIns:
         known = self._known.get(id(tensor))
         if known is None:
             raise CheckpointError("A tensor of the checkpoint is in pieces, and something else than a tensor is made of it.")
-        return known[0].read(known[1], box)
+        pieces, name, _ = known
+        try:
+            return pieces.read(name, box)
+        except CheckpointError as error:
+            raise BrokenPieces(error, pieces.where) from error
 
 
 def open_pieces(folder: Path, names: Sequence[str], files: Mapping[str, FileEntry], sums: Callable[[str], Any]) -> Pieces:
     """The pieces in these files of a checkpoint; `sums` gives the verified bytes of a file of sums."""
-    return Pieces([_open(folder, name, files[name].size, sums(sums_name(name))) for name in names], str(folder))
+    try:
+        return Pieces([_open(folder, name, files[name].size, sums(sums_name(name))) for name in names], str(folder))
+    except CheckpointError as error:
+        raise BrokenPieces(error, str(folder)) from error
 
 
 def _open(folder: Path, name: str, size: int, sums: Any) -> BlockFile:

@@ -11,7 +11,6 @@ before anything changes too.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import Any, Final
 
 import torch
 
-from slipstream.checkpoint.assembling import Pieces, StandIns
+from slipstream.checkpoint.assembling import StandIns, open_pieces
 from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile
 from slipstream.checkpoint.leftovers import manifest_of, recover
 from slipstream.checkpoint.lookup import rank_files, read_manifest
 from slipstream.checkpoint.plain import read_part, read_tensors
 from slipstream.errors import CheckpointError
-from slipstream.files.blocks import BlockFile, sums_name
+from slipstream.files.blocks import sums_name
 from slipstream.files.inside import open_inside
 from slipstream.files.reading import read_whole
 
@@ -81,8 +80,7 @@ class Checkpoint:
         """Stand-ins for the tensors whose pieces are in these files."""
         if not names:
             return {}
-        files = [_open_pieces(self.folder, name, self.manifest.files[name].size, self.buffers.pop(sums_name(name))) for name in names]
-        return self.stand_ins.add(Pieces(files, str(self.folder)))
+        return self.stand_ins.add(open_pieces(self.folder, names, self.manifest.files, self.buffers.pop))
 
     def rank(self, rank: int) -> dict[str, Any] | None:
         """What belongs to a rank, if that rank has saved it."""
@@ -183,18 +181,6 @@ def _read(folder: Path, name: str, size: int | None, checksum: str, *, alone: bo
     return buffer
 
 
-def _open_pieces(folder: Path, name: str, size: int, sums: Any) -> BlockFile:
-    """A file of which blocks are read when they are asked for."""
-    descriptor = _opened(folder, name)
-    try:
-        file = BlockFile(descriptor, size, sums, str(folder / name))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    weakref.finalize(file, os.close, descriptor)
-    return file
-
-
 def _check_present(folder: Path, name: str, size: int) -> None:
     descriptor = _opened(folder, name)
     try:
@@ -222,12 +208,12 @@ class Found:
     passed_over: Mapping[Path, str]
 
 
-def newest(candidates: Iterable[Path], where: str, *, alone: bool = False) -> Found:
+def newest(candidates: Iterable[Path], where: str, *, alone: bool = False, known: Mapping[Path, str] | None = None) -> Found:
     """The first of the candidates (newest first) that verifies, with all that ranks have added to it.
 
-    They are asked for anew if all of them vanish: a newer one has come then.
+    They are asked for anew if all of them vanish: a newer one has come then. `known` are those that cannot be used, and why.
     """
-    passed: dict[Path, str] = {}
+    passed: dict[Path, str] = dict(known or {})
     gone: set[Path] = set()
     while untried := [folder for folder in candidates if folder not in passed and folder not in gone]:
         for folder in untried:

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,19 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.facade.saving import Saver
 from slipstream.logging import get_logger
 
-__all__ = ["find"]
+__all__ = ["find", "is_one_of_several"]
 
 
-def find(saver: Saver, input_dir: Any, allow_pickle: bool) -> Saved:
-    """The checkpoint, read and verified."""
+def is_one_of_several(saver: Saver, input_dir: Any, folder: str) -> bool:
+    """Whether a checkpoint was taken because it is the newest, so that another can take its place."""
+    searched = saver.folder if input_dir is None else os.fspath(input_dir)
+    if searched is None or remote.is_url(searched):
+        return False
+    return Path(remote.local_path(searched)).expanduser().absolute() == Path(folder).absolute().parent
+
+
+def find(saver: Saver, input_dir: Any, allow_pickle: bool, passed: Mapping[str, str]) -> Saved:
+    """The checkpoint, read and verified; `passed` are folders that cannot be used, and why."""
     alone = saver.parts.state.num_processes == 1
     if input_dir is None or input_dir == "":
         if input_dir == "" or saver.folder is None:
@@ -34,18 +42,18 @@ def find(saver: Saver, input_dir: Any, allow_pickle: bool) -> Saved:
                 "load_state() was called without a folder: write load_state('checkpoints/first'), or let checkpoints be numbered by "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), and the newest is taken"
             )
-        return _newest(saver.folder, alone)
+        return _newest(saver.folder, alone, passed)
     if not isinstance(input_dir, (str, os.PathLike)):
         raise ConfigError(f"load_state({input_dir!r}): a {type(input_dir).__name__} is no folder; write its path")
     where = os.fspath(input_dir)
     if remote.is_url(where):
-        return _newest(where, alone) if remote.list_numbered(where) else _remote(where)
+        return _newest(where, alone, passed) if remote.list_numbered(where) else _remote(where)
     folder = Path(remote.local_path(where)).expanduser()
     if folder.is_dir() and not (folder / MANIFEST).exists():
         if is_foreign(folder):
             return saved_of_foreign(read_foreign(folder, allow_pickle=allow_pickle), folder)
         if numbered(folder):
-            return _newest(str(folder), alone)
+            return _newest(str(folder), alone, passed)
     return saved_of(open_checkpoint(folder, alone=alone), str(folder))
 
 
@@ -59,11 +67,11 @@ class _Numbered:
         return (path for _, path in reversed(numbered(self._folder)))
 
 
-def _newest(folder: str, alone: bool) -> Saved:
+def _newest(folder: str, alone: bool, passed: Mapping[str, str]) -> Saved:
     """The newest numbered checkpoint that is whole; which were passed over, and why, is said."""
     if remote.is_url(folder):
         return _newest_remote(folder)
-    found = newest(_Numbered(Path(folder)), folder, alone=alone)
+    found = newest(_Numbered(Path(folder)), folder, alone=alone, known={Path(one): why for one, why in passed.items()})
     _tell_passed_over({path.name: why for path, why in found.passed_over.items()}, found.checkpoint.folder.name)
     return saved_of(found.checkpoint, str(found.checkpoint.folder))
 

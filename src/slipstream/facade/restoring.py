@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoint.assembling import BrokenPieces
 from slipstream.checkpoint.receipt import changes
 from slipstream.checkpoint.saved import Saved
 from slipstream.checkpoint.weights import check_fit
 from slipstream.comm.deal import tell
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
-from slipstream.facade.finding import find
+from slipstream.facade.finding import find, is_one_of_several
 from slipstream.facade.fitting import fitted
 from slipstream.facade.putting import Plan, Wishes, as_ours, check_random, positions, put_back
 from slipstream.facade.saving import Saver
@@ -26,31 +27,49 @@ from slipstream.step.loop_state import redistribute
 
 __all__ = ["Wishes", "restore"]
 
+_BROKEN = "broken"
+"""What a rank tells instead of a stamp if it cannot use the pieces that it needs."""
+
 
 def restore(saver: Saver, input_dir: Any, wishes: Wishes) -> str:
     """Loads a checkpoint into everything that is prepared; the path of what was loaded."""
-    state = saver.parts.state
     _settle(saver)
-    plan: Plan | None = None
-    outcome: Any
-    try:
-        plan = _plan(saver, find(saver, input_dir, wishes.allow_pickle), wishes)
-        outcome = (plan.saved.stamp, plan.saved.step, _window(plan, state.num_processes))
-    except SlipstreamError as error:  # every rank has to hear of it, and raises
-        outcome = error
-    except Exception as error:
-        outcome = as_ours(error, str(input_dir))
-    told = tell(state.channel(), state.limits, outcome, operation="load_state")
-    assert plan is not None
-    if len({(stamp, step) for stamp, step, _ in told}) > 1:
-        found = ", ".join(f"rank {rank}: step {step} ({stamp})" for rank, (stamp, step, _) in enumerate(told))
-        raise CheckpointError(f"the processes found different checkpoints at {plan.saved.where} ({found}): they do not see the same folder")
-    _agree_on_windows(plan, [window for _, _, window in told])
+    plan = _agreed_plan(saver, input_dir, wishes)
     put_back(saver, plan, wishes)
     for line in plan.said:
         get_logger(__name__).warning(line)
     get_logger(__name__).info(f"loaded {plan.saved.where} (step {plan.saved.step})")
     return plan.saved.where
+
+
+def _agreed_plan(saver: Saver, input_dir: Any, wishes: Wishes) -> Plan:
+    """What is put back, once all ranks have found the same. The newest is passed over by all if one of them cannot use its pieces."""
+    state = saver.parts.state
+    passed: dict[str, str] = {}
+    while True:
+        plan: Plan | None = None
+        outcome: Any
+        try:
+            plan = _plan(saver, find(saver, input_dir, wishes.allow_pickle, passed), wishes)
+            outcome = (plan.saved.stamp, plan.saved.step, _window(plan, state.num_processes))
+        except BrokenPieces as error:
+            again = error.folder not in passed and is_one_of_several(saver, input_dir, error.folder)
+            outcome = (_BROKEN, error.folder, str(error)) if again else error
+        except SlipstreamError as error:  # every rank has to hear of it, and raises
+            outcome = error
+        except Exception as error:
+            outcome = as_ours(error, str(input_dir))
+        told = tell(state.channel(), state.limits, outcome, operation="load_state")
+        broken = {folder: why for kind, folder, why in told if kind == _BROKEN}
+        if not broken:
+            break
+        passed |= broken
+    assert plan is not None
+    if len({(stamp, step) for stamp, step, _ in told}) > 1:
+        found = ", ".join(f"rank {rank}: step {step} ({stamp})" for rank, (stamp, step, _) in enumerate(told))
+        raise CheckpointError(f"the processes found different checkpoints at {plan.saved.where} ({found}): they do not see the same folder")
+    _agree_on_windows(plan, [window for _, _, window in told])
+    return plan
 
 
 def _settle(saver: Saver) -> None:

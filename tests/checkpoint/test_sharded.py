@@ -1,0 +1,362 @@
+"""A state that is sharded over ranks: saved by all of them together, and loaded by any number of them, sharded in any way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from sharding import Average, Shard, by_columns, equal, filled, fully, local, not_at_all, prepared, replicated_too, state
+
+from slipstream.checkpoint.consolidate import merge_weights
+from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry, parse
+from slipstream.checkpoint.load import open_checkpoint
+from slipstream.cli.checkpoint import command
+from slipstream.errors import CheckpointError
+from slipstream.files.blocks import BlockFile
+from slipstream.files.disk import Disk
+from slipstream.utils import ProjectConfiguration
+
+Ranks = Any
+
+
+def expected() -> Any:
+    """What one process holds after the update."""
+    run = prepared(not_at_all)
+    filled(*run)
+    return state(*run)
+
+
+def save(folder: Path, *shards: Shard, **options: Any) -> None:
+    for shard in shards:
+        run = prepared(shard)
+        filled(*run)
+        run[0].save_state(folder / shard.__name__, **options)
+        assert equal(state(*run), expected()), shard.__name__
+        run[0].end_training()
+
+
+def load(folder: Path, *shards: Shard) -> None:
+    """Every checkpoint in a folder, into a model that is sharded in each of these ways."""
+    for name in sorted(os.listdir(folder)):
+        for shard in shards:
+            run = prepared(shard, seed=5)
+            run[0].load_state(folder / name)
+            model = run[0].unwrap_model(run[1])
+            assert model.head.weight is model.embed.weight
+            assert equal(state(*run), expected()), (name, shard.__name__)
+            filled(*run, seed=2)  # what was loaded can be trained on
+
+
+# -- any number of ranks ----------------------------------------------------------------------------------------------
+
+
+def test_what_two_ranks_saved_is_loaded_by_two_by_one_and_by_four(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(save, tmp_path, fully, by_columns)
+    ranks(2).run(load, tmp_path, fully, by_columns, not_at_all)
+    load(tmp_path, not_at_all)
+    ranks(4).run(load, tmp_path, fully, by_columns, replicated_too)
+
+
+def test_what_four_ranks_saved_is_stored_once_and_loaded_by_two(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(4).run(save, tmp_path, replicated_too)
+    held = open_checkpoint(tmp_path / "replicated_too").manifest
+    assert [len(model.pieces) for model in held.models] == [2]  # of four ranks, two hold the same
+    ranks(2).run(load, tmp_path, fully)
+
+
+def test_what_was_not_sharded_is_loaded_by_ranks_that_shard(tmp_path: Path, ranks: Ranks) -> None:
+    save(tmp_path, not_at_all)
+    ranks(2).run(load, tmp_path, fully, by_columns)
+
+
+# -- what is on the disk ----------------------------------------------------------------------------------------------
+
+
+def test_the_files_of_a_sharded_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(save, tmp_path, fully)
+    folder = tmp_path / "fully"
+    names = {path.name for path in folder.iterdir()}
+    kinds = ("safetensors", "blocks")
+    own = {f"{base}-rank-0000{rank}-of-00002.{kind}" for base in ("model", "optimizer") for rank in (1, 2) for kind in kinds}
+    rest = {MANIFEST, "model-rest.safetensors", "model_extra.json", "optimizer.safetensors", "training.json"}
+    assert names == own | rest | {"rank_0.safetensors", "rank_1.safetensors"}
+    manifest = parse((folder / MANIFEST).read_bytes(), MANIFEST)
+    assert set(manifest.files) == names - {MANIFEST}
+    assert (manifest.strategy, manifest.mesh) == ("sharded", {"dp_shard": 2})
+    assert manifest.models[0].aliases == {"head.weight": "embed.weight"}
+    assert not any(path.read_bytes().startswith((b"\x80\x04", b"PK")) for path in folder.iterdir())  # neither pickle nor torch.save
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_the_pieces_too(tmp_path: Path, ranks: Ranks) -> None:
+    pytest.importorskip("safetensors")
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load as torch_load
+
+    ranks(2).run(save, tmp_path, fully)
+    weights, _ = expected()
+    there = {name: torch.empty_like(tensor) for name, tensor in weights.items() if name != "head.weight"}  # it knows of no tied ones
+    torch_load(there, storage_reader=HuggingFaceStorageReader(str(tmp_path / "fully")), no_dist=True)
+    assert equal(there, {name: weights[name] for name in there})
+
+
+def test_pieces_are_merged_into_one_file(tmp_path: Path, ranks: Ranks) -> None:
+    from safetensors.torch import load_file
+
+    ranks(2).run(save, tmp_path, by_columns)
+    weights, _ = expected()
+    merged = load_file(merge_weights(tmp_path / "by_columns", tmp_path / "merged"))
+    assert equal(merged, {name: weights[name] for name in merged})
+    assert merged.keys() == weights.keys() - {"head.weight"}
+
+
+def test_the_commands_that_look_into_checkpoints_understand_pieces(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(save, tmp_path, fully)
+    save(tmp_path, not_at_all)
+    sharded, plain = str(tmp_path / "fully"), str(tmp_path / "not_at_all")
+
+    def said(*words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(command, list(words))
+        return result.exit_code, result.output
+
+    assert said("verify", sharded)[0] == 0
+    code, text = said("show", "--tensors", sharded)
+    assert (code, "embed.weight" in text, "[5, 7]" in text, "other files" in text) == (0, True, True, False)
+    code, text = said("diff", "--json", sharded, plain)
+    apart = {one["title"].partition(" (")[0]: [it["place"] for it in one["differences"]] for one in json.loads(text)["sections"]}
+    assert (apart["model 0"], apart["optimizer 0"], apart["other files"]) == (["kind"], [], [])  # FSDPNet and Net: whoever held what
+    path = tmp_path / "fully" / "optimizer-rank-00001-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    code, text = said("verify", sharded)
+    assert (code, path.name in text) == (1, True)
+
+
+# -- each rank reads its own ------------------------------------------------------------------------------------------
+
+
+def share_read(folder: Path) -> tuple[int, int]:
+    """How many bytes of pieces this rank reads in order to load, and how many there are."""
+    run = prepared(fully, seed=5, width=400_000)
+    read: list[int] = []
+    before = BlockFile._read
+
+    def counted(self: BlockFile, first: int, last: int) -> None:
+        had = self.fetched
+        before(self, first, last)
+        read.append(self.fetched - had)
+
+    BlockFile._read = counted  # type: ignore[method-assign]
+    try:
+        run[0].load_state(folder)
+    finally:
+        BlockFile._read = before  # type: ignore[method-assign]
+    return sum(read), sum(path.stat().st_size for path in folder.glob("*-rank-*.safetensors"))
+
+
+def test_a_rank_reads_about_as_much_as_it_holds(tmp_path: Path, ranks: Ranks) -> None:
+    def write() -> None:
+        run = prepared(fully, width=400_000)
+        filled(*run)
+        run[0].save_state(tmp_path / "large")
+
+    ranks(2).run(write)
+    for world in (2, 4):
+        for rank, (read, total) in enumerate(ranks(world).run(share_read, tmp_path / "large")):
+            rows = len(torch.empty(5).chunk(world)[rank]) if rank < len(torch.empty(5).chunk(world)) else 0  # of 5, as torch deals them out
+            assert read <= total * rows / 5 + 6 * (2 << 20), (world, rank, read, total)
+
+
+# -- when something goes wrong ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_stays_away_is_named_and_the_old_checkpoint_stays(tmp_path: Path, ranks: Ranks) -> None:
+    def one_stays_away() -> str:
+        run = prepared(fully, timeout=2)
+        run[0].save_state(tmp_path / "first")
+        if run[0].process_index == 0:
+            try:
+                run[0].save_state(tmp_path / "first")
+            except Exception as error:
+                return str(error)
+        return ""
+
+    said = ranks(2).run(one_stays_away)[0]
+    assert "save_state" in said
+    assert "rank 1" in said
+    assert os.listdir(tmp_path) == ["first"]
+    open_checkpoint(tmp_path / "first")
+
+
+class Full(Disk):
+    """A disk that is full for one kind of file."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def _pwrite(self, fd: int, data: Any, offset: int) -> int:
+        if self.kind in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super()._pwrite(fd, data, offset)
+
+
+def test_an_error_on_any_rank_is_one_on_all_and_changes_nothing(tmp_path: Path, ranks: Ranks) -> None:
+    def fail(rank: int, kind: str, behind: bool) -> tuple[str, bool]:
+        run = prepared(fully)
+        run[0].save_state(tmp_path / "first")
+        filled(*run)
+        if run[0].process_index == rank:
+            run[0]._saver.disk = Full(kind)
+        said = ""
+        try:
+            run[0].save_state(tmp_path / "first", async_save=behind)
+            run[0].load_state(tmp_path / "first")
+        except CheckpointError as error:
+            said = str(error)
+        except Exception as error:
+            said = f"told: {error}"
+        run[0]._saver.disk = Disk()
+        run[0].load_state(tmp_path / "first")
+        return said, equal(state(*run), state(*prepared(fully)))
+
+    at_once = [(1, "model-rank", False), (0, "training", False), (0, "MANIFEST", False)]
+    for rank, kind, behind in [*at_once, (1, "blocks", True), (0, "MANIFEST", True)]:
+        (first, same), (second, too) = ranks(2).run(fail, rank, kind, behind)
+        assert "No space" in (first, second)[rank], (rank, kind, behind, first, second)
+        assert "No space" in (first, second)[1 - rank], (rank, kind, behind, first, second)
+        assert same, (rank, kind)
+        assert too, (rank, kind)
+        assert os.listdir(tmp_path) == ["first"]
+
+
+def test_ranks_at_different_places_of_the_run_do_not_make_one_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+    def apart() -> None:
+        run = prepared(fully)
+        run[2].updates = run[0].process_index
+        run[0].save_state(tmp_path / "first")
+
+    outcomes = ranks(2).outcomes(apart)
+    assert all("different places" in outcome.summary for outcome in outcomes)
+    assert os.listdir(tmp_path) == []
+
+
+def test_damage_is_found_by_the_rank_that_needs_it_before_anything_changes_anywhere(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(save, tmp_path, fully)
+    path = tmp_path / "fully" / "model-rank-00002-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+    def try_it() -> tuple[str, bool]:
+        run = prepared(fully, seed=5)
+        with pytest.raises(Exception, match="is damaged") as caught:
+            run[0].load_state(tmp_path / "fully")
+        return str(caught.value), equal(state(*run), state(*prepared(fully, seed=5)))
+
+    for said, same in ranks(2).run(try_it):
+        assert path.name in said
+        assert same
+
+
+# -- the rest of a checkpoint -----------------------------------------------------------------------------------------
+
+
+def test_numbered_behind_the_training_with_hooks_and_objects(tmp_path: Path, ranks: Ranks) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+
+    def train() -> None:
+        run = prepared(fully, project_config=project)
+        average = Average(run[1])
+        run[0].register_for_checkpointing(average)
+        rank = run[0].process_index
+        run[0].register_save_state_pre_hook(lambda models, weights, folder: Path(folder, f"of_{rank}.txt").write_text(f"{len(weights)}"))
+        for step in range(3):
+            filled(*run, seed=step)
+            average.update(run[1])
+            held = state(*run), local(average.values)
+            run[0].save_state(async_save=True)
+            filled(*run, seed=9)  # goes on while it is written
+            run[0].end_training()
+            if step < 2:
+                run[0].load_state()
+        for value in average.values.values():
+            value.zero_()
+        run[0].load_state()
+        assert equal((state(*run), local(average.values)), held)
+
+    ranks(2).run(train)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2", "latest"]
+    assert (tmp_path / "checkpoints" / "checkpoint_2" / "of_1.txt").read_text() == "1"
+
+
+def test_the_newest_whole_one_is_loaded_if_pieces_of_a_newer_one_are_damaged(tmp_path: Path, ranks: Ranks) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+
+    def train() -> None:
+        run = prepared(fully, project_config=project)
+        for step in range(2):
+            filled(*run, seed=step)
+            run[0].save_state()
+
+    ranks(2).run(train)
+    path = tmp_path / "checkpoints" / "checkpoint_1" / "optimizer-rank-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    def go_on() -> tuple[str, bool]:
+        run, other = prepared(fully, seed=5, project_config=project), prepared(fully)
+        filled(*other, seed=0)
+        return run[0].load_state(), equal(state(*run), state(*other))
+
+    assert ranks(2).run(go_on) == [(str(tmp_path / "checkpoints" / "checkpoint_0"), True)] * 2
+
+
+def test_unchanged_pieces_are_linked(tmp_path: Path, ranks: Ranks) -> None:
+    def twice() -> None:
+        run = prepared(fully)
+        for name in ("first", "second"):
+            filled(*run)
+            run[0].save_state(tmp_path / name, dedup=True)
+
+    ranks(2).run(twice)
+    linked = {path.name for path in (tmp_path / "second").iterdir() if path.stat().st_nlink > 1}
+    assert "model-rank-00001-of-00002-00001-of-00002.safetensors" in linked  # the frozen ones
+    assert "model-rank-00001-of-00002-00002-of-00002.safetensors" not in linked
+    ranks(2).run(lambda: prepared(fully)[0].load_state(tmp_path / "second"))
+
+
+# -- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def manifest_with(change: Callable[[dict[str, FileEntry]], None] = lambda files: None, **pieces: Any) -> bytes:
+    files = {name: FileEntry(1, "0" * 32) for name in ("a.safetensors", "a.blocks", "b.safetensors", "b.blocks", "optimizer.json")}
+    change(files)
+    model = ModelEntry("Net", (), pieces=pieces.get("model", ("a.safetensors",)))
+    parts = pieces.get("parts", {"optimizer.json": ("b.safetensors",)})
+    return Manifest("1-0", 1, "now", "us", 2, "sharded", files=files, models=(model,), optimizers=("optimizer.json",), pieces=parts).dump()
+
+
+def test_a_manifest_knows_files_of_pieces() -> None:
+    manifest = parse(manifest_with(), MANIFEST)
+    assert manifest.dump() == manifest_with()
+    assert manifest.all_pieces() == {"a.safetensors", "b.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        manifest_with(lambda files: files.pop("a.safetensors")),
+        manifest_with(lambda files: files.pop("a.blocks")),
+        manifest_with(model=("a.safetensors", "a.safetensors")),
+        manifest_with(model=("b.safetensors",)),
+        manifest_with(parts={"nothing.json": ("b.safetensors",)}),
+        manifest_with(model=(3,)),
+    ],
+)
+def test_a_manifest_whose_pieces_are_not_listed_once_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        parse(data, MANIFEST)
