@@ -99,7 +99,9 @@ def test_file_urls_are_paths_of_this_machine(tmp_path: Path) -> None:
     awkward = tmp_path / "my run #1 50%"
     assert local_path(awkward.as_uri()) == str(awkward)
     assert local_path("file://localhost/tmp/run") == "/tmp/run"
+    assert local_path("file:/tmp/my%20run") == "/tmp/my run"
     assert local_path("some/run") == "some/run"
+    assert local_path("file:run") == "file:run"
     with pytest.raises(ConfigError, match="three slashes"):
         local_path("file://tmp/run")
 

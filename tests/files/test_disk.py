@@ -283,3 +283,18 @@ def test_locks_of_many_threads_come_one_after_the_other(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert set(most) == {1}
+
+
+def test_a_file_system_without_permissions_is_no_error_and_another_reason_is(tmp_path: Path) -> None:
+    class Mount(Disk):
+        def __init__(self, code: int) -> None:
+            self.code = code
+
+        def _chmod(self, path: Path, mode: int) -> None:
+            raise OSError(self.code, os.strerror(self.code))
+
+    for code in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+        Mount(code).set_mode(tmp_path, 0o700)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        Mount(errno.EIO).set_mode(tmp_path, 0o700)
+    assert caught.value.filename == str(tmp_path)

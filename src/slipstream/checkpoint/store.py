@@ -20,6 +20,7 @@ from slipstream.logging import get_logger
 __all__ = ["Store", "Missing", "is_url", "local_path", "redacted"]
 
 _URL: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.\-]*::)*)([A-Za-z][A-Za-z0-9+.\-]+)://(.*)", re.DOTALL)
+_SHORT: Final = re.compile(r"(?i:file):(/(?:[^/].*)?)", re.DOTALL)
 _LOCAL: Final = ("file", "local")
 _USER: Final = re.compile(r"(?<!abfs)(?<!abfss)(?<!wasb)(?<!wasbs)://[^/@\s]*@|://[^/@\s]*:[^/@\s]*@")  # the former have a container there
 _QUERY: Final = re.compile(r"(://[^\s?]*)\?[^\s'\")>]+")
@@ -43,17 +44,21 @@ def is_url(target: Any) -> bool:
 
 
 def local_path(target: str) -> str:
-    """The path that a `file://` URL means; any other path as it is.
+    """The path that a `file://` URL means, or its short form `file:/`; any other path as it is.
 
-    >>> local_path("file:///tmp/my%20run"), local_path("runs/first")
-    ('/tmp/my run', 'runs/first')
+    >>> local_path("file:///tmp/my%20run"), local_path("file:/tmp/run"), local_path("runs/first")
+    ('/tmp/my run', '/tmp/run', 'runs/first')
     """
+    if short := _SHORT.fullmatch(target):
+        return urllib.parse.unquote(short[1])
     found = _URL.fullmatch(target)
     if found is None or found[1] or found[2].lower() not in _LOCAL:
         return target
     host, slash, path = found[3].partition("/")
     if host not in ("", "localhost") or not slash:
-        raise ConfigError(f"{target!r} names the host {host!r}: a file URL has three slashes and an absolute path, such as file:///data/run")
+        raise ConfigError(
+            f"{target!r} names the host {host!r}: a file URL has three slashes and an absolute path, such as file:///data/run"
+        )
     return urllib.parse.unquote(f"/{path}")
 
 

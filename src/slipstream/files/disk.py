@@ -63,8 +63,13 @@ class Disk:
         self._mkdir(path, mode)
 
     def set_mode(self, path: Path, mode: int) -> None:
-        """Set the permissions of a folder or file."""
-        self._chmod(path, mode)
+        """Set the permissions of a folder or file of this user; where the file system has none of its own, those of the mount hold."""
+        with self._naming(path):
+            try:
+                self._chmod(path, mode)
+            except OSError as error:
+                if error.errno not in _CANNOT:
+                    raise
 
     def write(self, path: Path, chunks: Iterable[Bytes], size: int) -> Written:
         """Make a file of these bytes, `size` altogether; when this returns they are on the disk. A file that exists is an error."""
