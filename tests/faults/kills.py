@@ -36,6 +36,8 @@ from typing import Any
 import torch
 
 from slipstream import Accelerator
+from slipstream.checkpoint.format import Manifest
+from slipstream.checkpoint.leftovers import manifest_of
 from slipstream.checkpoint.load import open_checkpoint
 from slipstream.checkpoint.rotate import numbered
 from slipstream.errors import CheckpointError
@@ -257,24 +259,25 @@ def committed(case: Case, folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def looked(case: Case, folder: Path) -> bool:
-    """Whether a whole checkpoint is visible now. One may give way to a newer one while it is being read: then that one is there."""
-    deadline = time.monotonic() + 2.0
-    seen: set[str] = set()
-    while time.monotonic() < deadline:
+    """Whether a whole checkpoint is visible now. One that gives way to a newer one while it is being read was there, as that is."""
+    before = _visible(case, folder)
+    for path in reversed(before):
         try:
-            if case.place == "one folder":
-                open_checkpoint(folder / "one")
-                return True
-            names = {path.name: path for _, path in numbered(folder / "checkpoints")}
-            if not names.keys() - seen:
-                return False  # those that vanished had no successor
-            seen |= names.keys()
-            for path in reversed(names.values()):
-                open_checkpoint(path)
-                return True
+            open_checkpoint(path)
+            return True
         except (CheckpointError, OSError):
             continue
-    return False
+    return bool(before) and _visible(case, folder) not in ({}, before)
+
+
+def _visible(case: Case, folder: Path) -> dict[Path, Manifest]:
+    """The manifests that are there; a folder that is exchanged at this moment has one the next time one looks."""
+    for _ in range(20):
+        paths = [folder / "one"] if case.place == "one folder" else [path for _, path in numbered(folder / "checkpoints")]
+        found = {path: manifest for path in paths if (manifest := manifest_of(path)) is not None}
+        if found:
+            return found
+    return {}
 
 
 @dataclass
@@ -359,7 +362,7 @@ class Chain:
 
     def _until_the_moment(self) -> Iterator[int]:
         """Goes on until a random moment within the first saves of a run; gives out how many it has reported."""
-        awaited, began, reported = self.chance.randrange(4), time.monotonic(), 0
+        awaited, began, reported = self.chance.randrange(3), time.monotonic(), 0
         while reported < awaited and time.monotonic() < began + PATIENCE / 4:
             yield reported
             reported = len(self._reports(0))

@@ -31,6 +31,7 @@ from slipstream.files.reading import read_whole
 __all__ = ["Checkpoint", "Found", "newest", "open_checkpoint"]
 
 _LOOKS: Final = 5
+_ATTEMPTS: Final = 20
 _LARGEST_RANK_FILE: Final = 16 << 20  # every rank looks at those of all ranks: what one passes over, all of them do
 _LARGEST_WORLD: Final = 256
 
@@ -119,7 +120,7 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
     """
     if not folder.exists():
         folder = recover(folder) or folder
-    while True:
+    for _ in range(_ATTEMPTS):
         manifest = None
         try:
             manifest = read_manifest(folder)
@@ -128,6 +129,7 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
             present = _present_manifest(folder)
             if present is None or present == manifest:  # else another save has taken its place in the meantime: that is read
                 raise
+    raise CheckpointError(f"{folder} is replaced by other saves faster than it can be read: copy it, or read it while nobody saves")
 
 
 def _present_manifest(folder: Path) -> Manifest | None:
