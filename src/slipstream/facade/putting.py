@@ -1,9 +1,9 @@
 """A checkpoint put back into a run: wholly, or not at all.
 
-What prepared objects themselves may still refuse (optimizers, schedulers, the loss scale, registered objects) comes first, and each step
-can be taken back. When every rank has done that, the rest follows, which was compared before and cannot fail: loaders, weights,
-windows, gradients. Random states come last, so that what loading draws does not count. If a rank fails, every rank goes back to where it
-was and raises. Only what hooks of the script and registered objects did before that stays done: they have no way back.
+What prepared objects themselves may still refuse (optimizers, schedulers, the loss scale) comes first, and each step can be taken back.
+When every rank has done that, registered objects follow, which may refuse too. Then comes the rest, which was compared before and cannot
+fail: loaders, weights, windows, gradients; random states last, so that what loading draws does not count. If a rank fails, every rank
+goes back to where it was and raises. Only what hooks and other registered objects did before that stays done: they have no way back.
 """
 
 from __future__ import annotations
@@ -55,20 +55,28 @@ class Plan:
 def put_back(saver: Saver, plan: Plan, wishes: Wishes) -> None:
     """Puts everything back on every rank, or raises on every rank and leaves everything as it was."""
     state = saver.parts.state
-    undo: Undo = []
     numbers: list[int] = []
-    outcome: Exception | None = None
-    try:
-        numbers = _hooked(saver, plan, wishes)
+    undo: Undo = []
+
+    def first() -> None:
+        numbers.extend(_hooked(saver, plan, wishes))
         _put_what_may_refuse(saver, plan, undo)
-    except Exception as error:  # every rank has to hear of it, and raises
-        outcome = as_ours(error, plan.saved.where)
-    try:
-        tell(state.channel(), state.limits, outcome, operation="load_state")
-    except BaseException:
-        for step in reversed(undo):
-            step()
-        raise
+
+    def second() -> None:
+        _put_objects(saver, plan)
+
+    for stage in (first, second):
+        outcome: Exception | None = None
+        try:
+            stage()
+        except Exception as error:  # every rank has to hear of it, and raises
+            outcome = as_ours(error, plan.saved.where)
+        try:
+            tell(state.channel(), state.limits, outcome, operation="load_state")
+        except BaseException:
+            for step in reversed(undo):
+                step()
+            raise
     _put_the_rest(saver, plan, wishes, numbers)
     saver.loaded(plan.saved.where)
     plan.said += _random(state.process_index, state.num_processes, plan)
@@ -126,9 +134,12 @@ def _put_what_may_refuse(saver: Saver, plan: Plan, undo: Undo) -> None:
         with _refusing(saved.where, "the loss scale", scaler):
             undo.append(_state_as_it_was(scaler))
             scaler.load_state_dict(saved.scaler)
-    for number, stored in saved.objects.items():
+
+
+def _put_objects(saver: Saver, plan: Plan) -> None:
+    for number, stored in plan.saved.objects.items():
         if number < len(saver.objects):
-            with _refusing(saved.where, f"registered object {number}", saver.objects[number]):
+            with _refusing(plan.saved.where, f"registered object {number}", saver.objects[number]):
                 saver.objects[number].load_state_dict(stored)
 
 
