@@ -6,20 +6,24 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from sharding import Average, Shard, by_columns, equal, filled, fully, local, not_at_all, prepared, replicated_too, state
+from sharding import Average, Shard, by_columns, equal, filled, fully, local, net, not_at_all, prepared, replicated_too, state
 
+from slipstream.checkpoint import remote
 from slipstream.checkpoint.consolidate import merge_weights
 from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry, parse
 from slipstream.checkpoint.load import open_checkpoint
+from slipstream.checkpoint.models import load_checkpoint_in_model
+from slipstream.checkpoint.places import place_at
 from slipstream.cli.checkpoint import command
 from slipstream.errors import CheckpointError
-from slipstream.files.blocks import BlockFile
+from slipstream.files.blocks import BlockFile, sums_name
 from slipstream.files.disk import Disk
 from slipstream.utils import ProjectConfiguration
 
@@ -114,6 +118,13 @@ def test_pieces_are_merged_into_one_file(tmp_path: Path, ranks: Ranks) -> None:
     merged = load_file(merge_weights(tmp_path / "by_columns", tmp_path / "merged"))
     assert equal(merged, {name: weights[name] for name in merged})
     assert merged.keys() == weights.keys() - {"head.weight"}
+
+
+def test_weights_in_pieces_are_loaded_into_a_model_by_themselves(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(save, tmp_path, by_columns)
+    model = net(5)
+    load_checkpoint_in_model(model, tmp_path / "by_columns", strict=True)
+    assert equal(dict(model.state_dict()), expected()[0])
 
 
 def test_the_commands_that_look_into_checkpoints_understand_pieces(tmp_path: Path, ranks: Ranks) -> None:
@@ -263,6 +274,26 @@ def test_damage_is_found_by_the_rank_that_needs_it_before_anything_changes_anywh
         assert same
 
 
+@pytest.mark.parametrize("twist", ["one is not listed", "one is listed in the place of another"])
+def test_pieces_that_are_not_the_whole_are_refused(tmp_path: Path, ranks: Ranks, twist: str) -> None:
+    ranks(2).run(save, tmp_path, fully)
+    folder = tmp_path / "fully"
+    manifest = parse((folder / MANIFEST).read_bytes(), MANIFEST)
+    files, (model,) = dict(manifest.files), manifest.models
+    if twist == "one is not listed":
+        model = replace(model, pieces=model.pieces[:1])
+    else:
+        for name in (model.pieces[0], sums_name(model.pieces[0])):
+            other = name.replace("00001-of", "00002-of")
+            (folder / other).write_bytes((folder / name).read_bytes())
+            files[other] = files[name]
+    (folder / MANIFEST).write_bytes(replace(manifest, files=files, models=(model,)).dump())
+    run = prepared(not_at_all, seed=5)
+    with pytest.raises(CheckpointError, match="cannot be put together: .* piece"):
+        run[0].load_state(folder)
+    assert equal(state(*run), state(*prepared(not_at_all, seed=5)))
+
+
 # -- the rest of a checkpoint -----------------------------------------------------------------------------------------
 
 
@@ -327,6 +358,31 @@ def test_unchanged_pieces_are_linked(tmp_path: Path, ranks: Ranks) -> None:
     assert "model-rank-00001-of-00002-00001-of-00002.safetensors" in linked  # the frozen ones
     assert "model-rank-00001-of-00002-00002-of-00002.safetensors" not in linked
     ranks(2).run(lambda: prepared(fully)[0].load_state(tmp_path / "second"))
+
+
+# -- a stage that others join -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["{}/first", "memory://joined/first"])
+def test_what_another_process_adds_to_a_stage_is_committed_with_it(tmp_path: Path, where: str) -> None:
+    place = place_at(where.format(tmp_path), Disk())
+    stage = place.begin()
+    joined = place.join(stage.ticket)
+    entries = {"a.txt": stage.add("a.txt", [b"one"], 3), "b.txt": joined.add("b.txt", [b"two"], 3)}
+    with pytest.raises(CheckpointError, match="committed by the process"):
+        joined.commit(b"")
+    joined.abandon()
+    with pytest.raises(CheckpointError, match="this save is over"):
+        joined.add("c.txt", [b""], 0)
+    stage.commit(Manifest("1-0123456789abcdef", 1, "now", "us", 2, "sharded", files=entries).dump())
+    url = where.format(tmp_path)
+    folder = remote.fetch(url, tmp_path / "copy") if remote.is_url(url) else Path(url)
+    assert open_checkpoint(folder).manifest.files == entries
+
+
+def test_a_process_that_does_not_see_the_stage_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="a folder that all of them see"):
+        place_at(str(tmp_path / "first"), Disk()).join(".first.saving-00112233")
 
 
 # -- the manifest -----------------------------------------------------------------------------------------------------

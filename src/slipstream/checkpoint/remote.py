@@ -133,6 +133,8 @@ class RemoteStage:
 
     def commit(self, manifest: bytes) -> None:
         """Write the manifest, which makes this the checkpoint at the URL; then remove the one before."""
+        if self._joined:
+            raise CheckpointError(f"{self._store.shown} is committed by the process that has begun it.")
         try:
             new = parse(manifest, self._store.show(MANIFEST))
             data = _renamed(new, lambda name: f"{self._data}/{name}").dump()
