@@ -163,6 +163,28 @@ def test_one_checkpoint_replaces_another_and_leaves_files_of_others(tmp_path: Pa
     assert run.optimizer.updates == 5
 
 
+def test_a_save_that_is_interrupted_leaves_what_was_there(tmp_path: Path) -> None:
+    class Interrupted(Disk):
+        def write(self, path: Path, chunks: Any, size: int) -> Written:
+            if path.name == "optimizer.safetensors":
+                raise KeyboardInterrupt
+            return super().write(path, chunks, size)
+
+    run = trained(2)
+    run.accelerator.save_state(tmp_path / "out" / "first")
+    train(run, 1)
+    run.accelerator._saver.disk = Interrupted()
+    for name in ("first", "second"):
+        with pytest.raises(KeyboardInterrupt):
+            run.accelerator.save_state(tmp_path / "out" / name)
+    assert names(tmp_path / "out") == ["first"]
+    run.accelerator.load_state(tmp_path / "out" / "first")
+    assert run.optimizer.updates == 2
+    run.accelerator._saver.disk = Disk()
+    run.accelerator.save_state(tmp_path / "out" / "second")
+    assert names(tmp_path / "out") == ["first", "second"]
+
+
 def test_two_accelerators_in_one_process_save_apart(tmp_path: Path) -> None:
     first, second = trained(2), trained(5, seed=9)
     one, other = first.accelerator.save_state(tmp_path / "one"), second.accelerator.save_state(tmp_path / "two")
