@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,12 +18,20 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 
+from slipstream import PartialState
+from slipstream.data.options import DataLoaderConfiguration
+from slipstream.data.place import Place
+from slipstream.data.prepare import build
 from slipstream.data.skip import skip_first_batches
+from slipstream.errors import ConfigError
+from slipstream.runtime.gradient_state import GradientState
+from slipstream.utils import gather_object
 
 LENGTH = 11
 EPOCHS = 3
@@ -443,8 +452,6 @@ def test_the_state_of_the_loader_is_that_of_its_twin_that_skips() -> None:
 
 
 def test_inside_of_an_evaluation_the_position_of_the_training_is_kept_and_the_evaluation_begins_anew() -> None:
-    from slipstream.runtime.gradient_state import GradientState
-
     def loaders() -> tuple[Any, Any]:
         state = GradientState()
         make = lambda: DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=keep)  # noqa: E731
@@ -473,8 +480,6 @@ def test_inside_of_an_evaluation_the_position_of_the_training_is_kept_and_the_ev
 
 
 def test_two_loaders_that_are_read_side_by_side_both_keep_their_places() -> None:
-    from slipstream.runtime.gradient_state import GradientState
-
     def loaders() -> list[Any]:
         state = GradientState()
         make = lambda: DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=keep)  # noqa: E731
@@ -525,6 +530,20 @@ def flat(epochs: list[list[Any]]) -> list[list[Any]]:
     return [[sample for batch in epoch for sample in batch] for epoch in epochs]
 
 
+def loader_of(kind: str, length: int, size: int, drop_last: bool) -> DataLoader[Any]:
+    rest: dict[str, Any] = {"batch_size": size, "drop_last": drop_last, "collate_fn": keep}
+    if kind == "batches":
+        return DataLoader(range(length), batch_sampler=[[one, one + 1] for one in range(length - 1)], collate_fn=keep)
+    if kind in STREAMS:
+        return DataLoader(STREAMS[kind](range(length)), **rest)
+    sampler = {"shuffle": lambda: RandomSampler(range(length)), "AtItsPlace": AtItsPlace, "DrawsWhileRead": DrawsWhileRead}[kind]()
+    return DataLoader(range(length), sampler=sampler, **rest)
+
+
+def pass_of(loaders: list[Any]) -> list[list[Any]]:
+    return [whole(*one) for one in rounds(loaders)]
+
+
 @pytest.mark.parametrize("kind", ["shuffle", "stream", "stateful", "batches", "AtItsPlace", "DrawsWhileRead"])
 @pytest.mark.parametrize(
     ("old", "new"), [((2, 2), (1, 4)), ((1, 4), (2, 2)), ((2, 2), (4, 2)), ((4, 1), (3, 2)), ((4, 2), (3, 1)), ((1, 3), (2, 2))]
@@ -532,55 +551,33 @@ def flat(epochs: list[list[Any]]) -> list[list[Any]]:
 def test_the_samples_that_are_left_are_those_that_were_not_read(kind: str, old: tuple[int, int], new: tuple[int, int]) -> None:
     """(ranks, batch size) before and after; also where the position lies inside of a batch as it is now."""
     length = 23
-    for even, drop_last in ((True, False), (False, False), (False, True)):
+    for even, drop_last in ((True, False), (False, True)):
 
-        def make(size: int, drop_last: bool = drop_last) -> DataLoader[Any]:
-            rest: dict[str, Any] = {"drop_last": drop_last, "collate_fn": keep}
-            if kind == "batches":
-                return DataLoader(range(length), batch_sampler=[[one, one + 1] for one in range(length - 1)], collate_fn=keep)
-            if kind in STREAMS:
-                return DataLoader(STREAMS[kind](range(length)), batch_size=size, **rest)
-            if kind == "shuffle":
-                return DataLoader(range(length), batch_size=size, shuffle=True, **rest)
-            return DataLoader(
-                range(length), batch_size=size, sampler={"AtItsPlace": AtItsPlace, "DrawsWhileRead": DrawsWhileRead}[kind](), **rest
-            )
+        def make(ranks: int, size: int, even: bool = even, drop_last: bool = drop_last, **options: Any) -> list[Any]:
+            return ranks_of(lambda: loader_of(kind, length, size, drop_last), ranks, even_batches=even, **options)
 
-        saved = ranks_of(lambda: make(old[1]), old[0], even_batches=even)  # noqa: B023
-        read: list[list[Any]] = []
-        states = []
+        saved, read, states = make(*old), list[Any](), []
         for one in rounds(saved):
             read.append(whole(*one))
             states.append(copy.deepcopy(saved[0].state_dict()))
-        oracle = ranks_of(lambda: make(new[1]), new[0], even_batches=even)  # noqa: B023
-        straight = [whole(*one) for one in rounds(oracle)]
+        oracle = make(*new)
+        straight, later = pass_of(oracle), pass_of(oracle)
+        order = flat([straight])[0]
         for cut, state in enumerate(states, 1):
-            before = [sample for batch in read[:cut] for sample in batch]
+            before = flat([read[:cut]])[0]
             assert state["samples"] == (len(before) if kind != "batches" else min(cut * old[0], length - 1))
-            loaders = ranks_of(lambda: make(new[1]), new[0], even_batches=even, resume="auto")  # noqa: B023
+            loaders = make(*new, resume="auto")
             for loader in loaders:
                 loader.load_state_dict(copy.deepcopy(state))
-            if kind not in STREAMS:
-                expected = len(loaders[0])
-            batches = [whole(*one) for one in rounds(loaders)]
-            if kind not in STREAMS:
-                assert len(batches) == expected
-            order = flat([straight])[0]
-            if state["ended"]:
-                assert not batches, "also where the saved run dropped what this one would have read"
-                continue
-            assert flat([batches])[0] == order[len(before) :], "exactly what was not read"
+            expected = None if kind in STREAMS else len(loaders[0])
+            batches = pass_of(loaders)
+            assert expected in (None, len(batches))
+            # also where the saved run dropped what this one would have read
+            assert flat([batches])[0] == ([] if state["ended"] else order[len(before) :]), "exactly what was not read"
             assert before[: len(order)] == order[: len(before)], "in one order"
             if kind != "batches" and batches:
                 assert batches[1:] == straight[len(straight) - len(batches) + 1 :], "after the first, batches are those of a straight run"
-            assert [whole(*one) for one in rounds(loaders)] == [whole(*one) for one in rounds(ranks_of_epoch(make, new, even))]
-
-
-def ranks_of_epoch(make: Any, new: tuple[int, int], even: bool) -> list[Any]:
-    """The second epoch of a straight run."""
-    loaders = ranks_of(lambda: make(new[1]), new[0], even_batches=even)
-    list(rounds(loaders))
-    return loaders
+            assert pass_of(loaders) == later
 
 
 def test_skipping_what_a_script_counted_on_another_number_of_processes_goes_to_the_position() -> None:
@@ -803,3 +800,328 @@ def test_workers_of_a_stream_go_on_where_each_of_them_was(kind: Any, workers: in
 
 def masked_items(batch: list[Any]) -> list[Any]:
     return [(sample, random.random()) for sample in batch]
+
+
+def test_another_number_of_workers_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def make(workers: int) -> Any:
+        return prepared(DataLoader(Stream(range(13)), batch_size=2, num_workers=workers), resume="auto")
+
+    loader = make(2)
+    iterator = iter(loader)
+    next(iterator)
+    state = copy.deepcopy(loader.state_dict())
+    del iterator
+    state["left"] = 0
+    make(2).load_state_dict(state)
+    assert not caplog.text
+    make(0).load_state_dict(state)
+    assert "was saved with 2 workers, and there are 1 now" in caplog.text
+
+
+# -- in processes ----------------------------------------------------------------------------------------------------------------
+
+
+def ranked(loader: DataLoader[Any], **options: Any) -> Any:
+    """The loader of this process, with the others."""
+    state = PartialState()
+    place = Place(state.process_index, state.num_processes, state._channel, state._limits, compares=True)
+    config, rest = DataLoaderConfiguration(**options), {"device": None, "put_on_device": False, "gradient_state": GradientState()}
+    return build(loader, place=place, config=config, seed=7, **rest)  # type: ignore[arg-type]
+
+
+class Parted(Stateful):
+    """Each process has a part of its own, of another length, and knows its place in it."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__(items)
+        self.rank, self.world_size = PartialState().process_index, PartialState().num_processes
+        own = self.items[: len(self.items) - 3 * self.rank]
+        self.items = [numpy.asarray(item) + 100 * self.rank if isinstance(item, list) else 100 * self.rank + item for item in own]
+
+
+class PartedSeekable(Seekable):
+    def __init__(self, items: Any, parted: bool = False) -> None:
+        super().__init__(items)
+        self.rank, self.world_size = PartialState().process_index, PartialState().num_processes
+        if not parted:
+            self.items = [100 * self.rank + item for item in self.items[: len(self.items) - 3 * self.rank]]
+
+    def skip(self, count: int) -> Any:
+        return PartedSeekable(self.items[count:], True)
+
+
+TOGETHER: dict[str, tuple[Callable[[], DataLoader[Any]], dict[str, Any]]] = {
+    "map": (MAPPED["KeepsRandomState"], {}),
+    "drawn": (MAPPED["AtItsPlace"], {}),
+    "positions": (MAPPED["positions"], {}),
+    "stream by turns": (lambda: DataLoader(AugmentingStateful(DATA), batch_size=2, collate_fn=keep), {}),
+    "parts": (lambda: DataLoader(Parted(DATA), batch_size=2, collate_fn=keep), {}),
+    "parts in batches": (lambda: DataLoader(Parted([[1, 2], [3], [4, 5, 6], [7]] * 2), batch_size=None), {}),
+    "parts that skip": (lambda: DataLoader(PartedSeekable(DATA), batch_size=2, collate_fn=keep), {}),
+    "dispatched": (MAPPED["DrawsWhileRead"], {"dispatch_batches": True}),
+    "dispatched, shuffled, drawing": (
+        lambda: DataLoader(Augmented(), batch_size=2, shuffle=True, collate_fn=keep),
+        {"dispatch_batches": True, "even_batches": False},
+    ),
+    "dispatched stream": (lambda: DataLoader(AugmentingStateful(DATA), batch_size=2, collate_fn=keep), {"dispatch_batches": True}),
+    "dispatched batches": (lambda: DataLoader(Stream([[1, 2], [3], [4, 5, 6]] * 3), batch_size=None), {"dispatch_batches": True}),
+}
+
+
+def resumed_together(kind: str, from_rank_0: bool) -> list[str]:
+    """What went wrong on this rank: the loader goes on at every point, from its own state or, as after a save of one, that of rank 0."""
+    make, options = TOGETHER[kind]
+    wrong = []
+    loader = ranked(make(), **options)
+    epochs, states = list[Any](), list[Any]()
+    for epoch in range(2):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append((plain(batch), loader.shares, loader.end_of_dataloader))
+            states.append((epoch, len(epochs[-1]), copy.deepcopy(loader.state_dict())))
+    told = gather_object([states])
+    for epoch, read, state in told[0] if from_rank_0 else states:
+        resumed = ranked(make(), **options, resume="auto")
+        resumed.load_state_dict(copy.deepcopy(state))
+        found = [[(plain(batch), resumed.shares, resumed.end_of_dataloader) for batch in resumed] for _ in range(2 - epoch)]
+        if found != [epochs[epoch][read:], *epochs[epoch + 1 :]]:
+            wrong.append(f"{kind} after {read} of epoch {epoch}: {found} instead of {[epochs[epoch][read:], *epochs[epoch + 1 :]]}")
+    return wrong
+
+
+def plain(batch: Any) -> Any:
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_processes_go_on_together(ranks: Any, world: int) -> None:
+    """Every kind of loader, with real collectives; from states of each rank and from that of rank 0 alone."""
+    kinds = [kind for kind in TOGETHER if world > 1 or not kind.startswith("parts")]
+
+    def run() -> list[str]:
+        return [line for kind in kinds for from_rank_0 in (False, True) for line in resumed_together(kind, from_rank_0)]
+
+    assert ranks(world).run(run, timeout=90) == [[]] * world
+
+
+def test_a_place_in_parts_of_their_own_is_not_carried_to_another_number_of_processes(ranks: Any) -> None:
+    def begin() -> Any:
+        loader = ranked(TOGETHER["parts"][0](), resume="auto")
+        return [copy.deepcopy(loader.state_dict()) for _ in loader]
+
+    states = ranks(2).run(begin)[0]
+
+    def go_on() -> Any:
+        loader = ranked(TOGETHER["parts"][0](), resume="auto")
+        with Hearing() as heard:
+            loader.load_state_dict(states[1])
+        return heard.text, [sample for batch in loader for sample in batch][:4], loader.state_dict()["epoch"]
+
+    found = ranks(3).run(go_on)
+    assert "cannot be carried to 3 processes: 2 of them read parts of their own" in found[0][0]
+    assert "run 2 processes to go on at the position" in found[0][0]
+    assert [(first[0] % 100, epoch) for _, first, epoch in found] == [(0, 1)] * 3, "the epoch begins at its start"
+
+
+class Hearing(logging.Handler):
+    """What is logged on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+    def __enter__(self) -> Hearing:
+        logging.getLogger("slipstream").addHandler(self)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        logging.getLogger("slipstream").removeHandler(self)
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------------------
+
+
+class Counted(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length, self.read = length, 0
+
+    def __getitem__(self, position: int) -> int:
+        self.read += 1
+        return position
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}])
+@pytest.mark.parametrize("sampler", [None, KeepsRandomState, DrawsWhileRead, AtItsPlace])
+def test_no_data_is_read_to_get_to_a_position(options: dict[str, Any], sampler: Any) -> None:
+    for how in ("auto", None):
+        data = Counted(LENGTH)
+        make = lambda: DataLoader(data, batch_size=2, sampler=sampler and sampler(), shuffle=None if sampler else True, collate_fn=keep)  # noqa: B023, E731
+        loader = prepared(make(), **options)
+        for number, _ in enumerate(loader, 1):
+            if number == 5:
+                state = copy.deepcopy(loader.state_dict())
+        data.read = 0
+        resumed = prepared(make(), **options, resume=how)
+        resumed.load_state_dict(state)
+        assert data.read == 0
+        assert len(list(resumed if how else skip_first_batches(resumed, 5))) == 1
+        assert data.read == 1
+
+
+# -- states that cannot be meant -------------------------------------------------------------------------------------------------
+
+STATE = {"epoch": 1, "batches": 2, "samples": 4, "seed": 7, "left": 0}
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (None, "a NoneType is no state of a prepared loader"),
+        ([STATE], "a list is no state"),
+        ({"epoch": 1}, "it has no batches, samples, seed"),
+        ({**STATE, "epoch": "1"}, "epoch='1'"),
+        ({**STATE, "epoch": -1}, "epoch=-1"),
+        ({**STATE, "samples": -4}, "samples=-4"),
+        ({**STATE, "samples": 4.0}, "samples=4.0"),
+        ({**STATE, "samples": True}, "samples=True"),
+        ({**STATE, "batches": 10**30}, "batches=1000"),
+        ({**STATE, "seed": 2**64}, "seed=18446744073709551616"),
+        ({**STATE, "left": None}, "left=None"),
+        ({**STATE, "length": -1}, "length=-1"),
+        ({**STATE, "samples": 400}, "400 into a loader of list that has only 11 now"),
+        ({**STATE, "samples": 12, "length": 40}, r"12 into a loader of list that has only 11 now \(it had 40\)"),
+        ({**STATE, "kind": "stream"}, "a loader of iterable data in batches of a fixed size was given to one of map-style data"),
+        ({**STATE, "kind": 3}, "a loader of 3 was given"),
+        ({**STATE, "dataset": {}}, "has dataset, which such a loader does not know"),
+        ({**STATE, "order": {"now": []}}, "prepare it with the same one"),
+        ({**STATE, "nominal": "2"}, "nominal='2'"),
+    ],
+)
+def test_a_state_that_cannot_be_meant_is_refused_before_anything_changes(state: Any, words: str) -> None:
+    for options in ({}, {"dispatch_batches": True}):
+        loader = prepared(MAPPED["shuffle"](), resume="auto", **options)
+        before = loader.state_dict()
+        for load in (loader.check_state_dict, loader.load_state_dict):
+            with pytest.raises(ConfigError, match=words):
+                load(state)
+        assert loader.state_dict() == before
+        assert sorted(sum(loader, [])) == DATA
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"order": 3}, "cannot be read"),
+        ({"order": {}}, "cannot be read"),
+        ({"order": {"now": 3}}, "with other samplers"),
+        ({"order": {"now": [{"type": "Another"}]}}, r"with other samplers \(Another\) than it has now \(KeepsRandomState\)"),
+        ({"order": {"now": [{"type": "KeepsRandomState", "state": {}}]}}, "with other samplers"),
+        ({"order": {"now": [{"type": "KeepsRandomState", "attributes": {"rng": 3}}]}}, "KeepsRandomState.rng cannot be read"),
+        ({"order": {"now": [{"type": "KeepsRandomState", "attributes": {"rng": {"kind": "int", "value": 3}}}]}}, "another thing now"),
+        ({"order": {"now": [{"type": "KeepsRandomState", "attributes": {"rng": {"generator": {"kind": "torch"}}}}]}}, "of kind 'torch'"),
+        ({"order": {"now": [{"type": "KeepsRandomState", "attributes": {"rng": {"generator": {"kind": "numpy"}}}}]}}, "cannot be put back"),
+        ({"order": {"now": [{"type": "KeepsRandomState", "attributes": {"no": {"generator": {}}}}]}}, "has none of that name now"),
+        ({"order": {"now": [{"type": "KeepsRandomState"}], "digest": "xyz"}}, "cannot be read"),
+        ({"order": {"now": [{"type": "KeepsRandomState"}], "digest": "0", "next": 3}}, "cannot be read"),
+    ],
+)
+def test_a_state_of_another_sampler_is_refused_before_anything_changes(changes: dict[str, Any], words: str) -> None:
+    loader = shuffled(resume="auto")
+    straight = epochs_of_shuffled(1)
+    with pytest.raises(ConfigError, match=words):
+        loader.load_state_dict({**STATE, **changes})
+    assert list(loader) == straight[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "samples"}, "map-style data in batches of a fixed size was given to one of iterable data"),
+        ({"order": {}}, "has order, which such a loader does not know"),
+        ({"random": 3}, "cannot be read"),
+        ({"random": {"after": 3}}, "cannot be read"),
+        ({"random": {"after": None, "block": 2, "python": {}}}, "cannot be read"),
+        ({"workers": 3}, "in a way that cannot be read"),
+        ({"workers": [{"role": 0}]}, "in a way that cannot be read"),
+        ({"workers": [{"role": 1, "items": 0, "over": False}]}, r"workers \[1\]: each is there once, from 0"),
+        ({"parts": 0}, "part 0 of 0"),
+        ({"parts": 2, "part": 2}, "part 2 of 2"),
+        ({"dataset": {"at": 3}}, "Stream has no load_state_dict"),
+    ],
+)
+def test_a_place_in_a_stream_that_cannot_be_is_refused_before_anything_changes(changes: dict[str, Any], words: str) -> None:
+    loader = prepared(DataLoader(Stream(DATA), batch_size=2, collate_fn=keep), resume="auto")
+    with pytest.raises(ConfigError, match=words):
+        loader.load_state_dict({**STATE, **changes})
+    assert sum(loader, []) == DATA
+
+
+def test_data_of_another_length_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loader = prepared(DataLoader(range(20), batch_size=2, shuffle=True))
+    loader.load_state_dict({**STATE, "length": 11})
+    assert "had 11 samples (or batches) when its position was saved, and has 20 now" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["always", True, 1, ""])
+def test_other_ways_to_resume_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="write resume='auto'"):
+        DataLoaderConfiguration(resume=value)
+
+
+# -- the receipt -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loader_describes_what_it_reads_without_reading() -> None:
+    data = Counted(20)
+    told = prepared(DataLoader(data, batch_size=3, shuffle=True, drop_last=True), 1, 2, even_batches=False).describe()
+    order = told.pop("order")
+    assert told == {
+        "dataset": "Counted", "length": 20, "sampler": "RandomSampler", "batch": 6, "drop_last": True, "even": False, "seed": 7
+    }  # fmt: skip
+    assert len(order) == 16
+    assert data.read == 0
+    stream = prepared(DataLoader(Stream(DATA), batch_size=2)).describe()
+    assert (stream["length"], stream["sampler"]) == (None, None)
+
+
+def test_the_digest_of_an_order_is_equal_exactly_if_the_order_is() -> None:
+    def digest(loader: DataLoader[Any], world: int = 1, **options: Any) -> str:
+        return str(prepared(loader, 0, world, **options).describe()["order"])
+
+    def make(length: int = 12, size: int = 4, **options: Any) -> DataLoader[Any]:
+        return DataLoader(range(length), batch_size=size, **options)
+
+    mapped = make(shuffle=True)
+    split = {"split_batches": True}
+    same = [(mapped, 1, {}), (make(size=2, shuffle=True), 2, {}), (make(shuffle=True), 2, split), (make(shuffle=True), 1, {"seed": 7})]
+    assert len({digest(loader, world, **options) for loader, world, options in same}) == 1
+    other = [
+        mapped,
+        make(),
+        make(13, shuffle=True),
+        make(shuffle=True, drop_last=True),
+        make(size=2, shuffle=True, drop_last=True),
+        make(sampler=RandomSampler(range(12), replacement=True)),
+        make(sampler=RandomSampler(range(12), num_samples=7)),
+        make(sampler=WeightedRandomSampler([1.0] * 12, 12)),
+        make(sampler=WeightedRandomSampler([1.0, 2.0] * 6, 12)),
+        make(sampler=SubsetRandomSampler(range(12))),
+        make(sampler=SubsetRandomSampler(range(1, 12))),
+        make(sampler=list(range(11, -1, -1))),
+        make(sampler=KeepsRandomState()),
+        make(sampler=Rotates()),
+        DataLoader(range(12), batch_sampler=Budget(RandomSampler(range(12)))),
+        DataLoader(Subset(range(24), range(12)), batch_size=4, shuffle=True),
+        DataLoader(Subset(range(24), range(12, 24)), batch_size=4, shuffle=True),
+        DataLoader(Stream(DATA), batch_size=2),
+        DataLoader(Stream(DATA), batch_size=2, num_workers=2),
+    ]
+    digests = [digest(one) for one in other] + [digest(mapped, seed=8), digest(mapped, even_batches=False)]
+    assert len(set(digests)) == len(digests)
+    assert digest(make()) == digest(make(), seed=8), "a seed means nothing where nothing is drawn"

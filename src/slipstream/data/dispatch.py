@@ -258,7 +258,7 @@ class _Stream:
         self.stride = self.recipe.block
         self.per_update = owner.steps_per_update or 0 if original.drop_last else 0
         """Batches of an update, where short ones are dropped; else 0."""
-        self.source = StreamSource(original, 2 * self.per_update)
+        self.source = StreamSource(original, self.dataset, 2 * self.per_update)
         self.kind = "ready" if self.size is None else "stream"
         self.extras = PLACE
 

@@ -267,9 +267,7 @@ class Engine:
         if persistent and self._kept is not None and self._kept[0] is dataset and self._kept[1] == recipe:
             reading, loader = self._kept[2:]
         else:
-            reading = _Reading(
-                dataset, recipe, turns, pipeline=pipeline, place=place, digest=digest, careful=careful, may_skip=may_skip
-            )
+            reading = _Reading(dataset, recipe, turns, pipeline=pipeline, place=place, digest=digest, careful=careful, may_skip=may_skip)
             if persistent:
                 reading.seed = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
             loader = self._loader(reading, persistent)
@@ -283,9 +281,7 @@ class Engine:
         messages = self._occupied(loader) if loader.persistent_workers else iter(loader)
         return _after(_ending(messages), steps)
 
-    def _turns(
-        self, dataset: Any, recipe: Recipe, start: int, turns: Sequence[Turn] | None, may_skip: bool
-    ) -> tuple[Sequence[Turn], int]:
+    def _turns(self, dataset: Any, recipe: Recipe, start: int, turns: Sequence[Turn] | None, may_skip: bool) -> tuple[Sequence[Turn], int]:
         """Where the workers begin, and how many messages are dropped after that."""
         workers = self.original.num_workers
         if not start:

@@ -19,7 +19,7 @@ from slipstream.logging import get_logger
 
 __all__ = ["PLACE", "SavedPlace", "StreamSource"]
 
-PLACE = ("dataset", "random", "workers", "parts")
+PLACE = ("dataset", "random", "workers", "parts", "part", "full")
 """Names of what the position of a stream holds besides numbers."""
 
 
@@ -36,9 +36,10 @@ class SavedPlace:
 class StreamSource:
     """What one process reads of a stream, and the places in it."""
 
-    def __init__(self, original: DataLoader[Any], ahead: int = 0) -> None:
+    def __init__(self, original: DataLoader[Any], dataset: Any, ahead: int = 0) -> None:
         """`ahead`: how many global batches are read ahead of the script, besides the one that is always."""
         self.original = original
+        self.dataset = dataset
         self.engine = Engine(original)
         self.saved: SavedPlace | None = None
         """The place that was loaded."""
@@ -62,10 +63,9 @@ class StreamSource:
         careful: bool = False,
         needs_head: bool = True,
         digest: bool = False,
-        keeps: bool = True,
     ) -> Iterator[Message]:
-        """The batches from a position on. `keeps`: places are noted, and those that were are used."""
-        saved = self._found(epoch, start) if keeps and start else None
+        """The batches from a position on; places are noted, and those that were are used."""
+        saved = self._found(epoch, start) if start else None
         may_skip = skips(dataset, epoch)
         if self.engine.has_workers:
             turns = None if saved is None else saved.turns
@@ -81,10 +81,10 @@ class StreamSource:
                 careful=careful,
                 may_skip=may_skip,
             )
-            return self._followed(messages, recipe, epoch, start, turns) if keeps else messages
+            return self._followed(messages, recipe, epoch, start, turns)
         reader = self.reader(dataset, recipe, seed, pipeline, place, careful=careful, may_skip=may_skip)
-        note = self.note(epoch) if keeps else None
-        items, head = reader.open(start, None if saved is None else saved.mark, needs_head=needs_head, note=note)
+        mark = None if saved is None else saved.mark
+        items, head = reader.open(start, mark, needs_head=needs_head, note=self.note(epoch))
         return self.engine.here(recipe.messages(items, start, head))
 
     def reader(
@@ -142,7 +142,7 @@ class StreamSource:
 
     def check(self, state: Mapping[str, Any]) -> SavedPlace:
         """The place in a saved state; a `ConfigError` where it cannot be one. Changes nothing."""
-        name = type(self.original.dataset).__name__
+        name = type(self.dataset).__name__
         workers = state.get("workers")
         if workers is not None and (not isinstance(workers, list) or not all(_fits(turn) for turn in workers)):
             raise ConfigError(f"the state of a loader of {name} says how far its workers were, in a way that cannot be read")
@@ -152,7 +152,7 @@ class StreamSource:
         turns = None if workers is None else [Turn(one["role"], one["items"], check_mark(one), one["over"]) for one in workers]
         mark = check_mark(state)
         keeps = [one for one in (mark, *(turn.mark for turn in turns or [])) if one is not None and one.seeks]
-        if keeps and not callable(getattr(self.original.dataset, "load_state_dict", None)):
+        if keeps and not callable(getattr(self.dataset, "load_state_dict", None)):
             raise ConfigError(
                 f"the state of a dataset was saved with this position, and {name} has no load_state_dict: give the loader the same dataset"
             )
@@ -164,7 +164,7 @@ class StreamSource:
         before, now = len(turns) if turns is not None else 1 if mark is not None else workers, max(1, workers)
         if max(1, before) != now and saved.samples:
             get_logger(__name__).warning(
-                f"the position of {type(self.original.dataset).__name__} was saved with {before} workers, and there are {now} now: several "
+                f"the position of {type(self.dataset).__name__} was saved with {before} workers, and there are {now} now: several "
                 "workers read in another order, so in this epoch some samples may come twice and others never. Use num_workers as it was."
             )
         if turns is not None and len(turns) != workers:

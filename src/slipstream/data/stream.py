@@ -14,6 +14,7 @@ The script's random state is left alone: what a stream draws is a function of (s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, islice
@@ -34,6 +35,7 @@ from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import announce_epoch, mix
 from slipstream.data.place import Place
 from slipstream.data.plan import Dealing, Plan, Policy
+from slipstream.data.randomness import OwnRandom
 from slipstream.data.reading import Message, Recipe, as_it_is, whole_updates
 from slipstream.data.shards import Answer, ask
 from slipstream.data.source import PLACE, StreamSource
@@ -111,11 +113,13 @@ class StreamLoader(PreparedLoader):
         self._per_rank = samples_per_rank
         self._compared = way != "turns"
         self._nominal = 1
+        self._full = 0
+        """Samples in a full batch of parts that come in batches: the largest of the first ones; 0 as long as none was read."""
         self._source = self._make_source()
         self._recipe()  # what cannot be is said now
 
     def _make_source(self) -> StreamSource:
-        return StreamSource(self.original, 2 * (self.steps_per_update or 0))
+        return StreamSource(self.original, self._dataset, 2 * (self.steps_per_update or 0))
 
     # -- how batches are made ---------------------------------------------------------------------------------------
 
@@ -199,7 +203,7 @@ class StreamLoader(PreparedLoader):
     def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
         announce_epoch([self._dataset], epoch)
         if self.way == "own":
-            return self._own_batches(epoch, self._messages(epoch, self._own_start(start)))
+            return self._own_batches(epoch, self._messages(epoch, self._own_start(start)), start)
         if not self._compared:
             return self._compare_first(epoch, start)
         return self._shared_batches(self._messages(epoch, start), start)
@@ -234,7 +238,6 @@ class StreamLoader(PreparedLoader):
             careful=self.way == "turns",
             needs_head=self._needs_head,
             digest=digest,
-            keeps=not own,
         )
 
     @property
@@ -262,15 +265,22 @@ class StreamLoader(PreparedLoader):
         return turn.start + turn.handed * self._stride if self.way == "own" else super()._moved(turn)
 
     def _place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]:
-        """`dataset` is the state of a dataset that keeps one and cannot skip; `parts`, how many processes read parts of their own."""
+        """`dataset` is the state of a dataset that keeps one and cannot skip; `parts`, how many processes read parts of their own.
+
+        With parts of their own, it is that of one of them (`part`), and of no use to another.
+        """
+        parts: dict[str, Any] = {}
         if self.way == "own":
-            return {"parts": self.place.world_size}
-        return {} if turn is None or not samples else self._source.state(turn.epoch, samples, self._recipe())
+            parts, samples = {"parts": self.place.world_size, "part": self.place.rank, "full": self._full}, self._own_start(samples)
+        return parts if turn is None or not samples else {**parts, **self._source.state(turn.epoch, samples, self._recipe())}
 
     def _check_place(self, state: Mapping[str, Any]) -> None:
-        parts = state.get("parts", 1)
-        if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-            raise ConfigError(f"the state of a loader has parts={parts!r}: the number of processes that read parts of their own, from 1")
+        parts, part, full = state.get("parts", 1), state.get("part", 0), state.get("full", 0)
+        if not type(parts) is type(part) is type(full) is int or not 0 <= part < parts or full < 0:
+            raise ConfigError(
+                f"the state of a loader is that of part {part!r} of {parts!r}, with {full!r} samples in a full batch: these are whole "
+                "numbers, and parts of processes are counted from 0"
+            )
         self._source.check(state)
 
     def _load_place(self, position: Loaded) -> Loaded:
@@ -283,8 +293,13 @@ class StreamLoader(PreparedLoader):
                 f"what was read of it comes again; run {parts} processes to go on at the position."
             )
             return replace(position, batches=0, samples=0, extra={})
-        saved = self._source.check({"epoch": position.epoch, "samples": position.samples, **position.extra})
-        self._source.load(saved)
+        samples, extra = position.samples, position.extra
+        if self.way == "own":
+            samples, self._full = self._own_start(samples), extra.get("full", 0)
+            self._nominal = self._full or 1
+            if extra.get("part") != self.place.rank:  # that of another process: each finds its own place by seeking
+                extra = {}
+        self._source.load(self._source.check({"epoch": position.epoch, "samples": samples, **extra}))
         return position
 
     # -- by turns: is it the same stream everywhere? -----------------------------------------------------------------
@@ -305,7 +320,7 @@ class StreamLoader(PreparedLoader):
         if start:
             say_reading(self._dataset, start, "items")
         messages = self._source.engine.here(recipe.messages(items, start))
-        return self._shared_batches(messages, position) if same else self._own_batches(epoch, messages)
+        return self._shared_batches(messages, position) if same else self._own_batches(epoch, messages, start)
 
     def _compare_in_workers(self, epoch: int, start: int) -> Iterator[Handed]:
         messages = self._messages(epoch, start, digest=True)
@@ -313,7 +328,7 @@ class StreamLoader(PreparedLoader):
         found = first if isinstance(first, Exception) or first is None else first.digest
         if not self._agree(epoch, found):  # what came is slices: begin again, in workers that know nothing of this attempt
             del messages
-            return self._own_batches(epoch, self._messages(epoch, self._own_start(start)))
+            return self._own_batches(epoch, self._messages(epoch, self._own_start(start)), start)
         return self._shared_batches(chain([] if first is None else [first], messages), start)
 
     def _attempt(self, read: Callable[[], Any]) -> Any:
@@ -340,7 +355,7 @@ class StreamLoader(PreparedLoader):
 
     # -- each rank has a part of its own -----------------------------------------------------------------------------
 
-    def _own_batches(self, epoch: int, messages: Iterator[Message]) -> Iterator[Handed]:
+    def _own_batches(self, epoch: int, messages: Iterator[Message], start: int) -> Iterator[Handed]:
         """Ranks tell each other how much they have; those that have run out go on with what counts nothing until all have."""
         if self.uneven:  # the script deals with ranks that end at different times: nobody has to know of the others
             yield from ((one.batches[0], None, one.end, 0 if one.end else None) for one in messages)
@@ -348,42 +363,51 @@ class StreamLoader(PreparedLoader):
         place = self.place
         channel, limits, ranks = place.channel, place.limits, place.world_size
         batch: Any = None
-        given = [0] * ranks
-        full: tuple[int, ...] = () if self.original.batch_size is None else self._given
+        held = 0
+        full: tuple[int, ...] = () if self.original.batch_size is None and not (start and self._full) else self._given
         previous: Shares | None = None
         step = 0
         while True:
             found = self._attempt(lambda: next(messages, None))
+            if found is None and step == 0 and start:
+                found = self._attempt(lambda: self._last_of_part(epoch))
+                batch, held, found = (found.batches[0], found.sizes[0], None) if isinstance(found, Message) else (None, 0, found)
             if isinstance(found, Message):
-                batch = found.batches[0]
-            own: Any = found if isinstance(found, Exception) else (0, False) if found is None else (found.sizes[0], not found.end)
+                batch, held = found.batches[0], found.sizes[0]
+            count, more = (found.sizes[0], not found.end) if isinstance(found, Message) else (0, False)
+            own: Any = found if isinstance(found, Exception) else (count, more, held)
             told = tell(channel(), limits, own, operation="next batch", condition=self._name(epoch, step))
-            real = tuple(count for count, _ in told)
+            real, given = tuple(one[0] for one in told), [one[2] for one in told]
             if not any(real):
                 return
             if step == 0:
                 full = full or (max(real),) * ranks
-                self._nominal = max(full)
-                batch = self._lend(epoch, batch, real, given)
-            given = [count or before for count, before in zip(real, given, strict=True)]
+                self._nominal = self._full = max(full)
+                batch = self._lend(epoch, batch, given)
+                held = given[place.rank]
             shares = None if real == full else Shares(tuple(given), real, True, sum(full))
             previous = shares = previous if shares == previous else shares
-            end = not any(more for _, more in told)
+            end = not any(one[1] for one in told)
             yield batch, shares, end, 0 if end else None
             if end:
                 return
             step += 1
 
-    def _lend(self, epoch: int, batch: Any, real: tuple[int, ...], given: list[int]) -> Any:
+    def _last_of_part(self, epoch: int) -> Message | None:
+        """The last batch of this rank's part, with which it goes on after its end: of a pass that begins after that, it is read for it."""
+        with OwnRandom(0):  # what is drawn for it has no meaning
+            return next(iter(deque(self._messages(epoch, 0), maxlen=1)), None)
+
+    def _lend(self, epoch: int, batch: Any, given: list[int]) -> Any:
         """A rank that has no data at all gets a batch of one that has, to go on with."""
-        if all(real):
+        if all(given):
             return batch
-        giver = next(rank for rank, count in enumerate(real) if count)
-        given[:] = [real[giver]] * len(real)
-        parts = [None if count else batch for count in real] if self.place.rank == giver else None
+        giver, own = next(rank for rank, count in enumerate(given) if count), given[self.place.rank]
+        parts = [None if count else batch for count in given] if self.place.rank == giver else None
+        given[:] = [count or given[giver] for count in given]
         name = self._name(epoch, 0)
         lent = deal(self.place.channel(), self.place.limits, parts, sender=giver, operation="loan of a batch", condition=name)
-        return batch if real[self.place.rank] else lent
+        return batch if own else lent
 
     def _name(self, epoch: int, step: int) -> str:
         """What ranks that are at the same batch agree on; from which line they ask for it may differ."""
