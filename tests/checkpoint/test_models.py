@@ -10,6 +10,7 @@ import pickle  # noqa: TID251 - made by the tests, to be refused
 import subprocess
 import sys
 import tempfile
+import zipfile
 
 import pytest
 import safetensors
@@ -709,6 +710,36 @@ def test_open_files_are_written_and_read():
         save(_STATE, file, safe_serialization=safe)
         file.seek(0)
         assert load(file)["mean"].tolist() == [0, 1, 2]
+
+
+def test_what_is_compressed_is_not_unpacked_by_torch_either(tmp_path):
+    torch.save({"w": torch.zeros(1_000_000)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for one in plain.namelist():
+            packed.writestr(one, plain.read(one))
+    for options in ({}, {"map_location": "cpu"}, {"encoding": "latin1"}):
+        with pytest.raises(CheckpointError, match="is compressed"):
+            load(tmp_path / "packed.pt", **options)
+
+
+def test_an_expanded_tensor_is_refused_with_what_to_save_instead(tmp_path):
+    torch.save({"w": torch.ones(1).expand(3)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"save tensor\.contiguous\(\) instead"):
+        load(tmp_path / "x.pt")
+
+
+def test_names_in_a_file_move_no_cursor_and_fill_no_screen(tmp_path, caplog):
+    safetensors.torch.save_file({"\x1b[2J\nfake": torch.ones(1), "a" * 100_000: torch.ones(1)}, tmp_path / "x.safetensors")
+    load_checkpoint_in_model(torch.nn.Linear(1, 1), tmp_path / "x.safetensors")
+    assert "\x1b" not in caplog.text
+    assert "\nfake" not in caplog.text
+    assert len(caplog.text) < 2000
+
+
+def test_weights_one_level_down_are_not_taken_for_none(tmp_path):
+    torch.save({"model": torch.nn.Linear(1, 1).state_dict(), "epoch": 3}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"load_state_dict\(loaded\['model'\]\)"):
+        load_checkpoint_in_model(torch.nn.Linear(1, 1), tmp_path / "x.pt")
 
 
 def test_what_is_no_regular_file_is_not_replaced_by_one(tmp_path):

@@ -32,6 +32,7 @@ METADATA: Final = "_metadata"
 """Under this name the versions of a model's layers stand among what is no tensor."""
 _SHOWN: Final = 10
 _MOST_COMPARED: Final = 2000
+_LONGEST: Final = 200
 
 _Place = tuple[torch.nn.Module, str]
 
@@ -95,8 +96,14 @@ class LoadReport:
         return "What the file has not keeps the values it had."
 
 
+def _printable(name: str) -> str:
+    """A name from a file as it may be shown: without what a terminal would obey, and not a page of it."""
+    shown = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}... ({len(name):,} characters)"
+    return shown if shown.isprintable() else ascii(shown)
+
+
 def _listed(what: str, names: Iterable[str], others: Iterable[str]) -> Iterator[str]:
-    found = list(names)
+    found, others = [_printable(one) for one in names], map(_printable, others)
     if found:
         near = _near(found[:_SHOWN], list(others)[:_MOST_COMPARED])
         shown = ", ".join(f"{name} (near: {near[name]})" if name in near else name for name in found[:_SHOWN])

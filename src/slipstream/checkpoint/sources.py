@@ -153,7 +153,16 @@ def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
         state = inner
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"{where} holds a {type(state).__name__}, and the weights of a model are a mapping of names to tensors.")
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    inside = [
+        name for name, value in state.items() if isinstance(value, Mapping) and any(isinstance(one, torch.Tensor) for one in value.values())
+    ]
+    if inside and not tensors:
+        raise CheckpointError(
+            f"{where} holds no weights but a mapping with several of them: {', '.join(map(repr, inside[:5]))}. Load it with "
+            f"slipstream.utils.load, and give load_state_dict the one that is meant: model.load_state_dict(loaded[{inside[0]!r}])."
+        )
+    return tensors
 
 
 def find(path: Path) -> Source:

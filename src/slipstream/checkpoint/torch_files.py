@@ -7,12 +7,13 @@ which torch itself counts as harmless, go through `torch.load(weights_only=True)
 from __future__ import annotations
 
 import io
+import re
 from pickle import UnpicklingError  # noqa: TID251 - the error of torch's restricted reader; nothing is unpickled here
 from typing import Any, Final
 
 import torch
 
-from slipstream.checkpoint.foreign.archive import OldFormat
+from slipstream.checkpoint.foreign.archive import OldFormat, read_archive
 from slipstream.checkpoint.foreign.opcodes import NotPlain
 from slipstream.checkpoint.foreign.values import read_values
 from slipstream.errors import CheckpointError
@@ -21,6 +22,7 @@ __all__ = ["is_torch_file", "read_torch_file"]
 
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
+_GLOBAL: Final = re.compile(r"GLOBAL (\S{1,200})")
 _OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The pickle of a number with which files of torch.save began before torch 1.6."""
 
@@ -48,10 +50,13 @@ def read_torch_file(buffer: Any, where: str, remedy: str, *, map_location: Any =
         else:
             if not values.unknown:
                 return values.value
+    if bytes(buffer[:4]) == _ZIP:
+        read_archive(memoryview(buffer), where)  # torch would unpack what is compressed, to any size
     try:
         return torch.load(io.BytesIO(buffer), map_location=map_location or "cpu", weights_only=True, **options)
     except UnpicklingError as error:
-        why = next((line for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line), "its pickle cannot be read")
-        raise CheckpointError(f"{where} holds more than data, which is not run: {why.strip()[:300]} {remedy}") from error
+        named = _GLOBAL.search(str(error))
+        why = next((line.strip()[:200] for line in str(error).splitlines() if "nsupported" in line), "its pickle cannot be read")
+        raise CheckpointError(f"{where} holds more than data, which is not run: {named[1] if named else why}. {remedy}") from error
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:  # what torch makes of bytes it cannot read
         raise CheckpointError(f"{where} is no file that torch.save wrote, or is damaged: {str(error)[:300]}") from error

@@ -197,6 +197,11 @@ class _Builder:
             raise self.wrong(f"a tensor cannot have the shape {shape!r:.80}, the strides {strides!r:.80} and the offset {offset!r:.80}")
         count, room = math.prod(shape), size // dtype.itemsize
         last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) if count else 0
+        if count > room > last >= 0:
+            raise CheckpointError(
+                f"{self.where} has a tensor {shape!r:.80} that repeats the {room} elements of its storage, as expand() makes it. It is "
+                "not read, because a small file could ask for a lot of memory: save tensor.contiguous() instead."
+            )
         if count > room or (count and last >= room) or offset > room:
             raise self.wrong(f"a tensor {shape!r:.80} with the strides {strides!r:.80} does not fit into its storage of {room} elements")
         return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(strides))
