@@ -573,6 +573,7 @@ def test_state_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
         ({"output_dir": 5}, "a int is no folder"),
         ({"output_dir": b"bytes"}, "a bytes is no folder"),
         ({"output_dir": "a file"}, "there is a file of that name.*a folder of its own, such as"),
+        ({"output_dir": "a\0b"}, "zero byte"),
         ({"output_dir": "."}, "this process works in that folder"),
         ({"output_dir": "/"}, "the root of the file system"),
         ({"output_dir": "a link"}, "symbolic link"),
@@ -594,6 +595,14 @@ def test_what_save_state_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         trained(1).accelerator.save_state(**arguments)
     assert names(tmp_path) == ["a file", "a folder", "a link"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"total_limit": 0}, {"total_limit": "3"}, {"iteration": "3"}, {"iteration": -1}, {"keep_best": True}], ids=str
+)
+def test_what_numbering_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
+        ProjectConfiguration(**wrong)
 
 
 def test_a_place_that_cannot_be_written_is_told_with_the_remedy(tmp_path: Path) -> None:

@@ -86,12 +86,16 @@ class ProjectConfiguration:
     """Whether the best metric is the smallest ("min") or the largest ("max")."""
 
     def __post_init__(self) -> None:
-        if self.keep_best is not None and (isinstance(self.keep_best, bool) or not isinstance(self.keep_best, int) or self.keep_best < 0):
+        if self.keep_best is not None and not _is_count(self.keep_best):
             raise ConfigError(f"ProjectConfiguration(keep_best={self.keep_best!r}): write how many of the best to keep, from 0")
         if self.best_mode not in ("min", "max"):
             raise ConfigError(f'ProjectConfiguration(best_mode={self.best_mode!r}): write "min" or "max"')
-        if self.total_limit is not None and self.total_limit < 1:
-            raise ConfigError(f"ProjectConfiguration(total_limit={self.total_limit}): one is kept at least; leave it out to keep all")
+        if self.total_limit is not None and (not _is_count(self.total_limit) or self.total_limit < 1):
+            raise ConfigError(
+                f"ProjectConfiguration(total_limit={self.total_limit!r}): write how many to keep, from 1; leave it out to keep all"
+            )
+        if not _is_count(self.iteration):
+            raise ConfigError(f"ProjectConfiguration(iteration={self.iteration!r}): write the number of the next checkpoint, from 0")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
@@ -99,3 +103,7 @@ class ProjectConfiguration:
         self.project_dir = None if project_dir is None else str(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

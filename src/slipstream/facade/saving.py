@@ -101,6 +101,8 @@ class Saver:
                     "ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
             return target
+        if output_dir and "\0" in os.fspath(output_dir):
+            raise ConfigError(f"save_state({os.fspath(output_dir)!r}): no name of a file holds a zero byte; write another one")
         if not output_dir or not os.fspath(output_dir):
             raise ConfigError(
                 "save_state() was called without a folder: write save_state('checkpoints/first'), or let them be numbered by "
