@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,7 @@ import torch
 
 from slipstream.checkpoint.assembling import StandIns, open_pieces
 from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile
-from slipstream.checkpoint.leftovers import manifest_of, recover
+from slipstream.checkpoint.leftovers import recover
 from slipstream.checkpoint.lookup import rank_files, read_manifest
 from slipstream.checkpoint.plain import read_part, read_tensors
 from slipstream.errors import CheckpointError
@@ -121,20 +122,22 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
     if not folder.exists():
         folder = recover(folder) or folder
     for _ in range(_ATTEMPTS):
-        manifest = None
+        before = _mark(folder)
         try:
-            manifest = read_manifest(folder)
-            return _read_all(folder, manifest, keep, alone)
+            return _read_all(folder, read_manifest(folder), keep, alone)
         except CheckpointError:
-            present = _present_manifest(folder)
-            if present is None or present == manifest:  # else another save has taken its place in the meantime: that is read
+            if _mark(folder) == before:  # else another save has taken its place in the meantime: that is read
                 raise
     raise CheckpointError(f"{folder} is replaced by other saves faster than it can be read: copy it, or read it while nobody saves")
 
 
-def _present_manifest(folder: Path) -> Manifest | None:
-    """The manifest that is there now; a folder that is exchanged at this moment has one the next time one looks."""
-    return next((found for _ in range(_LOOKS) if (found := manifest_of(folder)) is not None), None)
+def _mark(folder: Path) -> tuple[int, ...] | None:
+    """What tells a checkpoint from one that takes its place; a folder that is exchanged at this moment is there the next time one looks."""
+    for _ in range(_LOOKS):
+        with suppress(OSError):
+            around, found = os.stat(folder), os.stat(folder / MANIFEST, follow_symlinks=False)
+            return around.st_dev, around.st_ino, found.st_ino, found.st_size, found.st_mtime_ns
+    return None
 
 
 def _read_all(folder: Path, manifest: Manifest, keep: Callable[[str], bool], alone: bool) -> Checkpoint:

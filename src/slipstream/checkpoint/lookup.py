@@ -57,9 +57,10 @@ def _nothing_there(folder: Path) -> str:
 
 
 def rank_files(target: Path, stamp: str) -> dict[int, Path]:
-    """Where the files of ranks are that were added to a checkpoint after its manifest was written."""
+    """Where the files of ranks are that were added to a checkpoint after its manifest was written; of two of one rank the later one."""
     try:
         inside = [(path, found) for path in target.iterdir() if (found := RankFile.of(path.name)) is not None]
+        inside.sort(key=lambda one: (one[0].lstat().st_mtime_ns, one[0].name))
     except FileNotFoundError:
         raise CheckpointError(f"{target} was removed while it was being read") from None
     return {found.rank: path for path, found in [*inside, *lying_beside(target)] if found.stamp == stamp}
