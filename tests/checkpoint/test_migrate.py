@@ -429,3 +429,21 @@ def test_nothing_in_the_folder_is_changed(tmp_path: Path) -> None:
     for path in (tmp_path / "copy").iterdir():
         assert (tmp_path / "run" / path.name).read_bytes() == path.read_bytes()
     assert len(list((tmp_path / "run").iterdir())) == len(list((tmp_path / "copy").iterdir()))
+
+
+def test_a_numbered_run_goes_on_here_and_its_own_checkpoints_come_first_then(tmp_path: Path) -> None:
+    from slipstream import Accelerator
+    from slipstream.utils import ProjectConfiguration
+
+    def begin() -> tuple[Any, torch.nn.Module]:
+        project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        return accelerator, accelerator.prepare(torch.nn.Linear(1, 1))
+
+    folder = tmp_path / "checkpoints" / "checkpoint_4"
+    layout.write(folder, models=[{"weight": torch.full((1, 1), 7.0), "bias": torch.zeros(1)}], step=3)
+    accelerator, model = begin()
+    assert accelerator.load_state() == str(folder)
+    assert model.weight.item() == 7.0
+    assert accelerator.save_state() == str(tmp_path / "checkpoints" / "checkpoint_5")
+    assert begin()[0].load_state() == str(tmp_path / "checkpoints" / "checkpoint_5")

@@ -42,18 +42,18 @@ def find(saver: Saver, input_dir: Any, allow_pickle: bool, passed: Mapping[str, 
                 "load_state() was called without a folder: write load_state('checkpoints/first'), or let checkpoints be numbered by "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True), and the newest is taken"
             )
-        return _newest(saver.folder, alone, passed)
+        return _newest(saver.folder, alone, passed, allow_pickle)
     if not isinstance(input_dir, (str, os.PathLike)):
         raise ConfigError(f"load_state({input_dir!r}): a {type(input_dir).__name__} is no folder; write its path")
     where = os.fspath(input_dir)
     if remote.is_url(where):
-        return _newest(where, alone, passed) if remote.list_numbered(where) else _remote(where)
+        return _newest(where, alone, passed, allow_pickle) if remote.list_numbered(where) else _remote(where)
     folder = Path(remote.local_path(where)).expanduser()
     if folder.is_dir() and not (folder / MANIFEST).exists():
         if is_foreign(folder):
             return saved_of_foreign(read_foreign(folder, allow_pickle=allow_pickle), folder)
         if numbered(folder):
-            return _newest(str(folder), alone, passed)
+            return _newest(str(folder), alone, passed, allow_pickle)
     return saved_of(open_checkpoint(folder, alone=alone), str(folder))
 
 
@@ -67,10 +67,16 @@ class _Numbered:
         return (path for _, path in reversed(numbered(self._folder)))
 
 
-def _newest(folder: str, alone: bool, passed: Mapping[str, str]) -> Saved:
-    """The newest numbered checkpoint that is whole; which were passed over, and why, is said."""
+def _newest(folder: str, alone: bool, passed: Mapping[str, str], allow_pickle: bool) -> Saved:
+    """The newest numbered checkpoint that is whole; which were passed over, and why, is said.
+
+    If the highest number is that of a relative's checkpoint, it is the one: its run goes on here. Behind one of ours none is looked at.
+    """
     if remote.is_url(folder):
         return _newest_remote(folder)
+    found_here = numbered(Path(folder))
+    if found_here and is_foreign(last := found_here[-1][1]):
+        return saved_of_foreign(read_foreign(last, allow_pickle=allow_pickle), last)
     found = newest(_Numbered(Path(folder)), folder, alone=alone, known={Path(one): why for one, why in passed.items()})
     _tell_passed_over({path.name: why for path, why in found.passed_over.items()}, found.checkpoint.folder.name)
     return saved_of(found.checkpoint, str(found.checkpoint.folder))
