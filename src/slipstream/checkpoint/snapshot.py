@@ -8,16 +8,23 @@ a save that writes behind the training does that, one that makes it wait need no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, TypeAlias
 
+import numpy
 import torch
 
 from slipstream.checkpoint.pieces import Place
 from slipstream.checkpoint.plain import flatten
 from slipstream.checkpoint.shares import Share
+from slipstream.devices.host import cores
 
 __all__ = ["Arena", "Facts", "ModelPart", "Part", "PiecesPart", "Snapshot", "part_of", "pieces_of"]
+
+_PIECE: Final = 4 << 20
+_COPIERS: Final = 4
+_Bytes: TypeAlias = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,8 @@ class Arena:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._used = 0
+        self._left: list[tuple[_Bytes, _Bytes]] = []
+        """Where bytes are still to be copied to, and from."""
 
     def keep(self, snapshot: Snapshot) -> Snapshot:
         """The same snapshot with copies of all tensors; it is valid until the next call."""
@@ -148,7 +157,7 @@ class Arena:
                 replace(model, tensors=self._copies(model.tensors), extra=None if model.extra is None else self._part(model.extra))
                 for model in snapshot.models
             )
-            return Snapshot(
+            kept = Snapshot(
                 facts=snapshot.facts,
                 own=self._part(snapshot.own),
                 models=models,
@@ -157,19 +166,46 @@ class Arena:
                 objects=tuple(self._part(part) for part in snapshot.objects),
                 pieces=tuple(replace(part, tensors=self._copies(part.tensors)) for part in snapshot.pieces),
             )
+        left, self._left = self._left, []
+        _copy_bytes(left)
+        return kept
 
     def _part(self, part: Part) -> Part:
         return replace(part, tensors=self._copies(part.tensors))
 
     def _copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self._copy(tensor) for name, tensor in tensors.items()}
+        return {name: self._copy(tensor.detach()) for name, tensor in tensors.items()}
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self._memory is not None
         size = tensor.numel() * tensor.element_size()
-        place = self._memory[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+        room = self._memory[self._used : self._used + size]
         self._used += -(-size // self._ALIGNMENT) * self._ALIGNMENT
-        return place.copy_(tensor.detach())
+        place = room.view(tensor.dtype).view(tensor.shape)
+        if not size or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return place.copy_(tensor)
+        into, data = room.numpy(), tensor.view(-1).view(torch.uint8).numpy()
+        self._left += [(into[start : start + _PIECE], data[start : start + _PIECE]) for start in range(0, size, _PIECE)]
+        return place
+
+
+def _copy_bytes(left: list[tuple[_Bytes, _Bytes]]) -> None:
+    """Copies everything, by several threads if it is much.
+
+    They share no barrier as those of torch do after every tensor, so that one that has to wait for a core does not make the others wait.
+    """
+    tasks = iter(left)
+
+    def copy() -> None:
+        for into, data in tasks:
+            numpy.copyto(into, data)
+
+    if sum(data.nbytes for _, data in left) <= 2 * _PIECE:
+        copy()
+        return
+    with ThreadPoolExecutor(min(_COPIERS, cores()), thread_name_prefix="slipstream: copying for a save") as copiers:
+        for copier in [copiers.submit(copy) for _ in range(_COPIERS)]:
+            copier.result()
 
 
 def _tensors(snapshot: Snapshot) -> Iterator[torch.Tensor]:
