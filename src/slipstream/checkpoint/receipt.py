@@ -71,7 +71,8 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     said += _loaders(_listed(saved, "loaders"), _listed(present, "loaders"))
     said += _kinds("optimizer", _listed(saved, "optimizers"), _listed(present, "optimizers"))
     said += _kinds("scheduler", _listed(saved, "schedulers"), _listed(present, "schedulers"))
-    said += _settings(_listed(saved, "schedulers"), _listed(present, "schedulers"))
+    said += _settings("optimizer", _listed(saved, "optimizers"), _listed(present, "optimizers"))
+    said += _settings("schedule", _listed(saved, "schedulers"), _listed(present, "schedulers"))
     return said
 
 
@@ -105,8 +106,8 @@ def _kinds(what: str, saved: list[Mapping[str, Any]], present: list[Mapping[str,
     ]
 
 
-def _settings(saved: list[Mapping[str, Any]], present: list[Mapping[str, Any]]) -> list[str]:
-    """Settings of schedules that the script now gives otherwise; those of the checkpoint are loaded over them."""
+def _settings(what: str, saved: list[Mapping[str, Any]], present: list[Mapping[str, Any]]) -> list[str]:
+    """Settings of optimizers or schedules that the script now gives otherwise; those of the checkpoint are loaded over them."""
     said = []
     for number, (before, now) in enumerate(zip(saved, present, strict=False)):
         old, new = before.get("settings"), now.get("settings")
@@ -115,5 +116,5 @@ def _settings(saved: list[Mapping[str, Any]], present: list[Mapping[str, Any]]) 
         names = [name for name in new if name in old and new[name] != old[name]]
         different = [f"{name} {new[name]!r} in the script, {old[name]!r} in the checkpoint" for name in names]
         if different:
-            said.append(f"schedule {number} ({now.get('kind')}) goes on with the settings of the checkpoint: {'; '.join(different)}")
+            said.append(f"{what} {number} ({now.get('kind')}) goes on with the settings of the checkpoint: {'; '.join(different)}")
     return said

@@ -23,6 +23,8 @@ __all__ = ["numbered", "present_receipt", "state_dicts", "step_of", "take"]
 
 _POSITIONS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "eps"})
 """What of a scheduler's state says where it stands, rather than how it was made."""
+_MEANS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""What of an optimizer's settings says how it computes, rather than what."""
 
 
 def numbered(base: str, number: int) -> str:
@@ -173,7 +175,8 @@ def present_receipt(parts: Parts) -> dict[str, Any]:
     batch = None
     if registry.loaders:
         first = registry.loaders[0]
-        batch = first.total_batch_size * (first.steps_per_update or steps)
+        if first.batch_size is not None:  # else batches have sizes of their own, which are not known before they are read
+            batch = first.total_batch_size * (first.steps_per_update or steps)
     return receipt(
         effective_batch=batch,
         accumulation=steps,
@@ -181,25 +184,30 @@ def present_receipt(parts: Parts) -> dict[str, Any]:
         seed=torch.initial_seed() % 2**63,
         loaders=[getattr(loader, "describe", dict)() for loader in registry.loaders],
         optimizers=[
-            {"kind": type(one.optimizer).__name__, "updates": one.updates, "lr": [_number(group.get("lr")) for group in one.param_groups]}
+            {
+                "kind": type(one.optimizer).__name__,
+                "updates": one.updates,
+                "lr": [_number(group.get("lr")) for group in one.param_groups],
+                "settings": _plain(one.optimizer.defaults, _MEANS),
+            }
             for one in registry.optimizers
         ],
         schedulers=[
             {
                 "kind": type(one.scheduler).__name__,
                 "position": _number(getattr(one.scheduler, "last_epoch", None)),
-                "settings": _settings(one),
+                "settings": _plain(one.scheduler.state_dict(), _POSITIONS),
             }
             for one in registry.schedulers
         ],
     )
 
 
-def _settings(scheduler: Any) -> dict[str, Any]:
-    """How a schedule was made, as far as that is plain numbers."""
+def _plain(settings: Mapping[str, Any], left_out: frozenset[str]) -> dict[str, Any]:
+    """How a schedule or an optimizer was made, as far as that is plain numbers."""
     found = {}
-    for name, value in scheduler.state_dict().items():
-        if name.startswith("_") or name in _POSITIONS:
+    for name, value in settings.items():
+        if name.startswith("_") or name in left_out:
             continue
         values = [_number(one) for one in value] if isinstance(value, (list, tuple)) else _number(value)
         if values is not None and not (isinstance(values, list) and None in values):
