@@ -1,12 +1,14 @@
 """What `checkpoints.py` keeps running, one process for each library: it saves and loads when it is told to, and says how long that took.
 
 Orders come as lines of JSON on the standard input, `{"do": "save", "folder": ...}`; answers go out the same way. A model of one library is
-alive all the time, with the state of its AdamW; what is beside the point (removing files, emptying caches, starting) is not timed.
+alive all the time, with the state of its AdamW. Times are of the wall and of the CPU; what is beside the point (removing files, emptying
+caches, starting) is not timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import logging
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -28,6 +31,7 @@ logging.disable(logging.WARNING)
 WIDTH = 1024
 BLOCK = 8 * WIDTH * WIDTH * 4
 """Bytes of the two large matrices of a block."""
+Clocks = tuple[float, float]
 SMALL = 512
 """A square of this many weights is a megabyte."""
 
@@ -80,6 +84,9 @@ class Library:
     def state(self) -> dict[Any, Any]:
         """That of the optimizer, by parameter."""
         return self.optimizer.state
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.model.state_dict().values(), *(one for state in self.state.values() for one in state.values())]
 
 
 class Plain(Library):
@@ -164,34 +171,33 @@ class Worker:
         self._megabytes = megabytes
         self._library = self._make(blocks(megabytes))
         self._few: Library | None = None
-        self._saved: dict[str, list[float]] = {}
+        self._saved: dict[str, str] = {}
 
-    def save(self, folder: str, small: bool = False) -> float:
-        """Seconds of a save."""
-        taken = seconds(self._chosen(small).save, folder)
+    def save(self, folder: str, small: bool = False) -> Clocks:
+        """A save."""
+        taken = timed(self._chosen(small).save, folder)
         if not small:
-            self._saved[folder] = total(self._library)
+            self._saved[folder] = checksum(self._library)
         return taken
 
-    def save_behind(self, folder: str, small: bool = False, fresh: bool = False) -> tuple[float, float]:
-        """Seconds until a save that is written behind returns, and until it is committed; `fresh`: the first of an Accelerator."""
+    def save_behind(self, folder: str, small: bool = False, fresh: bool = False) -> tuple[Clocks, Clocks]:
+        """A save that is written behind: until it returns, and until it is committed; `fresh`: the first of an Accelerator."""
         library = self._chosen(small)
         assert isinstance(library, Ours)
         if fresh:
             library.begin()
             gc.collect()
             step(library.optimizer)
-            time.sleep(0.5)
-        begin = time.perf_counter()
+        begin = clocks()
         library.save_behind(folder)
-        stall = time.perf_counter() - begin
+        stall = clocks(begin)
         library.wait()
-        return stall, time.perf_counter() - begin
+        return stall, clocks(begin)
 
-    def load(self, folder: str) -> float:
-        """Seconds of a load into a model whose optimizer has no state yet, as after a restart; checks that it brought back everything."""
+    def load(self, folder: str) -> Clocks:
+        """A load into a model whose optimizer has no state yet, as after a restart; checks that it brought back everything."""
         with self._forgotten(folder):
-            return seconds(self._library.load, folder)
+            return timed(self._library.load, folder)
 
     def memory(self, folder: str) -> tuple[float, float]:
         """Bytes that a load takes at its peak beyond what there was, pages of files included and not; the second is sampled."""
@@ -201,17 +207,16 @@ class Worker:
 
     def size(self) -> int:
         """Bytes of weights and of the optimizer's state."""
-        values = [*self._library.model.state_dict().values(), *(one for state in self._library.state.values() for one in state.values())]
-        return sum(value.nbytes for value in values)
+        return sum(value.nbytes for value in self._library.tensors())
 
-    def write(self, path: str, megabytes: float, direct: bool) -> float:
-        """Seconds of writing a file durably: by our disk, which checksums it too, or through the page cache and with fsync."""
+    def write(self, path: str, megabytes: float, direct: bool) -> Clocks:
+        """Writing a file durably: by our disk, which checksums it too, or through the page cache and with fsync."""
         from slipstream.files.disk import Disk
 
         data = memoryview(self._buffer(int(megabytes * 1e6)))
         if direct:
-            return seconds(lambda: Disk().write(Path(path), [data], len(data)))
-        return seconds(lambda: buffered(path, data))
+            return timed(lambda: Disk().write(Path(path), [data], len(data)))
+        return timed(lambda: buffered(path, data))
 
     def dedup(self, folder: str, megabytes: float, saves: int) -> None:
         """Saves a model with frozen weights again and again, as numbered checkpoints, each after a step."""
@@ -245,14 +250,17 @@ class Worker:
                 parameter.zero_()
         self._library.state.clear()
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # a process that has just started has no memory at hand either
         yield
-        assert total(self._library) == self._saved[folder], "what was loaded is not what was saved"
+        assert checksum(self._library) == self._saved[folder], "what was loaded is not what was saved"
 
 
-def total(library: Library) -> list[float]:
-    """Sums that change if a weight or an entry of the optimizer's state does."""
-    weights = [value.double().sum().item() for value in library.model.state_dict().values()]
-    return weights + [one.double().sum().item() for state in library.state.values() for one in state.values()]
+def checksum(library: Library) -> str:
+    """Changes if a weight or an entry of the optimizer's state does."""
+    found = xxhash.xxh3_128()
+    for value in library.tensors():
+        found.update(value.detach().contiguous().numpy())
+    return found.hexdigest()
 
 
 def buffered(path: str, data: memoryview) -> None:
@@ -262,11 +270,16 @@ def buffered(path: str, data: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def seconds(call: Callable[..., Any], *arguments: Any) -> float:
+def clocks(begin: Clocks = (0.0, 0.0)) -> Clocks:
+    """Seconds since then: of the wall, and of the CPU for all threads of this process."""
+    return time.perf_counter() - begin[0], time.process_time() - begin[1]
+
+
+def timed(call: Callable[..., Any], *arguments: Any) -> Clocks:
     gc.collect()
-    begin = time.perf_counter()
+    begin = clocks()
     call(*arguments)
-    return time.perf_counter() - begin
+    return clocks(begin)
 
 
 class Peak:

@@ -1,6 +1,6 @@
 """Checkpoints: saving, saving behind the training, loading, in turns with Accelerate and with `torch.save`; best and median of the rounds.
 
-    python benchmarks/checkpoints.py [--quick] [--megabytes 400] [--rounds 7] [--folder FOLDER] [--json FILE]
+    python benchmarks/checkpoints.py [--quick] [--megabytes 400] [--rounds 7] [--only PART] [--folder FOLDER] [--json FILE]
 
 A model of 400 MB with the state of its AdamW, 1.2 GB in all, in one process for each library, which live through all rounds. Every save
 goes into a folder of its own, after everything that was written before has reached the disk. Ours is durable and checksummed when it
@@ -13,7 +13,9 @@ restart, once with all files in the page cache and once with none. Goals:
 - a load                                        at most 0.6 x Accelerate's, with at most one copy of the checkpoint as peak memory
 - ten saves with `dedup=True`, 95 % frozen      at most 2.5 x the bytes of one
 
-Files are written beside this script, or in `--folder`, and removed; a memory file system would measure something else.
+Behind the ratio of the best rounds stand the ratio of the medians and that of the CPU times, all threads of the process together, which is
+what stays when others use the cores too. Files are written beside this script, or in `--folder`, and removed; a memory file system would
+measure something else.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from figures import HERE, Figure, save, table
 Times = dict[str, list[float]]
 """Seconds, or bytes, one for each round, by what was measured."""
 LIBRARIES = ("ours", "accelerate", "torch", "torch, synced")
+PARTS = ("save", "load", "write", "small", "dedup")
 MEGABYTES, QUICK_MEGABYTES = 400.0, 100.0
 
 
@@ -76,9 +79,12 @@ class Rounds:
         self.workers = workers
         self.times: Times = {}
         self._made = 0
+        self._saved: dict[str, str] = {}
 
-    def note(self, what: str, value: float) -> None:
-        self.times.setdefault(what, []).append(value)
+    def note(self, what: str, clocks: list[float]) -> None:
+        """One round of something: seconds of the wall, and of the CPU."""
+        self.times.setdefault(what, []).append(clocks[0])
+        self.times.setdefault(f"{what}, cpu", []).append(clocks[1])
 
     def fresh(self) -> str:
         """A folder that is not there yet, on a disk that has nothing left to write."""
@@ -90,30 +96,37 @@ class Rounds:
         """An order of turns, another one in every round, the same in every run."""
         return random.Random(self._made).sample(names, len(names))
 
-    def save_and_load(self) -> None:
-        """One round of everything large; the files of each library are loaded by it and then removed."""
-        made = {}
+    def save(self) -> None:
+        """One round of everything large; what is loaded afterwards is the last one of each library."""
         for name in self.shuffled(*LIBRARIES, "behind", "behind, first"):
-            library, path = name.partition(" ")[0].rstrip(",") if name.startswith("behind") else name, self.fresh()
-            if library == "behind":
+            path = self.fresh()
+            if name.startswith("behind"):
                 stall, committed = self.workers["ours"].ask("save_behind", folder=path, fresh=name.endswith("first"))
                 self.note(f"{name}: stall", stall)
                 self.note(f"{name}: committed", committed)
                 shutil.rmtree(path)
-            else:
-                self.note(f"{name}: save", self.workers[name].ask("save", folder=path))
-                made[name] = path
+                continue
+            self.note(f"{name}: save", self.workers[name].ask("save", folder=path))
+            if name in self._saved:
+                shutil.rmtree(self._saved[name])
+            self._saved[name] = path
+
+    def load(self) -> None:
+        """One round of loads, with and without what is in the page cache."""
         for name in self.shuffled("ours", "accelerate", "torch"):
+            if name not in self._saved:
+                self._saved[name] = self.fresh()
+                self.workers[name].ask("save", folder=self._saved[name])
+            path = self._saved[name]
             os.sync()
-            forget_files(made[name])
-            self.note(f"{name}: cold load", self.workers[name].ask("load", folder=made[name]))
-            read_files(made[name])
-            self.note(f"{name}: warm load", self.workers[name].ask("load", folder=made[name]))
-            resident, anonymous = self.workers[name].ask("memory", folder=made[name])
-            self.note(f"{name}: peak", resident)
-            self.note(f"{name}: anonymous peak", anonymous)
-        for path in made.values():
-            shutil.rmtree(path)
+            forget_files(path)
+            self.note(f"{name}: cold load", self.workers[name].ask("load", folder=path))
+            read_files(path)
+            self.note(f"{name}: warm load", self.workers[name].ask("load", folder=path))
+            if f"{name}: peak" not in self.times:
+                resident, anonymous = self.workers[name].ask("memory", folder=path)
+                self.times[f"{name}: peak"] = [resident]
+                self.times[f"{name}: anonymous peak"] = [anonymous]
 
     def write(self, megabytes: float) -> None:
         """One round of plain bytes."""
@@ -131,25 +144,36 @@ class Rounds:
         self.note("behind: small committed", committed)
 
 
-def measure(quick: bool = False, megabytes: float | None = None, rounds: int | None = None, folder: Path | None = None) -> Times:
+def measure(
+    quick: bool = False,
+    megabytes: float | None = None,
+    rounds: int | None = None,
+    folder: Path | None = None,
+    parts: Sequence[str] = PARTS,
+) -> Times:
     """Everything, in turns."""
     megabytes = megabytes or (QUICK_MEGABYTES if quick else MEGABYTES)
     rounds = rounds or (3 if quick else 7)
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checkpoints-", dir=folder or HERE)))
         workers = {name: stack.enter_context(running(name, megabytes)) for name in LIBRARIES}
-        all_rounds = Rounds(place, workers)
-        all_rounds.note("size", workers["ours"].ask("size"))
+        every = Rounds(place, workers)
+        every.times["size"] = [workers["ours"].ask("size")]
         for _ in range(rounds):
-            all_rounds.save_and_load()
-            all_rounds.write(megabytes)
-        for _ in range(10 if quick else 40):
-            all_rounds.save_small()
-        for saves in (1, 10):
-            path = Path(all_rounds.fresh())
+            if "save" in parts:
+                every.save()
+            if "load" in parts:
+                every.load()
+            if "write" in parts:
+                every.write(megabytes)
+        if "small" in parts:
+            for _ in range(10 if quick else 40):
+                every.save_small()
+        for saves in (1, 10) if "dedup" in parts else ():
+            path = Path(every.fresh())
             workers["ours"].ask("dedup", folder=str(path), megabytes=megabytes / 4, saves=saves)
-            all_rounds.note(f"{saves} saves", on_disk(path))
-    return all_rounds.times
+            every.times[f"{saves} saves"] = [on_disk(path)]
+    return every.times
 
 
 @contextmanager
@@ -192,46 +216,46 @@ def on_disk(folder: Path) -> float:
 
 
 def figures(times: Times) -> list[Figure]:
-    """The best rounds against each other; behind them the medians, and what others need."""
-    size = times["size"][0]
-    whole = f"{size / 1e9:.1f} GB"
-    plain = ("torch: save", "torch, synced: save")
-    found = [
-        _compared(times, f"save, {whole}, durable and checksummed", "ours: save", "accelerate: save", 1.15, *plain),
-        _compared(times, "a large file, durable, against write and fsync", "direct", "buffered", 1 / 3),
-        _compared(times, "async_save: stall of the first one", "behind, first: stall", "accelerate: save", 0.10),
-        _compared(times, "async_save: stall of later ones", "behind: stall", "accelerate: save", 0.10),
-        _compared(times, "async_save: until it is committed", "behind: committed", "accelerate: save", None),
-        _compared(times, "load, files in the page cache", "ours: warm load", "accelerate: warm load", 0.6, "torch: warm load"),
-        _compared(times, "load, page cache empty", "ours: cold load", "accelerate: cold load", 0.6, "torch: cold load"),
+    """What was measured: the best rounds against each other; behind them the medians, CPU times, and what others need."""
+    save, small, size = "accelerate: save", "accelerate: small save", times["size"][0]
+    rows: list[tuple[str, str, str, float | None, tuple[str, ...]]] = [
+        (f"save, {size / 1e9:.1f} GB, durable and checksummed", "ours: save", save, 1.15, ("torch: save", "torch, synced: save")),
+        ("a large file, durable, against write and fsync", "direct", "buffered", 0.33, ()),
+        ("async_save: stall of the first one", "behind, first: stall", save, None, ()),
+        ("async_save: stall of later ones", "behind: stall", save, 0.10, ()),
+        ("async_save: until it is committed", "behind: committed", save, None, ()),
+        ("load, files in the page cache", "ours: warm load", "accelerate: warm load", 0.6, ("torch: warm load",)),
+        ("load, page cache empty", "ours: cold load", "accelerate: cold load", 0.6, ("torch: cold load",)),
+        ("save of 1 MB, durable", "ours: small save", small, None, ("torch: small save", "torch, synced: small save")),
+        ("save of 1 MB, async_save: stall", "behind: small stall", small, None, ()),
+        ("save of 1 MB, async_save: until it is committed", "behind: small committed", small, None, ()),
     ]
-    copies = {name: max(times[f"{name}: peak"]) / size for name in ("ours", "accelerate", "torch")}
-    anonymous = {name: max(times[f"{name}: anonymous peak"]) / size for name in copies}
-    small = "accelerate: small save"
-    without = ", ".join(f"{name} {value:.2f}" for name, value in anonymous.items())
-    found += [
-        Figure(
-            "load: peak memory, in copies of the checkpoint",
-            copies["ours"],
-            "copies",
-            goal=1.02,
-            spread=f"(accelerate {copies['accelerate']:.2f}, torch {copies['torch']:.2f}; without pages of files: {without})",
-        ),  # fmt: skip
-        Figure("ten saves with dedup, 95 % frozen", times["10 saves"][0] / 1e6, "MB", times["1 saves"][0] / 1e6, "one", goal=2.5),
-        _compared(times, "small save, durable", "ours: small save", small, None, "torch: small save", "torch, synced: small save"),
-        _compared(times, "small save, async_save: stall", "behind: small stall", small, None),
-        _compared(times, "small save, async_save: until it is committed", "behind: small committed", small, None),
-    ]
+    found = [_compared(times, *row) for row in rows if row[1] in times]
+    if "ours: peak" in times:
+        found.append(_memory(times))
+    if "10 saves" in times:
+        one, ten = (times[f"{saves} saves"][0] / 1e6 for saves in (1, 10))
+        found.append(Figure("ten saves with dedup, 95 % frozen", ten, "MB", one, "one", goal=2.5))
     return found
 
 
-def _compared(times: Times, what: str, ours: str, theirs: str, goal: float | None, *others: str) -> Figure:
+def _compared(times: Times, what: str, ours: str, theirs: str, goal: float | None, others: Sequence[str]) -> Figure:
     one, other = times[ours], times[theirs]
-    middle, their_middle = statistics.median(one), statistics.median(other)
-    words = [f"median {middle * 1e3:.3g} ms, {middle / their_middle:.2f}"]
+    middle = {name: statistics.median(times[name]) for name in (ours, theirs, f"{ours}, cpu", f"{theirs}, cpu")}
+    words = [f"median {middle[ours] * 1e3:.3g} ms, {middle[ours] / middle[theirs]:.2f}"]
+    words.append(f"cpu {middle[f'{ours}, cpu'] * 1e3:.3g} ms, {middle[f'{ours}, cpu'] / middle[f'{theirs}, cpu']:.2f}")
     words += [f"{name.partition(':')[0]} {min(times[name]) * 1e3:.3g} ms" for name in others]
-    name = theirs.partition(":")[0]
-    return Figure(what, min(one) * 1e3, "ms", min(other) * 1e3, name, goal=goal, spread=f"({'; '.join(words)})")
+    return Figure(what, min(one) * 1e3, "ms", min(other) * 1e3, theirs.partition(":")[0], goal=goal, spread=f"({'; '.join(words)})")
+
+
+def _memory(times: Times) -> Figure:
+    size = times["size"][0]
+    said = {
+        name: (times[f"{name}: peak"][0] / size, times[f"{name}: anonymous peak"][0] / size) for name in ("ours", "accelerate", "torch")
+    }
+    words = [f"{name} {resident:.2f}" for name, (resident, _) in said.items() if name != "ours"]
+    words.append("without pages of files: " + ", ".join(f"{name} {anonymous:.2f}" for name, (_, anonymous) in said.items()))
+    return Figure("load: peak memory, in copies of the checkpoint", said["ours"][0], "copies", goal=1.02, spread=f"({'; '.join(words)})")
 
 
 def main() -> None:
@@ -239,10 +263,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the bytes, and fewer rounds")
     parser.add_argument("--megabytes", type=float, help="size of the weights; AdamW has twice that")
     parser.add_argument("--rounds", type=int, help="how often everything is measured")
+    parser.add_argument("--only", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--folder", type=Path, help="where files are written, on the disk that is meant")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    found = figures(measure(options.quick, options.megabytes, options.rounds, options.folder))
+    found = figures(measure(options.quick, options.megabytes, options.rounds, options.folder, options.only or PARTS))
     print(table("checkpoints", found))
     if options.json:
         save(options.json, {"checkpoints": found})
