@@ -15,7 +15,7 @@ from slipstream import Accelerator
 from slipstream.errors import ConfigError
 from slipstream.step.loop_state import redistribute
 from slipstream.step.window import Window
-from slipstream.utils import GradScalerKwargs
+from slipstream.utils import DataLoaderConfiguration, GradScalerKwargs
 
 
 def batch(number: int, rank: int, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,6 +293,53 @@ def test_an_open_window_goes_on_with_another_number_of_ranks(ranks: Any, way: st
     for outcome in outcomes:
         for found, expected in zip(outcome, oracle.net.parameters(), strict=True):
             assert torch.allclose(found, expected, rtol=1e-9, atol=1e-11)
+
+
+class Epoch(Loop):
+    """An epoch of 48 samples, 24 of them in each update, on any number of processes; and its states after every batch."""
+
+    def __init__(self, size: int) -> None:
+        config = DataLoaderConfiguration(data_seed=5, resume="auto", even_batches=False)
+        super().__init__(effective_batch_size=24, steps=1, dataloader_config=config)
+        self.loader = self.accelerator.prepare(DataLoader(range(48), batch_size=size, shuffle=True))
+
+    def run(self) -> tuple[list[Any], list[torch.Tensor]]:
+        states = []
+        for numbers in self.loader:
+            x = torch.stack([batch(int(number), 0, 1)[0][0] for number in numbers])
+            with self.accelerator.accumulate(self.net):
+                self.accelerator.backward(((self.net(x) - x.sum(1, keepdim=True).sin()) ** 2).mean())
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            states.append({**self.save(), "loader": copy.deepcopy(self.loader.state_dict()), "batch": self.loader.total_batch_size})
+        return states, self.outcome()[0]
+
+
+@pytest.mark.parametrize(("old", "new"), [((2, 4), (1, 4)), ((1, 4), (2, 4)), ((2, 3), (4, 3)), ((4, 2), (3, 2)), ((3, 4), (4, 3))])
+def test_updates_are_the_same_after_a_change_of_processes_at_any_batch(ranks: Any, old: tuple[int, int], new: tuple[int, int]) -> None:
+    """(ranks, batch size): also where the cut lies inside of a global batch as it is now, in the middle of a window."""
+    saved = [states for states, _ in ranks(old[0]).run(lambda: Epoch(old[1]).run())]
+    straight = ranks(1).run(lambda: Epoch(8).run())[0][1]
+    cuts = range(len(saved[0]))
+
+    def go_on() -> Any:
+        found = []
+        for cut in cuts:
+            loop, parts = Epoch(new[1]), [states[cut] for states in saved]
+            ratio = parts[0]["batch"] / loop.loader.total_batch_size
+            state, gradients = redistribute(
+                [(one["loop"], one["gradients"]) for one in parts], saved_by=old[0], world_size=new[0], batch_ratio=ratio
+            )
+            loop.load({**parts[0], "loop": state, "gradients": gradients})
+            loop.loader.load_state_dict(parts[0]["loader"])
+            found.append((loop.run()[1], loop.optimizer.updates))
+        return found
+
+    for outcomes in ranks(new[0]).run(go_on):
+        for cut, (weights, updates) in zip(cuts, outcomes, strict=True):
+            assert updates == 2, f"cut after {cut + 1}"
+            for found, expected in zip(weights, straight, strict=True):
+                assert torch.allclose(found, expected, rtol=1e-9, atol=1e-11), f"cut after {cut + 1}"
 
 
 @given(
