@@ -45,7 +45,16 @@ def snapshot(step: int = 3, *, world: int = 2, rank: int = 0, metric: float | No
     return Snapshot(
         facts=Facts(stamp_of(step), step, world, "ddp", {"dp_replicate": world}, metric, {**RECEIPT, **changes.get("receipt", {})}),
         own=part_of(f"rank_{rank}", own, "rank"),
-        models=(ModelPart(0, "model", "Net", tensors, {"head.weight": "embed.weight"}, part_of("model_extra", {"_extra_state": {"version": 2}}, "extra")),),
+        models=(
+            ModelPart(
+                0,
+                "model",
+                "Net",
+                tensors,
+                {"head.weight": "embed.weight"},
+                part_of("model_extra", {"_extra_state": {"version": 2}}, "extra"),
+            ),
+        ),
         optimizers=(part_of("optimizer", optimizer, "optimizer"),),
         training=part_of("training", training, "training"),
         objects=(part_of("custom_checkpoint_0", {"seen": [1, 2, 3], "mean": torch.ones(2)}, "object"),),
