@@ -14,6 +14,7 @@ What this never does: remove a file that is not ours. What others put into a fol
 from __future__ import annotations
 
 import errno
+import filecmp
 import os
 import re
 import secrets
@@ -123,9 +124,12 @@ def hold(path: Path, disk: Disk) -> int | None:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            if disk.locks_are_missed:
+                return None
+            disk.locks_are_missed = True
             get_logger(__name__).warning(
-                f"{path.parent} knows no file locks: two saves to {path.name} at once would not be noticed, and leftovers of a save that "
-                f"was killed (.{path.name}.saving-*) are not removed."
+                f"{path.parent} knows no file locks: two saves to one name at once would not be noticed, and leftovers of a save that was "
+                "killed (.NAME.saving-*) are not removed."
             )
             return None
 
@@ -180,7 +184,7 @@ def discard(old: Path, new: Path, disk: Disk) -> None:
     if not left:
         remove(old, new, disk)
         return
-    kept = new.with_name(f"{_stem(new.name)}.replaced-{secrets.token_hex(4)}")
+    kept = new.with_name(f"replaced-{secrets.token_hex(4)}.{_stem(new.name)}")  # no name that a script takes for a checkpoint
     for name in sorted(ours):
         with suppress(FileNotFoundError):
             disk.remove(old / name)
@@ -221,12 +225,21 @@ def _carry(old: Path, new: Path, below: str, ours: set[str], disk: Disk) -> tupl
             elif not taken:
                 disk.remove_folder(new / name)
             moved, left = moved + inner_moved, left + inner_left
+        elif taken and _is_same(old / name, new / name):
+            disk.remove(old / name)
         elif taken:
             left.append(name)
         else:
             disk.rename(Path(entry.path), new / name)
             moved += 1
     return moved, left
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two files hold the same bytes."""
+    if one.is_symlink() or other.is_symlink() or not one.is_file() or not other.is_file():
+        return False
+    return filecmp.cmp(one, other, shallow=False)
 
 
 def _files_of(old: Path, new: Path) -> set[str]:

@@ -88,6 +88,11 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         if self.keep_best is not None and not _is_count(self.keep_best):
             raise ConfigError(f"ProjectConfiguration(keep_best={self.keep_best!r}): write how many of the best to keep, from 0")
+        if self.keep_best and self.total_limit is None:
+            raise ConfigError(
+                f"ProjectConfiguration(keep_best={self.keep_best}) without total_limit: all checkpoints are kept then. Add total_limit=..., "
+                "how many of the newest are kept besides the best."
+            )
         if self.best_mode not in ("min", "max"):
             raise ConfigError(f'ProjectConfiguration(best_mode={self.best_mode!r}): write "min" or "max"')
         if self.total_limit is not None and (not _is_count(self.total_limit) or self.total_limit < 1):

@@ -82,6 +82,16 @@ class Saver:
         """Which checkpoints stay."""
         return Keep(self.project.total_limit, self.project.keep_best or 0, "max" if self.project.best_mode == "max" else "min")
 
+    def _renumber(self) -> None:
+        """Takes another number where somebody else has saved under the one that comes next: another run in the same project."""
+        taken = numbers(self.folder) if self.folder is not None and self.writes else []
+        if self.project.iteration in taken:
+            get_logger(__name__).warning(
+                f"checkpoint_{self.project.iteration} in {redacted(str(self.folder))} was saved by another run since this one began: numbers "
+                f"go on with {taken[-1] + 1}. Give each run a project_dir of its own."
+            )
+            self.project.iteration = taken[-1] + 1
+
     def begin_numbering(self) -> None:
         """The next number is one that no checkpoint has."""
         if self.folder is not None:
@@ -131,6 +141,7 @@ class Saver:
         if not self.parts.strategy.replicated:
             return save_together(self, output_dir, options)
         self.background.wait()
+        self._renumber()
         target = self.target(output_dir)
         largest = None if options.max_shard_size is None else parse_size(options.max_shard_size)
         if options.dedup and is_url(target):

@@ -58,6 +58,9 @@ class Disk:
     (10, '63f9f393', 'slipstream')
     """
 
+    locks_are_missed = False
+    """Whether it was said that a file system here knows no locks."""
+
     def make_folder(self, path: Path, mode: int = 0o777) -> None:
         """Make a folder that is not there yet; the umask takes its part of `mode`."""
         self._mkdir(path, mode)
