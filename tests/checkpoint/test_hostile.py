@@ -25,6 +25,8 @@ from slipstream.checkpoint.load import newest, open_checkpoint
 from slipstream.checkpoint.saved import saved_of
 from slipstream.errors import CheckpointError
 
+pytestmark = pytest.mark.timeout(1200)  # for `--soak`
+
 Results = dict[str, dict[str, Any]]
 ROOM = 64 << 20
 LONGEST = 2.0

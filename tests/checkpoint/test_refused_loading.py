@@ -21,6 +21,8 @@ from slipstream.checkpoint.plain import flatten
 from slipstream.errors import CheckpointError
 from slipstream.utils import GradScalerKwargs
 
+pytestmark = pytest.mark.timeout(1200)  # for `--soak`
+
 SHAPES = (([2], "F32"), ([], "F32"), ([0], "F32"), ([3], "C64"), ([5], "U8"), ([2, 2], "I64"), ([1], "BOOL"))
 
 

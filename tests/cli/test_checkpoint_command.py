@@ -112,6 +112,19 @@ def test_what_dead_saves_left_is_listed_and_a_living_one_is_told_apart(tmp_path:
     assert f"being saved by process {os.getpid()} on " in lines[1]
 
 
+def test_files_of_ranks_that_no_checkpoint_waits_for_are_listed(tmp_path: Path, data: Any) -> None:
+    specimens.numbered(tmp_path, 1, 2)
+    (late,) = (path for path in (tmp_path / "checkpoint_1").iterdir() if path.name.startswith("rank_1."))
+    late.rename(tmp_path / f".checkpoint_2.{late.name}")  # beside another number, as a rank may count otherwise
+    lost = tmp_path / f".checkpoint_1.{late.name.replace(specimens.stamp_of(1), specimens.stamp_of(9))}"
+    half = tmp_path / ".checkpoint_1.rank-01234567-0123456789abcdef"
+    for path in (lost, half):
+        path.write_bytes(b"")
+    found = data("ls", tmp_path)[0]
+    assert {one["name"] for one in found["leftovers"]} == {lost.name, half.name}
+    assert [one["ranks"] for one in found["checkpoints"]] == [[0, 1], [0, 1]]
+
+
 def test_a_checkpoint_that_a_crash_took_from_its_place_is_listed_by_its_name(tmp_path: Path, data: Any) -> None:
     specimens.numbered(tmp_path, 1, 2)
     (tmp_path / "checkpoint_2").rename(tmp_path / ".checkpoint_2.was-01234567")

@@ -23,7 +23,7 @@ from slipstream.files.inside import Folder
 
 __all__ = ["Leftover", "Look", "Survey", "folder_of", "look", "sizes", "survey"]
 
-_LEFT: Final = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|was|removing|rank|writing)-[0-9a-f]{8,16}", re.DOTALL)
+_LEFT: Final = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|was|removing|rank|writing)-[0-9a-f]{8}(-[0-9a-f]{16})?", re.DOTALL)
 _RANK: Final = re.compile(r"\.(?P<name>.+)\.(?P<file>rank_\d{1,9}\..+)", re.DOTALL | re.ASCII)
 _LOCK: Final = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
 _DIGITS: Final = re.compile(r"(\d{1,300})", re.ASCII)
@@ -133,7 +133,7 @@ def survey(given: str, folder: Path) -> Survey:
         folder,
         checkpoints=[one for one in looks if one.manifest is not None],
         others=[one for one in looks if one.manifest is None],
-        leftovers=sorted(_leftovers(folder), key=lambda one: _in_order(one.name)),
+        leftovers=sorted(_leftovers(folder, {one.manifest.stamp for one in looks if one.manifest}), key=lambda one: _in_order(one.name)),
         latest=_latest(folder),
     )
 
@@ -179,17 +179,16 @@ def _latest(folder: Path) -> str | None:
         return None
 
 
-def _leftovers(folder: Path) -> Iterator[Leftover]:
+def _leftovers(folder: Path, stamps: set[str]) -> Iterator[Leftover]:
+    """What is hidden in a folder of checkpoints with these stamps."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.name.startswith(".")]
     living = {found["name"]: who for name in names if (found := _LOCK.fullmatch(name)) and (who := _saving(folder / found["name"]))}
     for name in names:
         if found := _LEFT.fullmatch(name):
             what = _MEANING[found["kind"]]
-        elif (found := _RANK.fullmatch(name)) and RankFile.of(found["file"]):
-            what = _MEANING["file"]
-            if (taken := look(folder / found["name"]).manifest) and taken.stamp == RankFile.of(found["file"]).stamp:  # type: ignore[union-attr]
-                continue  # it belongs to that one, and is read from here
+        elif (found := _RANK.fullmatch(name)) and (waiting := RankFile.of(found["file"])) and waiting.stamp not in stamps:
+            what = _MEANING["file"]  # one whose stamp is there belongs to that checkpoint, and is read from here
         else:
             continue
         yield Leftover(name, found["name"], what, _size(folder / name), living.get(found["name"], ""))
