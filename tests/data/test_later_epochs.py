@@ -1,11 +1,12 @@
-"""A stream that orders itself by epoch goes on in a later epoch where it was."""
+"""Streams that order themselves by epoch, or keep a position of their own, go on where they were."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from slipstream import prepare_data_loader
+from slipstream import Accelerator, prepare_data_loader
 
 
 class Shards(IterableDataset[int]):
@@ -64,3 +65,38 @@ def test_streams_of_datasets_go_on_in_a_later_epoch() -> None:
     loader = fresh()
     loader.load_state_dict(position, resume=True)
     assert [batch["number"].tolist() for batch in loader] == rest
+
+
+class Lines(IterableDataset[int]):
+    """Goes on at a position of its own, which reading moves."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 13:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_last_batch_is_completed_from_the_start_of_a_stream_that_keeps_its_position(ranks: Any) -> None:
+    def run() -> tuple[list[Any], list[Any]]:
+        loader = Accelerator(cpu=True).prepare(DataLoader(Lines(), batch_size=2))
+        batches = iter(loader)
+        next(batches)
+        position = loader.state_dict()
+        rest = [batch.tolist() for batch in batches]
+        loader = Accelerator(cpu=True).prepare(DataLoader(Lines(), batch_size=2))
+        loader.load_state_dict(position, resume=True)
+        return rest, [batch.tolist() for batch in loader]
+
+    results = ranks(2).run(run)
+    assert [rest[-1] for rest, _ in results] == [[12, 0], [1, 2]]
+    assert all(again == rest for rest, again in results)

@@ -195,12 +195,22 @@ class Reader:
         return in_blocks(dataset, self.block, scope, careful=careful, first=first, after=None if note is None else after)
 
     def open(
-        self, start: int, saved: Mark | None, *, needs_head: bool, note: Callable[[int, Mark], None] | None = None
+        self,
+        start: int,
+        saved: Mark | None,
+        *,
+        needs_head: bool,
+        head: list[Any] | None = None,
+        note: Callable[[int, Mark], None] | None = None,
     ) -> tuple[Iterator[Any], list[Any] | None]:
-        """The items from a position on; with a head (the first block, if it is needed) where they stand there, else from the first on."""
+        """The items from a position on; with a head (the first block, if it is needed) where they stand there, else from the first on.
+
+        A `head` that was read already is not read again: a dataset that keeps a position of its own stands behind it.
+        """
         if not start:
             return self.read(self.dataset, note=note), None
-        head = list(islice(self.read(self.dataset), self.block)) if needs_head else []
+        if head is None:
+            head = list(islice(self.read(self.dataset), self.block)) if needs_head else []
         if saved is not None and note is not None:
             note(start, saved)
         if saved is not None and saved.dataset is not _ABSENT:

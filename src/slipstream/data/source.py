@@ -62,6 +62,7 @@ class StreamSource:
         place: tuple[int, int] = (0, 1),
         careful: bool = False,
         needs_head: bool = True,
+        head: list[Any] | None = None,
         digest: bool = False,
     ) -> Iterator[Message]:
         """The batches from a position on; places are noted, and those that were are used."""
@@ -84,7 +85,7 @@ class StreamSource:
             return self._followed(messages, recipe, epoch, start, turns)
         reader = self.reader(dataset, recipe, seed, pipeline, place, careful=careful, may_skip=may_skip)
         mark = None if saved is None else saved.mark
-        items, head = reader.open(start, mark, needs_head=needs_head, note=self.note(epoch))
+        items, head = reader.open(start, mark, needs_head=needs_head, head=head, note=self.note(epoch))
         return self.engine.here(recipe.messages(items, start, head))
 
     def reader(

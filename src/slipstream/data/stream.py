@@ -224,7 +224,7 @@ class StreamLoader(PreparedLoader):
         if message.shares is None and self.original.batch_size is None:
             self._nominal = message.sizes[0]
 
-    def _messages(self, epoch: int, start: int, *, digest: bool = False) -> Iterator[Message]:
+    def _messages(self, epoch: int, start: int, *, digest: bool = False, head: list[Any] | None = None) -> Iterator[Message]:
         """What this rank reads, after so many items."""
         own = self.way == "own"
         return self._source.messages(
@@ -237,6 +237,7 @@ class StreamLoader(PreparedLoader):
             place=(self.place.rank, self.place.world_size) if own else (0, 1),
             careful=self.way == "turns",
             needs_head=self._needs_head,
+            head=head,
             digest=digest,
         )
 
@@ -314,7 +315,7 @@ class StreamLoader(PreparedLoader):
         head = self._attempt(lambda: list(islice(items, recipe.block)))
         same = self._agree(epoch, head if isinstance(head, Exception) else fingerprint(head))
         if start and same and self._source.can_seek(self._dataset, epoch, start):
-            return self._shared_batches(self._messages(epoch, start), start)
+            return self._shared_batches(self._messages(epoch, start, head=head), start)
         recipe, items = self._recipe(), chain(head, items)
         position = start = start if same else self._own_start(start)
         if start:
