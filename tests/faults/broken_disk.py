@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,14 @@ class BrokenDisk(Counting):
         super().__init__(exchanges=exchanges)
         self._at = at
         self._code = code
+        self._one_at_a_time = threading.Lock()
         self.lasting = lasting
         self.failed = ""
 
     def _before(self, primitive: str, path: Path | None) -> None:
-        super()._before(primitive, path)
-        number = len(self.calls) - 1
+        with self._one_at_a_time:  # large files have two writers
+            super()._before(primitive, path)
+            number = len(self.calls) - 1
         if number == self._at or (self.lasting and number > self._at and self._still(primitive)):
             self.failed = self.failed or primitive
             raise OSError(self._code, os.strerror(self._code), None if path is None else str(path))
