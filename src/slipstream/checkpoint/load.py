@@ -102,7 +102,7 @@ class Checkpoint:
         """Reads and verifies what ranks added after the manifest was written; but for large files, with gradients, and for large runs."""
         self._late = rank_files(self.folder, self.manifest.stamp)
         for path in self._late.values() if self.manifest.world <= _LARGEST_WORLD else ():
-            if path.stat().st_size <= _LARGEST_RANK_FILE:
+            if path.lstat().st_size <= _LARGEST_RANK_FILE:
                 self.buffers[path.name] = _read(path.parent, path.name, None, _rank_file(path).checksum)
 
     def _checked(self, state: Any, rank: int, name: str) -> dict[str, Any]:

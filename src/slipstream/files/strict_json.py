@@ -22,10 +22,12 @@ LARGEST: Final = 64 << 20
 DEEPEST: Final = 100
 """Most levels of lists and objects inside of each other."""
 ROOM: Final = 56 << 20
-"""Most memory for the values of a text: a few bytes of JSON become tens of bytes of Python, so that size alone limits too little."""
+"""Memory for the values of a text that is not counted: see `too_large`."""
 
 _COSTS: Final = (("{", 160), ("[", 160), (":", 240), (",", 64))
 """Bytes of memory that come with a character, at most, in all the forms that the values go through."""
+_USUAL: Final = 11
+"""Bytes of memory for each byte of a text that says something; one that was made to fill the memory takes fifty and more."""
 _LONGEST_NUMBER: Final = 4300
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -35,7 +37,7 @@ def parse(
 ) -> Any:
     """The value that this text stands for; `where` names the text in errors.
 
-    Its values may take so much memory: `ROOM`, and as much as there are bytes `beside` it, in the file that it is the header of.
+    `beside`: bytes in the file that it is the header of, whose tensors take memory too. See `too_large`.
 
     >>> parse(b'{"step": 3}', "MANIFEST.json")
     {'step': 3}
@@ -65,15 +67,18 @@ def parse(
 def too_large(text: str, *, beside: int = 0) -> str | None:
     """Why a text is more than `parse` takes; None if it is not. Who writes a text asks this first.
 
+    A few bytes of JSON become tens of bytes of Python, so that size alone limits too little. What the values take, at most, is found by
+    counting; it has to be in a sound proportion to the text and to the file around it, but for the first `ROOM` bytes.
+
     >>> too_large('{"step": 3}')
     >>> too_large("[" + "{}," * 1_000_000 + "{}]")
-    'its values would take up to 227,000,324 bytes of memory, more than 58,720,256'
+    'its values would take up to 227,000,324 bytes of memory, more than 91,720,300'
     """
     if len(text) > LARGEST + beside:
         return f"it has {len(text):,} bytes, more than {LARGEST + beside:,}"
     characters = 1 if text.isascii() else 8  # a text with one character beyond Latin takes four bytes for each
     needed = characters * len(text) + sum(cost * text.count(mark) for mark, cost in _COSTS)
-    room = ROOM + beside
+    room = ROOM + beside + _USUAL * len(text)
     return f"its values would take up to {needed:,} bytes of memory, more than {room:,}" if needed > room else None
 
 
