@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,15 +215,17 @@ def test_a_short_write_on_a_full_disk_is_an_error(memory: Path) -> None:
         """Takes 5,000 bytes altogether."""
 
         room = 5000
+        one_at_a_time = threading.Lock()  # large files have two writers
 
         def _allocate(self, fd: int, size: int) -> None:
             """Knows nothing of that."""
 
         def _pwrite(self, fd: int, data: Any, offset: int) -> int:
-            if not self.room:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            count = super()._pwrite(fd, memoryview(data)[: self.room], offset)
-            self.room -= count
+            with self.one_at_a_time:
+                if not self.room:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                count = super()._pwrite(fd, memoryview(data)[: self.room], offset)
+                self.room -= count
             return count
 
     save(memory / "first", 1, Counting(), SIZES)
