@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         DistributedOperationException as DistributedOperationException,
         LaunchError as LaunchError,
         MismatchError as MismatchError,
+        MissingCheckpointError as MissingCheckpointError,
         PeerLostError as PeerLostError,
         SlipstreamError as SlipstreamError,
         StateError as StateError,
@@ -58,8 +59,8 @@ _HOMES = {
     "slipstream.devices.packages": ("is_rich_available",),
     "slipstream.devices.table": ("DistributedType",),
     "slipstream.errors": (
-        "CheckpointError", "ConfigError", "DistributedOperationException", "LaunchError", "MismatchError", "PeerLostError",
-        "SlipstreamError", "StateError", "WaitTimeoutError",
+        "CheckpointError", "ConfigError", "DistributedOperationException", "LaunchError", "MismatchError", "MissingCheckpointError",
+        "PeerLostError", "SlipstreamError", "StateError", "WaitTimeoutError",
     ),
     "slipstream.notebook": (
         "debug_launcher", "notebook_launcher",
@@ -81,9 +82,10 @@ _HOMES = {
 __all__ = [
     "Accelerator", "AcceleratorState", "AutocastKwargs", "CheckpointError", "ConfigError", "DataLoaderConfiguration",
     "DistributedDataParallelKwargs", "DistributedOperationException", "DistributedType", "GradScalerKwargs", "GradientState",
-    "InitProcessGroupKwargs", "LaunchError", "LocalSGD", "MismatchError", "PartialState", "PeerLostError", "ProfileKwargs",
-    "SlipstreamError", "StateError", "WaitTimeoutError", "debug_launcher", "find_executable_batch_size", "is_rich_available",
-    "load_checkpoint_in_model", "notebook_launcher", "prepare_data_loader", "skip_first_batches", "synchronize_rng_states",
+    "InitProcessGroupKwargs", "LaunchError", "LocalSGD", "MismatchError", "MissingCheckpointError", "PartialState", "PeerLostError",
+    "ProfileKwargs", "SlipstreamError", "StateError", "WaitTimeoutError", "debug_launcher", "find_executable_batch_size",
+    "is_rich_available", "load_checkpoint_in_model", "notebook_launcher", "prepare_data_loader", "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

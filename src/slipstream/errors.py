@@ -3,6 +3,7 @@
     SlipstreamError
     ├── ConfigError (also ValueError)             an option, file or variable that cannot be used; the command line exits with 2
     ├── CheckpointError (also RuntimeError)       a checkpoint or file of weights that cannot be written, or cannot be trusted
+    │   └── MissingCheckpointError (also FileNotFoundError)   there is none, or a file of it is not there
     ├── LaunchError                               processes could not be started, or one of them failed
     ├── StateError (also RuntimeError)            a call that does not fit the state of this process
     └── DistributedOperationException (also RuntimeError)
@@ -20,6 +21,7 @@ __all__ = [
     "SlipstreamError",
     "ConfigError",
     "CheckpointError",
+    "MissingCheckpointError",
     "LaunchError",
     "StateError",
     "DistributedOperationException",
@@ -39,6 +41,10 @@ class ConfigError(SlipstreamError, ValueError):
 
 class CheckpointError(SlipstreamError, RuntimeError):
     """A checkpoint or file of weights that cannot be written, or that cannot be trusted; the message names the file."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was looked for, or a file of it is not there."""
 
 
 class LaunchError(SlipstreamError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream import Accelerator, ConfigError
+from slipstream import Accelerator, ConfigError, MissingCheckpointError
 from slipstream.utils import ProjectConfiguration
 
 
@@ -28,3 +28,10 @@ def test_a_number_that_another_run_has_used_is_left_out(tmp_path: Path, caplog: 
 def test_keeping_the_best_needs_a_limit() -> None:
     with pytest.raises(ConfigError, match="keep_best=2.*without total_limit"):
         ProjectConfiguration(keep_best=2)
+
+
+def test_nothing_saved_yet_is_a_missing_file_too(tmp_path: Path) -> None:
+    for wanted in (None, tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint") as caught:
+            begin(tmp_path).load_state(wanted)
+        assert isinstance(caught.value, MissingCheckpointError)

@@ -24,7 +24,7 @@ from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile
 from slipstream.checkpoint.leftovers import recover
 from slipstream.checkpoint.lookup import rank_files, read_manifest
 from slipstream.checkpoint.plain import read_part, read_tensors
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.blocks import sums_name
 from slipstream.files.inside import open_inside
 from slipstream.files.reading import read_whole
@@ -232,6 +232,6 @@ def newest(candidates: Iterable[Path], where: str, *, alone: bool = False, known
                 else:
                     gone.add(folder)
     if not passed:
-        raise CheckpointError(f"there is no checkpoint in {where} yet: save_state() makes the first one")
+        raise MissingCheckpointError(f"there is no checkpoint in {where} yet: save_state() makes the first one")
     reasons = "\n".join(f"  {folder.name}: {why}" for folder, why in passed.items())
     raise CheckpointError(f"none of the {len(passed)} checkpoints in {where} is whole:\n{reasons}")

@@ -14,7 +14,7 @@ from typing import Final
 from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile, parse
 from slipstream.checkpoint.leftovers import LARGEST_MANIFEST
 from slipstream.checkpoint.rotate import is_numbered
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.digest import digest
 from slipstream.files.inside import Folder
 
@@ -35,7 +35,7 @@ def read_manifest(folder: Path) -> Manifest:
         with Folder(folder) as opened:
             data = opened.read(MANIFEST, LARGEST_MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(_nothing_there(folder)) from None
+        raise MissingCheckpointError(_nothing_there(folder)) from None
     except NotADirectoryError:
         raise CheckpointError(f"{folder} is a file, and a checkpoint is a folder: pass the folder that save_state made") from None
     except OSError as error:

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Final
 
 from slipstream.checkpoint.format import LATEST, MANIFEST, FileEntry, Manifest, RankFile, parse
 from slipstream.checkpoint.rotate import Keep
-from slipstream.checkpoint.store import Missing, Store, is_url, local_path
-from slipstream.errors import CheckpointError
+from slipstream.checkpoint.store import Store, is_url, local_path
+from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.digest import Bytes, Digest
 from slipstream.files.inside import Folder
 from slipstream.files.names import check_name
@@ -178,7 +178,7 @@ class RemoteStage:
             # The request failed, which does not tell whether the store has carried it out. Only what is there tells.
             try:
                 there: bytes | None = self._store.read(MANIFEST, _LARGEST_MANIFEST)
-            except Missing:
+            except MissingCheckpointError:
                 there = None
             except CheckpointError:
                 self._keep_all()
@@ -216,7 +216,7 @@ def fetch(url: str, into: str | os.PathLike[str]) -> Path:
     manifest = _current(store)
     try:
         _download(store, manifest, folder)
-    except Missing:
+    except MissingCheckpointError:
         # Another save may have replaced it meanwhile, and removed these files.
         again = _current(store)
         if again == manifest:
@@ -308,7 +308,7 @@ def _current(store: Store) -> Manifest:
                 if all(store.size(name) == entry.size for name, entry in found.files.items()):
                     get_logger(__name__).warning(f"{problem}; the save in {data} is whole, and is used instead.")
                     return found
-        if isinstance(problem, Missing):
+        if isinstance(problem, MissingCheckpointError):
             there = ", ".join(store.list()[:6]) or "nothing"
             raise CheckpointError(f"there is no checkpoint at {store.shown}: it has no {MANIFEST} (it holds {there})") from None
         raise

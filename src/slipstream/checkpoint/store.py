@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, MissingCheckpointError
 from slipstream.files.digest import Bytes, Digest, bytes_of
 from slipstream.logging import get_logger
 
-__all__ = ["Store", "Missing", "is_url", "local_path", "redacted"]
+__all__ = ["Store", "is_url", "local_path", "redacted"]
 
 _URL: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.\-]*::)*)([A-Za-z][A-Za-z0-9+.\-]+)://(.*)", re.DOTALL)
 _SHORT: Final = re.compile(r"(?i:file):(/(?:[^/].*)?)", re.DOTALL)
@@ -27,10 +27,6 @@ _QUERY: Final = re.compile(r"(://[^\s?]*)\?[^\s'\")>]+")
 _SECRETS: Final = re.compile(r"(?i)\b([\w-]*(?:password|secret|token|key|signature|credential)[\w-]*['\"]?\s*[=:]\s*['\"]?)[^\s,;&'\")]+")
 _PIECE: Final = 4 << 20
 _BLOCK: Final = 16 << 20
-
-
-class Missing(CheckpointError):
-    """There is no object of that name."""
 
 
 def is_url(target: Any) -> bool:
@@ -156,7 +152,7 @@ class Store:
             raise CheckpointError(f"{self.show(name)} ended {left:,} bytes before its end of {size:,}")
 
     def size(self, name: str) -> int:
-        """How many bytes an object has; `Missing` if there is none."""
+        """How many bytes an object has; `MissingCheckpointError` if there is none."""
         with self._saying(f"{name} could not be read"):
             self._fs.invalidate_cache()
             info = self._fs.info(self._path(name))
@@ -171,7 +167,7 @@ class Store:
             with self._saying(f"{name or 'the folder'} could not be listed"):
                 self._fs.invalidate_cache()
                 found = self._fs.ls(self._path(name), detail=False)
-        except Missing:
+        except MissingCheckpointError:
             return []
         paths = {str(path).rstrip("/") for path in found} - {self._path(name)}  # some stores list a folder in itself
         return sorted({path.rpartition("/")[2] for path in paths} - {""})
@@ -195,7 +191,7 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Remove an object, or a folder with all that is in it; nothing happens if it is not there."""
-        with suppress(Missing), self._saying(f"{name} could not be removed"):
+        with suppress(MissingCheckpointError), self._saying(f"{name} could not be removed"):
             self._fs.invalidate_cache()
             self._fs.rm(self._path(name), recursive=True)
             self._fs.invalidate_cache()
@@ -231,7 +227,7 @@ class Store:
         except CheckpointError:
             raise
         except FileNotFoundError as problem:
-            raise Missing(f"{self.shown}: {what}: {redacted(str(problem)) or 'not found'}") from self._cause(problem)
+            raise MissingCheckpointError(f"{self.shown}: {what}: {redacted(str(problem)) or 'not found'}") from self._cause(problem)
         except Exception as problem:  # stores raise what their clients raise
             raise self._failed(what, problem) from self._cause(problem)
 

@@ -90,8 +90,8 @@ class ProjectConfiguration:
             raise ConfigError(f"ProjectConfiguration(keep_best={self.keep_best!r}): write how many of the best to keep, from 0")
         if self.keep_best and self.total_limit is None:
             raise ConfigError(
-                f"ProjectConfiguration(keep_best={self.keep_best}) without total_limit: all checkpoints are kept then. Add total_limit=..., "
-                "how many of the newest are kept besides the best."
+                f"ProjectConfiguration(keep_best={self.keep_best}) without total_limit: all checkpoints are kept then. Add "
+                "total_limit=..., how many of the newest are kept besides the best."
             )
         if self.best_mode not in ("min", "max"):
             raise ConfigError(f'ProjectConfiguration(best_mode={self.best_mode!r}): write "min" or "max"')

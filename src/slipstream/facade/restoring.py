@@ -200,9 +200,7 @@ def _loop(saver: Saver, saved: Saved, own: Mapping[str, Any] | None) -> tuple[An
         if saved.world == world:  # the others do not know yet that this rank has nothing: see _agree_on_windows
             return None, None, []
         return None, None, [_lost(saved.where, [rank for rank in range(saved.world) if saved.rank(rank) is None])]
-    batch = saved.receipt.get("loaders") or [{}]
-    now = present_receipt(saver.parts)["loaders"] or [{}]
-    ratio = (batch[0].get("batch") or 1) / (now[0].get("batch") or 1) if batch[0].get("batch") and now[0].get("batch") else 1.0
+    ratio = _batches_now(saver, saved, world)
     loop, gradients = redistribute(
         [(one["loop"], one["gradients"]) for one in found], saved_by=saved.world, world_size=world, batch_ratio=ratio
     )
@@ -232,6 +230,15 @@ def _lost(where: str, ranks: list[int]) -> str:
         "save_state was not called there: the batches of that update so far are lost. Call save_state on every process, or where "
         "accelerator.sync_gradients is True."
     )
+
+
+def _batches_now(saver: Saver, saved: Saved, world: int) -> float:
+    """How many batches of all ranks, as they are now, one of the saved run is."""
+    loaders = saver.parts.registry.loaders
+    before = (saved.receipt.get("loaders") or [{}])[0].get("batch")
+    if loaders and before and loaders[0].batch_size is not None:
+        return float(before) / loaders[0].total_batch_size
+    return (saved.world or world) / world  # batches have sizes of their own, which are not known before they are read
 
 
 def _meaning(saver: Saver, saved: Saved, wishes: Wishes) -> list[str]:

@@ -87,8 +87,8 @@ class Saver:
         taken = numbers(self.folder) if self.folder is not None and self.writes else []
         if self.project.iteration in taken:
             get_logger(__name__).warning(
-                f"checkpoint_{self.project.iteration} in {redacted(str(self.folder))} was saved by another run since this one began: numbers "
-                f"go on with {taken[-1] + 1}. Give each run a project_dir of its own."
+                f"checkpoint_{self.project.iteration} in {redacted(str(self.folder))} was saved by another run since this one began: "
+                f"numbers go on with {taken[-1] + 1}. Give each run a project_dir of its own."
             )
             self.project.iteration = taken[-1] + 1
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.names import DEEPEST, check_name
 
 __all__ = ["Folder", "open_inside"]
@@ -160,16 +160,12 @@ def open_inside(folder: str | os.PathLike[str], name: str) -> int:
         return held.open(name)
 
 
-class _Missing(CheckpointError, FileNotFoundError):
-    """So that whoever expects a file to be missing can tell it from one that is damaged."""
-
-
 class _NoFolder(CheckpointError, NotADirectoryError):
     """A file, or a link, where a folder should be."""
 
 
 def _error(error: OSError) -> type[CheckpointError]:
-    return {errno.ENOENT: _Missing, errno.ENOTDIR: _NoFolder}.get(error.errno or 0, CheckpointError)
+    return {errno.ENOENT: MissingCheckpointError, errno.ENOTDIR: _NoFolder}.get(error.errno or 0, CheckpointError)
 
 
 class _How(ctypes.Structure):
