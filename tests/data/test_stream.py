@@ -574,7 +574,7 @@ def test_a_state_of_the_dataset_is_saved_and_leads_back_without_reading(world: i
             one.load_state_dict(state)
         assert together([passed(one) for one in resumed]) == whole[cut:]
         read = resumed[0].original.dataset.read  # type: ignore[attr-defined]
-        heads = 0 if world == 1 or not cut else 2 * 2 * world  # compared, and kept to complete the last batch
+        heads = 0 if world == 1 or not cut else 2 * world  # compared, and kept to complete the last batch
         assert read == 203 - 2 * world * cut + heads
         assert together([passed(one) for one in resumed]) == simulated(lambda: DataLoader(Keeping(range(203)), batch_size=2), world)
 
