@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST", "set_direct", "write_direct"]
 
-SMALLEST: Final = 1 << 20
-"""Files from this size on are worth it."""
+SMALLEST: Final = 8 << 20
+"""Files from this size on are worth it: below, buffers and threads cost more than the page cache."""
 
 _PIECE: Final = 2 << 20
 _PIECES: Final = 5
