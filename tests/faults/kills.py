@@ -320,7 +320,9 @@ class Chain:
         for path in (self.folder / "run").rglob(".*"):
             if path.is_file():  # what may be of a run that lives is removed only when it is old
                 os.utime(path, (time.time() - 7200.0,) * 2)
-        for rank, (code, text) in enumerate(pool.run(in_child, work, self.case, self.number, str(self.folder), there, 4, timeout=PATIENCE)):
+        saves = self.case.limit + 1
+        ended = pool.run(in_child, work, self.case, self.number, str(self.folder), there, saves, timeout=PATIENCE)
+        for rank, (code, text) in enumerate(ended):
             if code:
                 self._trouble(f"rank {rank} of a run that was not disturbed ended with {code}: {text}")
         self._compare_found(there)
