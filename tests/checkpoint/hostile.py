@@ -627,8 +627,8 @@ def trees() -> dict[str, Any]:
     made["a dict of many small numbers"] = b'{"$dict":[' + b",".join(b"[%d,0.5]" % number for number in range(100_000)) + b"]}"
     made["a text of many characters"] = '["{}\N{GRINNING FACE}"]'.format("x" * 5_000_000).encode()
     made["a text of too many characters"] = '["{}\N{GRINNING FACE}"]'.format("x" * 20_000_000).encode()
-    made["many small numbers"] = b"[" + b"0.5," * 2_000_000 + b"1]"
-    made["many small texts"] = b"[" + b'"ab",' * 2_000_000 + b"1]"
+    made["many small numbers"] = b"[" + b"0.5," * 5_000_000 + b"1]"
+    made["many small texts"] = b"[" + b'"ab",' * 5_000_000 + b"1]"
     made["a key of the text twice"] = b'{"schedulers": [], "schedulers": []}'
     made["NaN"] = b'{"schedulers": NaN}'
     made["half a character"] = b'{"schedulers": "\\ud800"}'

@@ -28,6 +28,7 @@ _COSTS: Final = (("{", 160), ("[", 160), (":", 240), (",", 64))
 """Bytes of memory that come with a character, at most, in all the forms that the values go through."""
 _USUAL: Final = 11
 """Bytes of memory for each byte of a text that says something; one that was made to fill the memory takes fifty and more."""
+_LONG: Final = 1 << 20
 _LONGEST_NUMBER: Final = 4300
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -76,10 +77,11 @@ def too_large(text: str, *, beside: int = 0) -> str | None:
     """
     if len(text) > LARGEST + beside:
         return f"it has {len(text):,} bytes, more than {LARGEST + beside:,}"
-    characters = 1 if text.isascii() else 8  # a text with one character beyond Latin takes four bytes for each
-    needed = characters * len(text) + sum(cost * text.count(mark) for mark, cost in _COSTS)
-    room = ROOM + beside + _USUAL * len(text)
-    return f"its values would take up to {needed:,} bytes of memory, more than {room:,}" if needed > room else None
+    characters = (1 if text.isascii() else 8) * len(text)  # a text with one character beyond Latin takes four bytes for each
+    values, usual = sum(cost * text.count(mark) for mark, cost in _COSTS), _USUAL * len(text)
+    if characters + max(0, values - usual) <= ROOM + beside:
+        return None
+    return f"its values would take up to {characters + values:,} bytes of memory, more than {ROOM + beside + min(values, usual):,}"
 
 
 def dump(value: Any, *, indent: int | None = None) -> bytes:
@@ -90,7 +92,10 @@ def dump(value: Any, *, indent: int | None = None) -> bytes:
     """
     separators = (",", ":") if indent is None else (",", ": ")
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators).encode("utf-8")
+        data = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators).encode("utf-8")
+        if len(data) > _LONG and not data.isascii():  # spelled out: while it is read, every character takes one byte and not four
+            data = json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
+        return data
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"This value cannot be written as JSON: {error}.") from None
 
