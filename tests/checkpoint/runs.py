@@ -65,17 +65,16 @@ def begin(batch_size: int = 4, workers: int = 0, seed: int = 3, **options: Any) 
     return run
 
 
-def steps(run: Run, batches: Iterable[Any]) -> Iterable[tuple[float, float]]:
-    """Trains on each batch: its loss, and a number that depends on every random state."""
+def steps(run: Run, batches: Iterable[Any]) -> Iterable[tuple[float, float, float]]:
+    """Trains on each batch: its loss, the norm of gradients, and a number that depends on every random state."""
     accelerator = run.accelerator
     for x, y, index in batches:
         with accelerator.accumulate(run.model):
             loss = torch.nn.functional.mse_loss(run.model(x).float(), y)
             accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
+            norm = accelerator.clip_grad_norm_(run.model.parameters(), 1.0)  # between updates, that of the last one
             run.optimizer.step()
             run.scheduler.step()
             run.optimizer.zero_grad()
         run.counter.seen += index.tolist()
-        yield loss.item(), random.random() + float(numpy.random.rand()) + torch.rand(1).item()
+        yield loss.item(), norm.item(), random.random() + float(numpy.random.rand()) + torch.rand(1).item()

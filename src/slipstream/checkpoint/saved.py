@@ -44,6 +44,8 @@ class Saved:
     objects_missing: frozenset[int] = frozenset()
     """Numbers of objects that are there and cannot be read, as was said."""
     scaler: Any = None
+    clipping: Any = None
+    """The norms of gradients at the last updates."""
     updates: Sequence[Mapping[str, Any]] = ()
     world: int | None = None
     """Processes of the run that saved, if that is known."""
@@ -90,6 +92,7 @@ def saved_of(checkpoint: Checkpoint, where: str) -> Saved:
         loaders=_listed(training, "loaders", where),
         objects={number: checkpoint.part(name) for number, name in enumerate(manifest.objects)},
         scaler=training.get("scaler"),
+        clipping=training.get("clipping"),
         updates=_listed(training, "optimizers", where),
         world=manifest.world,
         seed=seed if isinstance(seed, int) else 0,

@@ -194,6 +194,8 @@ def _put_the_rest(saver: Saver, plan: Plan, wishes: Wishes, numbers: list[int]) 
             load_into(original, stored.tensors, stored.aliases, stored.extra, strict=wishes.strict is not False)
     if plan.loop is not None:
         parts.stepper.restore(plan.loop)
+        if saved.clipping is not None:
+            parts.clipper.restore(saved.clipping)
         parts.stepper.set_gradients(plan.gradients)
 
 

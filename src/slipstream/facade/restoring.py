@@ -27,6 +27,10 @@ from slipstream.step.loop_state import redistribute
 
 __all__ = ["Wishes", "restore"]
 
+_LIKE_THEIR_PARAMETER = (
+    "acc_delta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev", "square_avg", "sum",
+)  # fmt: skip
+"""What the optimizers of torch keep in the shape of each parameter."""
 _BROKEN = "broken"
 """What a rank tells instead of a stamp if it cannot use the pieces that it needs."""
 
@@ -107,6 +111,8 @@ def _plan(saver: Saver, saved: Saved, wishes: Wishes) -> Plan:
     try:
         if loop is not None:
             parts.stepper.check(loop, gradients)
+            if saved.clipping is not None:
+                parts.clipper.check(saved.clipping)
         for loader, position in positions(registry.loaders, saved, own):
             loader.check_state_dict(position)
     except ConfigError as error:
@@ -174,7 +180,7 @@ def _check_optimizer(where: str, number: int, stored: Any, optimizer: Any) -> No
     order = [index for group in groups for index in group["params"]]
     for index, parameter in zip(order, parameters, strict=True):
         entries = stored["state"].get(index, {})
-        for name in ("exp_avg", "momentum_buffer", "square_avg"):  # those that are like their parameter in every optimizer of torch
+        for name in _LIKE_THEIR_PARAMETER:
             value = entries.get(name) if isinstance(entries, Mapping) else None
             if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
                 raise CheckpointError(

@@ -152,6 +152,7 @@ def _training(parts: Parts) -> Part:
         "optimizers": [{"updates": one.updates, "skipped": one.step_was_skipped} for one in registry.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in registry.schedulers],
         "scaler": parts.precision.scaler.state_dict(),
+        "clipping": parts.clipper.state(),
         "loaders": [loader.state_dict() for loader in registry.loaders],
     }
     return part_of("training", state, "the state of the training loop")
