@@ -19,7 +19,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy
 import torch
@@ -74,6 +74,7 @@ _DEEPEST_JSON: Final = 256
 """A level of a value takes up to three levels of JSON."""
 
 _Add = Callable[[str, Iterable[Any], int], FileEntry]
+_Result = TypeVar("_Result")
 _Node = Any
 _Place = tuple[Any, ...]
 """Where a value stands: () or (place of what it is in, its key or number there)."""
@@ -102,8 +103,10 @@ def write_part(add: _Add, name: str, value: Any, where: str) -> tuple[str, FileE
     return write_tree(add, name, *flatten(value, where))
 
 
-def write_tree(add: _Add, name: str, tree: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[str, FileEntry]:
-    """`write_part` for a state that was taken apart before."""
+def write_tree(
+    add: Callable[[str, Iterable[Any], int], _Result], name: str, tree: Any, tensors: Mapping[str, torch.Tensor]
+) -> tuple[str, _Result]:
+    """`write_part` for a state that was taken apart before; gives back the name of the file, and what `add` gave back."""
     data = strict_json.dump(tree)
     text = data.decode()
     held = sum(tensor.nbytes for tensor in tensors.values())

@@ -14,11 +14,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, Protocol
 
 from slipstream.checkpoint.contributions import Contribution, check_whole, pieces_name, with_pieces, write_pieces
@@ -32,11 +34,14 @@ from slipstream.checkpoint.snapshot import ModelPart, Part, Snapshot
 from slipstream.checkpoint.weights import index_bytes, shard_names, shards, tensors_file
 from slipstream.errors import CheckpointError
 from slipstream.files.digest import Digest
+from slipstream.files.direct import SMALLEST
 from slipstream.files.disk import Disk
 from slipstream.files.trouble import remedy, told
 
 __all__ = ["Draft", "Earlier", "Stage", "add_rank_file", "adopt_the_rest", "collect_rank_files", "compose", "earlier", "seal", "write"]
 
+_SMALL_FILES: Final = 4
+"""So many are written at a time."""
 _LONG: Final = 3600.0
 """Seconds after which a rank that waits beside a checkpoint is given up."""
 
@@ -105,8 +110,12 @@ def compose(
     stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Earlier] = (), dedup: bool = False
 ) -> Draft:
     """Writes everything that is in a snapshot. Nothing is committed."""
+    with _Writer(stage, reusable if dedup else ()) as writer:
+        return _composed(writer, snapshot, max_shard_size, dedup=dedup)
+
+
+def _composed(writer: _Writer, snapshot: Snapshot, max_shard_size: int | None, *, dedup: bool) -> Draft:
     rank, world = _rank_of(snapshot.own), snapshot.facts.world
-    writer = _Writer(stage, reusable if dedup else ())
     draft = Draft(Contribution(rank, "", writer.files))
     for part in snapshot.pieces:
         name = pieces_name(part.base, rank, world)
@@ -160,25 +169,43 @@ def _rank_of(own: Part) -> int:
 
 
 class _Writer:
-    """Adds files to a stage and keeps the list of them."""
+    """Adds files to a stage and keeps the list of them, which is complete when the writer is left.
+
+    Small files are added beside each other where the stage is a folder: most of their time is waiting for the disk to confirm them.
+    """
 
     def __init__(self, stage: Stage, reusable: Sequence[Earlier]) -> None:
         self.stage = stage
         self.files: dict[str, FileEntry] = {}
         self._reusable = reusable
+        self._beside: dict[str, Future[FileEntry]] = {}
+        self._threads = ThreadPoolExecutor(_SMALL_FILES, thread_name_prefix="slipstream: small files") if stage.common else None
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=error is not None)  # waits: nobody writes into a stage that was given up
+        if error is None:
+            self.files.update({name: added.result() for name, added in self._beside.items()})
 
     def part(self, part: Part) -> str:
-        name, entry = write_tree(self.stage.add, part.name, part.tree, part.tensors)
-        self.files[name] = entry
-        return name
+        return write_tree(self._add, part.name, part.tree, part.tensors)[0]
 
     def bytes(self, name: str, data: bytes) -> None:
-        self.files[name] = self.stage.add(name, [data], len(data))
+        self._add(name, [data], len(data))
 
     def tensors(self, name: str, make: Callable[[], tuple[Iterable[Any], int]]) -> None:
         """A file of weights; it is made twice if there are earlier ones that it may be equal to."""
         if not (self._reusable and self._reused(name, make)):
-            self.files[name] = self.stage.add(name, *make())
+            self._add(name, *make())
+
+    def _add(self, name: str, chunks: Iterable[Any], size: int) -> None:
+        if self._threads is None or size >= SMALLEST:
+            self.files[name] = self.stage.add(name, chunks, size)
+        else:
+            self._beside[name] = self._threads.submit(self.stage.add, name, list(chunks), size)  # what a tensor holds is asked for here
 
     def _reused(self, name: str, make: Callable[[], tuple[Iterable[Any], int]]) -> bool:
         chunks, size = make()
