@@ -22,7 +22,9 @@ from slipstream.devices.host import cores
 
 __all__ = ["Arena", "Facts", "ModelPart", "Part", "PiecesPart", "Snapshot", "part_of", "pieces_of"]
 
-_PIECE: Final = 4 << 20
+_PIECE: Final = 64 << 20
+"""What a thread copies in one go: above half of the cache of a processor, copying bypasses the cache and is nearly twice as fast."""
+_LITTLE: Final = 8 << 20
 _COPIERS: Final = 4
 _Bytes: TypeAlias = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 
@@ -200,7 +202,7 @@ def _copy_bytes(left: list[tuple[_Bytes, _Bytes]]) -> None:
         for into, data in tasks:
             numpy.copyto(into, data)
 
-    if sum(data.nbytes for _, data in left) <= 2 * _PIECE:
+    if sum(data.nbytes for _, data in left) <= _LITTLE:
         copy()
         return
     with ThreadPoolExecutor(min(_COPIERS, cores()), thread_name_prefix="slipstream: copying for a save") as copiers:
