@@ -221,7 +221,7 @@ def figures(times: Times) -> list[Figure]:
     rows: list[tuple[str, str, str, float | None, tuple[str, ...]]] = [
         (f"save, {size / 1e9:.1f} GB, durable and checksummed", "ours: save", save, 1.15, ("torch: save", "torch, synced: save")),
         ("a large file, durable, against write and fsync", "direct", "buffered", 0.33, ()),
-        ("async_save: stall of the first one", "behind, first: stall", save, None, ()),
+        ("async_save: stall of the first one", "behind, first: stall", save, 0.10, ()),
         ("async_save: stall of later ones", "behind: stall", save, 0.10, ()),
         ("async_save: until it is committed", "behind: committed", save, None, ()),
         ("load, files in the page cache", "ours: warm load", "accelerate: warm load", 0.6, ("torch: warm load",)),
