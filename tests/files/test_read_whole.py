@@ -110,3 +110,14 @@ def test_a_file_system_that_refuses_direct_reads_in_the_middle_is_read_through_t
         buffer, checksum = read_whole(file.fileno(), len(content), alone=True)
     assert buffer == content
     assert checksum == digest(content)
+
+
+@pytest.mark.parametrize("slow", [-1.0, 1e9], ids=["large pages are slow to get", "they are at hand"])
+def test_a_large_file_is_whole_in_pages_of_any_size(slow: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_SLOW", slow)
+    content = os.urandom(1 << 20) * 33 + b"end"
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file:
+        buffer, checksum = read_whole(file.fileno(), len(content))
+    assert buffer == content
+    assert checksum == digest(content)
