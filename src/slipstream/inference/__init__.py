@@ -1,0 +1,1 @@
+"""Inference with a model that is cut into stages, one for each process."""
