@@ -1,0 +1,119 @@
+"""One file of weights, mapped: its tensors are views of the file's pages, which the kernel reads when they are used.
+
+The mapping is private: what a script writes into such a tensor stays in its process and never reaches the file. Pages can be asked for
+ahead and given back; both are advice that changes no value. A file that was shortened while it is mapped would end the process at the
+next touch, so `check` says in words that it changed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from slipstream.checkpoint.raw import from_buffer
+from slipstream.errors import CheckpointError
+from slipstream.files.inside import Folder
+from slipstream.files.tensors import Layout, read_layout
+
+__all__ = ["MappedFile", "Span", "joined", "open_file"]
+
+Span = tuple[int, int]
+"""The first byte, and the one after the last."""
+
+_PAGE: Final = mmap.PAGESIZE
+
+
+class MappedFile:
+    """A mapped file; takes over the descriptor `fd`, and closes it when nobody uses a tensor of it any more.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "numbers").write_bytes(bytes([1, 0, 2, 0]))
+    ...     file = open_file(Path(folder, "numbers"))
+    ...     file.tensor("I16", (2,), 0, 4)
+    tensor([1, 2], dtype=torch.int16)
+    """
+
+    def __init__(self, fd: int, where: str) -> None:
+        self.where = where
+        self._fd = fd
+        self._seen = _state(fd)
+        self.size = os.fstat(fd).st_size
+        self._map: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if self.size else bytearray()
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if (fd := getattr(self, "_fd", -1)) >= 0:
+            close(fd)
+
+    def layout(self) -> Layout:
+        """Where the tensors lie, if it is a safetensors file; its header is read and checked."""
+        view = memoryview(self._map)
+        return read_layout(lambda offset, count: view[offset : offset + count], self.size, self.where)
+
+    def tensor(self, dtype: str, shape: Iterable[int], start: int, end: int) -> torch.Tensor:
+        """The tensor of these bytes, on the file's own pages; `dtype` as safetensors names it."""
+        return from_buffer(self._map, dtype, shape, start, end)
+
+    def check(self) -> None:
+        """An error if somebody has changed or shortened the file since it was opened."""
+        if _state(self._fd) != self._seen:
+            raise CheckpointError(
+                f"{self.where} was changed while weights in it are in use. Write new weights to a new file and rename it to this name: "
+                "who has the old one open keeps it. Load the model again."
+            )
+
+    def ask(self, span: Span) -> None:
+        """The kernel begins to read these bytes, and this does not wait for it."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, span[0], span[1] - span[0], os.POSIX_FADV_WILLNEED)
+        elif hasattr(mmap, "MADV_WILLNEED"):
+            start = span[0] // _PAGE * _PAGE
+            self._map.madvise(mmap.MADV_WILLNEED, start, span[1] - start)
+
+    def give_back(self, span: Span, *, evict: bool) -> None:
+        """This process gives the pages of these bytes back; with `evict` the machine's cache need not keep them either.
+
+        Pages that other bytes share stay.
+        """
+        start, end = -(-span[0] // _PAGE) * _PAGE, span[1] // _PAGE * _PAGE
+        if end <= start or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+        if evict and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def open_file(path: Path) -> MappedFile:
+    """The file at a path that the user has named; only a regular file is mapped."""
+    real = Path(os.path.realpath(path))
+    with Folder(real.parent) as folder:
+        fd = folder.open(real.name)
+    return MappedFile(fd, str(path))
+
+
+def joined(spans: Iterable[Span], gap: int = _PAGE) -> Iterator[Span]:
+    """The same bytes in as few spans as there can be; those less than `gap` apart become one.
+
+    >>> list(joined([(0, 10), (5000, 6000), (10, 20)], gap=16))
+    [(0, 20), (5000, 6000)]
+    """
+    begun: Span | None = None
+    for span in sorted(spans):
+        if begun is not None and span[0] - begun[1] < gap:
+            begun = (begun[0], max(begun[1], span[1]))
+            continue
+        if begun is not None:
+            yield begun
+        begun = span
+    if begun is not None:
+        yield begun
+
+
+def _state(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return (found.st_size, found.st_mtime_ns)

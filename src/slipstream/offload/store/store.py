@@ -1,0 +1,154 @@
+"""The store: when a block is about to run, the ones after it are asked for, and those that had to pass through are given back.
+
+The order of blocks is learned from the last pass, and is at first that in which they were made. Asking and giving back are advice to
+the kernel; whatever happens, a block's tensors have the values of the file. In the common case (everything fits) entering a block
+costs a few look-ups.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.devices.host import host_memory
+from slipstream.offload.store.blocks import Block
+from slipstream.offload.store.residency import Residency, decide
+
+__all__ = ["OnPages", "Store", "Turns"]
+
+
+class Turns(Protocol):
+    """Somebody who says when a thread may go on to a block; see `lanes.py`."""
+
+    def arrive(self, block: Block) -> None:
+        """Returns when it is this thread's turn to run the block."""
+
+
+class Store:
+    """All blocks of one model, and the memory that they may take: `limit` bytes, or as much as there is."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.turns: Turns | None = None
+        self.blocks: list[Block] = []
+        self._plan: Residency | None = None
+        self._evicts = False
+        self._after: list[int] = []
+        self._last: Block | None = None
+        self._faults = 0
+        self._passing: list[Block] = []
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        return self  # what it describes is the files, which a copy of the model shares
+
+    def add(self, block: Block) -> Block:
+        """Takes a block in; blocks come in the order in which the model is expected to run them."""
+        with self._lock:
+            block.number = len(self.blocks)
+            self.blocks.append(block)
+            self._after = [*range(1, len(self.blocks)), 0]
+            self._plan = None
+        return block
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The numbers of the blocks that stay in memory once they have been read."""
+        return self._settled().kept
+
+    def enter(self, block: Block) -> None:
+        """A block is about to run."""
+        if self.turns is not None:
+            self.turns.arrive(block)
+        with self._lock:
+            if self._last is not block:
+                self._move_to(block)
+            block.active += 1
+
+    def leave(self, block: Block) -> None:
+        """A block has run. Its memory is given back when another one is entered."""
+        with self._lock:
+            block.active -= 1
+
+    def following(self, block: Block) -> Block:
+        """The block that is expected after this one."""
+        return self.blocks[self._after[block.number]]
+
+    def _settled(self) -> Residency:
+        if self._plan is None:
+            self._plan = decide([block.size for block in self.blocks], self.limit, [block.name for block in self.blocks])
+            passing = sum(block.size for block in self.blocks if block.number not in self._plan.kept)
+            # With room for all of it the machine's cache may keep what passes; without, it would push out what stays.
+            self._evicts = passing > host_memory().available
+        return self._plan
+
+    def _move_to(self, block: Block) -> None:
+        plan, last = self._settled(), self._last
+        if last is not None:
+            self._after[last.number] = block.number
+        if last is None or block.number <= last.number:
+            self._begin_pass()
+        self._last = block
+        coming = [block]
+        for _ in range(plan.ahead):
+            coming.append(self.blocks[self._after[coming[-1].number]])
+        for passed in [one for one in self._passing if not one.active and one not in coming]:
+            passed.give_back(evict=self._evicts)
+            self._passing.remove(passed)
+        for one in coming:
+            if not one.asked:
+                one.ask()
+                if one.number not in plan.kept:
+                    self._passing.append(one)
+
+    def _begin_pass(self) -> None:
+        """Once in a pass: the files are still what they were, and what was taken for resident is so."""
+        for file in {part[0] for block in self.blocks for part in block.parts}:
+            file.check()
+        faults = _reads()
+        if faults != self._faults:  # something had to be read from a disk, perhaps a block whose pages the kernel had taken away
+            self._faults = faults
+            for block in self.blocks:
+                if block not in self._passing:
+                    block.asked = False
+
+    def release(self) -> None:
+        """Gives back all memory of blocks that are not running; they are read again when they are used."""
+        with self._lock:
+            for block in self.blocks:
+                if not block.active:
+                    block.give_back(evict=False)
+            self._passing = [block for block in self._passing if block.active]
+
+
+def _reads() -> int:
+    """How often this process had to wait for a page from a disk, where the system counts that."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+class OnPages:
+    """A bundle of a module that runs on the CPU: its tensors are the file's pages."""
+
+    __slots__ = ("block", "store")
+
+    def __init__(self, store: Store, block: Block) -> None:
+        self.store, self.block = store, block
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnPages:
+        return self
+
+    def take(self) -> Sequence[torch.Tensor]:
+        """The tensors, whose pages have been asked for."""
+        self.store.enter(self.block)
+        return self.block.tensors
+
+    def give_back(self) -> None:
+        """The module has run."""
+        self.store.leave(self.block)

@@ -1,0 +1,223 @@
+"""Maps of weights that are not in the model: in memory, in mapped safetensors files, or in a folder of an earlier offload.
+
+Every map gives CPU tensors by name. Those that lie in files are views of mapped pages: nothing is read before it is used, and nothing
+is copied. `bundle` gives the tensors of one module together, so that the store can ask for the next ones in time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.checkpoint.raw import DTYPES, dtype_name
+from slipstream.devices.table import CPU
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files import strict_json
+from slipstream.files.inside import Folder
+from slipstream.files.names import check_name
+from slipstream.files.sizes import parse_size
+from slipstream.files.tensors import Layout
+from slipstream.offload.store.blocks import Block
+from slipstream.offload.store.mapped import MappedFile, open_file
+from slipstream.offload.store.store import OnPages, Store
+from slipstream.offload.store.transfer import OnDevice, Transfer
+
+__all__ = ["INDEX", "Converted", "OffloadedWeightsLoader", "PrefixedDataset"]
+
+INDEX = "index.json"
+"""The file of an offload folder that says what is in it."""
+
+_TORCH_NAMES: Mapping[str, torch.dtype] = {dtype_name(one): one for one in DTYPES}
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Where one tensor lies."""
+
+    file: MappedFile
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    wanted: torch.dtype | None
+
+    def tensor(self) -> torch.Tensor:
+        return self.file.tensor(self.dtype, self.shape, self.start, self.end)
+
+
+class Converted:
+    """A bundle whose tensors are of another type than those in the file: converted each time."""
+
+    def __init__(self, bundle: OnPages | OnDevice, wanted: Sequence[torch.dtype | None]) -> None:
+        self.bundle, self.wanted = bundle, wanted
+
+    def take(self) -> Sequence[torch.Tensor]:
+        """Converted copies."""
+        return [tensor.to(tensor.dtype if one is None else one) for tensor, one in zip(self.bundle.take(), self.wanted, strict=True)]
+
+    def give_back(self) -> None:
+        """The module has run."""
+        self.bundle.give_back()
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name from a state dict in memory, from a folder of `offload_state_dict`, and from safetensors files that `index` names.
+
+    `limit` is how much memory the ones in files may take at a time while modules run on them (bytes, or "2GB"); None is no limit.
+
+    >>> weights = OffloadedWeightsLoader({"bias": torch.ones(2)})
+    >>> weights["bias"], list(weights)
+    (tensor([1., 1.]), ['bias'])
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Any = None,
+        *,
+        limit: int | str | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigError("OffloadedWeightsLoader needs weights from somewhere: give state_dict, save_folder or index.")
+        self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self._own = index is None and save_folder is not None
+        self.index: Mapping[str, Mapping[str, Any]] = _read_index(Path(save_folder)) if self._own and save_folder else index or {}
+        self.device = device
+        self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
+        self.store = Store(None if limit is None else parse_size(limit, "limit"))
+        self._files: dict[str, tuple[MappedFile, Layout | None]] = {}
+        self._transfers: dict[torch.device, Transfer] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
+        return self  # weights that are not changed, in files that a copy of the model shares
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        placed = self._placed(key)
+        found = placed.tensor()
+        if placed.wanted is not None:
+            found = found.to(placed.wanted)
+        return found if self.device is None else found.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def bundle(self, names: Sequence[str], device: Any) -> OnPages | OnDevice | Converted:
+        """The tensors of these names, which a module needs together, for the device that it runs on."""
+        tensors: list[torch.Tensor] = []
+        spans, wanted = [], []
+        for name in names:
+            held = self.state_dict.get(name)
+            placed = None if held is not None else self._placed(name)
+            tensors.append(placed.tensor() if placed is not None else self.state_dict[name])
+            wanted.append(None if placed is None else placed.wanted)
+            if placed is not None:
+                spans.append((placed.file, (placed.start, placed.end)))
+        block = self.store.add(Block(_common(names), tensors, spans))
+        where = torch.device(CPU.type if device is None else device)
+        found: OnPages | OnDevice = OnPages(self.store, block)
+        if where.type != CPU.type:
+            found = OnDevice(self.store, block, self._transfers.setdefault(where, Transfer(where)))
+        return found if not any(wanted) else Converted(found, wanted)
+
+    def _placed(self, key: str) -> _Placed:
+        entry = self.index[key]
+        dtype = entry.get("dtype")
+        if dtype is not None and dtype not in _TORCH_NAMES:
+            raise CheckpointError(f"The index of offloaded weights has {key!r} with dtype {dtype!r}, which is none of torch's.")
+        if "safetensors_file" in entry:
+            file, layout = self._opened(entry["safetensors_file"])
+            assert layout is not None
+            name = entry.get("weight_name", key)
+            if (found := layout.entries.get(name)) is None:
+                raise CheckpointError(f"{file.where} has no tensor {name!r}, which the index of offloaded weights says is there.")
+            start = layout.data_start
+            wanted = None if dtype is None or DTYPES[_TORCH_NAMES[dtype]] == found.dtype else _TORCH_NAMES[dtype]
+            return _Placed(file, found.dtype, found.shape, start + found.start, start + found.end, wanted)
+        return self._dumped(key, entry)
+
+    def _dumped(self, key: str, entry: Mapping[str, Any]) -> _Placed:
+        """A tensor in a file of its own, as `offload_weight` writes it."""
+        if self.save_folder is None:
+            raise CheckpointError(f"The index has {key!r} as a file of an offload folder: give save_folder too.")
+        shape, dtype = entry.get("shape"), entry.get("dtype")
+        if not isinstance(shape, (list, tuple)) or not all(type(one) is int and one >= 0 for one in shape) or dtype is None:
+            raise CheckpointError(f"{Path(self.save_folder) / INDEX} does not say the shape and dtype of {key!r}.")
+        file, _ = self._opened(check_name(f"{key}.dat", str(Path(self.save_folder) / INDEX)), inside=True)
+        count = _TORCH_NAMES[dtype].itemsize
+        for size in shape:
+            count *= size
+        if file.size < count:
+            raise CheckpointError(f"{file.where} has {file.size} bytes, and a tensor of {dtype} with shape {list(shape)} has {count}.")
+        return _Placed(file, DTYPES[_TORCH_NAMES[dtype]], tuple(shape), 0, count, None)
+
+    def _opened(self, name: Any, *, inside: bool = False) -> tuple[MappedFile, Layout | None]:
+        if not isinstance(name, (str, os.PathLike)):
+            raise CheckpointError(f"The index of offloaded weights names the file {name!r}, which is no path.")
+        known = self._files.get(os.fspath(name))
+        if known is None:
+            file = self._map(os.fspath(name), inside=inside or self._own)
+            known = self._files[os.fspath(name)] = (file, None if inside else file.layout())
+        return known
+
+    def _map(self, name: str, *, inside: bool) -> MappedFile:
+        folder = None if self.save_folder is None else Path(self.save_folder)
+        if inside and folder is not None:  # the name comes from a file: it leads nowhere else
+            with Folder(folder) as held:
+                return MappedFile(held.open(check_name(name, str(folder / INDEX))), str(folder / name))
+        within = None if folder is None else folder / name
+        return open_file(within if within is not None and within.exists() else Path(name))
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The weights below one module: `dataset` without the `prefix` of its names.
+
+    >>> PrefixedDataset({"layer.bias": 1, "head.bias": 2}, "layer.")["bias"]
+    1
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(key.startswith(self.prefix) for key in self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "bundle" or not hasattr(self.__dict__.get("dataset"), "bundle"):
+            raise AttributeError(f"a PrefixedDataset has no {name}")
+        return lambda names, device: self.dataset.bundle([f"{self.prefix}{one}" for one in names], device)  # type: ignore[attr-defined]
+
+
+def _read_index(folder: Path) -> Mapping[str, Mapping[str, Any]]:
+    with Folder(folder) as held:
+        content = strict_json.parse(held.read(INDEX, strict_json.LARGEST), str(folder / INDEX))
+    if not isinstance(content, dict) or not all(isinstance(one, dict) for one in content.values()):
+        raise CheckpointError(f"{folder / INDEX} is no index of offloaded weights: it has to map names to what is known of them.")
+    return content
+
+
+def _common(names: Sequence[str]) -> str:
+    """The module that names belong to, for messages."""
+    return os.path.commonprefix(list(names)).rpartition(".")[0] or (names[0] if names else "(nothing)")
