@@ -126,8 +126,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             placed = None if held is not None else self._placed(name)
             tensors.append(placed.tensor() if placed is not None else self.state_dict[name])
             wanted.append(None if placed is None else placed.wanted)
-            if placed is not None:
-                spans.append((placed.file, (placed.start, placed.end)))
+            spans.append(None if placed is None else (placed.file, (placed.start, placed.end)))
         block = self.store.add(Block(_common(names), tensors, spans))
         where = torch.device(CPU.type if device is None else device)
         found: OnPages | OnDevice = OnPages(self.store, block)

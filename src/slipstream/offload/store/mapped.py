@@ -7,9 +7,12 @@ next touch, so `check` says in words that it changed.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +20,7 @@ import torch
 
 from slipstream.checkpoint.raw import from_buffer
 from slipstream.errors import CheckpointError
+from slipstream.files.direct import set_direct
 from slipstream.files.inside import Folder
 from slipstream.files.tensors import Layout, read_layout
 
@@ -26,6 +30,10 @@ Span = tuple[int, int]
 """The first byte, and the one after the last."""
 
 _PAGE: Final = mmap.PAGESIZE
+_ASKED: Final = 1 << 20
+"""Bytes that are asked for in one call: of more, Linux takes only the beginning (as much as the disk reads ahead at most)."""
+_POPULATE_READ: Final = 22
+"""Linux 5.14 and later: maps all pages of a range at once, and waits for those that are being read."""
 
 
 class MappedFile:
@@ -45,6 +53,8 @@ class MappedFile:
         self._seen = _state(fd)
         self.size = os.fstat(fd).st_size
         self._map: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if self.size else bytearray()
+        self._address: int | None = None
+        self._direct: bool | None = None
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if (fd := getattr(self, "_fd", -1)) >= 0:
@@ -70,22 +80,46 @@ class MappedFile:
     def ask(self, span: Span) -> None:
         """The kernel begins to read these bytes, and this does not wait for it."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, span[0], span[1] - span[0], os.POSIX_FADV_WILLNEED)
+            for start in range(span[0], span[1], _ASKED):
+                os.posix_fadvise(self._fd, start, min(_ASKED, span[1] - start), os.POSIX_FADV_WILLNEED)
         elif hasattr(mmap, "MADV_WILLNEED"):
             start = span[0] // _PAGE * _PAGE
             self._map.madvise(mmap.MADV_WILLNEED, start, span[1] - start)
 
-    def give_back(self, span: Span, *, evict: bool) -> None:
-        """This process gives the pages of these bytes back; with `evict` the machine's cache need not keep them either.
+    def wait(self, span: Span) -> None:
+        """Returns when these bytes are in memory. Computing on pages that are still being read would stop at each of them.
 
-        Pages that other bytes share stay.
+        Other threads go on meanwhile. Where the system does not know how, the pages come when they are touched.
         """
+        start = span[0] // _PAGE * _PAGE
+        if self._address is None:
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _libc().madvise(ctypes.c_void_p(self._address + start), ctypes.c_size_t(span[1] - start), _POPULATE_READ)
+
+    def give_back(self, span: Span) -> None:
+        """This process gives the pages of these bytes back, but for those that other bytes share; the machine may keep them cached."""
         start, end = -(-span[0] // _PAGE) * _PAGE, span[1] // _PAGE * _PAGE
-        if end <= start or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
-        if evict and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
+        if end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def read_around(self, start: int, into: memoryview, needed: int) -> None:
+        """Reads `needed` bytes from `start` on past the page cache; `start` and the length of `into` are multiples of a sector."""
+        if self._direct is None:
+            self._direct = set_direct(self._fd, True)
+        done = 0
+        while done < needed:
+            try:
+                count = os.preadv(self._fd, [into[done:]], start + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._direct = set_direct(self._fd, False)  # the file system allows it, and then wants larger pieces
+                continue
+            if not count:
+                raise CheckpointError(f"{self.where} ended early: it was shortened while weights in it are in use. Load the model again.")
+            done += count
+            if done % _PAGE and done < needed:
+                self._direct = set_direct(self._fd, False)
 
 
 def open_file(path: Path) -> MappedFile:
@@ -112,6 +146,11 @@ def joined(spans: Iterable[Span], gap: int = _PAGE) -> Iterator[Span]:
         begun = span
     if begun is not None:
         yield begun
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _state(fd: int) -> tuple[int, int]:

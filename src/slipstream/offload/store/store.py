@@ -1,8 +1,8 @@
 """The store: when a block is about to run, the ones after it are asked for, and those that had to pass through are given back.
 
-The order of blocks is learned from the last pass, and is at first that in which they were made. Asking and giving back are advice to
-the kernel; whatever happens, a block's tensors have the values of the file. In the common case (everything fits) entering a block
-costs a few look-ups.
+What comes after a block is learned from the pass before, and is at first the order in which blocks were made. Asking and giving back
+are advice to the kernel; whatever happens, a block's tensors have the values of the file. In the common case (everything fits) entering
+a block costs a few look-ups.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from slipstream.devices.host import host_memory
+from slipstream.offload.store.around import Around
 from slipstream.offload.store.blocks import Block
 from slipstream.offload.store.residency import Residency, decide
 
@@ -35,9 +36,10 @@ class Store:
         self.turns: Turns | None = None
         self.blocks: list[Block] = []
         self._plan: Residency | None = None
-        self._evicts = False
-        self._after: list[int] = []
+        self._around: Around | None = None
+        self._after: dict[tuple[int, int], int] = {}
         self._last: Block | None = None
+        self._before_last: Block | None = None
         self._faults = 0
         self._passing: list[Block] = []
         self._lock = threading.Lock()
@@ -50,7 +52,6 @@ class Store:
         with self._lock:
             block.number = len(self.blocks)
             self.blocks.append(block)
-            self._after = [*range(1, len(self.blocks)), 0]
             self._plan = None
         return block
 
@@ -59,14 +60,25 @@ class Store:
         """The numbers of the blocks that stay in memory once they have been read."""
         return self._settled().kept
 
-    def enter(self, block: Block) -> None:
-        """A block is about to run."""
+    @property
+    def reads_around(self) -> bool:
+        """Whether the other blocks are read past the page cache: there is no room for them in it."""
+        self._settled()
+        return self._around is not None
+
+    def enter(self, block: Block) -> Sequence[torch.Tensor]:
+        """A block is about to run: its tensors."""
         if self.turns is not None:
             self.turns.arrive(block)
         with self._lock:
             if self._last is not block:
                 self._move_to(block)
             block.active += 1
+            found = None if self._around is None else self._around.finish(block)
+            if found is None and not block.present:
+                block.wait()
+                self._passing += [block] if block.number not in self._settled().kept and block not in self._passing else []
+            return block.tensors if found is None else found
 
     def leave(self, block: Block) -> None:
         """A block has run. Its memory is given back when another one is entered."""
@@ -75,34 +87,67 @@ class Store:
 
     def following(self, block: Block) -> Block:
         """The block that is expected after this one."""
-        return self.blocks[self._after[block.number]]
+        before = self._before_last if self._last is block else self._last
+        return self._next(before, block)
+
+    def peek(self, block: Block) -> Sequence[torch.Tensor]:
+        """The tensors of a block that was asked for and does not run yet."""
+        with self._lock:
+            found = None if self._around is None else self._around.finish(block)
+            return block.tensors if found is None else found
+
+    def release(self) -> None:
+        """Gives back all memory of blocks that are not running; they are read again when they are used."""
+        with self._lock:
+            for block in self.blocks:
+                if not block.active:
+                    block.give_back()
+            self._passing = [block for block in self._passing if block.active]
+            self._last = self._before_last = None
+            if self._around is not None:
+                self._around.drop([])
 
     def _settled(self) -> Residency:
         if self._plan is None:
             self._plan = decide([block.size for block in self.blocks], self.limit, [block.name for block in self.blocks])
-            passing = sum(block.size for block in self.blocks if block.number not in self._plan.kept)
-            # With room for all of it the machine's cache may keep what passes; without, it would push out what stays.
-            self._evicts = passing > host_memory().available
+            passing = [block for block in self.blocks if block.number not in self._plan.kept]
+            if sum(block.size for block in passing) > host_memory().available:
+                self._around = Around(max(block.room for block in passing), 1 + self._plan.ahead)
         return self._plan
+
+    def _next(self, before: Block | None, block: Block) -> Block:
+        """What came last time after these two; else one further in the same direction."""
+        if before is None or before is block:
+            return self.blocks[(block.number + 1) % len(self.blocks)]
+        known = self._after.get((before.number, block.number))
+        if known is None:
+            known = block.number - 1 if before.number == block.number + 1 else block.number + 1
+        return self.blocks[known % len(self.blocks)]
 
     def _move_to(self, block: Block) -> None:
         plan, last = self._settled(), self._last
-        if last is not None:
-            self._after[last.number] = block.number
+        if last is not None and self._before_last is not None:
+            self._after[self._before_last.number, last.number] = block.number
         if last is None or block.number <= last.number:
             self._begin_pass()
-        self._last = block
+        self._before_last, self._last = last, block
         coming = [block]
         for _ in range(plan.ahead):
-            coming.append(self.blocks[self._after[coming[-1].number]])
+            coming.append(self._next(coming[-2] if len(coming) > 1 else last, coming[-1]))
         for passed in [one for one in self._passing if not one.active and one not in coming]:
-            passed.give_back(evict=self._evicts)
+            passed.give_back()
             self._passing.remove(passed)
+        if self._around is not None:
+            self._around.drop(coming)
         for one in coming:
-            if not one.asked:
-                one.ask()
-                if one.number not in plan.kept:
-                    self._passing.append(one)
+            self._ask(one, passing=one.number not in plan.kept)
+
+    def _ask(self, block: Block, *, passing: bool) -> None:
+        if passing and self._around is not None:
+            self._around.start(block)
+        elif not block.asked:
+            block.ask()
+            self._passing += [block] if passing else []
 
     def _begin_pass(self) -> None:
         """Once in a pass: the files are still what they were, and what was taken for resident is so."""
@@ -113,15 +158,7 @@ class Store:
             self._faults = faults
             for block in self.blocks:
                 if block not in self._passing:
-                    block.asked = False
-
-    def release(self) -> None:
-        """Gives back all memory of blocks that are not running; they are read again when they are used."""
-        with self._lock:
-            for block in self.blocks:
-                if not block.active:
-                    block.give_back(evict=False)
-            self._passing = [block for block in self._passing if block.active]
+                    block.asked = block.present = False
 
 
 def _reads() -> int:
@@ -134,7 +171,7 @@ def _reads() -> int:
 
 
 class OnPages:
-    """A bundle of a module that runs on the CPU: its tensors are the file's pages."""
+    """A bundle of a module that runs on the CPU: its tensors are the file's pages, or a buffer with their bytes."""
 
     __slots__ = ("block", "store")
 
@@ -146,8 +183,7 @@ class OnPages:
 
     def take(self) -> Sequence[torch.Tensor]:
         """The tensors, whose pages have been asked for."""
-        self.store.enter(self.block)
-        return self.block.tensors
+        return self.store.enter(self.block)
 
     def give_back(self) -> None:
         """The module has run."""

@@ -42,11 +42,11 @@ class Transfer:
             return None
         return make(device=self.device)
 
-    def start(self, block: Block) -> None:
-        """Begins to copy a block, unless it is under way."""
+    def start(self, block: Block, tensors: Sequence[torch.Tensor]) -> None:
+        """Begins to copy the tensors of a block, unless they are under way."""
         if self._stream is None or block in self._coming:
             return
-        staged = self._staged(block)
+        staged = self._staged(tensors)
         with self._namespace.stream(self._stream):
             copies = [tensor.to(self.device, non_blocking=True) for tensor in staged]
             event = self._stream.record_event()
@@ -55,11 +55,11 @@ class Transfer:
         self._turn = (self._turn + 1) % _STAGES
         self._coming[block] = (copies, event)
 
-    def finish(self, block: Block) -> list[torch.Tensor]:
+    def finish(self, block: Block, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The copies of a block; the device waits for them, the host does not."""
-        self.start(block)
         if self._stream is None:
-            return [tensor.to(self.device) for tensor in block.tensors]
+            return [tensor.to(self.device) for tensor in tensors]
+        self.start(block, tensors)
         copies, event = self._coming.pop(block)
         present = self._namespace.current_stream(self.device)
         present.wait_event(event)
@@ -67,14 +67,14 @@ class Transfer:
             copy.record_stream(present)
         return copies
 
-    def forget(self) -> None:
-        """Drops copies that nobody came for."""
-        self._coming.clear()
+    def keep(self, blocks: Sequence[Block]) -> None:
+        """Drops copies of other blocks, which nobody came for."""
+        self._coming = {block: coming for block, coming in self._coming.items() if block in blocks}
 
-    def _staged(self, block: Block) -> list[torch.Tensor]:
-        """The tensors of a block in the pinned memory whose turn it is, once its last copy is through."""
+    def _staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors in the pinned memory whose turn it is, once its last copy is through."""
         places, total = [], 0
-        for tensor in block.tensors:
+        for tensor in tensors:
             places.append(total)
             total += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         memory, event = self._stages[self._turn]
@@ -84,7 +84,7 @@ class Transfer:
             memory = torch.empty(total, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
             self._stages[self._turn] = (memory, None)
         staged = []
-        for tensor, place in zip(block.tensors, places, strict=True):
+        for tensor, place in zip(tensors, places, strict=True):
             room = memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor
             staged.append(room.copy_(tensor) if tensor.numel() else tensor)
         return staged
@@ -103,12 +103,12 @@ class OnDevice:
 
     def take(self) -> Sequence[torch.Tensor]:
         """Copies on the device."""
-        self.store.enter(self.block)
-        found = self.transfer.finish(self.block)
-        if (following := self.store.following(self.block)) is not self.block:
-            self.transfer.start(following)
-        return found
+        return self.transfer.finish(self.block, self.store.enter(self.block))
 
     def give_back(self) -> None:
-        """The module has run; its copies go when nobody holds them."""
+        """The module has been started on the device: while it runs there, the next one is brought here."""
         self.store.leave(self.block)
+        following = self.store.following(self.block)
+        self.transfer.keep([following])
+        if following is not self.block:
+            self.transfer.start(following, self.store.peek(following))
