@@ -1,0 +1,334 @@
+"""Where the parts of a model go: `infer_auto_device_map`, and the plan that it gives.
+
+A plan is the best packing of the model's layers into the budgets, by the measure that `packing.py` defines: layers in the order of
+definition, devices in the order of the budget, as many bytes as possible on the first device, then on the second, and so on. What it
+promises: every tensor has a device, tied weights are together and counted once, classes that must not be split are whole, and on no device
+more is held or kept free than its budget allows. Room for the largest offloaded layer is kept on the device that runs it, and only if
+something is offloaded; buffers of offloaded layers are counted where they stay. It never touches a tensor, and never takes a model's own
+`_no_split_modules` without being told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slipstream.devices.memory import convert_bytes
+from slipstream.errors import ConfigError
+from slipstream.logging import get_logger
+from slipstream.offload.budget import Device, device_key, get_max_memory, parse_bytes
+from slipstream.offload.fallback import fallback_allocate
+from slipstream.offload.packing import Item, NoRoom, Packing, Room, pack
+from slipstream.offload.places import Places, check_device_map, clean_device_map, lookup, merged
+from slipstream.offload.sizes import class_names, sizer
+from slipstream.offload.units import Group, Piece, Units, units_of
+
+__all__ = [
+    "DeviceMap",
+    "Places",
+    "check_device_map",
+    "clean_device_map",
+    "fallback_allocate",
+    "infer_auto_device_map",
+    "lookup",
+]
+
+_KINDS = {"cpu": "memory", "disk": "disk"}
+
+
+class DeviceMap(dict[str, Any]):
+    """A device map that knows how it came about. It is a dict and equals one: module name to device number, "cpu" or "disk".
+
+    >>> plan = DeviceMap({"": 0}, budget={0: 100}, held={0: 80})
+    >>> plan == {"": 0}, plan.budget, plan.held
+    (True, {0: 100}, {0: 80})
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        *,
+        budget: Mapping[Device, int] | None = None,
+        held: Mapping[Device, int] | None = None,
+        reserved: Mapping[Device, int] | None = None,
+        reasons: Mapping[str, str] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        main_device: Device | None = None,
+    ) -> None:
+        super().__init__(entries)
+        self.budget: dict[Device, int] = dict(budget or {})
+        """Bytes that each device may hold, as they were given; a device without a limit is not here."""
+        self.held: dict[Device, int] = dict(held or {})
+        """Bytes placed on each device, with the buffers of offloaded layers on the main device."""
+        self.reserved: dict[Device, int] = dict(reserved or {})
+        """Bytes kept free: for the largest offloaded layer, on the main device, and for activations."""
+        self.reasons: dict[str, str] = dict(reasons or {})
+        """Why each entry went where it went."""
+        self.sizes: dict[str, int] = dict(sizes or {})
+        """Bytes of each entry; weights that entries share are counted in each."""
+        self.main_device = main_device
+        """The device that runs what is offloaded."""
+
+    def copy(self) -> DeviceMap:
+        """The same plan in another dict."""
+        return DeviceMap(
+            self,
+            budget=self.budget,
+            held=self.held,
+            reserved=self.reserved,
+            reasons=self.reasons,
+            sizes=self.sizes,
+            main_device=self.main_device,
+        )
+
+    def table(self) -> str:
+        """The plan to be read: what each device holds, then each entry with its size and the reason for its place.
+
+        >>> print(infer_auto_device_map(nn.Linear(2, 2), max_memory={0: "1KB", "cpu": "1KB"}).table())
+        device  held      kept free  budget
+        0       24 bytes  0 bytes    1000 bytes
+        cpu     0 bytes   0 bytes    1000 bytes
+        <BLANKLINE>
+        module  device  size      why
+        (all)   0       24 bytes  the first to be placed
+        """
+        devices: list[Device] = [*self.budget, *(device for device in self.held if device not in self.budget)]
+        above = [("device", "held", "kept free", "budget")]
+        for device in devices:
+            limit = convert_bytes(self.budget[device]) if device in self.budget else "no limit"
+            above.append((str(device), convert_bytes(self.held.get(device, 0)), convert_bytes(self.reserved.get(device, 0)), limit))
+        below = [("module", "device", "size", "why")]
+        for name, device in self.items():
+            below.append((name or "(all)", str(device), convert_bytes(self.sizes.get(name, 0)), self.reasons.get(name, "")))
+        return f"{_columns(above)}\n\n{_columns(below)}"
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Any, Any] | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    dtype: Any = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+    *,
+    activations: int | str | Mapping[Any, int | str] = 0,
+) -> DeviceMap:
+    """A device for every part of a model, so that the first devices are used most and no budget is exceeded.
+
+    `max_memory`: bytes per device (`{0: "10GiB", "cpu": "30GiB"}`), default what is free now; disk takes the rest, without limit unless
+    one is given (`"disk": 0` forbids it). `no_split_module_classes`: names of classes whose modules stay whole. `dtype`,
+    `special_dtypes`: what weights will be converted to, all of them and some by name. `activations`: bytes kept free, on every
+    device that is no disk or per device. `offload_buffers`: buffers of offloaded layers go with them and do not stay on the main
+    device. `fallback_allocation`: where the next layer does not fit, later ones may fill the room. `verbose` prints the plan.
+    `clean_result=False` gives the layers as they were placed, without merging them into modules.
+
+    A ConfigError names the layer if the device that would run it has no room for it, with the bytes that are missing.
+
+    >>> model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4)))
+    >>> infer_auto_device_map(model, max_memory={0: 900, "cpu": 500})
+    {'0': 0, '1': 'cpu', '2': 'disk', '3': 'disk'}
+    """
+    budget = get_max_memory(max_memory)
+    units = units_of(model, class_names(no_split_module_classes), sizer(dtype, special_dtypes))
+    problem = _Problem(units, budget, _activations(activations, budget), offload_buffers)
+    try:
+        packing = pack(problem.items, problem.rooms, fallback_allocation)
+    except NoRoom as trouble:
+        raise ConfigError(_no_room(trouble, problem)) from None
+    plan = _plan(problem, packing, clean_result)
+    _tell_unused(problem, packing)
+    if verbose:
+        print(plan.table())
+    return plan
+
+
+def _activations(given: int | str | Mapping[Any, int | str], budget: Mapping[Device, int]) -> dict[Device, int]:
+    if not isinstance(given, Mapping):
+        size = parse_bytes(given, "activations")
+        return {device: size for device in budget if device != "disk"} if size else {}
+    found = {device_key(key, "activations"): parse_bytes(size, f"activations[{key!r}]") for key, size in given.items()}
+    if unknown := [device for device in found if device not in budget]:
+        raise ConfigError(f"activations names device {unknown[0]!r}, which max_memory does not have: {list(budget)}. Name one of those.")
+    return found
+
+
+class _Problem:
+    """A model and budgets as items and rooms; devices without any budget are no rooms."""
+
+    def __init__(self, units: Units, budget: dict[Device, int], activations: dict[Device, int], offload_buffers: bool) -> None:
+        self.units = units
+        self.groups = units.groups
+        self.budget = budget
+        self.activations = activations
+        self.stay = not offload_buffers
+        self.items = [self._item(group) for group in units.groups]
+        limits: dict[Device, int | None] = {"disk": None, **budget}
+        devices = [device for device in [*budget, "disk"] if limits[device] != 0]
+        self.devices = list(dict.fromkeys(devices))
+        self.rooms = [Room(_KINDS.get(str(device), "computes"), self._capacity(device, limits[device])) for device in self.devices]
+        if not any(room.kind != "disk" for room in self.rooms):
+            raise ConfigError(
+                f"max_memory={budget} leaves no device that could run the model. "
+                'Give one that is no disk some bytes, as in {"cpu": "10GiB"}.'
+            )
+
+    def _item(self, group: Group) -> Item:
+        return Item(group.size, group.buffers if self.stay else 0, max(map(self.layer, group.pieces)))
+
+    def layer(self, piece: Piece) -> int:
+        """Bytes of a piece that have to be brought in when it runs."""
+        return piece.size - piece.buffers if self.stay else piece.size
+
+    def _capacity(self, device: Device, limit: int | None) -> int | None:
+        return None if limit is None else max(0, limit - self.activations.get(device, 0))
+
+    def is_offloaded(self, place: int, main: int) -> bool:
+        """Whether what is there runs somewhere else."""
+        return place != main and self.rooms[place].kind != "computes"
+
+
+# --- from a packing to a plan ------------------------------------------------------------------------------------------------
+
+
+def _plan(problem: _Problem, packing: Packing, clean: bool) -> DeviceMap:
+    devices, groups = problem.devices, problem.groups
+    order: dict[int, tuple[str, Device | None, int]] = {number: (name, None, -1) for name, number in problem.units.hollow.items()}
+    for number, group in enumerate(groups):
+        for piece in group.pieces:
+            order[piece.order] = (piece.name, devices[packing.places[number]], number)
+    placed = [order[number] for number in sorted(order)]
+    entries: dict[str, Device | None] = {name: device for name, device, _ in placed}
+    entries = _without_gaps(merged(entries) if clean else entries, devices[packing.main])
+    held = _held(problem, packing)
+    reserved = {device: size for device, size in problem.activations.items() if size}
+    if packing.reserve:
+        main = devices[packing.main]
+        reserved[main] = reserved.get(main, 0) + packing.reserve
+    plan = DeviceMap(entries, budget=problem.budget, held=held, reserved=reserved, main_device=devices[packing.main])
+    _explain(plan, problem, packing, placed)
+    return plan
+
+
+def _without_gaps(entries: Mapping[str, Device | None], main: Device) -> dict[str, Device | None]:
+    """Modules without tensors go with what is before them, or the first that has a device."""
+    device = next((one for one in entries.values() if one is not None), main)
+    result: dict[str, Device | None] = {}
+    for name, found in entries.items():
+        device = result[name] = device if found is None else found
+    return result
+
+
+def _held(problem: _Problem, packing: Packing) -> dict[Device, int]:
+    held: dict[Device, int] = {}
+    for item, place in zip(problem.items, packing.places, strict=True):
+        device = problem.devices[place]
+        held[device] = held.get(device, 0) + (item.moved if problem.is_offloaded(place, packing.main) else item.size)
+    if packing.stays:
+        main = problem.devices[packing.main]
+        held[main] = held.get(main, 0) + packing.stays
+    return {device: held[device] for device in problem.devices if device in held}
+
+
+@dataclass(frozen=True)
+class _Reasons:
+    """Says why a group is where it is."""
+
+    problem: _Problem
+    packing: Packing
+    free: dict[int, int]
+    """Bytes that are left in each room with a limit, what is kept free not counted as left."""
+
+    def of(self, number: int, name: str) -> str:
+        problem, places = self.problem, self.packing.places
+        group, place = problem.groups[number], places[number]
+        if name != group.name:
+            return f"shares weights with {group.name}"
+        missed = [one for one in range(place) if self._skipped(one, number)]
+        if not missed:
+            return "the first to be placed" if number == 0 else f"fits, after {problem.groups[number - 1].name}"
+        return "; ".join(self._why_not(one, group) for one in missed)
+
+    def _skipped(self, room: int, number: int) -> bool:
+        """Whether this group is the one that a room had no place for: rooms before it were closed by an earlier group."""
+        before = self.packing.places[number - 1] if number else -1
+        return room >= before if number else True
+
+    def _why_not(self, room: int, group: Group) -> str:
+        device = self.problem.devices[room]
+        needs = convert_bytes(group.size)
+        kept = ""
+        if room == self.packing.main and self.packing.reserve:
+            kept = f", {convert_bytes(self.packing.reserve)} kept free for offloaded layers"
+        return f"needs {needs}, {device} has {convert_bytes(self.free[room])} left{kept}"
+
+
+def _explain(plan: DeviceMap, problem: _Problem, packing: Packing, placed: Iterable[tuple[str, Device | None, int]]) -> None:
+    """Fill in sizes and reasons: those of an entry are the sum of, and the first of, those of the layers in it."""
+    free = {}
+    for number, room in enumerate(problem.rooms):
+        if room.capacity is not None:
+            kept = packing.reserve if number == packing.main else 0
+            free[number] = max(0, room.capacity - plan.held.get(problem.devices[number], 0) - kept)
+    reasons = _Reasons(problem, packing, free)
+    sizes = {piece.name: piece.size for group in problem.groups for piece in group.pieces}
+    places = Places(plan)
+    for name, _, number in placed:
+        entry = places.entry(name)
+        if entry is None:
+            continue
+        plan.sizes[entry] = plan.sizes.get(entry, 0) + sizes.get(name, 0)
+        if number >= 0 and entry not in plan.reasons:
+            plan.reasons[entry] = reasons.of(number, name)
+        elif number < 0 and entry == name:
+            plan.reasons[entry] = "has no tensors"
+
+
+# --- what is said ------------------------------------------------------------------------------------------------------------
+
+
+def _no_room(trouble: NoRoom, problem: _Problem) -> str:
+    limits = ", ".join(f"{device}: {size} bytes" for device, size in problem.budget.items())
+    if trouble.main is None:
+        return (
+            f"The model does not fit into max_memory ({limits}): {trouble.missing} bytes have no place. "
+            f"Raise one of the limits by that much, or allow more on disk."
+        )
+    pieces = [piece for group in problem.groups for piece in group.pieces]
+    largest = max(pieces, key=problem.layer)
+    device = problem.devices[trouble.main]
+    staying = sum(item.stays for item in problem.items)
+    needs = [f"{problem.layer(largest)} bytes to run"]
+    if staying:
+        needs.append(f"{staying} bytes for buffers that stay (offload_buffers=True takes them along)")
+    if problem.activations.get(device):
+        needs.append(f"{problem.activations[device]} bytes for activations")
+    return (
+        f"The largest layer, {largest.name or 'the model itself'}, fits on no device of max_memory ({limits}): "
+        f"it needs {' and '.join(needs)}, and {device}, which has the most room, is {trouble.missing} bytes too small. "
+        f"Raise max_memory[{device!r}] to at least {problem.budget[device] + trouble.missing}, load in a smaller dtype, or let the "
+        "layer be split (no_split_module_classes)."
+    )
+
+
+def _tell_unused(problem: _Problem, packing: Packing) -> None:
+    """A device that computes and gets nothing, while later ones do, is worth a line."""
+    used = set(packing.places)
+    last = max(used, default=-1)
+    unused = [number for number, room in enumerate(problem.rooms) if room.kind == "computes" and number < last and number not in used]
+    for number in unused:
+        device, first = problem.devices[number], problem.groups[0]
+        get_logger(__name__).warning(
+            f"Device {device} is not used: with {problem.rooms[number].capacity} bytes it cannot hold {first.name or 'the model'} "
+            f"({first.size} bytes) and what running offloaded layers needs. Give it more in max_memory, or leave it out."
+        )
