@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
@@ -121,9 +122,22 @@ class Processes:
         """See `PartialState.check_trigger`."""
         return self.state.check_trigger()
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False, **dynamic: Any) -> AbstractContextManager[Any]:
         """See `PartialState.split_between_processes`."""
-        return self.state.split_between_processes(inputs, apply_padding)
+        return self.state.split_between_processes(inputs, apply_padding, **dynamic)
+
+    def map_across_processes(
+        self,
+        function: Callable[[Any], Any],
+        inputs: Any,
+        batch_size: int | None = None,
+        order: bool = True,
+        key: Callable[[Any], float] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+    ) -> list[Any]:
+        """See `PartialState.map_across_processes`."""
+        return self.state.map_across_processes(function, inputs, batch_size, order, key, checkpoint, progress)
 
     def gather(self, tensor: Any, dst: int | None = None, with_gradient: bool = False) -> Any:
         """See `PartialState.gather`."""

@@ -10,7 +10,7 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 
-__all__ = ["ALARM_KEY", "ExitNotice", "attempt_prefix", "exit_key"]
+__all__ = ["ALARM_KEY", "ExitNotice", "attempt_prefix", "bearing_key", "exit_key"]
 
 ALARM_KEY = "alarm"
 """A counter: raised by one whenever something happens that every waiting rank must look at (a rank ended, a rank gave up)."""
@@ -24,6 +24,14 @@ def attempt_prefix(run_id: str, attempt: int) -> str:
 def exit_key(rank: int) -> str:
     """Where the agent writes the `ExitNotice` of a rank, below the attempt's prefix."""
     return f"exit/{rank}"
+
+
+def bearing_key(rank: int) -> str:
+    """Where a rank writes "1" while it works on items that the others take over if it dies, and "0" afterwards; below the same prefix.
+
+    The agent reads it when a rank has died: the loss of one that had written "1" does not end the attempt for the others.
+    """
+    return f"bearing/{rank}"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,10 @@ torch's `SimpleElasticAgent` runs the loop: meet, start workers, look at them, r
 here. A worker's end is noticed at once; the notice goes to the store before anything else, so that the survivors can raise by
 themselves, naming the lost rank; they get a moment for that, then a signal, then SIGKILL. The report of an attempt that is
 followed by another one is printed from here, that of the last attempt by the caller.
+
+One loss does not end an attempt: that of a rank which worked on items that the others take over (`bearing_key`). The others go on to
+their own end, also where one of them stops because of that loss. The job has failed all the same, and the report names the rank; there is
+another attempt only if one of the others failed too.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from slipstream.launch.contract import ALARM_KEY, ExitNotice, attempt_prefix, exit_key
+from slipstream.launch.contract import ALARM_KEY, ExitNotice, attempt_prefix, bearing_key, exit_key
 from slipstream.launch.foreign import ForeignRendezvous
 from slipstream.launch.logs import Folder, Outlet, Tee
 from slipstream.launch.plan import Plan
@@ -75,6 +79,8 @@ class Agent(_Agent):
         self._kills: dict[str, int] = {}
         self._seen = 0
         self._reported_done = False
+        self._borne: list[Failure] = []
+        """Of the failures, those that the other processes can do without, and what followed from them."""
         self.failures: list[Failure] = []
         """How the processes of this machine failed in the last attempt."""
 
@@ -90,7 +96,7 @@ class Agent(_Agent):
     # what torch's agent asks
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._crew, self.failures, self._seen, self._reported_done = Crew(), [], 0, False
+        self._crew, self.failures, self._borne, self._seen, self._reported_done = Crew(), [], [], 0, False
         self._kills = memory_kills()
         if isinstance(self._meeting, OwnRendezvous):  # a failure anywhere costs every machine one attempt
             self._remaining_restarts = self._plan.max_restarts - self.attempt
@@ -107,12 +113,23 @@ class Agent(_Agent):
         self._write_down(self._crew.poll(), worker_group)
         self._meeting.beat()
         self._notice_lost(worker_group)
-        if self.failures or (self._meeting.look() and self._meeting.reported()):
+        if len(self.failures) > len(self._borne) or (self._meeting.look() and self._meeting.reported()):
             self._let_the_others_raise(worker_group)
             return RunResult(state=WorkerState.FAILED)
         if not self._crew.running and self._all_finished():
-            return RunResult(state=WorkerState.SUCCEEDED)
+            return RunResult(state=self._end_of_all(worker_group))
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _end_of_all(self, group: WorkerGroup) -> Any:
+        """All processes of this machine have ended, and none of them took the others along."""
+        from torch.distributed.elastic.agent.server.api import WorkerState
+
+        if not self._borne:
+            return WorkerState.SUCCEEDED
+        if not any(failure.consequence for failure in self._borne):
+            self._remaining_restarts = 0  # the others have done all of the work
+        self._let_the_others_raise(group)
+        return WorkerState.FAILED
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
@@ -212,7 +229,8 @@ class Agent(_Agent):
             self._tell_survivors(failure, alarm=end.exit_code != 0)
         failed = [failure for failure in fresh if failure.exit_code != 0]
         self.failures += failed
-        if failed:
+        self._borne += [failure for failure in failed if self._can_do_without(failure)]
+        if failed and len(self.failures) > len(self._borne):
             self._meeting.post(self.failures)
 
     def _failure(self, end: End, group: WorkerGroup) -> Failure:
@@ -244,20 +262,34 @@ class Agent(_Agent):
             return "SIGKILL was sent from outside; whether by the kernel's out-of-memory killer is not known here."
         return "SIGKILL was sent from outside; the kernel's out-of-memory killer has not recorded anything."
 
-    def _tell_survivors(self, failure: Failure, *, alarm: bool) -> None:
-        store = self._meeting.raw_store
-        if store is None:
-            return
+    def _keys(self) -> Any:
+        """The part of the store that the workers of this attempt use; None while there is none."""
+        if self._meeting.raw_store is None:
+            return None
         from torch._C._distributed_c10d import PrefixStore
 
+        return PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), self._meeting.raw_store)
+
+    def _tell_survivors(self, failure: Failure, *, alarm: bool) -> None:
+        keys = self._keys()
+        if keys is None:
+            return
         telling = failure.confession or failure.exit_code is None or "killer ended it" in failure.detail
         reason = failure.reason.rstrip(".") if telling else ""  # that a signal came from outside is what the signal's name says
         notice = ExitNotice(failure.rank, failure.host, failure.pid, failure.exit_code, reason)
         with contextlib.suppress(RuntimeError):  # a store that is gone has nobody waiting at it
-            keys = PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), store)
             keys.set(exit_key(failure.rank), notice.to_json())
             if alarm:
                 keys.add(ALARM_KEY, 1)
+
+    def _can_do_without(self, failure: Failure) -> bool:
+        """Whether the others go on: they take over what the process was working on, or it ended because of such a loss."""
+        if failure.consequence:
+            return bool(self._borne)
+        keys, key = self._keys(), bearing_key(failure.rank)
+        with contextlib.suppress(RuntimeError):
+            return keys is not None and bool(self._crew.running) and keys.check([key]) and keys.get(key) == b"1"
+        return False
 
     def _notice_lost(self, group: WorkerGroup) -> None:
         """Machines that are gone take their ranks with them, and there is no next attempt without them."""

@@ -216,6 +216,11 @@ class Group:
         self.close(reason)
 
     @property
+    def store(self) -> Store | None:
+        """The rendezvous store, with the keys of this attempt; None before the group was first opened."""
+        return self._store
+
+    @property
     def notes(self) -> Notes:
         """What ranks leave for each other in the store, whatever generation they are in."""
         return Notes(self._store)

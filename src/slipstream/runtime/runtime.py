@@ -113,6 +113,11 @@ class Runtime:
             self._group.abandon(operation, reason)
 
     @property
+    def store(self) -> Any:
+        """The rendezvous store of several processes; None for a single one, and before the group was first opened."""
+        return None if self._group is None else self._group.store
+
+    @property
     def notes(self) -> Notes:
         """Where processes leave notes for each other, outside of any collective; see `runtime/notes.py`."""
         return Notes(None) if self._group is None else self._group.notes

@@ -1,0 +1,298 @@
+"""The journal of dynamic work: a JSON-lines file with the result of each finished item, from which an interrupted run goes on.
+
+    {"slipstream": "results", "version": 1, "count": 3, "inputs": "5f0c..."}
+    {"index": 1, "item": "90aa1f0c2b7d4e55", "result": "B!"}
+
+The first line says what the inputs were: a file of other inputs is refused. Each further line is one item: its position in the input, a
+fingerprint of it (null for one that is not plain data) and its result, which has to be plain JSON data.
+
+Every process appends to a file of its own beside the journal (`NAME.part-RUN-RANK`), a whole line in one write, before it tells
+anybody of the result. What a process has written survives its death; a line that was cut off in the middle can only be the last one of
+its file, and is cut away. The parts of an interrupted run are taken into the journal when the next one begins. When all is done, one
+process writes the journal anew, one line for each item in the order of the input, and puts it in place in one step.
+
+The data is forced to the disk at most once a second and at the end: the loss of a process loses nothing, that of the machine's power
+at most a second. All processes have to see the same folder. One run at a time: the main process holds a lock on the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.errors import CheckpointError
+from slipstream.files import strict_json
+from slipstream.files.trouble import remedy, told
+
+__all__ = ["Header", "Journal", "Page", "Unwritten", "Writer", "checked_result", "finish", "read", "take_in"]
+
+_SYNC_EVERY = 1.0
+_PLAIN = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the inputs of a journal are."""
+
+    count: int
+    inputs: str
+
+    def line(self) -> bytes:
+        value = {"slipstream": "results", "version": 1, "count": self.count, "inputs": self.inputs}
+        return strict_json.dump(value) + b"\n"
+
+
+@dataclass(frozen=True)
+class Page:
+    """One line about an item, and where it stands."""
+
+    index: int
+    item: str | None
+    result: Any
+    line: bytes
+
+
+class Writer(Protocol):
+    """What the work needs of a journal."""
+
+    def add(self, index: int, item: Any, result: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Unwritten:
+    """No journal."""
+
+    def add(self, index: int, item: Any, result: Any) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Journal:
+    """The file that one process appends to.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> part = Journal(folder / "results.jsonl", run="abc", rank=1, identify=str)
+    >>> part.add(2, "some text", ["a", 0.5])
+    >>> part.close()
+    >>> (folder / "results.jsonl.part-abc-1").read_text()
+    '{"index":2,"item":"some text","result":["a",0.5]}\\n'
+    """
+
+    def __init__(self, path: Path, run: str, rank: int, identify: Callable[[Any], str | None]) -> None:
+        self._path = path
+        self._part = path.with_name(f"{path.name}.part-{run}-{rank}")
+        self._identify = identify
+        self._file: int | None = None
+        self._synced = time.monotonic()
+
+    def add(self, index: int, item: Any, result: Any) -> None:
+        """Appends the result of an item; a TypeError that names the item for one that is not plain JSON data."""
+        line = strict_json.dump({"index": index, "item": self._identify(item), "result": checked_result(result, index, self._path)})
+        with _telling(self._part):
+            if self._file is None:
+                self._file = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            _write(self._file, line + b"\n")
+            if time.monotonic() - self._synced > _SYNC_EVERY:
+                os.fsync(self._file)
+                self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Forces what was written to the disk."""
+        if self._file is not None:
+            with _telling(self._part):
+                os.fsync(self._file)
+                os.close(self._file)
+            self._file = None
+
+
+def checked_result(result: Any, index: int, path: Path) -> Any:
+    """The result itself, if it is plain JSON data; else an error that says where it is not.
+
+    >>> checked_result({"scores": [1, (2, 3)]}, 7, Path("results.jsonl"))
+    Traceback (most recent call last):
+        ...
+    TypeError: the result of item 7 cannot be kept in results.jsonl: result['scores'][1] is a tuple, ... write list(...) around it
+    """
+    trouble = _objection(result, "result")
+    if trouble is None:
+        return result
+    raise TypeError(f"the result of item {index} cannot be kept in {path.name}: {trouble}")
+
+
+def _objection(value: Any, where: str) -> str | None:
+    kind = type(value)
+    if kind is list:
+        return next(filter(None, (_objection(item, f"{where}[{place}]") for place, item in enumerate(value))), None)
+    if kind is dict:
+        odd = next((key for key in value if type(key) is not str), None)
+        if odd is not None:
+            return f"{where} has the key {odd!r}, and keys of JSON are text; write str(...) around it"
+        return next(filter(None, (_objection(item, f"{where}[{key!r}]") for key, item in value.items())), None)
+    if kind is float and value - value != 0:
+        return f"{where} is {value}, which JSON has no number for; give None or a text in its place"
+    if kind in _PLAIN:
+        return None
+    ways = {"Tensor": ".tolist() or .item()", "ndarray": ".tolist()", "tuple": "list(...) around it"}
+    better = ways.get(kind.__name__, ".item()" if hasattr(value, "item") else "text, numbers, lists and dicts in its place")
+    return f"{where} is a {kind.__name__}, and a checkpoint keeps plain JSON data alone; write {better}"
+
+
+# Reading -----------------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, header: Header, *, part: bool = False) -> Iterator[Page]:
+    """The pages of a journal, or of a part of one; a last line that was cut off is left out.
+
+    Raises CheckpointError for a journal of other inputs and for a line in the middle that cannot be read.
+    """
+    with _telling(path), open(path, "rb") as file:
+        if not part:
+            _check_header(path, file.readline(), header)
+        for number, line in enumerate(file, start=1 if part else 2):
+            if not line.endswith(b"\n"):
+                return
+            yield _page(line, f"{path}, line {number},", header)
+
+
+def _check_header(path: Path, line: bytes, header: Header) -> None:
+    found = strict_json.parse(line, f"{path}, line 1,")
+    if not isinstance(found, dict) or found.get("slipstream") != "results":
+        raise CheckpointError(f"{path} is no file of results: it has to begin with a line that says so. Give checkpoint= another name.")
+    if found.get("version") != 1:
+        raise CheckpointError(f"{path} was written by another version of this library ({found.get('version')!r}, here 1).")
+    if (found.get("count"), found.get("inputs")) != (header.count, header.inputs):
+        raise CheckpointError(
+            f"{path} has the results of other inputs: {found.get('count')} items with the fingerprint {found.get('inputs')}, and these are "
+            f"{header.count} with {header.inputs}. Give checkpoint= another name, or remove the file to begin anew."
+        )
+
+
+def _page(line: bytes, where: str, header: Header) -> Page:
+    found = strict_json.parse(line, where)
+    if not isinstance(found, dict) or set(found) != {"index", "item", "result"} or type(found["index"]) is not int:
+        raise CheckpointError(f"{where} is not the result of an item. Remove that line, and the item is worked on again.")
+    if not 0 <= found["index"] < header.count:
+        raise CheckpointError(f"{where} is about item {found['index']}, but there are {header.count}.")
+    return Page(found["index"], found["item"], found["result"], line)
+
+
+# The main process alone --------------------------------------------------------------------------------------------------
+
+
+def take_in(path: Path, header: Header) -> int:
+    """Makes the journal ready for a run: begun if there is none, without a cut-off line, the parts of an interrupted run taken in.
+
+    Gives the open file, which holds the lock of this run until it is closed.
+    """
+    with _telling(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        with _telling(path):
+            _lock(file, path)
+            _cut(file, path, header)
+        known = {page.index for page in read(path, header)}
+        parts = _parts(path)
+        with _telling(path):
+            for part in parts:
+                for page in read(part, header, part=True):
+                    if page.index not in known:
+                        known.add(page.index)
+                        _write(file, page.line)
+            os.fsync(file)
+            for part in parts:
+                part.unlink()
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _lock(file: int, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(f"{path} is in use by another run: wait for its end, or give checkpoint= another name.") from None
+    except OSError:  # a file system without locks
+        return
+
+
+def _cut(file: int, path: Path, header: Header) -> None:
+    """Cuts away a last line without an end; begins a file that has no complete line. A file that is not ours is left as it is."""
+    with open(path, "rb") as first:
+        line = first.readline()
+    if line.endswith(b"\n") or not header.line().startswith(line):
+        _check_header(path, line, header)
+    end = size = os.fstat(file).st_size
+    while end and os.pread(file, 1, end - 1) != b"\n":
+        start = max(0, end - 65536)
+        end = start + os.pread(file, end - start, start).rfind(b"\n") + 1
+    if end < size:
+        os.ftruncate(file, end)
+    if not end:
+        _write(file, header.line())
+
+
+def _parts(path: Path) -> list[Path]:
+    return sorted(one for one in path.parent.iterdir() if one.name.startswith(f"{path.name}.part-"))
+
+
+def finish(path: Path, header: Header, authors: Sequence[int | None], run: str) -> None:
+    """Writes the journal anew: one line for each item, in the order of the input, and removes the parts.
+
+    `authors` says by position which rank's result counts (None: one that stood there before): two may have worked on the same item.
+    """
+    chosen: dict[int, tuple[Path, int, int]] = {}
+    for source in (path, *_parts(path)):
+        rank = int(source.name.rpartition("-")[2]) if source != path else None
+        place = 0
+        if source == path:
+            with _telling(path), open(path, "rb") as file:
+                place = len(file.readline())
+        for page in read(source, header, part=source != path):
+            if page.index not in chosen or (rank is not None and authors[page.index] == rank and f".part-{run}-" in source.name):
+                chosen[page.index] = (source, place, len(page.line))
+            place += len(page.line)
+    temporary = path.with_name(f"{path.name}.new")
+    with _telling(path), contextlib.ExitStack() as closing:
+        files = {source: closing.enter_context(open(source, "rb")) for source in {source for source, _, _ in chosen.values()}}
+        with open(temporary, "wb") as target:
+            target.write(header.line())
+            for index in sorted(chosen):
+                source, place, length = chosen[index]
+                files[source].seek(place)
+                target.write(files[source].read(length))
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(temporary, path)
+        for part in _parts(path):
+            part.unlink(missing_ok=True)
+
+
+def _write(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+@contextlib.contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"The results cannot be kept in {path}: {told(error)}. {remedy(error)}") from error

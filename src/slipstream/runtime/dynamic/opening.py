@@ -1,0 +1,276 @@
+"""The beginning and the end of dynamic work: what the processes agree on first, and the block in which items are handed out.
+
+One small collective comes first: all processes say what they were given, and if they differ all raise. The costs of the items are
+found in the same way, each process asking `key` about a part of them, so that all have the same order. With `checkpoint=` the main process
+then makes the journal ready, and every process reads it. After that nothing is a collective any more.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.comm.channel import Channel, Limits
+from slipstream.comm.gather import gather_objects
+from slipstream.errors import CheckpointError, ConfigError, MismatchError
+from slipstream.runtime.dynamic import journal
+from slipstream.runtime.dynamic.bar import make_bar
+from slipstream.runtime.dynamic.items import Items, fingerprint
+from slipstream.runtime.dynamic.order import Units, checked_cost, most_expensive_first
+from slipstream.runtime.dynamic.queue import Alone, Queue, Shared
+from slipstream.runtime.dynamic.work import Work
+from slipstream.runtime.split import split
+
+__all__ = ["Options", "Team", "hand_out", "how_to_split"]
+
+_LOOKED_AT = 8
+"""How many finished items of a dataset are compared with the journal."""
+
+_PAUSE = 0.005
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How items are handed out.
+
+    >>> Options(batch_size=0)
+    Traceback (most recent call last):
+        ...
+    slipstream.errors.ConfigError: batch_size=0: write a number of items from 1 on, or None to get the items one by one
+    """
+
+    batch_size: int | None = None
+    key: Callable[[Any], float] | None = None
+    checkpoint: str | os.PathLike[str] | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        size = self.batch_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"batch_size={size!r}: write a number of items from 1 on, or None to get the items one by one")
+        if self.key is not None and not callable(self.key):
+            raise ConfigError(f"key={self.key!r} is no function: it says what an item costs, for example key=len")
+        if self.progress not in (None, True, False):
+            raise ConfigError(f"progress={self.progress!r}: write True, False, or None for a bar where there is a terminal")
+
+    @property
+    def path(self) -> Path | None:
+        return None if self.checkpoint is None else Path(os.path.abspath(os.fspath(self.checkpoint)))
+
+
+def how_to_split(balance: str, apply_padding: bool, options: Options) -> Options | None:
+    """The options of dynamic work; None for a static split. What does not go together is refused.
+
+    >>> how_to_split("static", False, Options(key=len))
+    Traceback (most recent call last):
+        ...
+    slipstream.errors.ConfigError: key is for items that are handed out as processes become free: write balance="dynamic" too
+    """
+    if balance == "dynamic":
+        if apply_padding:
+            raise ConfigError('apply_padding=True gives every process the same count, which balance="dynamic" does not: leave out one')
+        return options
+    if balance != "static":
+        raise ConfigError(f'balance={balance!r}: write "static" (a part for each process) or "dynamic" (items as processes become free)')
+    given = [name for name, value in vars(options).items() if value is not None]
+    if given:
+        raise ConfigError(f'{given[0]} is for items that are handed out as processes become free: write balance="dynamic" too')
+    return None
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes that share the work, as one of them sees it."""
+
+    channel: Channel
+    limits: Limits
+    store: Callable[[], Any]
+    """The rendezvous store, once the group is open; asked for by several processes alone."""
+    operation: str
+    """What the user called, for messages."""
+
+    def told(self, value: Any) -> list[Any]:
+        """What every process says, in the order of the ranks."""
+        found = gather_objects(self.channel, self.limits, value, operation=self.operation)
+        assert found is not None
+        return found
+
+    def queue(self, name: str) -> Queue:
+        if self.channel.world_size == 1:
+            return Alone()
+        return Shared(self.store(), name, self.channel.rank, self.channel.world_size)
+
+
+@contextmanager
+def hand_out(team: Team, inputs: Any, options: Options) -> Iterator[Work]:
+    """The work in the block; when it ends on all processes, the journal is in its last form."""
+    try:
+        items = Items(inputs)
+        own = {"inputs": items.fingerprint(), "count": len(items), **_spelled(options)}
+    except Exception as error:  # whatever an iterable of the user's raises: the others must hear of it
+        raise _first_error(team, error) from None
+    name = _agree(team, own)
+    order = _order(team, items, options.key)
+    book = _Book(team, options.path, journal.Header(len(items), own["inputs"]), name, items)
+    try:
+        units = Units(order, options.batch_size or 1, without=book.earlier)
+        queue = team.queue(name)
+        is_main, before = team.channel.rank == 0, len(book.earlier)
+        work = Work(
+            items,
+            units,
+            queue,
+            batches=options.batch_size is not None,
+            operation=team.operation,
+            journal=book.writer(),
+            bar=make_bar(options.progress, is_main=is_main, finished=queue.finished_items, total=len(items), before=before),
+            earlier=book.earlier,
+            advice=book.advice,
+        )
+        try:
+            yield work
+            if work.complete:
+                book.finish(work, queue)
+        except BaseException as error:
+            work.fail(error)
+            raise
+        finally:
+            work.close()
+    finally:
+        book.close()
+
+
+def _spelled(options: Options) -> dict[str, Any]:
+    return {"batch_size": options.batch_size, "key": options.key is not None, "checkpoint": str(options.path or "")}
+
+
+def _first_error(team: Team, error: Exception) -> Exception:
+    team.told({"error": f"{type(error).__name__}: {error}"})
+    return error
+
+
+def _agree(team: Team, own: dict[str, Any]) -> str:
+    """The name of this piece of work; a MismatchError on every process if they were not given the same."""
+    told = team.told({**own, "name": secrets.token_hex(8)})
+    troubled = [(rank, one["error"]) for rank, one in enumerate(told) if "error" in one]
+    if troubled:
+        rank, text = troubled[0]
+        raise MismatchError(_cannot_begin(team, rank, text))
+    for what in own:
+        others = [rank for rank, one in enumerate(told) if one[what] != told[0][what]]
+        if others:
+            rank = others[0]
+            shown = f"{told[0][what]!r} on rank 0, {told[rank][what]!r} on rank {rank}"
+            hint = ": every process has to pass the same items in the same order" if what == "inputs" else ""
+            raise MismatchError(f"{team.operation} was given different {what}: {shown}{hint}\n(raised on rank {team.channel.rank})")
+    return str(told[0]["name"])
+
+
+def _cannot_begin(team: Team, rank: int, why: str) -> str:
+    return f"{team.operation} cannot begin, because it failed on rank {rank}: {why}\n(raised on rank {team.channel.rank})"
+
+
+def _together(team: Team, act: Callable[[], T]) -> list[T]:
+    """What every process makes of it; if one fails, all raise."""
+    error: Exception | None = None
+    value: Any = None
+    try:
+        value = act()
+    except Exception as problem:  # whatever `key` or a dataset of the user's raises: the others must hear of it
+        error = problem
+    told = team.told({"value": value, "error": None if error is None else f"{type(error).__name__}: {error}"})
+    if error is not None:
+        raise error
+    for rank, one in enumerate(told):
+        if one["error"] is not None:
+            kind = CheckpointError if one["error"].startswith("CheckpointError") else MismatchError
+            raise kind(_cannot_begin(team, rank, one["error"]))
+    return [one["value"] for one in told]
+
+
+def _order(team: Team, items: Items, key: Callable[[Any], float] | None) -> Any:
+    if key is None:
+        return range(len(items))
+
+    def costs() -> list[float]:
+        share = split(range(len(items)), team.channel.rank, team.channel.world_size).value
+        return [checked_cost(key(items[position]), position) for position in share]
+
+    return most_expensive_first([cost for part in _together(team, costs) for cost in part])
+
+
+class _Book:
+    """The journal over the whole of the work, or none."""
+
+    def __init__(self, team: Team, path: Path | None, header: journal.Header, run: str, items: Items) -> None:
+        self._team, self._path, self._header, self._run = team, path, header, run
+        self._lock: int | None = None
+        self.earlier: dict[int, Any] = {}
+        """The results of an interrupted run, by position."""
+        self.advice = " What was finished is lost; with checkpoint=FILE the next run goes on from there."
+        if path is None:
+            return
+        self.advice = f" What was finished is in {path}, and the next run goes on from there."
+        if team.channel.rank == 0:
+            _together(team, lambda: self._take_in(path))
+        else:
+            _together(team, lambda: None)
+        try:
+            counts = _together(team, lambda: self._read(path, items))
+            if len(set(counts)) > 1:
+                raise CheckpointError(
+                    f"the processes do not see the same {path} (finished items by rank: {counts}): it has to lie in a folder that all "
+                    "machines share"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_in(self, path: Path) -> None:
+        self._lock = journal.take_in(path, self._header)
+
+    def _read(self, path: Path, items: Items) -> int:
+        marks: dict[int, str | None] = {}
+        for page in journal.read(path, self._header):
+            self.earlier.setdefault(page.index, page.result)
+            marks.setdefault(page.index, page.item)
+        if not items.in_memory:
+            step = max(1, len(marks) // _LOOKED_AT)
+            for index in list(marks)[::step][:_LOOKED_AT]:
+                if marks[index] is not None and fingerprint(items[index]) != marks[index]:
+                    raise CheckpointError(
+                        f"{path} has the results of other inputs: item {index} is not what it was. Give checkpoint= another name, or "
+                        "remove the file to begin anew."
+                    )
+        return len(self.earlier)
+
+    def writer(self) -> journal.Writer | None:
+        if self._path is None:
+            return None
+        return journal.Journal(self._path, self._run, self._team.channel.rank, fingerprint)
+
+    def finish(self, work: Work, queue: Queue) -> None:
+        """The lowest rank that is there writes the journal anew; the others wait for it, or do it if that one goes too."""
+        if self._path is None or not work.settled.authors:
+            return
+        authors = [work.settled.authors.get(position) for position in range(len(work))]
+        while not queue.is_settled():
+            if queue.is_first():
+                journal.finish(self._path, self._header, authors, self._run)
+                queue.settle()
+            else:
+                work.stop_if_another_failed()
+                time.sleep(_PAUSE)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

@@ -1,0 +1,64 @@
+"""Which of the other processes are gone while work is handed out: what the launcher says, what they said themselves, and silence.
+
+A process is gone when the launcher has told its end, when it has said that it leaves the work, or when its beacon (`comm/beacon.py`,
+a beat each second from a thread of its own) has been silent for `SILENCE` seconds by this process's own clock. The last may be wrong (a
+process that was stopped comes back): its items are then worked on twice, and the first result counts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from slipstream.launch.contract import ExitNotice, exit_key
+
+__all__ = ["LEFT", "SILENCE", "Others"]
+
+SILENCE = 30.0
+"""Seconds without a beat after which a process counts as gone."""
+LEFT = "left"
+"""What a process that leaves the work before its end writes where its claims stand."""
+
+
+class Others:
+    """The other ranks, as the rendezvous store shows them.
+
+    >>> from torch.distributed import HashStore
+    >>> store = HashStore()
+    >>> others = Others(store, rank=0, world_size=2)
+    >>> others.gone({1: ""})
+    {}
+    >>> store.set(exit_key(1), ExitNotice(1, "node0", 4711, -9).to_json())
+    >>> others.gone({1: ""})
+    {1: 'rank 1 (host node0, pid 4711) was ended by SIGKILL'}
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store = store
+        self._ranks = [other for other in range(world_size) if other != rank]
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._ended: dict[int, str] = {}
+
+    def gone(self, holds: dict[int, str]) -> dict[int, str]:
+        """The ranks that are gone, and how; `holds` is what each has written about its claims."""
+        found: dict[int, str] = {}
+        for rank in self._ranks:
+            if rank not in self._ended and self._store.check([exit_key(rank)]):
+                self._ended[rank] = str(ExitNotice.from_json(self._store.get(exit_key(rank)).decode()))
+            if rank in self._ended:
+                found[rank] = self._ended[rank]
+            elif holds.get(rank) == LEFT:
+                found[rank] = f"rank {rank} left the work before its end"
+            elif (silent := self._silent(rank)) > SILENCE:
+                found[rank] = f"rank {rank} has shown no sign of life for {silent:.0f} s"
+        return found
+
+    def _silent(self, rank: int) -> float:
+        key, now = f"beacon/{rank}", time.monotonic()
+        if not self._store.check([key]):
+            return 0.0
+        beat = json.loads(self._store.get(key).decode())["beat"]
+        if self._beats.get(rank, (-1, 0.0))[0] != beat:
+            self._beats[rank] = (beat, now)
+        return now - self._beats[rank][1]

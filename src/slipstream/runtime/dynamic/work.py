@@ -1,0 +1,316 @@
+"""Dynamic work: items that are taken from a queue as a process becomes free, and their results in the order of the input.
+
+    with state.split_between_processes(prompts, balance="dynamic", key=len) as work:
+        for prompt in work:
+            work.done(generate(prompt))
+    texts = work.results()
+
+What the loop gets is one item, or with `batch_size=n` a list of up to n items; `done` takes the result, or a list of as many results. A
+turn of the loop without `done` counts as finished, without a result.
+
+Promises: every item is handed to one process and, if that dies, leaves the loop early or falls silent, to another; the loop ends on
+every process when all items are finished; `results()` then has exactly one result for each, the same on every process. If a process fails
+in the middle, all raise, and name the item. Nothing here is a collective, so a process that is gone keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.comm import codec
+from slipstream.errors import PeerLostError, StateError
+from slipstream.runtime.dynamic.bar import Bar, Hidden
+from slipstream.runtime.dynamic.items import Items
+from slipstream.runtime.dynamic.journal import Unwritten, Writer
+from slipstream.runtime.dynamic.order import Pace, Units
+from slipstream.runtime.dynamic.queue import Queue
+
+__all__ = ["Settled", "Work"]
+
+_NOTHING: Any = object()
+_LONGEST_PAUSE = 0.02
+_LOOK_EVERY = 0.25
+"""Seconds between two looks for processes that are gone, while there is nothing left to claim."""
+
+
+@dataclass
+class Settled:
+    """What is known of finished items: results by position, who reported them, and in which order."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    authors: dict[int, int] = field(default_factory=dict)
+    """By position, the rank whose report counts; not of items that an earlier run has finished."""
+    order: list[int] = field(default_factory=list)
+    """Positions as they were finished, those of an earlier run first."""
+    units: set[int] = field(default_factory=set)
+
+
+class Work:
+    """The items of this process, one after the other; see above. Made by `split_between_processes(balance="dynamic")`."""
+
+    def __init__(
+        self,
+        items: Items,
+        units: Units,
+        queue: Queue,
+        *,
+        batches: bool,
+        operation: str,
+        journal: Writer | None = None,
+        bar: Bar | None = None,
+        earlier: dict[int, Any] | None = None,
+        advice: str = "",
+    ) -> None:
+        self._items, self._units, self._queue = items, units, queue
+        self._batches, self._operation, self._advice = batches, operation, advice
+        self._journal, self._bar = journal or Unwritten(), bar or Hidden()
+        self._keeps = journal is not None
+        self._settled = Settled(dict(earlier or {}), order=sorted(earlier or {}))
+        self._pace = Pace(queue.world_size)
+        self._began = time.monotonic()
+        self._unit: int | None = None
+        self._item: Any = None
+        self._result: Any = _NOTHING
+        self._unreported: list[list[Any]] = []
+        self._left = len(units)
+        self._state = "new"
+        """new · open (the loop runs) · complete · ended (before that)"""
+
+    def __len__(self) -> int:
+        """How many items there are for all processes together, those of an interrupted run included."""
+        return len(self._items)
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._state != "new":
+            raise StateError(f"{self._operation} hands every item out once: its loop has been begun already. Split the inputs again.")
+        self._state = "open"
+        while units := self._claim():
+            began = time.monotonic()
+            for unit in units:
+                yield self._hand_out(unit)
+                self._finish()
+                if time.monotonic() - began > self._pace.MOST:  # more work than was expected: the others need not wait for all of it
+                    self._report()
+            self._pace.took(len(units), time.monotonic() - began)
+            self._report()
+        self._state = "complete"
+
+    @property
+    def indices(self) -> list[int]:
+        """Where in the input the item, or the items of the batch, come from that the loop is working on."""
+        return [] if self._unit is None else list(self._units[self._unit])
+
+    def done(self, result: Any) -> None:
+        """The result of what the loop is working on: of the item, or a list with one result for each item of the batch."""
+        if self._unit is None:
+            raise StateError("done(...) tells the result of an item that was handed out: call it inside of the loop over the work")
+        if self._result is not _NOTHING:
+            raise StateError(f"done(...) was called twice for {self._where()}; give all of its result in one call")
+        results = self._checked(result) if self._batches else [result]
+        if self._keeps:
+            items = self._item if self._batches else [self._item]
+            for position, item, one in zip(self.indices, items, results, strict=True):
+                self._journal.add(position, item, one)
+        self._result = results
+
+    def _checked(self, result: Any) -> list[Any]:
+        count = len(self.indices)
+        if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
+            raise TypeError(f"a batch of {count} items needs a list of {count} results, but {self._where()} gave a {type(result).__name__}")
+        if len(result) != count:
+            raise ValueError(f"a batch of {count} items needs {count} results, but {self._where()} gave {len(result)}")
+        return list(result)
+
+    def _where(self) -> str:
+        positions = self.indices
+        return f"item {positions[0]}" if len(positions) == 1 else f"the batch of items {', '.join(map(str, positions))}"
+
+    def _hand_out(self, unit: int) -> Any:
+        self._unit, self._result = unit, _NOTHING
+        positions = self._units[unit]
+        self._item = self._items.several(positions) if self._batches else self._items[positions[0]]
+        return self._item
+
+    def _finish(self) -> None:
+        if self._keeps and self._result is _NOTHING:
+            raise StateError(f"checkpoint= keeps results, but none was told for {self._where()}: call work.done(result) in the loop")
+        assert self._unit is not None
+        self._unreported.append([self._unit, None if self._result is _NOTHING else self._result])
+        self._unit, self._item, self._result = None, None, _NOTHING
+
+    def _report(self) -> None:
+        finished, self._unreported = self._unreported, []
+        if finished:
+            self._queue.report(self._encoded(finished), sum(len(self._units[unit]) for unit, _ in finished))
+
+    def _encoded(self, finished: list[list[Any]]) -> bytes:
+        try:
+            return codec.encode(finished)
+        except Exception as error:  # whatever a foreign class raises when it is pickled
+            for unit, results in finished:
+                _try_to_send(results, self._units[unit], error)
+            raise
+
+    # -- claiming -------------------------------------------------------------------------------------------------
+
+    def _claim(self) -> Sequence[int]:
+        """The next units of this process; none when all of all processes are finished."""
+        if self._left:
+            wanted = self._pace.wanted(self._left, time.monotonic() - self._began)
+            start = self._queue.take(wanted)
+            units = range(start, min(start + wanted, len(self._units)))
+            self._left = max(0, len(self._units) - start - wanted)
+            if units:
+                self._queue.hold(units)
+                return units
+            self._queue.hold([])
+        self.stop_if_another_failed()
+        return self._last_ones()
+
+    def _last_ones(self) -> Sequence[int]:
+        """Waits until everything is finished, or something comes back from a process that is gone."""
+        pause, look = 0.0005, time.monotonic()
+        self._queue.hold([])
+        self._absorb()
+        while len(self._settled.units) < len(self._units):
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+            if self._queue.finished_items() >= self._units.items:
+                self._absorb()
+                continue
+            if time.monotonic() < look:
+                continue
+            look = time.monotonic() + _LOOK_EVERY
+            self.stop_if_another_failed()
+            self._absorb()
+            taken = self._queue.take_over(self._unfinished(), self._pace.wanted(len(self._units), 0.0))
+            if taken:
+                self._queue.hold(taken)
+                return taken
+        return ()
+
+    def _unfinished(self) -> list[int]:
+        return [unit for unit in range(len(self._units)) if unit not in self._settled.units]
+
+    def _absorb(self) -> None:
+        """Takes in what has been reported since the last time; the first report of a unit counts."""
+        settled = self._settled
+        for report in self._queue.reports():
+            for unit, results in codec.decode(report.body):
+                if unit in settled.units:
+                    continue
+                settled.units.add(unit)
+                positions = self._units[unit]
+                settled.order += positions
+                settled.authors.update(dict.fromkeys(positions, report.rank))
+                if results is not None:
+                    settled.results.update(zip(positions, results, strict=True))
+
+    def stop_if_another_failed(self) -> None:
+        """Raises if another process has failed, which ends the work for all."""
+        reason = self._queue.failure()
+        if reason is not None:
+            self._state = "ended"
+            raise PeerLostError(f"{self._operation} cannot complete on rank {self._queue.rank}: {reason}.{self._advice}")
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """This process stops in the middle: the others hear why, and the error gets a note of where it was."""
+        if self._state == "ended":
+            return
+        self._state = "ended"
+        where = f" at {self._where()}" if self._unit is not None else ""
+        first = (str(error).strip().splitlines() or [""])[0]
+        told = f"{type(error).__name__}: {first}" if first else type(error).__name__
+        self._queue.fail(f"rank {self._queue.rank} failed{where}: {told}")
+        if where:
+            _remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._advice}")
+
+    def close(self) -> None:
+        """The end of the block: this process takes no further part."""
+        complete = self._state == "complete"
+        try:
+            self._bar.close()
+            self._journal.close()
+        finally:
+            self._queue.leave(early=not complete)
+        if complete:
+            self._queue.forget()
+        else:
+            self._state = "ended"
+
+    @property
+    def settled(self) -> Settled:
+        """What is known of finished items."""
+        return self._settled
+
+    @property
+    def gone(self) -> dict[int, str]:
+        """The processes that died or left during the work, and how, as far as this one has found out."""
+        return self._queue.gone()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every item is finished and this process knows it."""
+        return self._state == "complete"
+
+    def results(self, order: bool = True) -> list[Any]:
+        """One result for each item, on every process: in the order of the input, or with `order=False` as they were finished."""
+        if not self.complete:
+            raise StateError(
+                f"the results of {self._operation} are there when all items are finished: let the loop over the work come to its end on "
+                "this process, without break or return"
+            )
+        positions: Sequence[int] = range(len(self)) if order else self._settled.order
+        results = self._settled.results
+        missing = [position for position in positions if position not in results]
+        if missing:
+            many = f"item {missing[0]} ({len(missing)} of {len(self)})"
+            raise StateError(f"no result was told for {many}: call work.done(result) in the loop")
+        return [results[position] for position in positions]
+
+    # -- for `gather` ---------------------------------------------------------------------------------------------
+
+    leaf_by_leaf = False
+
+    @property
+    def total(self) -> int:
+        """How many items were handed out; -1 while that is not over."""
+        return self._units.items if self.complete else -1
+
+    def order(self, counts: Sequence[int]) -> list[int] | None:
+        """See `comm/gather.py`: the order of the input, for lists with one entry for each item that a process was given."""
+        own: list[list[int]] = [[] for _ in counts]
+        for position in self._settled.order:
+            rank = self._settled.authors.get(position)
+            if rank is not None:
+                own[rank].append(position)
+        if [len(positions) for positions in own] != list(counts):
+            return None
+        given = [position for positions in own for position in positions]
+        return sorted(range(len(given)), key=given.__getitem__)
+
+
+def _try_to_send(results: Any, positions: Sequence[int], error: Exception) -> None:
+    for position, result in zip(positions, results or (), strict=False):
+        try:
+            codec.encode(result)
+        except Exception as cause:
+            raise TypeError(
+                f"the result of item {position}, a {type(result).__name__}, cannot be sent to the other processes ({cause}): "
+                "give plain data, tensors or arrays"
+            ) from error
+
+
+def _remark(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:  # before Python 3.11
+        print(f"slipstream: {text}", file=sys.stderr, flush=True)
