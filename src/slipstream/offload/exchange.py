@@ -1,0 +1,360 @@
+"""Weights that are away and come for the time of a forward: stand-ins in the module, and the exchange of the two.
+
+A module whose weights are elsewhere (in other memory, on disk) holds *parked* tensors in their places: meta tensors of the same shape,
+type, class and `requires_grad`. An `Exchange` knows those places once and for all. `enter` takes the weights from a `Bundle` and puts
+them in place, `leave` parks again and gives the bundle back. Entries are counted, under a lock: nested calls and calls from several
+threads take once, and the last one out gives back.
+
+Between `enter` and `leave` nothing is looked up by name, and no Parameter is made anew for a tensor that was seen before: the Parameter
+stays with the tensor it was made of, so it lives as long as the bundle keeps that tensor. What is never done: writing changes back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+
+from slipstream.errors import ConfigError, StateError
+from slipstream.logging import get_logger
+
+__all__ = ["Bundle", "Exchange", "MappedBundle", "Place", "as_device", "dressed_like", "parked_like", "places_of", "same_memory"]
+
+TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_MADE: Final = "_slipstream_made"
+"""Where the Parameter that was made of a tensor is kept: on that tensor, with the address of its memory."""
+
+
+class Bundle(Protocol):
+    """The tensors of one module, from wherever they are."""
+
+    def take(self) -> Sequence[torch.Tensor]:
+        """The tensors, on the execution device, in the order of the names; valid until `give_back`."""
+
+    def give_back(self) -> None:
+        """They are not needed any more. What a graph of autograd still holds stays valid."""
+
+
+class MappedBundle:
+    """Tensors looked up by name in any mapping, and moved to the device if they are elsewhere.
+
+    >>> bundle = MappedBundle({"weight": torch.ones(2)}, ["weight"], torch.device("cpu"))
+    >>> bundle.take()
+    [tensor([1., 1.])]
+    """
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], names: Sequence[str], device: torch.device, tied: TiedTensors | None = None
+    ) -> None:
+        self._weights = weights
+        self._names = list(names)
+        self._device = device
+        self._tied = tied if tied is not None else {}
+        self._shared: list[int] = []
+        self.keeps_changes = True
+        """Whether what is written into the tensors stays: they are those of the mapping itself. Until told otherwise by a move."""
+
+    def take(self) -> list[torch.Tensor]:
+        """The tensors of the mapping themselves where they are on the device already."""
+        weights, device = self._weights, self._device
+        found = [weights[name] for name in self._names]
+        return [tensor if tensor.device == device else self._moved(tensor) for tensor in found]
+
+    def give_back(self) -> None:
+        """Copies on the device are let go; those that other modules share too."""
+        while self._shared:
+            self._tied[self._shared.pop()].pop(self._device, None)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.keeps_changes = False
+        copies = self._tied.get(tensor.data_ptr()) if self._tied and not tensor.is_meta else None
+        if copies is not None and self._device in copies:
+            return copies[self._device]
+        with torch.inference_mode(False), torch.no_grad():
+            moved = tensor.detach().to(self._device)
+        if copies is not None:
+            copies[self._device] = moved
+            self._shared.append(tensor.data_ptr())
+        return moved
+
+
+class Place(NamedTuple):
+    """One place of a tensor in a tree of modules."""
+
+    name: str
+    store: dict[str, Any]
+    """`_parameters` or `_buffers` of the module that holds it."""
+    key: str
+    tensor: torch.Tensor
+    owner: torch.nn.Module
+    persistent: bool
+
+
+def places_of(module: torch.nn.Module, recurse: bool) -> Iterator[Place]:
+    """Every place of a parameter or buffer, tied ones more than once, and modules once.
+
+    >>> [place.name for place in places_of(torch.nn.Sequential(torch.nn.Linear(2, 2)), recurse=True)]
+    ['0.weight', '0.bias']
+    """
+    waiting, seen = [("", module)], {id(module)}
+    while waiting:
+        prefix, owner = waiting.pop()
+        transient = owner._non_persistent_buffers_set
+        for store in (owner._parameters, owner._buffers):
+            for key, tensor in store.items():
+                if tensor is not None:
+                    yield Place(prefix + key, store, key, tensor, owner, store is owner._parameters or key not in transient)  # type: ignore[arg-type]
+        if recurse:
+            inner = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
+            inner = [(name, child) for name, child in inner if id(child) not in seen]
+            seen.update(id(child) for _, child in inner)
+            waiting.extend(reversed(inner))
+
+
+def as_device(device: Any) -> torch.device:
+    """The device that was meant; there is one processor, whatever number it is given.
+
+    >>> as_device("cpu:0")
+    device(type='cpu')
+    """
+    made = torch.device(device)
+    return torch.device("cpu") if made.type == "cpu" else made
+
+
+def dressed_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """These values as what `like` is: a Parameter of its class, with its attributes and `requires_grad`, or a plain buffer.
+
+    >>> dressed_like(torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False), torch.ones(2))
+    Parameter containing:
+    tensor([1., 1.])
+    """
+    if not isinstance(like, torch.nn.Parameter):
+        return data.detach()
+    needs = like.requires_grad and (data.is_floating_point() or data.is_complex())
+    with torch.inference_mode(False):
+        if type(like) is torch.nn.Parameter or type(data) not in _PLAIN:
+            made = torch.nn.Parameter(data.detach(), requires_grad=needs)
+        else:
+            made = torch.Tensor._make_subclass(type(like), data.detach(), needs)
+    vars(made).update({name: value for name, value in vars(like).items() if name != _MADE})
+    return made
+
+
+def parked_like(tensor: torch.Tensor) -> torch.Tensor:
+    """The stand-in of a tensor: the same without values, on the meta device.
+
+    >>> parked_like(torch.ones(2, dtype=torch.float16))
+    tensor(..., device='meta', size=(2,), dtype=torch.float16)
+    """
+    if tensor.is_meta:
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        return dressed_like(tensor, tensor.detach().to("meta"))
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one piece of memory."""
+    if one.is_meta or other.is_meta or type(one) not in _PLAIN or type(other) not in _PLAIN:
+        return one is other
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class _Slot:
+    """A tensor that is away: its places, its stand-in, and what stands there now."""
+
+    __slots__ = ("address", "also", "dtype", "key", "name", "parked", "requires_grad", "source", "store", "value", "version")
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        first = places[0]
+        self.name, self.store, self.key = first.name, first.store, first.key
+        self.also = tuple((place.store, place.key) for place in places[1:])
+        self.value: torch.Tensor | None = None
+        self.source: torch.Tensor | None = None
+        self.version = self.address = 0
+        self.park_at(parked_like(first.tensor))
+        self.park()
+
+    def park_at(self, parked: torch.Tensor) -> None:
+        self.parked, self.dtype, self.requires_grad = parked, parked.dtype, parked.requires_grad
+
+    def park(self) -> None:
+        self.store[self.key] = self.parked
+        for store, key in self.also:
+            store[key] = self.parked
+        self.value = self.source = None
+
+    def look_again(self) -> None:
+        """Something was done to the stand-in: it was frozen, converted, or replaced. A tensor with values in its place is left alone."""
+        now = self.store.get(self.key)
+        if now is not self.parked and (now is None or not now.is_meta):
+            self.store, self.also = {self.key: self.parked}, ()
+        elif now is not self.parked:
+            self.parked = now
+        self.park_at(self.parked)
+
+
+class _Told:
+    """What was said already; a warning about a module is given once."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self._said: set[str] = set()
+
+    def once(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            get_logger(__name__).warning(message)
+
+    def got_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        self.once(
+            "gradient",
+            f"A gradient reached the offloaded weight {self.prefix}{name} and was dropped: offloaded weights are not trained. Freeze "
+            "them (requires_grad_(False)) and train adapters beside them, or keep this module in memory (another device_map).",
+        )
+
+
+class Exchange:
+    """The weights of one module, that come and go.
+
+    `groups`: the places of each tensor (several where it is tied); the bundle gives one tensor for each group, in this order.
+
+    >>> linear = torch.nn.Linear(2, 2, bias=False)
+    >>> weights = {"weight": linear.weight.detach()}
+    >>> exchange = Exchange([list(places_of(linear, recurse=False))], MappedBundle(weights, ["weight"], torch.device("cpu")))
+    >>> linear.weight.is_meta, exchange.enter(), linear.weight.is_meta, exchange.leave(), linear.weight.is_meta
+    (True, None, False, None, True)
+    """
+
+    def __init__(self, groups: Iterable[Sequence[Place]], bundle: Bundle, prefix: str = "") -> None:
+        self._slots = [_Slot(places) for places in groups]
+        self._bundle = bundle
+        self._lock = threading.Lock()
+        self._count = 0
+        self._held = False
+        self._seen = False
+        self._told = _Told(prefix)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the weights are in their places."""
+        return self._held
+
+    def enter(self, counted: bool = True) -> None:
+        """Put the weights in place, unless they are. What is not counted holds them until the next `leave`, if nothing else is running."""
+        with self._lock:
+            if not self._held:
+                self._take()
+                self._held = True
+            if counted or self._count:
+                self._count += 1
+
+    def leave(self) -> None:
+        """The counterpart of `enter`; more often than that does no harm."""
+        with self._lock:
+            if self._count:
+                self._count -= 1
+            if self._held and not self._count:
+                self._held = False
+                self._park()
+
+    def close(self) -> None:
+        """Park at once, whatever runs."""
+        with self._lock:
+            self._count = 0
+            if self._held:
+                self._held = False
+                self._park()
+
+    def uses_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is, or lies in, one of those in place now."""
+        return any(slot.value is not None and same_memory(slot.value, tensor) for slot in self._slots)
+
+    def _take(self) -> None:
+        tensors = self._bundle.take()
+        try:
+            if not self._seen:
+                self._check(tensors)
+            for slot, tensor in zip(self._slots, tensors, strict=True):
+                parked = slot.parked
+                if (
+                    slot.store.get(slot.key) is not parked
+                    or parked.dtype is not slot.dtype
+                    or parked.requires_grad is not slot.requires_grad
+                ):
+                    slot.look_again()
+                made = getattr(tensor, _MADE, None)
+                if made is None or made[0].requires_grad is not slot.requires_grad or tensor.dtype is not slot.dtype:
+                    made = self._make(slot, tensor)
+                value = made[0]
+                slot.address = made[1]
+                slot.version = value._version if made[1] else 0
+                slot.store[slot.key] = slot.value = value
+                slot.source = tensor
+                if slot.also:
+                    for store, key in slot.also:
+                        store[key] = value
+        except BaseException:
+            for slot in self._slots:
+                slot.park()
+            self._bundle.give_back()
+            raise
+
+    def _park(self) -> None:
+        for slot in self._slots:
+            value = slot.value
+            if value is None:
+                continue
+            if slot.address and (value._version != slot.version or value.data_ptr() != slot.address):
+                self._changed(slot, value)
+            if slot.store.get(slot.key) is value:
+                slot.store[slot.key] = slot.parked
+                if slot.also:
+                    for store, key in slot.also:
+                        store[key] = slot.parked
+            else:
+                slot.look_again()
+            slot.value = slot.source = None
+        self._bundle.give_back()
+
+    def _make(self, slot: _Slot, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What stands in the slot for this tensor, and its address (0 where there is none to watch); kept with the tensor."""
+        converted = tensor
+        if tensor.dtype is not slot.dtype and tensor.is_floating_point() and slot.dtype.is_floating_point:
+            with torch.inference_mode(False), torch.no_grad():
+                converted = tensor.detach().to(slot.dtype)
+        value = dressed_like(slot.parked, converted)
+        if value.requires_grad and value.is_leaf:
+            value.register_post_accumulate_grad_hook(partial(self._told.got_gradient, slot.name))
+        watched = type(value) in _PLAIN and not value.is_inference() and not value.is_meta
+        made = (value, value.data_ptr() if watched else 0)
+        if converted is tensor:
+            setattr(tensor, _MADE, made)
+        return made
+
+    def _changed(self, slot: _Slot, value: torch.Tensor) -> None:
+        if value.data_ptr() == slot.address and getattr(self._bundle, "keeps_changes", False):
+            return
+        made = getattr(slot.source, _MADE, None)
+        if made is not None and made[0] is value:  # it may stand for other values now
+            delattr(slot.source, _MADE)
+        self._told.once(
+            "changed",
+            f"{self._told.prefix}{slot.name} was written to while its module ran, and the change is lost: offloaded weights are read anew "
+            "for every forward. Keep this module in memory (another device_map), or assign the new values to the hook's weights_map.",
+        )
+
+    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != len(self._slots):
+            raise StateError(f"A bundle of {len(self._slots)} weights gave {len(tensors)} tensors.")
+        for slot, tensor in zip(self._slots, tensors, strict=True):
+            if tensor.shape != slot.parked.shape:
+                raise ConfigError(
+                    f"The weights that are offloaded have {self._told.prefix}{slot.name} with shape {list(tensor.shape)}, but the module "
+                    f"wants {list(slot.parked.shape)}. Give the weights of this model (state_dict, weights_map or offload_index)."
+                )
+        self._seen = True
