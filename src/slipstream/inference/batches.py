@@ -1,0 +1,141 @@
+"""What a call of a pipeline brings: its rows, what stays the same between calls, and the pieces that the stages work on.
+
+A tensor whose first dimension is the number of rows is cut along it. Any other tensor goes to every piece whole; numbers, texts and
+None are part of the traced program. The number of rows is that of the first tensor with a dimension, positional arguments first. Pieces
+all have the same number of rows: the last one is filled up by repeating the last row, and what came of those is dropped at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.comm import tree
+from slipstream.errors import ConfigError
+
+__all__ = ["PLAIN", "Batch", "filled_up", "find_pippy_batch_size"]
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Values that become part of a traced program."""
+Build = Callable[[Sequence[torch.Tensor]], Any]
+
+
+def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int | None:
+    """The number of rows in the arguments of a call: the first dimension of the first tensor that has one; None if there is none.
+
+    >>> find_pippy_batch_size((3, torch.ones(8, 2)), {"mask": torch.ones(4)})
+    8
+    """
+    for value in (*args, *(kwargs or {}).values()):
+        for leaf in tree.flatten(value):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+                return int(leaf.shape[0])
+    return None
+
+
+class Batch:
+    """The arguments of one call. `cut` is that of an earlier one: for arguments of the same structure it says which tensors are cut.
+
+    >>> batch = Batch((torch.ones(3, 2),), {"scale": 2.0, "bias": torch.ones(2)})
+    >>> batch.rows, batch.form
+    (3, '((float32(*, 2)), {bias: float32(whole, 2), scale: 2.0})')
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, cut: Mapping[str, tuple[bool, ...]] | None = None) -> None:
+        self.data = (tuple(args), dict(kwargs or {}))
+        self.leaves: list[Any] = tree.flatten(self.data)
+        structure = tree.spell(self.data, _kind)
+        known = (cut or {}).get(structure)
+        tensors = self.tensors()
+        rows = find_pippy_batch_size(*self.data) if known is None else _rows_of([tensors[index] for index, cut in enumerate(known) if cut])
+        if rows is None:
+            raise ConfigError("a pipeline was called without a tensor that has rows: pass at least one tensor with a batch dimension")
+        if rows == 0:
+            raise ConfigError("a pipeline was called with a batch of no rows: pass at least one, or do not call it")
+        self.rows = rows
+        self.is_cut = known or tuple(_has_rows(tensor, rows) for tensor in tensors)
+        """Of each tensor, whether it is cut into pieces."""
+        self.cut = {structure: self.is_cut}
+        for tensor, is_cut in zip(tensors, self.is_cut, strict=True):
+            if is_cut and not _has_rows(tensor, rows):
+                raise ConfigError(
+                    f"a pipeline was called with a tensor of shape {tuple(tensor.shape)} in a batch of {rows} rows: in the example that it "
+                    "was prepared with, this one had a row for each of the batch"
+                )
+        supply = iter(zip(tensors, self.is_cut, strict=True))
+        self.form = tree.spell(self.data, lambda leaf: _spell(*next(supply)) if isinstance(leaf, torch.Tensor) else repr(leaf))
+        """What has to be the same for a traced program to serve another call: all but the number of rows and the values."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in the order in which every process walks them, without a history of gradients."""
+        return [leaf.detach() for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def needs_gradients(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+
+    def shapes(self, rows: int) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape and type of every tensor in a piece of so many rows; what is not cut has one row, which is the whole of it."""
+        pairs = zip(self.tensors(), self.is_cut, strict=True)
+        return [(torch.Size((rows, *tensor.shape[1:]) if cut else (1, *tensor.shape)), tensor.dtype) for tensor, cut in pairs]
+
+    def pieces(self, rows: int, device: torch.device) -> list[torch.Tensor]:
+        """The tensors with their rows filled up to whole pieces; those that are not cut, as one row for each piece."""
+        count = self.count(rows)
+        there = [tensor.to(device).contiguous() for tensor in self.tensors()]
+        return [
+            filled_up(tensor, count * rows) if cut else tensor.expand(count, *tensor.shape)
+            for tensor, cut in zip(there, self.is_cut, strict=True)
+        ]
+
+    def count(self, rows: int) -> int:
+        """How many pieces of so many rows there are."""
+        return -(-self.rows // rows)
+
+    def build(self) -> Build:
+        """Gives the arguments with other tensors in the place of these; holds none of these."""
+        is_tensor = [isinstance(leaf, torch.Tensor) for leaf in self.leaves]
+        plain = [None if tensor else leaf for leaf, tensor in zip(self.leaves, is_tensor, strict=True)]
+        frame = tree.unflatten(self.data, plain)
+
+        def build(tensors: Sequence[torch.Tensor]) -> Any:
+            supply = iter(tensors)
+            return tree.unflatten(frame, [next(supply) if tensor else leaf for leaf, tensor in zip(plain, is_tensor, strict=True)])
+
+        return build
+
+
+def _rows_of(tensors: Sequence[torch.Tensor]) -> int | None:
+    return next((int(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0), None)
+
+
+def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == rows
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return "tensor"
+    if isinstance(leaf, PLAIN):
+        return "plain"
+    raise ConfigError(
+        f"a pipeline was called with a {type(leaf).__name__}: its arguments are tensors, numbers, texts and None, in lists, tuples "
+        "and dicts. Convert it, or leave it out."
+    )
+
+
+def _spell(tensor: torch.Tensor, is_cut: bool) -> str:
+    first, rest = ("*", tensor.shape[1:]) if is_cut else ("whole", tensor.shape)
+    return f"{str(tensor.dtype).partition('.')[2]}({', '.join((first, *map(str, rest)))})"
+
+
+def filled_up(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A tensor with its last row repeated until it has so many.
+
+    >>> filled_up(torch.tensor([1, 2]), 4)
+    tensor([1, 2, 2, 2])
+    """
+    missing = rows - tensor.shape[0]
+    return tensor if missing <= 0 else torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])

@@ -1,0 +1,209 @@
+"""Where a model is cut: its blocks in the order in which they run, and the stages that are as even as can be.
+
+A block is a module that is never cut inside: one of several siblings of the same class in a list (the layers of a transformer), one of
+a class that the caller or the model names (`_no_split_modules`), a composite of torch itself, or one without children. Where that gives
+fewer blocks than there are processes, the largest that may be divided are divided too.
+
+The cut is exact: of all ways to deal the sequence of blocks into so many contiguous stages, one whose largest stage is as small as
+possible, and among these one that is rather even. A weight that several blocks share counts once in a stage, and once in each stage
+that needs it. Nothing here runs a model or talks to another process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.files.sizes import parse_size
+
+__all__ = ["Block", "blocks_in_order", "cut_evenly", "generate_device_map", "shared_names", "whole_classes"]
+
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+class Block(NamedTuple):
+    """A module that stays in one piece, and the bytes of every tensor that comes with it, by the tensor's identity."""
+
+    name: str
+    held: dict[int, int]
+
+    @property
+    def size(self) -> int:
+        return sum(self.held.values())
+
+
+def generate_device_map(
+    model: torch.nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: Collection[str] | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+) -> dict[str, int]:
+    """Which process gets which block of a model: contiguous stages of blocks as they were made, the largest as small as can be.
+
+    `max_memory` limits stages by number, in bytes or as text ("2GB"); stages that it does not name are not limited.
+
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    >>> generate_device_map(model, 2)
+    {'0': 0, '1': 0, '2': 1, '3': 1}
+    """
+    if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
+        raise ConfigError(f"num_processes={num_processes!r} is no number of processes: write 1 or more")
+    blocks = blocks_in_order(model, whole_classes(model, no_split_module_classes), at_least=num_processes)
+    if not blocks:
+        return {"": 0}
+    starts = cut_evenly(blocks, num_processes, _limits(max_memory, num_processes))
+    return {block.name: sum(position >= start for start in starts[1:]) for position, block in enumerate(blocks)}
+
+
+def _limits(max_memory: Mapping[Any, int | str] | None, count: int) -> dict[int, int]:
+    unknown = [key for key in max_memory or {} if key not in range(count)]
+    if unknown:
+        raise ConfigError(f"max_memory names {unknown[0]!r}, which is no stage: {count} processes have the stages 0 to {count - 1}")
+    return {int(stage): parse_size(size, f"max_memory[{stage}]") for stage, size in (max_memory or {}).items()}
+
+
+def whole_classes(model: torch.nn.Module, given: Collection[str] | None) -> frozenset[str]:
+    """The names of classes that are not cut inside: those that the caller names, else those that the model names itself."""
+    if isinstance(given, str):
+        raise ConfigError(f"no_split_module_classes={given!r} is one text: write a list of names of classes, [{given!r}]")
+    names = given if given is not None else getattr(model, "_no_split_modules", None) or ()
+    return frozenset(names)
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def blocks_in_order(
+    model: torch.nn.Module, whole: Collection[str], *, at_least: int = 1, called: Mapping[str, int] | None = None
+) -> list[Block]:
+    """The blocks that hold weights, in the order of `called` (name -> turn) or, without it, in the order in which they were made.
+
+    Modules that are not called by themselves are no block; what they hold goes with the first one. There may be fewer than `at_least`.
+    """
+    turn = called if called is not None else {name: position for position, (name, _) in enumerate(model.named_modules())}
+    units = list(_units(model, "", whole))
+    while True:
+        blocks = _weighty(model, sorted((name for name in units if name in turn), key=lambda name: turn[name]))
+        divisible = [block for block in blocks if _may_divide(model.get_submodule(block.name), whole)]
+        if len(blocks) >= at_least or not divisible:
+            return _with_the_rest(model, blocks)
+        largest = max(divisible, key=lambda block: block.size).name
+        position = units.index(largest)
+        units[position : position + 1] = [f"{largest}.{name}" for name, _ in model.get_submodule(largest).named_children()]
+
+
+def _units(module: torch.nn.Module, prefix: str, whole: Collection[str]) -> Iterator[str]:
+    children = list(module.named_children())
+    alike = Counter(type(child) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
+    for name, child in children:
+        divided = isinstance(child, _CONTAINERS) or (alike[type(child)] < 2 and _has_a_list(child))
+        if divided and _may_divide(child, whole):
+            yield from _units(child, f"{prefix}{name}.", whole)
+        else:
+            yield f"{prefix}{name}"
+
+
+def _has_a_list(module: torch.nn.Module) -> bool:
+    return any(isinstance(one, torch.nn.ModuleList) for one in module.modules())
+
+
+def _may_divide(module: torch.nn.Module, whole: Collection[str]) -> bool:
+    composite = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+    return not composite and type(module).__name__ not in whole and any(True for _ in module.children())
+
+
+def _weighty(model: torch.nn.Module, names: Sequence[str]) -> list[Block]:
+    """The blocks of these names that hold something: a cut before one that does not would leave a stage with nothing to do."""
+    blocks = (Block(name, _held(model.get_submodule(name))) for name in names)
+    return [block for block in blocks if block.held]
+
+
+def _with_the_rest(model: torch.nn.Module, blocks: list[Block]) -> list[Block]:
+    if not blocks:
+        return blocks
+    inside = {tensor for block in blocks for tensor in block.held}
+    rest = {tensor: size for tensor, size in _held(model).items() if tensor not in inside}
+    return [Block(blocks[0].name, {**blocks[0].held, **rest}), *blocks[1:]]
+
+
+def _held(module: torch.nn.Module) -> dict[int, int]:
+    return {id(tensor): tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers())}
+
+
+def shared_names(model: torch.nn.Module) -> list[list[str]]:
+    """The names of weights that are one tensor under several names.
+
+    >>> model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2, bias=False), "b": torch.nn.Linear(2, 2, bias=False)})
+    >>> model["b"].weight = model["a"].weight
+    >>> shared_names(model)
+    [['a.weight', 'b.weight']]
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+# -- the cut ----------------------------------------------------------------------------------------------------------
+
+
+class _Cut(NamedTuple):
+    """A way to deal the first blocks into stages; compared by the largest stage, then by how even they are."""
+
+    largest: int
+    squares: int
+    starts: tuple[int, ...]
+
+
+def cut_evenly(blocks: Sequence[Block], count: int, limits: Mapping[int, int] | None = None) -> list[int]:
+    """Where each of `count` contiguous stages begins; `limits` bounds the bytes of stages by number.
+
+    >>> cut_evenly([Block(name, {position: size}) for position, (name, size) in enumerate(zip("abcd", [5, 1, 1, 3]))], 2)
+    [0, 1]
+    """
+    if len(blocks) < count:
+        raise ConfigError(
+            f"a model with {len(blocks)} blocks cannot be cut into {count} stages, one for each process: use at most {len(blocks)} "
+            "processes, or name fewer classes in no_split_module_classes"
+        )
+    limits = limits or {}
+    best: list[_Cut | None] = [_Cut(0, 0, ()), *[None] * len(blocks)]
+    for stage in range(count):
+        best = [None, *(_best_end(blocks, best, end, limits.get(stage)) for end in range(1, len(blocks) + 1))]
+    found = best[-1]
+    if found is None:
+        sizes = ", ".join(f"{stage}: {size} bytes" for stage, size in sorted(limits.items()))
+        total = sum(_union(blocks).values())
+        raise ConfigError(
+            f"the model holds {total} bytes in {len(blocks)} blocks (the largest, {max(blocks, key=lambda one: one.size).name!r}, "
+            f"{max(block.size for block in blocks)}), which do not fit into {count} stages within max_memory ({sizes}): raise it, or "
+            "use more processes"
+        )
+    return list(found.starts)
+
+
+def _best_end(blocks: Sequence[Block], before: list[_Cut | None], end: int, limit: int | None) -> _Cut | None:
+    """The best way in which one more stage ends here, over all places where it may begin."""
+    best: _Cut | None = None
+    held: dict[int, int] = {}
+    size = 0
+    for start in range(end - 1, -1, -1):
+        for tensor, length in blocks[start].held.items():
+            if tensor not in held:
+                held[tensor] = length
+                size += length
+        if (limit is not None and size > limit) or (best is not None and size > best.largest):
+            break  # it only grows from here on
+        previous = before[start]
+        if previous is not None:
+            cut = _Cut(max(previous.largest, size), previous.squares + size * size, (*previous.starts, start))
+            best = cut if best is None or cut[:2] < best[:2] else best
+    return best
+
+
+def _union(blocks: Sequence[Block]) -> dict[int, int]:
+    return {tensor: size for block in blocks for tensor, size in block.held.items()}
