@@ -53,8 +53,12 @@ class _Placed:
 class Converted:
     """A bundle whose tensors are of another type than those in the file: converted each time."""
 
-    def __init__(self, bundle: OnPages | OnDevice, wanted: Sequence[torch.dtype | None]) -> None:
+    def __init__(self, bundle: OnPages, wanted: Sequence[torch.dtype | None]) -> None:
         self.bundle, self.wanted = bundle, wanted
+
+    def arrive(self) -> None:
+        """See `OnPages`."""
+        self.bundle.arrive()
 
     def take(self) -> Sequence[torch.Tensor]:
         """Converted copies."""
@@ -117,7 +121,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index
 
-    def bundle(self, names: Sequence[str], device: Any) -> OnPages | OnDevice | Converted:
+    def bundle(self, names: Sequence[str], device: Any) -> OnPages | Converted:
         """The tensors of these names, which a module needs together, for the device that it runs on."""
         tensors: list[torch.Tensor] = []
         spans, wanted = [], []
@@ -129,7 +133,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             spans.append(None if placed is None else (placed.file, (placed.start, placed.end)))
         block = self.store.add(Block(_common(names), tensors, spans))
         where = torch.device(CPU.type if device is None else device)
-        found: OnPages | OnDevice = OnPages(self.store, block)
+        found = OnPages(self.store, block)
         if where.type != CPU.type:
             found = OnDevice(self.store, block, self._transfers.setdefault(where, Transfer(where)))
         return found if not any(wanted) else Converted(found, wanted)

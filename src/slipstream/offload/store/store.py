@@ -68,8 +68,6 @@ class Store:
 
     def enter(self, block: Block) -> Sequence[torch.Tensor]:
         """A block is about to run: its tensors."""
-        if self.turns is not None:
-            self.turns.arrive(block)
         with self._lock:
             if self._last is not block:
                 self._move_to(block)
@@ -180,6 +178,11 @@ class OnPages:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnPages:
         return self
+
+    def arrive(self) -> None:
+        """Called before the tensors are taken; returns when it is this thread's turn."""
+        if self.store.turns is not None:
+            self.store.turns.arrive(self.block)
 
     def take(self) -> Sequence[torch.Tensor]:
         """The tensors, whose pages have been asked for."""

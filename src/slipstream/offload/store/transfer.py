@@ -14,7 +14,7 @@ import torch
 from slipstream.devices.table import family_of
 from slipstream.logging import get_logger
 from slipstream.offload.store.blocks import Block
-from slipstream.offload.store.store import Store
+from slipstream.offload.store.store import OnPages, Store
 
 __all__ = ["OnDevice", "Transfer"]
 
@@ -90,16 +90,14 @@ class Transfer:
         return staged
 
 
-class OnDevice:
+class OnDevice(OnPages):
     """A bundle of a module that runs on an accelerator; copies of the next block are made while it runs."""
 
-    __slots__ = ("block", "store", "transfer")
+    __slots__ = ("transfer",)
 
     def __init__(self, store: Store, block: Block, transfer: Transfer) -> None:
-        self.store, self.block, self.transfer = store, block, transfer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OnDevice:
-        return self
+        super().__init__(store, block)
+        self.transfer = transfer
 
     def take(self) -> Sequence[torch.Tensor]:
         """Copies on the device."""
