@@ -27,9 +27,13 @@ _COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "test": "Check that processes here can work together, and train.",
         "merge-weights": "Make one file of weights that lie in several.",
         "checkpoint": "Look into checkpoints: list, verify, show, compare.",
+        "estimate": "Say how much memory a model takes, before it is loaded.",
         "doctor": "Look for what commonly goes wrong on a machine, with remedies.",
     }
 )
+
+_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"estimate-memory": "estimate"})
+"""Names that users of other tools know."""
 
 
 class _Commands(click.Group):
@@ -39,6 +43,7 @@ class _Commands(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        cmd_name = _ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in _COMMANDS:
             return None
         module = f"slipstream.cli.{cmd_name.replace('-', '_')}"
@@ -52,7 +57,7 @@ class _Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in _COMMANDS:
+        if name not in _COMMANDS and name not in _ALIASES:
             near = nearest(name, _COMMANDS)
             hint = f"Did you mean {near[0]}?" if near else "The commands are: " + ", ".join(_COMMANDS) + "."
             raise ConfigError(f"There is no command {name}.\n{hint}")

@@ -1,0 +1,154 @@
+"""`slipstream estimate`: what a model will take of memory, before it does.
+
+    slipstream estimate ./llama                              a folder with config.json and weights: answered from headers, without torch
+    slipstream estimate config.json --batch-size 8           a config of transformers: built without memory, measured
+    slipstream estimate my_package.models:build              any model that a Python function returns
+    slipstream estimate org/name                             a name on the hub, when online
+
+Nothing here imports torch; the room `offload/estimate` does if the answer needs it. No weight is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import click
+
+from slipstream.cli.inspect.text import columns, count, printable, size
+from slipstream.config.sources import environment
+from slipstream.errors import ConfigError
+from slipstream.offload.estimate.kinds import KINDS, OPTIMIZERS, kind_named
+from slipstream.offload.estimate.report import Estimate, Settings, estimate
+
+__all__ = ["command"]
+
+_UNKNOWN: Final = "?"
+
+
+class _Several(click.Option):
+    """An option with one or more values behind it: `--dtypes float32 int8`, `--dtypes float32,int8`, or given again and again."""
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        super().add_to_parser(parser, ctx)
+        for option in self.opts:
+            entry = parser._long_opt[option]
+            entry.process = self._taking_more(entry.process, ctx)
+
+    def _taking_more(self, process: Any, ctx: click.Context) -> Any:
+        def take(value: str, state: Any) -> None:
+            process(value, state)
+            while state.rargs and _names_types(state.rargs[0]):
+                process(state.rargs.pop(0), state)
+
+        return take
+
+
+def _names_types(word: str) -> bool:
+    """Whether a word that follows a type is one more: a type, or nearly one; what follows may be the model."""
+    try:
+        return bool([kind_named(one) for one in word.split(",")])
+    except ConfigError:
+        return False
+
+
+@click.command(name="estimate", short_help="Say how much memory a model takes, before it is loaded.")
+@click.argument("model", metavar="MODEL")
+@click.option("--dtypes", cls=_Several, multiple=True, metavar="TYPE...", help=f"One or more of {', '.join(KINDS)}.  [default: all]")
+@click.option("--batch_size", "--batch-size", "batch_size", type=int, default=1, show_default=True, help="Sequences, or rows, at a time.")
+@click.option("--sequence_length", "--sequence-length", "sequence_length", type=int, help="Tokens.  [default: 2048 or fewer]")
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True, help="Whose states are counted.")
+@click.option("--inference", "only", flag_value="inference", help="Figures for running the model alone.")
+@click.option("--training", "only", flag_value="training", help="Figures for training it alone.")
+@click.option(
+    "--gradient_checkpointing", "--gradient-checkpointing", "checkpointing", is_flag=True, help="Blocks keep inputs alone and run again."
+)
+@click.option("--measure", is_flag=True, help="Run the model on shapes even where a formula is known (slower: imports torch).")
+@click.option("--trust_remote_code", "--trust-remote-code", "trust", is_flag=True, help="Run the code that comes with a model.")
+@click.option("--library_name", "--library-name", "library", type=click.Choice(["transformers", "timm"]), help="Whose name it is.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, in bytes.")
+def command(
+    model: str,
+    dtypes: tuple[str, ...],
+    batch_size: int,
+    sequence_length: int | None,
+    optimizer: str,
+    only: str | None,
+    checkpointing: bool,
+    measure: bool,
+    trust: bool,
+    library: str | None,
+    as_json: bool,
+) -> None:
+    """Say how much memory a model takes, before it is loaded.
+
+    MODEL is a folder (config.json, weights, or a checkpoint), a config.json, a
+    file of weights, an entry point (package.module:function or
+    path/file.py:function, which returns a model, or a model and its inputs), or
+    a name on the hub. No weight is read.
+
+    \b
+    Examples:
+      slipstream estimate ./llama-8b
+      slipstream estimate ./llama-8b --dtypes bfloat16 int4 --inference
+      slipstream estimate config.json --training --batch-size 8 --sequence-length 4096
+      slipstream estimate train.py:build_model --optimizer sgd-momentum
+      slipstream estimate my_package.models:build --gradient-checkpointing --json
+    """
+    for flag, value in (("--batch-size", batch_size), ("--sequence-length", sequence_length)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} {value}: there has to be at least one.\nWrite a whole number above zero.")
+    if library == "timm":
+        raise ConfigError(
+            "--library-name timm: names of timm are not looked up on the hub.\n"
+            "Give an entry point: a file with `def build(): return timm.create_model(...)`, as file.py:build."
+        )
+    names = [name for given in dtypes for name in given.split(",")] or list(KINDS)
+    kinds = tuple(dict.fromkeys(map(kind_named, names)))
+    settings = Settings(
+        kinds,
+        batch_size,
+        sequence_length,
+        optimizer,
+        inference=only != "training",
+        training=only != "inference",
+        gradient_checkpointing=checkpointing,
+        trust_remote_code=trust,
+        measure=measure,
+    )
+    found = estimate(model, settings, environment())
+    if as_json:
+        click.echo(json.dumps(found.plain(), indent=2))
+        return
+    for line in _text(found, checkpointing=checkpointing):
+        click.echo(line)
+
+
+def _text(found: Estimate, *, checkpointing: bool) -> Iterator[str]:
+    stored = ", ".join(f"{size(number)} of {dtype}" for dtype, number in list(found.stored.items())[:3])
+    yield f"{printable(found.model)} ({found.kind}): {count(found.parameters, 'parameter')} in {count(found.tensors, 'tensor')}, {stored}"
+    if found.largest_layer:
+        yield f"largest layer: {printable(found.largest_layer)}"
+    shape = f"batch {found.batch_size}" + (f", sequence {found.sequence_length:,}" if found.sequence_length else "")
+    if found.inference:
+        yield f"\nInference, {shape}"
+        run = [(r.dtype, r.largest_layer, r.weights, r.cache, r.activations, r.total) for r in found.inference]
+        yield from _table(("type", "largest layer", "weights", "KV cache", "activations", "total"), run)
+    if found.training:
+        yield f"\nTraining with {found.optimizer}, {shape}{', with gradient checkpointing' if checkpointing else ''}"
+        train = [(r.precision, r.largest_layer, r.weights, r.gradients, r.optimizer, r.activations, r.total) for r in found.training]
+        yield from _table(("precision", "largest layer", "weights", "gradients", "optimizer", "activations", "total"), train)
+    yield ""
+    for device, free in found.devices.items():
+        runs = [row.dtype for row in found.inference if row.total <= free]
+        trains = [row.precision for row in found.training if row.total <= free]
+        asked = [("runs in", found.inference, runs), ("trains in", found.training, trains)]
+        said = "; ".join(f"{what} {', '.join(names) if names else 'none of these'}" for what, rows, names in asked if rows)
+        yield f"{device} has {size(free)} free: {said}" if said else f"{device} has {size(free)} free"
+    yield from (printable(note) for note in found.notes)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    cells = [[str(row[0]), *(_UNKNOWN if value is None else size(value) for value in row[1:])] for row in rows]
+    return [f"  {line}" for line in columns([list(titles), *cells], right=range(1, len(titles)))]

@@ -1,0 +1,335 @@
+"""A model without memory, to be looked at and to be run on shapes: from an entry point in Python, or from a config of transformers.
+
+Code of the user runs here, as it is asked for by name; code that a config brings along runs if the user says so, and not otherwise. What
+goes wrong in it is reported with the place where it did. The network is asked for a config when a name of the hub is given, after it has
+been tried whether it is there at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import torch
+
+from slipstream.checkpoint.raw import DTYPES
+from slipstream.errors import ConfigError
+from slipstream.offload.estimate.measure import Inputs
+from slipstream.offload.estimate.parts import Part, Parts
+from slipstream.offload.quiet import quiet
+
+__all__ = ["from_config", "from_entry_point", "from_hub", "parts_of", "undisturbed"]
+
+_PATIENCE: Final = 5.0
+"""Seconds after which a network that does not answer counts as none."""
+
+Built = tuple[torch.nn.Module, Inputs | None]
+
+
+# --- what a model consists of -------------------------------------------------------------------------------------------------------
+
+
+def parts_of(model: torch.nn.Module) -> Parts:
+    """The parameters and buffers of a model, tied ones once.
+
+    >>> [(part.name, part.linear) for part in parts_of(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3))).parts][:2]
+    [('0.weight', True), ('0.bias', False)]
+    """
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ in whole]
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    outside = {id(module.weight) for module in (_head(model),) if module is not None} | _embedded(model)
+    parts = [
+        Part(
+            name,
+            tuple(tensor.shape),
+            DTYPES.get(tensor.dtype, "U8"),
+            trainable=tensor.requires_grad and isinstance(tensor, torch.nn.Parameter),
+            linear=id(tensor) in linear - outside,
+            layer=next((block for block in blocks if name.startswith(f"{block}.")), None),
+        )
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    frozen = sum(part.count for part in parts if not part.trainable and part.floating)
+    trained = sum(part.count for part in parts if part.trainable)
+    note = f"{frozen:,} of {frozen + trained:,} numbers are frozen: gradients and optimizer are counted for the others."
+    return Parts(parts, (note,) if frozen and trained and any(not one.requires_grad for one in model.parameters()) else ())
+
+
+def _head(model: torch.nn.Module) -> Any:
+    """What makes the output: it stays as it is when a model is quantised."""
+    given = getattr(model, "get_output_embeddings", None)
+    found = given() if callable(given) else None
+    if found is None:
+        found = next((module for module in reversed(list(model.modules())) if isinstance(module, torch.nn.Linear)), None)
+    return found if isinstance(getattr(found, "weight", None), torch.Tensor) else None
+
+
+def _embedded(model: torch.nn.Module) -> set[int]:
+    return {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+
+
+# --- entry points -------------------------------------------------------------------------------------------------------------------
+
+
+def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -> Built:
+    """The model that `package.module:name` or `file.py:name` gives: a function, a class or a model. It runs on the meta device."""
+    place, _, name = given.rpartition(":")
+    found: Any = _module(place, given)
+    for word in name.split("."):
+        if not hasattr(found, word):
+            near = [one for one in vars(found) if not one.startswith("_")][:8]
+            raise ConfigError(f"{given}: there is no {word} in {place}.\nIt has: {', '.join(near) or 'nothing'}.")
+        found = getattr(found, word)
+    if not isinstance(found, torch.nn.Module):
+        if not callable(found):
+            raise ConfigError(f"{given} is a {type(found).__name__}, which cannot be called.\nName a function that returns a model.")
+        found = _called(found, given, {"batch_size": batch_size, "sequence_length": sequence_length or 1})
+    model, inputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"{given} returned a {type(model).__name__}, and no model.\n"
+            "Return a torch.nn.Module, or a pair of one and its inputs (a dict of keywords, a tuple, or a tensor)."
+        )
+    return model, _as_inputs(inputs) if inputs is not None else _guessed_inputs(model, batch_size, sequence_length)
+
+
+def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) -> Any:
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        names = {}  # type: ignore[assignment]
+    keywords = {name: value for name, value in known.items() if name in names}
+    try:
+        with torch.device("meta"):
+            return function(**keywords)
+    except Exception as error:
+        said = f"It is called on the meta device, with {keywords or 'no arguments'}."
+        raise ConfigError(f"{given} raised {_where(error)}.\n{said}") from error
+
+
+def _module(place: str, given: str) -> ModuleType:
+    path = Path(place).expanduser()
+    if place.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{given}: there is no file {place}.\nWrite path/to/file.py:function, or package.module:function.")
+    try:
+        with _importable(str(path.resolve().parent) if path.is_file() else str(Path.cwd())):
+            if not path.is_file():
+                return importlib.import_module(place)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None:
+                raise ConfigError(f"{given}: {place} is no Python file.\nWrite path/to/file.py:function.")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{given}: {error}.\nWrite package.module:function as it is imported here, or a path ending in .py.") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{given}: {place} cannot be imported: {_where(error)}.") from error
+
+
+@contextmanager
+def _importable(folder: str) -> Iterator[None]:
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _where(error: BaseException) -> str:
+    """What was raised, and in which line of whose code."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
+    last = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1]) if frames else None
+    place = f" (at {last.filename}:{last.lineno})" if last else ""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}{place}"
+
+
+# --- what it is called with ---------------------------------------------------------------------------------------------------------
+
+
+def _as_inputs(inputs: Any) -> Inputs:
+    if isinstance(inputs, Mapping):
+        return Inputs(keywords=dict(inputs))
+    return Inputs(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+
+
+def _guessed_inputs(model: torch.nn.Module, batch_size: int, sequence_length: int | None) -> Inputs | None:
+    """Tokens for a model that begins with an embedding, rows for one that begins with a linear layer; None if it cannot be known."""
+    if hasattr(model, "main_input_name") and hasattr(model, "config"):
+        return _inputs_for_transformers(model, batch_size, sequence_length or 1)
+    first = next((one for one in model.modules() if next(one.children(), None) is None and next(one.parameters(), None) is not None), None)
+    if isinstance(first, torch.nn.Embedding):
+        return Inputs((torch.empty(batch_size, sequence_length or 1, dtype=torch.long, device="meta"),))
+    if isinstance(first, torch.nn.Linear):
+        shape = (batch_size, first.in_features) if sequence_length is None else (batch_size, sequence_length, first.in_features)
+        return Inputs((torch.empty(shape, device="meta"),))
+    return None
+
+
+def _inputs_for_transformers(model: Any, batch_size: int, sequence_length: int) -> Inputs | None:
+    parameters = inspect.signature(model.forward).parameters
+    cached: dict[str, Any] | None = {"use_cache": True} if "use_cache" in parameters else None
+    if model.main_input_name == "pixel_values":
+        size, channels = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", 3)
+        if not isinstance(size, int):
+            return None
+        return Inputs(keywords={"pixel_values": torch.empty(batch_size, channels, size, size, device="meta")})
+    if model.main_input_name != "input_ids":
+        return None
+    tokens = torch.empty(batch_size, sequence_length, dtype=torch.long, device="meta")
+    training: dict[str, Any] = {"use_cache": False} if cached else {}
+    if "labels" in parameters and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")):
+        training["labels"] = tokens
+    keywords = {"input_ids": tokens}
+    if "decoder_input_ids" in parameters and "labels" not in training:
+        keywords["decoder_input_ids"] = tokens
+    elif "decoder_input_ids" in parameters:
+        cached = {**(cached or {}), "decoder_input_ids": tokens}
+    return Inputs((), keywords, training, cached)
+
+
+# --- transformers -------------------------------------------------------------------------------------------------------------------
+
+
+def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence_length: int, *, trust_remote_code: bool) -> Built:
+    """The model that a config of transformers describes; `path` is the file, or the folder around it."""
+    _refuse_foreign_code(config, str(path), trust_remote_code)
+    if "model_type" not in config:
+        kind = "diffusers" if "_class_name" in config else "another library"
+        raise ConfigError(
+            f"{path} has no model_type, so it is no config of transformers, but one of {kind}.\n"
+            "Give a Python entry point that builds the model: package.module:function."
+        )
+    transformers = _transformers(str(path))
+    try:
+        with quiet():
+            read = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
+            model = _built(transformers, read, trust_remote_code)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: transformers {transformers.__version__} cannot build a model of the type {config['model_type']!r} from this config: "
+            f"{_where(error)}."
+        ) from error
+    return model, _guessed_inputs(model, batch_size, sequence_length)
+
+
+def _refuse_foreign_code(config: Mapping[str, Any], where: str, allowed: bool) -> None:
+    """Refuses a config that brings code along, unless that is allowed."""
+    if config.get("auto_map") and not allowed:
+        raise ConfigError(
+            f"{where} asks for code that comes with the model ({', '.join(map(str, dict(config['auto_map']).values()))}).\n"
+            "If you trust it, add --trust-remote-code."
+        )
+
+
+def _built(transformers: Any, config: Any, trust_remote_code: bool) -> torch.nn.Module:
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # sizes are those of the plain model; kernels for packed weights need their hardware
+    names = list(getattr(config, "architectures", None) or ())
+    kind = getattr(transformers, names[0], None) if names else None
+    foreign = [name for name in (getattr(config, "auto_map", None) or {}) if name.startswith("AutoModel")]
+    with torch.device("meta"):
+        if foreign:
+            made: torch.nn.Module = getattr(transformers, foreign[0]).from_config(config, trust_remote_code=trust_remote_code)
+            return made
+        return transformers.AutoModel.from_config(config) if kind is None else kind._from_config(config)  # type: ignore[no-any-return]
+
+
+def _transformers(where: str) -> Any:
+    try:
+        with quiet():
+            return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{where}: models of transformers are built by transformers, which is not installed ({error}).\n"
+            "Install it: pip install transformers"
+        ) from None
+
+
+def from_hub(name: str, batch_size: int, sequence_length: int | None, environ: Mapping[str, str], *, trust_remote_code: bool) -> Built:
+    """The model of that name on the hub, from the cache of this machine or over the network."""
+    transformers = _transformers(name)
+    missing = f"There is no file, folder or entry point {name!r} here; as the name of a model on the hub it"
+    try:
+        config = _fetched(transformers, name, trust_remote_code, local_files_only=True)
+    except OSError:
+        if environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise ConfigError(f"{missing} is not in the cache, and HF_HUB_OFFLINE says not to ask the network.") from None
+        if not _online(environ):
+            raise ConfigError(f"{missing} is not in the cache, and the hub cannot be reached: this machine is offline.") from None
+        try:
+            config = _fetched(transformers, name, trust_remote_code, local_files_only=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{missing} cannot be fetched: {str(error).strip().splitlines()[0]}") from error
+    _refuse_foreign_code(vars(config), name, trust_remote_code)
+    try:
+        with quiet():
+            model = _built(transformers, config, trust_remote_code)
+    except Exception as error:
+        raise ConfigError(f"{name}: transformers {transformers.__version__} cannot build it: {_where(error)}.") from error
+    return model, _guessed_inputs(model, batch_size, sequence_length)
+
+
+def _fetched(transformers: Any, name: str, trust_remote_code: bool, *, local_files_only: bool) -> Any:
+    with quiet():
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=trust_remote_code)
+
+
+def _online(environ: Mapping[str, str]) -> bool:
+    """Whether the hub, or the proxy before it, takes a connection within seconds; names may take longer to fail than that."""
+    constants = importlib.import_module("huggingface_hub.constants")
+    proxies = [environ[name] for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environ.get(name)]
+    target = urlsplit(proxies[0] if proxies else constants.ENDPOINT)
+    port = target.port or (443 if target.scheme == "https" else 80)
+    answers: list[bool] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((target.hostname, port), timeout=_PATIENCE).close()
+        except OSError:
+            answers.append(False)
+        else:
+            answers.append(True)
+
+    asking = threading.Thread(target=connect, daemon=True)
+    asking.start()
+    asking.join(_PATIENCE)
+    return answers == [True]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """While a model of transformers is measured, it takes the ways that it takes on real tensors of one sequence each.
+
+    It looks at the values of positions to see whether several sequences lie in one row, and cannot on tensors without any; it would then
+    make masks that a real run does not have.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    before = getattr(masking, name, None)
+    if before is None:
+        yield
+        return
+    setattr(masking, name, lambda position_ids: None)
+    try:
+        with quiet():
+            yield
+    finally:
+        setattr(masking, name, before)

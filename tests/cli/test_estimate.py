@@ -1,0 +1,195 @@
+"""`slipstream estimate`: the command as it is typed, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.checkpoint.models import save_model
+from slipstream.cli.main import main
+from slipstream.files.tensors import plan
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "vocab_size": 100, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as other libraries write it: a config, and weights whose header is there and whose data is not."""
+    made = tmp_path / "llama"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(LLAMA))
+    items = [("model.embed_tokens.weight", "BF16", (100, 32)), ("lm_head.weight", "BF16", (100, 32)), ("model.norm.weight", "BF16", (32,))]
+    for layer in range(2):
+        items += [(f"model.layers.{layer}.mlp.up_proj.weight", "BF16", (64, 32)), (f"model.layers.{layer}.norm.weight", "BF16", (32,))]
+    header, layout = plan(items)
+    with open(made / "model.safetensors", "wb") as file:
+        file.write(header)
+        file.truncate(layout.size)
+    return made
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["estimate", *arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_table_for_each_use_and_what_fits(folder, capsys):
+    code, out, err = asked(capsys, str(folder))
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"{folder} (folder): 10,592 parameters in 7 tensors, 20.69 KB of BF16"
+    assert lines[1] == "largest layer: model.embed_tokens"
+    heads = [line.split() for line in lines if line.startswith("  ")]
+    assert [row[0] for row in heads] == [
+        "type",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int8",
+        "int4",
+        "precision",
+        "float32",
+        "float16",
+        "bfloat16",
+        "bfloat16",
+    ]
+    assert "Inference, batch 1, sequence 64" in lines
+    assert "Training with adamw, batch 1, sequence 64" in lines
+    assert any(line.startswith("cpu has ") and "runs in float32" in line and "trains in float32" in line for line in lines)
+
+
+def test_json_has_the_same_figures_in_bytes(folder, capsys):
+    code, out, _ = asked(capsys, str(folder), "--json", "--dtypes", "float32", "bf16", "--batch-size", "4", "--sequence_length", "16")
+    data = json.loads(out)
+    assert code == 0
+    assert [row["dtype"] for row in data["inference"]] == ["float32", "bfloat16"]
+    one = data["inference"][0]
+    assert one["weights"] == 4 * 10_592
+    assert one["cache"] == 2 * 2 * 32 * 4 * (4 * 16)
+    assert one["total"] == one["weights"] + one["cache"] + one["activations"]
+    mixed = data["training"][1]
+    assert mixed["precision"] == "bfloat16 mixed"
+    assert (mixed["weights"], mixed["gradients"], mixed["optimizer"]) == (4 * 10_592, 4 * 10_592, 8 * 10_592)
+
+
+@pytest.mark.parametrize(("flag", "shown", "hidden"), [("--inference", "Inference", "Training"), ("--training", "Training", "Inference")])
+def test_one_use_alone(folder, capsys, flag, shown, hidden):
+    _, out, _ = asked(capsys, str(folder), flag)
+    assert f"\n{shown}" in out
+    assert f"\n{hidden}" not in out
+
+
+def test_types_before_the_model_and_with_commas(folder, capsys):
+    _, before, _ = asked(capsys, "--dtypes", "int8", "fp16", str(folder), "--json")
+    _, commas, _ = asked(capsys, str(folder), "--dtypes=int8,fp16", "--json")
+    assert (
+        [row["dtype"] for row in json.loads(before)["inference"]]
+        == [row["dtype"] for row in json.loads(commas)["inference"]]
+        == ["int8", "float16"]
+    )
+
+
+def test_the_name_that_users_know(folder, capsys):
+    assert main(["estimate-memory", str(folder), "--inference"]) == 0
+    assert "Inference" in capsys.readouterr().out
+
+
+def test_an_entry_point_in_a_file_and_in_a_package(tmp_path, capsys, monkeypatch):
+    (tmp_path / "nets_of_a_user.py").write_text(
+        "import torch\n\ndef build():\n    return torch.nn.Linear(8, 4)\n\nnet = torch.nn.Linear(8, 4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for given in ("nets_of_a_user.py:build", "nets_of_a_user:build", "nets_of_a_user:net"):
+        code, out, _ = asked(capsys, given, "--json", "--optimizer", "sgd")
+        data = json.loads(out)
+        assert code == 0
+        assert data["parameters"] == 36
+        assert (data["training"][0]["gradients"], data["training"][0]["optimizer"]) == (144, 0)
+        assert data["training"][0]["activations"] > 0
+    sys.modules.pop("nets_of_a_user")
+
+
+def test_weights_alone_say_that_activations_are_not_counted(tmp_path, capsys):
+    save_model(torch.nn.Linear(8, 4), tmp_path / "plain")
+    _, out, _ = asked(capsys, str(tmp_path / "plain"), "--dtypes", "float32")
+    assert "Activations are not counted" in out
+    assert out.count("?") == 3
+
+
+MISTAKES = {
+    "type": (["{folder}", "--dtypes", "float12"], "--dtypes float12", "Did you mean float"),
+    "batch": (["{folder}", "--batch-size", "0"], "--batch-size 0", "above zero"),
+    "length": (["{folder}", "--sequence_length", "-3"], "--sequence-length -3", "above zero"),
+    "optimizer": (["{folder}", "--optimizer", "lion"], "lion", "adamw"),
+    "path": (["{tmp}/absent.json"], "There is nothing at", "In {tmp} there are"),
+    "empty": (["{tmp}/empty"], "holds neither a config.json nor weights", "it holds readme.txt"),
+    "config": (["{tmp}/other.json"], "has no model_type", "entry point"),
+    "unknown": (["{tmp}/strange.json"], "cannot build a model of the type 'no-such-model'", ""),
+    "foreign code": (["{tmp}/foreign.json"], "asks for code that comes with the model (modeling.Model)", "--trust-remote-code"),
+    "python file": (["{tmp}/net.py"], "is a Python file", "net.py:function"),
+    "no such name": (["{tmp}/net.py:bild"], "there is no bild", "It has: torch, build"),
+    "no model": (["{tmp}/net.py:number"], "is a int, which cannot be called", "returns a model"),
+    "another thing": (["{tmp}/net.py:text"], "returned a str, and no model", "torch.nn.Module"),
+    "raises": (["{tmp}/net.py:build"], "raised ZeroDivisionError: division by zero (at {tmp}/net.py:4)", "meta device"),
+    "no module": (["no_such_package.models:build"], "No module named 'no_such_package'", "package.module:function"),
+    "broken": (["{tmp}/broken.py:build"], "cannot be imported: SyntaxError", ""),
+    "not weights": (["{tmp}/short.safetensors"], "short.safetensors is no safetensors file that can be trusted", ""),
+    "timm": (["{folder}", "--library_name", "timm"], "--library-name timm", "timm.create_model"),
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes_are_messages_that_say_what_to_write(tmp_path, folder, capsys, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "readme.txt").write_text("nothing")
+    (tmp_path / "other.json").write_text('{"learning_rate": 1}')
+    (tmp_path / "strange.json").write_text('{"model_type": "no-such-model"}')
+    (tmp_path / "foreign.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoModel": "modeling.Model"}}))
+    (tmp_path / "short.safetensors").write_bytes(b"1234")
+    (tmp_path / "broken.py").write_text("def build(:\n")
+    (tmp_path / "net.py").write_text("import torch\n\ndef build():\n    return 1 / 0\n\ndef text():\n    return 'x'\n\nnumber = 3\n")
+    arguments, what, remedy = MISTAKES[name]
+    places = {"tmp": tmp_path, "folder": folder}
+    code, out, err = asked(capsys, *(one.format(**places) for one in arguments))
+    assert code in (1, 2)
+    assert out == ""
+    assert what.format(**places) in err
+    assert remedy.format(**places) in err
+    assert "Traceback" not in err
+
+
+def test_a_name_of_the_hub_is_refused_at_once_when_it_is_said_to_be_offline(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    code, _, err = asked(capsys, "some-org/some-model")
+    assert code == 2
+    assert "There is no file, folder or entry point 'some-org/some-model' here" in err
+    assert "HF_HUB_OFFLINE" in err
+
+
+def test_a_hub_that_does_not_answer_is_said_to_be_out_of_reach(capsys, monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    code, _, err = asked(capsys, "some-org/some-model")
+    assert code == 2
+    assert "this machine is offline" in err
+
+
+def test_a_folder_of_weights_is_answered_without_torch(folder):
+    program = (
+        "import sys; from slipstream.cli.main import main\n"
+        f"assert main(['estimate', {str(folder)!r}]) == 0 and main(['estimate', '--help']) == 0\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "KV cache" in done.stdout
+    assert "package.module:function" in done.stdout
