@@ -34,7 +34,7 @@ __all__ = ["from_config", "from_entry_point", "from_hub", "parts_of", "undisturb
 _PATIENCE: Final = 5.0
 """Seconds after which a network that does not answer counts as none."""
 
-Built = tuple[torch.nn.Module, Inputs | None]
+_Built = tuple[torch.nn.Module, Inputs | None]
 
 
 # --- what a model consists of -------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def _embedded(model: torch.nn.Module) -> set[int]:
 # --- entry points -------------------------------------------------------------------------------------------------------------------
 
 
-def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -> Built:
+def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -> _Built:
     """The model that `package.module:name` or `file.py:name` gives: a function, a class or a model. It runs on the meta device."""
     place, _, name = given.rpartition(":")
     found: Any = _module(place, given)
@@ -206,7 +206,7 @@ def _inputs_for_transformers(model: Any, batch_size: int, sequence_length: int) 
 # --- transformers -------------------------------------------------------------------------------------------------------------------
 
 
-def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence_length: int, *, trust_remote_code: bool) -> Built:
+def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence_length: int, *, trust_remote_code: bool) -> _Built:
     """The model that a config of transformers describes; `path` is the file, or the folder around it."""
     _refuse_foreign_code(config, str(path), trust_remote_code)
     if "model_type" not in config:
@@ -263,7 +263,7 @@ def _transformers(where: str) -> Any:
         ) from None
 
 
-def from_hub(name: str, batch_size: int, sequence_length: int | None, environ: Mapping[str, str], *, trust_remote_code: bool) -> Built:
+def from_hub(name: str, batch_size: int, sequence_length: int | None, environ: Mapping[str, str], *, trust_remote_code: bool) -> _Built:
     """The model of that name on the hub, from the cache of this machine or over the network."""
     transformers = _transformers(name)
     missing = f"There is no file, folder or entry point {name!r} here; as the name of a model on the hub it"
