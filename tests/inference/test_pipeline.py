@@ -1,0 +1,140 @@
+"""Pipeline inference gives what the plain model gives, on any number of processes, and each holds a part of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from stage_models import Crossing, Tower, fixed, same
+
+from slipstream import PartialState
+from slipstream.inference.pipeline import build_pipeline, find_pippy_batch_size, pippy_forward, prepare_pippy
+from slipstream.runtime.group import torch_group_is_open
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_output_is_that_of_the_plain_model(ranks, world):
+    """On the last process or on all of them; with exactly the rows that were given, of batches of any size."""
+
+    def run() -> tuple[list[bool], list[bool], int, int]:
+        plain = fixed(Tower())
+        model = prepare_pippy(copy.deepcopy(plain), example_args=(torch.ones(6, 4, dtype=torch.float64),))
+        held = sum(one.nbytes for one in model.parameters() if not one.is_meta)
+        everywhere = prepare_pippy(copy.deepcopy(plain), "auto", None, (torch.ones(6, 4, dtype=torch.float64),), None, 2, True)
+        state = PartialState()
+        last, all_of_them = [], []
+        for rows in (6, 1, 5, 7, 30):
+            given = torch.randn(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+            output = model(given)
+            last.append(same(output, plain(given)) if state.is_last_process else output is None)
+            all_of_them.append(same(everywhere(given), plain(given)))
+        return last, all_of_them, held, sum(one.nbytes for one in plain.parameters())
+
+    results = ranks(world).run(run)
+    assert all(last == [True] * 5 and gathered == [True] * 5 for last, gathered, _, _ in results)
+    total = results[0][3]
+    assert sum(held for _, _, held, _ in results) == total, "every weight is held once"
+    assert max(held for _, _, held, _ in results) < total or world == 1
+
+
+def test_one_process_runs_the_plain_model_and_opens_no_group():
+    plain = fixed(Tower())
+    model = prepare_pippy(copy.deepcopy(plain), example_args=(torch.ones(2, 4, dtype=torch.float64),), gather_output=True)
+    given = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    output = model(given)
+    assert torch.equal(output, plain(given))
+    assert not output.requires_grad
+    assert not torch_group_is_open()
+
+
+def test_nested_inputs_and_outputs_pass_through_all_stages(ranks):
+    """Inputs that only a late stage uses, outputs of an early one, flags, None, tensors without rows, and ones that are not contiguous."""
+
+    def run() -> list[Any]:
+        plain = fixed(Crossing())
+        model = prepare_pippy(copy.deepcopy(plain), example_kwargs=Crossing.arguments(6), gather_output=True)
+        found = []
+        for change in ({}, {"rows": 2}, {"rows": 4, "length": 5}, {"flag": False}, {"rows": 3}, {"length": 5}):
+            given = Crossing.arguments(**{"rows": 6, **change})
+            output, expected = model(**given), plain(**given)
+            found.append(same(output, expected) and type(output) is type(expected) and list(output) == list(expected))
+        return found
+
+    for world in (2, 3):
+        assert ranks(world).run(run) == [[True] * 6] * world
+
+
+def test_a_list_of_split_points_begins_stages_there(ranks):
+    def run() -> tuple[list[str], list[str], bool]:
+        plain = fixed(Tower())
+        model = prepare_pippy(copy.deepcopy(plain), ["layers.1", "head"], example_args=(torch.ones(4, 4).double(),), gather_output=True)
+        held = [name for name, one in model.named_parameters() if not one.is_meta and name.endswith("weight")]
+        return held, model.hf_split_points, same(model(torch.ones(4, 4).double()), plain(torch.ones(4, 4).double()))
+
+    held = [["first.weight", "layers.0.weight"], [f"layers.{number}.weight" for number in range(1, 6)], ["head.weight"]]
+    assert ranks(3).run(run) == [(names, ["layers.1", "head"], True) for names in held]
+
+
+def test_a_tied_weight_of_a_transformers_model_is_in_both_stages(ranks):
+    def run() -> tuple[bool, list[str], bool]:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0)
+        plain = fixed(GPT2LMHeadModel(config))
+        mask = torch.ones(5, 7, dtype=torch.long)
+        mask[0, -2:] = 0
+        given = {"input_ids": torch.arange(35).view(5, 7), "attention_mask": mask, "use_cache": False}
+        model = prepare_pippy(copy.deepcopy(plain), example_kwargs=given, gather_output=True)
+        output = model(**given)
+        blocks = [name for name, one in model.named_modules() if name.count(".") == 2 and not one.ln_1.weight.is_meta]
+        return same(output.logits, plain(**given).logits), blocks, model.lm_head.weight.is_meta
+
+    first, second = ranks(2).outcomes(run)
+    assert first.value == (True, ["transformer.h.0", "transformer.h.1"], False), first.traceback
+    assert second.value == (True, ["transformer.h.2", "transformer.h.3"], False)
+    assert "transformer.wte.weight = lm_head.weight is one weight, used in the stages 0 and 1: each of them holds a copy" in first.output
+
+
+def test_inference_only_is_said_once(ranks):
+    def run() -> bool:
+        model = prepare_pippy(fixed(Tower()).train(), example_args=(torch.ones(4, 4).double(),), gather_output=True)
+        outputs = [model(torch.ones(4, 4, requires_grad=True).double()) for _ in range(2)]
+        return model.training or any(output.requires_grad for output in outputs)
+
+    first, second = ranks(2).outcomes(run)
+    assert first.value is second.value is False
+    assert first.output.count("in eval mode now") == 1
+    assert first.output.count("carries no gradients") == 1
+    assert second.output == ""
+
+
+def test_a_pipeline_outlives_the_process_group(ranks):
+    def run() -> list[bool]:
+        plain, given = fixed(Tower()), torch.ones(4, 4).double()
+        model = prepare_pippy(copy.deepcopy(plain), example_args=(given,), gather_output=True)
+        found = [same(model(given), plain(given))]
+        PartialState().destroy_process_group()
+        return [*found, same(model(given), plain(given))]
+
+    assert ranks(2).run(run) == [[True, True]] * 2
+
+
+def test_a_pipeline_of_ones_own_steps(ranks):
+    """`build_pipeline` and `pippy_forward` are what `prepare_pippy` is made of, for those who want the steps; the model stays whole."""
+
+    def run() -> tuple[bool, bool, int]:
+        model, given = fixed(Tower()), torch.ones(5, 4).double()
+        pipeline = build_pipeline(model, ["layers.3"], (given,), {}, 2)
+        output = pippy_forward(pipeline.step, 2, False, given)
+        last = same(output, model(given)) if PartialState().is_last_process else output is None
+        shared = pippy_forward(pipeline.step, 2, True, given)
+        return last, same(shared, model(given)), sum(one.is_meta for one in model.parameters())
+
+    assert ranks(2).run(run) == [(True, True, 0)] * 2
+
+
+def test_the_number_of_rows_is_that_of_the_first_tensor_with_a_dimension():
+    assert find_pippy_batch_size((), {"scale": torch.tensor(2.0), "x": [torch.ones(3, 2)]}) == 3
+    assert find_pippy_batch_size((1, "text"), None) is None
