@@ -26,7 +26,7 @@ __all__ = ["Bundle", "Exchange", "MappedBundle", "Place", "as_device", "dressed_
 TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _MADE: Final = "_slipstream_made"
-"""Where the Parameter that was made of a tensor is kept: on that tensor, with the address of its memory."""
+"""Where the Parameter that was made of a tensor is kept: on that tensor, with its address, dtype and requires_grad."""
 
 
 class Bundle(Protocol):
@@ -163,38 +163,36 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-class _Slot:
-    """A tensor that is away: its places, its stand-in, and what stands there now."""
+_Made = tuple[torch.Tensor, int, torch.dtype, bool]
+"""What stands for a tensor, its address (0: not watched), and for which dtype and requires_grad of the stand-in it was made."""
 
-    __slots__ = ("address", "also", "dtype", "key", "name", "parked", "requires_grad", "source", "store", "value", "version")
+
+class _Slot:
+    """A tensor that is away: its first place with its stand-in, and its other places."""
+
+    __slots__ = ("also", "first", "name")
 
     def __init__(self, places: Sequence[Place]) -> None:
-        first = places[0]
-        self.name, self.store, self.key = first.name, first.store, first.key
+        self.name = places[0].name
+        self.first = (places[0].store, places[0].key, parked_like(places[0].tensor))
         self.also = tuple((place.store, place.key) for place in places[1:])
-        self.value: torch.Tensor | None = None
-        self.source: torch.Tensor | None = None
-        self.version = self.address = 0
-        self.park_at(parked_like(first.tensor))
-        self.park()
+        self.put(self.first[2])
 
-    def park_at(self, parked: torch.Tensor) -> None:
-        self.parked, self.dtype, self.requires_grad = parked, parked.dtype, parked.requires_grad
-
-    def park(self) -> None:
-        self.store[self.key] = self.parked
+    def put(self, tensor: torch.Tensor) -> None:
+        """Into every place."""
+        self.first[0][self.first[1]] = tensor
         for store, key in self.also:
-            store[key] = self.parked
-        self.value = self.source = None
+            store[key] = tensor
 
-    def look_again(self) -> None:
-        """Something was done to the stand-in: it was frozen, converted, or replaced. A tensor with values in its place is left alone."""
-        now = self.store.get(self.key)
-        if now is not self.parked and (now is None or not now.is_meta):
-            self.store, self.also = {self.key: self.parked}, ()
-        elif now is not self.parked:
-            self.parked = now
-        self.park_at(self.parked)
+    def look_again(self) -> torch.Tensor:
+        """Something else stands in the place. Another stand-in is taken for this one; a tensor with values is left alone from now on."""
+        store, key, parked = self.first
+        now = store.get(key)
+        if now is None or not now.is_meta:
+            self.first, self.also = ({key: parked}, key, parked), ()
+        else:
+            self.first = (store, key, now)
+        return self.first[2]
 
 
 class _Told:
@@ -237,6 +235,9 @@ class Exchange:
         self._count = 0
         self._held = False
         self._seen = False
+        self._now: list[_Made] = []
+        self._versions: list[int] = []
+        self._tensors: Sequence[torch.Tensor] = ()
         self._told = _Told(prefix)
 
     @property
@@ -272,76 +273,71 @@ class Exchange:
 
     def uses_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is, or lies in, one of those in place now."""
-        return any(slot.value is not None and same_memory(slot.value, tensor) for slot in self._slots)
+        return any(same_memory(made[0], tensor) for made in self._now)
 
     def _take(self) -> None:
         tensors = self._bundle.take()
+        now: list[_Made] = []
         try:
             if not self._seen:
                 self._check(tensors)
             for slot, tensor in zip(self._slots, tensors, strict=True):
-                parked = slot.parked
-                if (
-                    slot.store.get(slot.key) is not parked
-                    or parked.dtype is not slot.dtype
-                    or parked.requires_grad is not slot.requires_grad
-                ):
-                    slot.look_again()
-                made = getattr(tensor, _MADE, None)
-                if made is None or made[0].requires_grad is not slot.requires_grad or tensor.dtype is not slot.dtype:
+                store, key, parked = slot.first
+                if store.get(key) is not parked:
+                    parked = slot.look_again()
+                    store = slot.first[0]
+                made: _Made | None = getattr(tensor, _MADE, None)
+                if made is None or made[2] is not parked.dtype or made[3] is not parked.requires_grad:
                     made = self._make(slot, tensor)
-                value = made[0]
-                slot.address = made[1]
-                slot.version = value._version if made[1] else 0
-                slot.store[slot.key] = slot.value = value
-                slot.source = tensor
+                now.append(made)
+                store[key] = made[0]
                 if slot.also:
-                    for store, key in slot.also:
-                        store[key] = value
+                    slot.put(made[0])
+            self._versions = [made[0]._version if made[1] else 0 for made in now]
         except BaseException:
             for slot in self._slots:
-                slot.park()
+                slot.put(slot.first[2])
             self._bundle.give_back()
             raise
+        self._now, self._tensors = now, tensors
 
     def _park(self) -> None:
-        for slot in self._slots:
-            value = slot.value
-            if value is None:
-                continue
-            if slot.address and (value._version != slot.version or value.data_ptr() != slot.address):
-                self._changed(slot, value)
-            if slot.store.get(slot.key) is value:
-                slot.store[slot.key] = slot.parked
-                if slot.also:
-                    for store, key in slot.also:
-                        store[key] = slot.parked
-            else:
+        for slot, (value, address, _, _), version in zip(self._slots, self._now, self._versions, strict=True):
+            if address and (value._version != version or value.data_ptr() != address):
+                self._changed(slot, value, address)
+            store, key, parked = slot.first
+            if store.get(key) is not value:
                 slot.look_again()
-            slot.value = slot.source = None
+            elif slot.also:
+                slot.put(parked)
+            else:
+                store[key] = parked
+        self._now, self._tensors = [], ()
         self._bundle.give_back()
 
-    def _make(self, slot: _Slot, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def _make(self, slot: _Slot, tensor: torch.Tensor) -> _Made:
         """What stands in the slot for this tensor, and its address (0 where there is none to watch); kept with the tensor."""
-        converted = tensor
-        if tensor.dtype is not slot.dtype and tensor.is_floating_point() and slot.dtype.is_floating_point:
+        parked = slot.first[2]
+        wanted, converted = parked.dtype, tensor
+        if tensor.dtype is not wanted and tensor.is_floating_point() and wanted.is_floating_point:
             with torch.inference_mode(False), torch.no_grad():
-                converted = tensor.detach().to(slot.dtype)
-        value = dressed_like(slot.parked, converted)
+                converted = tensor.detach().to(wanted)
+        value = dressed_like(parked, converted)
         if value.requires_grad and value.is_leaf:
             value.register_post_accumulate_grad_hook(partial(self._told.got_gradient, slot.name))
         watched = type(value) in _PLAIN and not value.is_inference() and not value.is_meta
-        made = (value, value.data_ptr() if watched else 0)
+        made = (value, value.data_ptr() if watched else 0, wanted, parked.requires_grad)
         if converted is tensor:
             setattr(tensor, _MADE, made)
         return made
 
-    def _changed(self, slot: _Slot, value: torch.Tensor) -> None:
-        if value.data_ptr() == slot.address and getattr(self._bundle, "keeps_changes", False):
+    def _changed(self, slot: _Slot, value: torch.Tensor, address: int) -> None:
+        if value.data_ptr() == address and getattr(self._bundle, "keeps_changes", False):
             return
-        made = getattr(slot.source, _MADE, None)
-        if made is not None and made[0] is value:  # it may stand for other values now
-            delattr(slot.source, _MADE)
+        for tensor in self._tensors:
+            made = getattr(tensor, _MADE, None)
+            if made is not None and made[0] is value:  # it may stand for other values now
+                delattr(tensor, _MADE)
         self._told.once(
             "changed",
             f"{self._told.prefix}{slot.name} was written to while its module ran, and the change is lost: offloaded weights are read anew "
@@ -352,9 +348,9 @@ class Exchange:
         if len(tensors) != len(self._slots):
             raise StateError(f"A bundle of {len(self._slots)} weights gave {len(tensors)} tensors.")
         for slot, tensor in zip(self._slots, tensors, strict=True):
-            if tensor.shape != slot.parked.shape:
+            if tensor.shape != slot.first[2].shape:
                 raise ConfigError(
                     f"The weights that are offloaded have {self._told.prefix}{slot.name} with shape {list(tensor.shape)}, but the module "
-                    f"wants {list(slot.parked.shape)}. Give the weights of this model (state_dict, weights_map or offload_index)."
+                    f"wants {list(slot.first[2].shape)}. Give the weights of this model (state_dict, weights_map or offload_index)."
                 )
         self._seen = True
