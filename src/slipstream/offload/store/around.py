@@ -36,20 +36,21 @@ class Around:
 
     def start(self, block: Block) -> bool:
         """Begins to read a block; False if no buffer is free."""
+        if self._process != os.getpid():  # threads do not survive a fork, and what they were reading never ends
+            self._process, self._readers, self._filled = os.getpid(), None, {}
         if block in self._filled:
             return True
         memory = self._buffer()
         if memory is None:
             return False
-        if self._readers is None or self._process != os.getpid():  # threads do not survive a fork
-            self._process = os.getpid()
+        if self._readers is None:
             self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="slipstream: reading weights")
         self._filled[block] = self._readers.submit(block.read, memory)
         return True
 
     def finish(self, block: Block) -> list[torch.Tensor] | None:
         """The tensors of a block when they have been read; None if no buffer was free for it."""
-        reading = self._filled.get(block)
+        reading = self._filled.get(block) if self._process == os.getpid() else None
         return None if reading is None else reading.result()
 
     def drop(self, keep: list[Block]) -> None:
