@@ -30,7 +30,10 @@ _MADE: Final = "_slipstream_made"
 
 
 class Bundle(Protocol):
-    """The tensors of one module, from wherever they are."""
+    """The tensors of one module, from wherever they are.
+
+    One that has a method `arrive` is told before each use, also of threads that find the tensors in place; it may let them wait there.
+    """
 
     def take(self) -> Sequence[torch.Tensor]:
         """The tensors, on the execution device, in the order of the names; valid until `give_back`."""
@@ -231,6 +234,7 @@ class Exchange:
     def __init__(self, groups: Iterable[Sequence[Place]], bundle: Bundle, prefix: str = "") -> None:
         self._slots = [_Slot(places) for places in groups]
         self._bundle = bundle
+        self._arrive = getattr(bundle, "arrive", None)
         self._lock = threading.Lock()
         self._count = 0
         self._held = False
@@ -247,6 +251,8 @@ class Exchange:
 
     def enter(self, counted: bool = True) -> None:
         """Put the weights in place, unless they are. What is not counted holds them until the next `leave`, if nothing else is running."""
+        if self._arrive is not None:  # outside of the lock: it may wait for other threads that come to this module too
+            self._arrive()
         with self._lock:
             if not self._held:
                 self._take()
