@@ -338,12 +338,15 @@ class Exchange:
         return made
 
     def _changed(self, slot: _Slot, value: torch.Tensor, address: int) -> None:
-        if value.data_ptr() == address and getattr(self._bundle, "keeps_changes", False):
+        same = value.data_ptr() == address
+        if same and getattr(self._bundle, "keeps_changes", False):
             return
         for tensor in self._tensors:
             made = getattr(tensor, _MADE, None)
             if made is not None and made[0] is value:  # it may stand for other values now
                 delattr(tensor, _MADE)
+        if not same and value.dtype is not slot.first[2].dtype:  # converted for this forward, by a hook that casts: nothing is lost
+            return
         self._told.once(
             "changed",
             f"{self._told.prefix}{slot.name} was written to while its module ran, and the change is lost: offloaded weights are read anew "
