@@ -18,7 +18,6 @@ from slipstream.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from slipstream.accelerator import Accelerator as Accelerator
-    from slipstream.checkpoint.models import load_checkpoint_in_model as load_checkpoint_in_model
     from slipstream.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from slipstream.data.options import DataLoaderConfiguration as DataLoaderConfiguration
     from slipstream.data.prepare import prepare_data_loader as prepare_data_loader
@@ -37,7 +36,21 @@ if TYPE_CHECKING:
         StateError as StateError,
         WaitTimeoutError as WaitTimeoutError,
     )
+    from slipstream.inference.pipeline import prepare_pippy as prepare_pippy
     from slipstream.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
+    from slipstream.offload.dispatch import (
+        cpu_offload as cpu_offload,
+        cpu_offload_with_hook as cpu_offload_with_hook,
+        disk_offload as disk_offload,
+        dispatch_model as dispatch_model,
+    )
+    from slipstream.offload.empty import init_empty_weights as init_empty_weights, init_on_device as init_on_device
+    from slipstream.offload.lanes import layer_major as layer_major
+    from slipstream.offload.load import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+        load_checkpoint_in_model as load_checkpoint_in_model,
+    )
+    from slipstream.offload.plan import infer_auto_device_map as infer_auto_device_map
     from slipstream.parallel.local_sgd import LocalSGD as LocalSGD
     from slipstream.precision.options import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
     from slipstream.runtime.batch_size import find_executable_batch_size as find_executable_batch_size
@@ -51,7 +64,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "slipstream.accelerator": ("Accelerator",),
-    "slipstream.checkpoint.models": ("load_checkpoint_in_model",),
     "slipstream.config.handlers": ("InitProcessGroupKwargs",),
     "slipstream.data.options": ("DataLoaderConfiguration",),
     "slipstream.data.prepare": ("prepare_data_loader",),
@@ -62,9 +74,21 @@ _HOMES = {
         "CheckpointError", "ConfigError", "DistributedOperationException", "LaunchError", "MismatchError", "MissingCheckpointError",
         "PeerLostError", "SlipstreamError", "StateError", "WaitTimeoutError",
     ),
+    "slipstream.inference.pipeline": ("prepare_pippy",),
     "slipstream.notebook": (
         "debug_launcher", "notebook_launcher",
     ),
+    "slipstream.offload.dispatch": (
+        "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",
+    ),
+    "slipstream.offload.empty": (
+        "init_empty_weights", "init_on_device",
+    ),
+    "slipstream.offload.lanes": ("layer_major",),
+    "slipstream.offload.load": (
+        "load_checkpoint_and_dispatch", "load_checkpoint_in_model",
+    ),
+    "slipstream.offload.plan": ("infer_auto_device_map",),
     "slipstream.parallel.local_sgd": ("LocalSGD",),
     "slipstream.precision.options": (
         "AutocastKwargs", "GradScalerKwargs",
@@ -83,9 +107,10 @@ __all__ = [
     "Accelerator", "AcceleratorState", "AutocastKwargs", "CheckpointError", "ConfigError", "DataLoaderConfiguration",
     "DistributedDataParallelKwargs", "DistributedOperationException", "DistributedType", "GradScalerKwargs", "GradientState",
     "InitProcessGroupKwargs", "LaunchError", "LocalSGD", "MismatchError", "MissingCheckpointError", "PartialState", "PeerLostError",
-    "ProfileKwargs", "SlipstreamError", "StateError", "WaitTimeoutError", "debug_launcher", "find_executable_batch_size",
-    "is_rich_available", "load_checkpoint_in_model", "notebook_launcher", "prepare_data_loader", "skip_first_batches",
-    "synchronize_rng_states",
+    "ProfileKwargs", "SlipstreamError", "StateError", "WaitTimeoutError", "cpu_offload", "cpu_offload_with_hook", "debug_launcher",
+    "disk_offload", "dispatch_model", "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device",
+    "is_rich_available", "layer_major", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher",
+    "prepare_data_loader", "prepare_pippy", "skip_first_batches", "synchronize_rng_states",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

@@ -216,7 +216,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match="one entry for each of the 1 objects"):
         accelerator.prepare(net, device_placement=[True, False])
     with pytest.raises(ConfigError, match="device_map"):
-        accelerator.prepare(net, device_map="auto")
+        accelerator.prepare(net, device_map="somehow")
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(other.parameters(), lr=0.1))
     accelerator.backward(net(torch.ones(1, 1)).sum())
     with pytest.raises(StateError, match="2 of 2 parameters .* belong to no model prepared"):

@@ -6,6 +6,7 @@ kinds are given back as they are; a container of things to prepare is an error, 
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from slipstream.devices.memory import release_memory
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError, StateError
 from slipstream.facade.parts import Parts
+from slipstream.facade.spreading import check_alone, is_spread, spread
 from slipstream.parallel.compile import compile_model, settle
 from slipstream.parallel.unwrap import extract_model_from_parallel
 from slipstream.runtime.rng import synchronize_rng_states
@@ -41,18 +43,29 @@ class Preparation:
 
     _parts: Parts
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None, device_map: Any = None) -> Any:
+    def prepare(
+        self,
+        *args: Any,
+        device_placement: Sequence[bool | None] | None = None,
+        device_map: Any = None,
+        offload_folder: str | os.PathLike[str] | None = None,
+    ) -> Any:
         """Prepares objects for this run, and gives them back in order; see `facade/preparation.py`.
+
+        `device_map` (a dict, or "auto") spreads a model over devices, memory and disk; see `offload/dispatch.py`. What goes to the disk
+        is written to `offload_folder`, or to a temporary folder.
 
         >>> from slipstream import Accelerator
         >>> model, number = Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2), 7)
         >>> type(model).__name__, number
         ('Linear', 7)
         """
-        if device_map is not None:
-            raise ConfigError("prepare(device_map=...): models that are spread over devices are not in this version; leave it out")
         places = _places(device_placement, len(args))
         _check_objects(args, self._parts.place.world_size)
+        if device_map is not None:
+            spread([one for one in args if isinstance(one, torch.nn.Module)], device_map, offload_folder)
+        elif offload_folder is not None:
+            raise ConfigError(f"prepare(offload_folder={str(offload_folder)!r}) needs device_map beside it, which says what goes there.")
         results: list[Any] = list(args)
         kinds = [_kind(one) for one in args]
         positions = {kind: [index for index, one in enumerate(kinds) if one == kind] for kind in _KINDS}
@@ -70,16 +83,19 @@ class Preparation:
 
     # -- models ---------------------------------------------------------------------------------------------------
 
-    def prepare_model(
-        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> torch.nn.Module:
+    def prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> torch.nn.Module:
         """Places one model, gives it the precision, compiles and replicates it; `evaluation_mode` leaves out the replicas."""
         parts = self._parts
         known = parts.stepper.find(model)
         original = model.module if isinstance(model, Replicated) else settle(model) if known is None else known.original
         known = known or parts.stepper.find(original)
-        parts.strategy.check(original, _present_device(original) if self._places(device_placement) else parts.state.device)
-        if self._places(device_placement):
+        apart = is_spread(original)
+        if apart:
+            check_alone(original, 1 if evaluation_mode else parts.place.world_size)
+            evaluation_mode |= parts.place.world_size > 1
+        else:
+            parts.strategy.check(original, _present_device(original) if self._places(device_placement) else parts.state.device)
+        if self._places(device_placement) and not apart:
             original.to(parts.state.device)
         parts.precision.apply(original)
         if parts.dynamo is not None:
@@ -93,6 +109,10 @@ class Preparation:
             if parts.state.debug:
                 parts.state.expect_equal(f"weights of {type(original).__name__}", partial(_weights, weakref.ref(original)))
         return prepared
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Whether a model is spread by a device map, so that several processes cannot train it together; see `facade/spreading.py`."""
+        return is_spread(model)
 
     def _places(self, device_placement: bool | None) -> bool:
         return self._parts.device_placement if device_placement is None else device_placement
