@@ -63,6 +63,7 @@ SAME = {
     "early_stopping": r"^epoch .*",
     "effective_batch": r"^losses .*",
     "language_model": r"^epoch .*",
+    "pipeline_inference": r"^\d+ rows: .*",
     "template": r"^epoch .*",
 }
 

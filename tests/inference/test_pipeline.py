@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -37,6 +39,20 @@ def test_the_output_is_that_of_the_plain_model(ranks, world):
     total = results[0][3]
     assert sum(held for _, _, held, _ in results) == total, "every weight is held once"
     assert max(held for _, _, held, _ in results) < total or world == 1
+
+
+def test_weights_of_other_stages_are_freed(ranks):
+    def run() -> list[str]:
+        model = fixed(Tower())
+        weights = {name: weakref.ref(one) for name, one in model.named_parameters() if name.endswith("weight")}
+        model = prepare_pippy(model, ["layers.4"], example_args=(torch.ones(4, 4).double(),))
+        model(torch.ones(4, 4).double())
+        gc.collect()
+        return [name for name, one in weights.items() if one() is not None]
+
+    first, second = ranks(2).run(run)
+    assert first == ["first.weight", "layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.weight"]
+    assert second == ["layers.4.weight", "layers.5.weight", "head.weight"]
 
 
 def test_one_process_runs_the_plain_model_and_opens_no_group():

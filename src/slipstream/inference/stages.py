@@ -88,7 +88,7 @@ class Pipeline:
         except Exception as error:  # the others must hear of it, whatever it is
             raise refuse(channel, state.limits, _TRACE, error) from error.__cause__
         text = f"{batch.form} {rows} {[sorted(names) for names in traced.names]} {traced.wires} {traced.shapes}"
-        with channel.turn(Call(_TRACE, text, call_site(), lambda: text), state.limits) as turn:
+        with channel.turn(Call(_TRACE, text, call_site(), lambda: f"{_TRACE} {text}"), state.limits) as turn:
             turn.exchange(Body())
         return _Program(traced, state.process_index, state.device)
 
@@ -132,7 +132,7 @@ class Pipeline:
         except ConfigError as error:
             raise refuse(state.channel(), state.limits, _STEP, error) from None
         text = f"{batch.rows} rows of {batch.form}"
-        with state.channel().turn(Call(_STEP, text, call_site(), lambda: text), state.limits) as turn:
+        with state.channel().turn(Call(_STEP, text, call_site(), lambda: f"{_STEP} {text}"), state.limits) as turn:
             turn.exchange(Body())
         if batch.needs_gradients:
             self._logger.warning_once("a pipeline is for inference: its output carries no gradients, although an input asks for them")

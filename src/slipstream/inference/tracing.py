@@ -12,11 +12,13 @@ stage to stage is made contiguous, as it has to be to be sent.
 from __future__ import annotations
 
 import operator
+import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.pipelining import Pipe, pipe_split, pipeline
 
 from slipstream.comm import tree
+from slipstream.comm.sites import is_ours, spell
 from slipstream.errors import ConfigError
 from slipstream.inference.batches import PLAIN, Batch
 
@@ -123,6 +126,8 @@ def trace(model: torch.nn.Module, batch: Batch, rows: int, device: torch.device,
         try:
             pipe: Pipe = pipeline(program, tuple(examples))
         except Exception as error:  # whatever the tracer met: it says so in many ways, and all mean the same
+            if given:
+                _output(given[-1], rows)  # the model ran to its end: what it gives may be the reason
             raise ConfigError(_untraceable(model, error)) from error
     _check_count(pipe, model, points, split)
     frame, is_tensor, shapes = _output(given[-1], rows)
@@ -236,10 +241,17 @@ def _untraceable(model: torch.nn.Module, error: Exception) -> str:
     cause = error.__cause__ or error
     reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
     return (
-        f"{type(model).__name__} cannot be cut into stages, as torch's tracer stopped in its forward: {type(cause).__name__}: {reason}\n"
+        f"{type(model).__name__} cannot be cut into stages, as torch's tracer stopped{_place(cause)}: {type(cause).__name__}: {reason}\n"
         "A forward that is traced may not look at the values of tensors (`if mask.any()`, `x.item()`, `x.tolist()`), nor change the "
         "model: use torch.where, or decide outside of the model. Arguments that do not fit the model end here too."
     )
+
+
+def _place(error: BaseException) -> str:
+    """The line of the model at which an error was raised."""
+    inside = os.path.dirname(torch.__file__) + os.sep
+    frames = [frame for frame in extract_tb(error.__traceback__) if not is_ours(frame.filename) and not frame.filename.startswith(inside)]
+    return f" at {spell(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name)}" if frames else " in its forward"
 
 
 def _check_count(pipe: Pipe, model: torch.nn.Module, points: Sequence[str], reached: set[torch.nn.Module]) -> None:
@@ -281,8 +293,8 @@ def _output(output: Any, rows: int) -> tuple[Any, list[bool], list[tuple[torch.S
 def _run_as_code(stage: torch.nn.Module) -> None:
     """The parts of a stage run as the Python that was made of them; torch would walk their graphs, which takes five times as long."""
     for part in stage.modules():
-        if hasattr(part, "_run_with_interpreter"):
-            part._run_with_interpreter = False
+        if "_run_with_interpreter" in vars(part):
+            vars(part)["_run_with_interpreter"] = False
 
 
 def _wires(graph: torch.fx.Graph, modules: Sequence[Any]) -> list[str]:
