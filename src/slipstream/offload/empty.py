@@ -2,27 +2,46 @@
 
 What this promises: parameters keep their class, their attributes and `requires_grad`; weights that are tied stay tied; whatever happens
 inside, afterwards torch is as it was; contexts can be nested, where the inner one wins. Only the thread that entered the context is
-affected: the hooks that torch runs when a module gets a parameter ask for the thread, and the mode for factory functions is a thread's
-own. What it costs: a parameter goes to the device before it is initialised, so initialising costs nothing on meta.
+affected: the hooks that torch runs when a module gets a tensor ask for the thread, and modes for torch functions are a thread's own.
 
-With `include_buffers=False` (the default) buffers that a constructor computes keep their values, on the device where they were made.
-With `include_buffers=True` everything that factory functions make is on the device from the start.
+With `include_buffers=True` everything that factory functions make is on the device from the start. With `include_buffers=False` (the
+default) a parameter goes to the device when its module gets it, before it is initialised, and everything else keeps the values that
+the constructor computes, where they were made. So that even then no memory is taken for weights that go to meta, a large tensor from
+`torch.empty`, `zeros`, `randn` and the like is at first only promised: it is made when something other than its shape is asked for, when
+it becomes a buffer, or at the end of the context if it is still there; a parameter made of it asks for nothing.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["init_empty_weights", "init_on_device"]
+
+_FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+_open_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+_swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+_LARGE: Final = 2**20
+"""Bytes from which on a tensor is worth a promise."""
+_TENSOR: Any = torch.Tensor
+_ABOUT_SHAPES: Final = frozenset(
+    {getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "nbytes", "itemsize")}
+    | {getattr(_TENSOR, name) for name in ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "__len__")}
+)
+"""What can be asked of a tensor without making it."""
 
 
 @contextmanager
@@ -30,9 +49,9 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Build a model whose parameters (and, with `include_buffers`, everything else too) have shapes and types but take no memory.
 
     >>> with init_empty_weights():
-    ...     model = nn.Linear(1000, 1000)
+    ...     model = nn.Linear(100_000, 100_000)
     >>> model.weight.is_meta, model.weight.shape
-    (True, torch.Size([1000, 1000]))
+    (True, torch.Size([100000, 100000]))
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -47,23 +66,82 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     >>> model.weight.device
     device(type='cpu')
     """
-    mover = _Mover(torch.device(device))
+    mover = _Mover(torch.device(device), bool(include_buffers))
     with ExitStack() as stack:
-        if include_buffers:
-            stack.enter_context(mover.device)
-            stack.callback(register_module_buffer_registration_hook(mover.buffer).remove)
+        stack.enter_context(mover.alone())
         stack.callback(register_module_parameter_registration_hook(mover.parameter).remove)
+        stack.callback(register_module_buffer_registration_hook(mover.buffer).remove)
+        stack.enter_context(mover)
         yield
+        mover.keep_promises()
 
 
-class _Mover:
-    """What happens when a module of this thread gets a tensor."""
+class _Mover(TorchFunctionMode):
+    """What happens to the tensors that this thread makes, and when a module of it gets one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, everything: bool) -> None:
+        super().__init__()
         self.device = device
+        self.everything = everything
         self.thread = threading.get_ident()
+        self.shadowed = False
+        """Whether a context inside this one is open, which has the say then."""
+        self.factories: Any = DeviceContext(device).__torch_function__
         self.moved = WeakTensorKeyDictionary()
         """What became of a tensor, so that one that is registered twice stays one."""
+        self.promises: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[], torch.Tensor]]] = {}
+        """Tensors on meta that stand for real ones, by identity, and how to make those."""
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this one is open, those around it in the same thread do nothing."""
+        around = [mode for mode in _open_modes() if isinstance(mode, _Mover) and not mode.shadowed]
+        for mode in around:
+            mode.shadowed = True
+        try:
+            yield
+        finally:
+            for mode in around:
+                mode.shadowed = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.shadowed:
+            return func(*args, **kwargs)
+        if self.everything:
+            return self.factories(func, types, args, kwargs)
+        if func in _FACTORIES and self.device.type == "meta":
+            return self._promised(func, args, kwargs)
+        if self.promises and func not in _ABOUT_SHAPES:
+            for one in tree_leaves((args, kwargs)):
+                self._keep(one)
+        return func(*args, **kwargs)
+
+    def _promised(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """A tensor of the shape that is asked for, on meta if it is large."""
+        plain = all(kwargs.get(key) is None for key in ("out", "generator")) and not kwargs.get("pin_memory")
+        if plain and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            tensor = func(*args, **{**kwargs, "device": self.device})
+            if type(tensor) is torch.Tensor and tensor.nbytes >= _LARGE:
+                number = id(tensor)
+                gone = weakref.ref(tensor, lambda _: self.promises.pop(number, None) and None)
+                self.promises[number] = gone, partial(func, *args, **kwargs)
+                return tensor
+        result: torch.Tensor = func(*args, **kwargs)
+        return result
+
+    def _keep(self, tensor: Any) -> None:
+        """If this is a promise, make it what it stands for."""
+        if id(tensor) in self.promises:
+            make = self.promises.pop(id(tensor))[1]
+            with self.alone():  # nothing is promised again
+                real = make()
+            _swap(tensor, real)
+
+    def keep_promises(self) -> None:
+        """Make all that is left: someone has kept it, outside of any parameter or buffer."""
+        for tensor in [one() for one, _ in self.promises.values()]:
+            self._keep(tensor)
 
     def parameter(self, module: nn.Module, name: str, parameter: Any) -> Any:
         """The parameter to register instead; None for the one given."""
@@ -71,10 +149,16 @@ class _Mover:
 
     def buffer(self, module: nn.Module, name: str, buffer: Any) -> Any:
         """The buffer to register instead; None for the one given."""
-        return self._instead(buffer, torch.Tensor.to)
+        if self.everything:
+            return self._instead(buffer, torch.Tensor.to)
+        if not self.shadowed and threading.get_ident() == self.thread:
+            self._keep(buffer)
+        return None
 
     def _instead(self, tensor: Any, move: Any) -> Any:
-        if tensor is None or tensor.device == self.device or threading.get_ident() != self.thread:
+        if tensor is None or self.shadowed or threading.get_ident() != self.thread:
+            return None
+        if tensor.device == self.device or tensor.is_meta:  # there is nothing to take from meta
             return None
         if tensor not in self.moved:
             self.moved[tensor] = move(tensor, self.device)

@@ -4,7 +4,8 @@
 memory, then disk. The items in memory and on disk are offloaded: they run on the *main* room, the first that computes and holds an item,
 and one after the other they are brought there. So the main room keeps free what the largest offloaded layer takes, and holds those buffers
 of offloaded items that are not brought in each time. Where no computing room holds anything, main memory is the main room, and only
-what is on disk is offloaded. If nothing is offloaded, nothing is kept free.
+what is on disk is offloaded. If nothing is offloaded, nothing is kept free. Only if no packing has such a main room, the first room that is
+large enough for the largest layer is the main one and holds no item: all of them pass through it.
 
 **In order** (`pack`): every room holds items that follow each other, and rooms are used in their order. Of all such packings that fit, the
 best has the most bytes in the first room, of those the most in the second, and so on. It is found exactly: a longer run in an earlier room
@@ -20,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 __all__ = ["Item", "Kind", "NoRoom", "Packing", "Room", "loads", "pack"]
 
@@ -97,7 +98,7 @@ def pack(items: Sequence[Item], rooms: Sequence[Room], fallback: bool = False) -
         found.append(_InOrder(items, rooms).best())
     except NoRoom as error:
         trouble = error
-    if fallback and (trouble or _offloads(found[0], rooms)):
+    if fallback and (trouble or any(found[0].places)):  # in the first room alone, nothing can be better
         found += _anyhow(items, rooms)
     if trouble and not found:
         raise trouble
@@ -114,10 +115,6 @@ def loads(packing: Packing, items: Sequence[Item], rooms: Sequence[Room]) -> lis
 
 def _offloaded(place: int, main: int, rooms: Sequence[Room]) -> bool:
     return rooms[place].kind == "disk" or (rooms[place].kind == "memory" and place != main)
-
-
-def _offloads(packing: Packing, rooms: Sequence[Room]) -> bool:
-    return any(_offloaded(place, packing.main, rooms) for place in packing.places)
 
 
 # --- in order ----------------------------------------------------------------------------------------------------------------
@@ -141,17 +138,18 @@ class _InOrder:
         if ends[-1] == self.count:
             return self._packing(self.computing, ends, self.computing[0] if self.computing else 0)
         candidates = self.computing + [number for number in self.after if self.rooms[number].kind == "memory"]
-        for main in candidates:
-            end = self._longest_with_room(main)
-            if end:
-                return self._with_main(main, end)
-        for main in candidates:  # nothing can stay anywhere near: all of it passes through the first room that is large enough
-            if self._kept_free(0) <= self.rooms[main].cap:
-                return self._with_main(main, 0)
         if not candidates:
             raise ValueError("there is no room in which anything could run")
+        trouble = None
+        holding = ((main, end) for main in candidates if (end := self._longest_with_room(main)))
+        passing = ((main, 0) for main in candidates if self._kept_free(0) <= self.rooms[main].cap)
+        for main, end in chain(holding, passing):
+            try:
+                return self._with_main(main, end)
+            except NoRoom as error:
+                trouble = trouble or error
         nearest = max(candidates, key=lambda number: self.rooms[number].cap)
-        raise NoRoom(nearest, self._kept_free(0) - self.rooms[nearest].cap)
+        raise trouble or NoRoom(nearest, self._kept_free(0) - self.rooms[nearest].cap)
 
     def _longest_with_room(self, main: int) -> int:
         """How many items the room can hold if it is the main one, with what that needs; those before it hold none."""

@@ -326,9 +326,11 @@ def _tell_unused(problem: _Problem, packing: Packing) -> None:
     used = set(packing.places)
     last = max(used, default=-1)
     unused = [number for number, room in enumerate(problem.rooms) if room.kind == "computes" and number < last and number not in used]
+    unused = [number for number in unused if number != packing.main]
     for number in unused:
         device, first = problem.devices[number], problem.groups[0]
+        beside = " beside what running offloaded layers needs" if first.size <= problem.rooms[number].cap else ""
         get_logger(__name__).warning(
-            f"Device {device} is not used: with {problem.rooms[number].capacity} bytes it cannot hold {first.name or 'the model'} "
-            f"({first.size} bytes) and what running offloaded layers needs. Give it more in max_memory, or leave it out."
+            f"Device {device} is not used: its {problem.rooms[number].capacity} bytes are too few for {first.name or 'the model'} "
+            f"({first.size} bytes){beside}. Give it more in max_memory, or leave it out."
         )

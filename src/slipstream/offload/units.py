@@ -1,8 +1,9 @@
 """A model as a list of pieces that cannot be divided, in the order of definition, and as groups of pieces that go together.
 
 A piece is a module without children, one of a class that must not be split, one of torch's own that computes with the weights of its
-children itself, or a tensor that a divided module holds directly. Pieces that share a parameter (or are one module under two names) form
-a group, which goes where its first piece goes and whose shared weights count once. Every tensor of the model is in exactly one piece.
+children itself (they could not be on different devices), or a tensor that a divided module holds directly. Pieces that share a parameter,
+or are one module under two names, form a group, which goes where its first piece goes and whose shared weights count once. Every tensor
+of the model is in exactly one piece.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from slipstream.offload.sizes import Sizer, parts_of
 from slipstream.offload.tied import identity_of
@@ -21,7 +21,8 @@ from slipstream.offload.tied import identity_of
 __all__ = ["Group", "Piece", "Units", "units_of"]
 
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""They hand the weights of their children to one function, so the children cannot be on different devices."""
+"""They hand the weights of their children to one function, so the children cannot be on different devices; so do modules whose weights
+are computed (`torch.nn.utils.parametrize`)."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,12 @@ class _Walk:
             return
         shared: dict[Hashable, int] = {}
         buffers = 0
-        if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter):
-            buffers = self.bytes_of(name, one)
-            shared["buffer", id(owner), name.rpartition(".")[2]] = buffers
-        else:
+        if isinstance(one, nn.Module):
             buffers = self._gather(name, one, shared)
+        elif isinstance(one, nn.Parameter):
+            shared[identity_of(one)] = self.bytes_of(name, one)
+        else:
+            buffers = shared["buffer", id(owner), name.rpartition(".")[2]] = self.bytes_of(name, one)
         order = len(self.pieces) + len(self.hollow)
         if not shared:
             self.hollow[name] = order
@@ -86,30 +88,26 @@ class _Walk:
     def _divided(self, module: nn.Module) -> bool:
         if not module._modules or type(module).__name__ in self.whole:
             return False
-        return not isinstance(module, _WHOLE) and not is_parametrized(module)
+        return not isinstance(module, _WHOLE) and "parametrizations" not in module._modules
 
-    def _gather(self, name: str, one: Any, shared: dict[Hashable, int]) -> int:
+    def _gather(self, name: str, one: nn.Module, shared: dict[Hashable, int]) -> int:
         """Put what is below into `shared`; the bytes of buffers among it.
 
         A buffer belongs to its module: two modules with one buffer get one each as soon as they are moved.
         """
-        if isinstance(one, torch.Tensor):
-            shared.setdefault(identity_of(one), self.bytes_of(name, one))
-            return 0
         start = f"{name}." if name else ""
         buffers = 0
-        own = 0
-        for group in (one._parameters, one._buffers, one._modules):
-            for part, inner in group.items():
-                if inner is None:
-                    continue
-                if group is one._buffers:
-                    own += self.bytes_of(start + part, inner)
-                else:
-                    buffers += self._gather(start + part, inner, shared)
-        if one._buffers and ("module", id(one)) not in shared:
-            shared["module", id(one)] = own
-            buffers += own
+        for part, parameter in one._parameters.items():
+            if parameter is not None:
+                shared.setdefault(identity_of(parameter), self.bytes_of(start + part, parameter))
+        for part, buffer in one._buffers.items():
+            key = ("buffer", id(one), part)
+            if buffer is not None and key not in shared:
+                shared[key] = self.bytes_of(start + part, buffer)
+                buffers += shared[key]
+        for part, child in one._modules.items():
+            if child is not None:
+                buffers += self._gather(start + part, child, shared)
         return buffers
 
 
@@ -160,5 +158,5 @@ def _group(numbers: list[int], walk: _Walk) -> Group:
     together: dict[Any, int] = {}
     for number in numbers:
         together |= walk.shares[number]
-    buffers = sum(size for key, size in together.items() if isinstance(key, tuple) and key and key[0] in ("buffer", "module"))
+    buffers = sum(size for key, size in together.items() if isinstance(key, tuple) and key[0] == "buffer")
     return Group(pieces, sum(together.values()), buffers)
