@@ -117,10 +117,10 @@ class Journal:
 def checked_result(result: Any, index: int, path: Path) -> Any:
     """The result itself, if it is plain JSON data; else an error that says where it is not.
 
-    >>> checked_result({"scores": [1, (2, 3)]}, 7, Path("results.jsonl"))
+    >>> checked_result({"scores": [1, float("nan")]}, 7, Path("a.jsonl"))
     Traceback (most recent call last):
         ...
-    TypeError: the result of item 7 cannot be kept in results.jsonl: result['scores'][1] is a tuple, ... write list(...) around it
+    TypeError: the result of item 7 cannot be kept in a.jsonl: result['scores'][1] is nan, for which JSON has no number; give None or a text
     """
     trouble = _objection(result, "result")
     if trouble is None:
@@ -138,7 +138,7 @@ def _objection(value: Any, where: str) -> str | None:
             return f"{where} has the key {odd!r}, and keys of JSON are text; write str(...) around it"
         return next(filter(None, (_objection(item, f"{where}[{key!r}]") for key, item in value.items())), None)
     if kind is float and value - value != 0:
-        return f"{where} is {value}, which JSON has no number for; give None or a text in its place"
+        return f"{where} is {value}, for which JSON has no number; give None or a text"
     if kind in _PLAIN:
         return None
     ways = {"Tensor": ".tolist() or .item()", "ndarray": ".tolist()", "tuple": "list(...) around it"}

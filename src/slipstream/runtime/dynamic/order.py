@@ -5,9 +5,10 @@
   padding. Equal costs keep the order of the input.
 * A **unit** is what is handed out at once to the user's code: one item, or a batch. Units are cut from the order, all of the same size
   but the last.
-* A **claim** is how many units a process takes in one request. `Pace` makes it worth about five milliseconds of work, or half a percent of
-  the time that has passed, so that requests cost little where items are tiny and claims are single units where they are not; and
-  never more than its share of half of what is left, so that claims shrink to single units towards the end.
+* A **claim** is how many units a process takes in one request. `Pace` makes it worth about ten milliseconds of work, fifty times what
+  a request takes, or one percent of the time that has passed, whatever is most; so requests cost little where items are tiny, and
+  claims are single units where they are not. It is never more than its share of half of what is left, so that claims shrink to single
+  units towards the end.
 
 What this never does: read an item, look at a clock, or talk to another process.
 """
@@ -73,9 +74,10 @@ class Units(Sequence[Sequence[int]]):
         return -(-len(self.order) // self.size)
 
     def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
+        found = self.order[number * self.size : (number + 1) * self.size]
+        if not found:
             raise IndexError(number)
-        return self.order[number * self.size : (number + 1) * self.size]
+        return found
 
 
 class Pace:
@@ -86,27 +88,35 @@ class Pace:
     1
     >>> pace.took(units=1, seconds=0.001)
     >>> [pace.wanted(left, elapsed=0.1) for left in (1000, 16, 3)]
-    [5, 4, 1]
+    [10, 4, 1]
     """
 
-    LEAST = 0.005
+    LEAST = 0.01
     """Seconds of work that a request should bring: some hundred times what it costs itself."""
     MOST = 1.0
-    SHARE = 1 / 200
+    TIMES = 50
+    """How much more work than the request itself takes."""
+    SHARE = 1 / 100
     """Of the time that has passed, what a claim may be worth in long runs; so much may be lost at the end."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._seconds = math.inf
         """What a unit took of late."""
+        self._request = 0.0
+        """And what a request took."""
 
     def took(self, units: int, seconds: float) -> None:
         """So many units took so long."""
         now = seconds / max(1, units)
         self._seconds = now if math.isinf(self._seconds) else (self._seconds + now) / 2
 
+    def waited(self, seconds: float) -> None:
+        """A request took so long."""
+        self._request = (3 * self._request + seconds) / 4
+
     def wanted(self, left: int, elapsed: float) -> int:
         """How many units to ask for, when so many are left for all processes and the work has gone on for so many seconds."""
-        worth = min(self.MOST, max(self.LEAST, elapsed * self.SHARE))
+        worth = min(self.MOST, max(self.LEAST, elapsed * self.SHARE, self.TIMES * self._request))
         fair = left // (2 * self._world_size)
         return max(1, min(fair, int(worth / max(self._seconds, 1e-9))))

@@ -2,12 +2,14 @@
 
 `Shared` keeps it in the rendezvous store, below a prefix of its own for each piece of work:
 
-* `next` is a counter. Taking units is one atomic addition, about twenty microseconds on one machine. A process that fails adds a number
-  beyond all units, so that the next claim of everybody else meets the end of the queue and reads `failure`.
+* `counts` is a counter: units that were taken in its lower half, items that are finished in its upper half. One atomic addition takes units
+  and tells what was finished before: a single request for each turn, some ten microseconds on one machine. A process that fails adds a
+  number beyond all units, so that the next claim of everybody else meets the end of the queue and reads `failure`.
 * `holds/RANK` says what a rank has claimed and not reported yet; written right after a claim, without waiting for an answer.
-* `result/RANK/NUMBER` is a report: some finished units with their results, in pieces that the store takes. It counts once it stands
-  in `log`, to which one short entry is appended after the pieces; so a report is there completely or not at all, and all processes
-  read the reports in the same order. Where a unit is reported twice, the first counts, for everybody.
+* `log` is appended to, without waiting either: one entry for each report of some finished units, with their results. Results of more
+  than a few kilobytes go to `results/RANK/VOLUME` first, and the entry says where. So a report counts completely or not at all, and all
+  processes read the reports in the same order. Where a unit is reported twice, the first counts, for everybody. The log is read at the
+  end, and when somebody is gone.
 * `owner/UNIT` decides who takes over a unit whose holder is gone: whoever changes it first from the former owner, in one atomic request.
 
 A unit is taken over if it is in no report and no living rank holds it, in two looks after each other, while somebody is gone. A
@@ -18,10 +20,11 @@ process that was only silent and comes back has then worked for nothing, and not
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from slipstream.errors import PeerLostError
@@ -30,13 +33,17 @@ from slipstream.runtime.dynamic.others import LEFT, Others
 
 __all__ = ["Alone", "Queue", "Report", "Shared"]
 
-_CLOSED = 1 << 40
+_ITEMS = 32
+"""Where the upper half of the counter begins."""
+_CLOSED = 1 << 31
 """Beyond the number of any unit."""
 _PIECE = 4 << 20
-"""Bytes of one value; torch's store refuses more than twice that."""
+"""Bytes of one request; torch's store refuses more than twice that."""
+_VOLUME = 64 << 20
+"""Bytes of results in one value; a new one is begun beyond that."""
+_INLINE = 4096
+"""Bytes of results that stand in the log itself."""
 _LOOK_EVERY = 0.25
-_ENTRY = 24
-"""Characters of an entry of the log: rank, number and pieces, eight hexadecimal digits each."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,11 @@ class Report:
     """Some finished units, as one process reported them."""
 
     rank: int
-    body: bytes
+    units: tuple[int, ...]
+    body: bytes | None
+    """The results; None where they stand elsewhere."""
+    place: tuple[int, int, int] = (0, 0, 0)
+    """Where that is: volume, first byte, length."""
 
 
 class Queue(Protocol):
@@ -59,16 +70,19 @@ class Queue(Protocol):
     def hold(self, units: Sequence[int]) -> None:
         """Says what this process has claimed and not reported."""
 
-    def report(self, body: bytes, items: int) -> None:
-        """Tells everybody that units are finished, with so many items."""
+    def report(self, units: Sequence[int], body: bytes, items: int) -> None:
+        """Tells everybody that units are finished, so many items, with their results; the items are counted with the next `take`."""
 
-    def reports(self) -> Iterator[Report]:
+    def reports(self) -> list[Report]:
         """The reports of all processes that were not given out before, in the order that all processes see."""
+
+    def bodies(self, reports: Sequence[Report]) -> Iterator[bytes]:
+        """The results of these reports, which are all there are."""
 
     def finished_items(self) -> int:
         """How many items are reported; more than there are where some were worked on twice."""
 
-    def take_over(self, unfinished: Sequence[int], most: int) -> list[int]:
+    def take_over(self, unfinished: Callable[[], Sequence[int]], most: int) -> list[int]:
         """Claims up to `most` of the units that nobody works on any more."""
 
     def gone(self) -> dict[int, str]:
@@ -102,9 +116,9 @@ class Alone:
     >>> queue = Alone()
     >>> queue.take(2), queue.take(1)
     (0, 2)
-    >>> queue.report(b"both", items=2)
-    >>> [report.body for report in queue.reports()], queue.finished_items()
-    ([b'both'], 2)
+    >>> queue.report([0, 1, 2], b"three", items=3)
+    >>> [report.units for report in queue.reports()], queue.finished_items()
+    ([(0, 1, 2)], 3)
     """
 
     rank = 0
@@ -122,18 +136,22 @@ class Alone:
     def hold(self, units: Sequence[int]) -> None:
         """Nobody asks."""
 
-    def report(self, body: bytes, items: int) -> None:
-        self._reports.append(Report(0, body))
+    def report(self, units: Sequence[int], body: bytes, items: int) -> None:
+        self._reports.append(Report(0, tuple(units), body))
         self._items += items
 
-    def reports(self) -> Iterator[Report]:
+    def reports(self) -> list[Report]:
         fresh, self._reports = self._reports, []
-        yield from fresh
+        return fresh
+
+    def bodies(self, reports: Sequence[Report]) -> Iterator[bytes]:
+        for report in reports:
+            yield report.body or b""
 
     def finished_items(self) -> int:
         return self._items
 
-    def take_over(self, unfinished: Sequence[int], most: int) -> list[int]:
+    def take_over(self, unfinished: Callable[[], Sequence[int]], most: int) -> list[int]:
         return []
 
     def gone(self) -> dict[int, str]:
@@ -173,13 +191,14 @@ class Shared:
         self._store: Any = PrefixStore(f"dynamic/{name}", store)
         self._others = Others(store, rank, world_size)
         self._gone: dict[int, str] = {}
-        self._own: list[bytes] = []
+        self._own: list[bytearray] = []
+        self._uncounted = 0
         self._read = 0
         self._suspects: set[int] = set()
         self._next_look = 0.0
         self.hold([])
         self._job.set(bearing_key(rank), "1")
-        self._ask(self._store.add, "next", 0)  # waits for an answer: from here on the launcher knows
+        self.take(0)  # waits for an answer: from here on the launcher knows
 
     def _ask(self, request: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -191,53 +210,75 @@ class Shared:
             ) from None
 
     def take(self, most: int) -> int:
-        return int(self._ask(self._store.add, "next", most)) - most
+        return self._count(most) % (1 << _ITEMS) - most
+
+    def _count(self, most: int) -> int:
+        items, self._uncounted = self._uncounted, 0
+        return int(self._ask(self._store.add, "counts", most + (items << _ITEMS)))
 
     def hold(self, units: Sequence[int]) -> None:
         self._ask(self._store.set, f"holds/{self.rank}", _spelled(units))
 
-    def report(self, body: bytes, items: int) -> None:
-        number = len(self._own)
-        pieces = -(-len(body) // _PIECE)
-        for piece in range(pieces):
-            value = body[piece * _PIECE : (piece + 1) * _PIECE]
-            self._ask(self._store.set, f"result/{self.rank}/{number}/{piece}", value)
-        self._own.append(body)
-        self._ask(self._store.append, "log", f"{self.rank:08x}{number:08x}{pieces:08x}")
-        self._ask(self._store.add, "items", items)
+    def report(self, units: Sequence[int], body: bytes, items: int) -> None:
+        entry = f"{self.rank} {len(body)} {_spelled(units)}\n".encode()
+        if len(body) <= _INLINE:
+            self._ask(self._store.append, "log", b"= " + entry + body)
+        else:
+            self._ask(self._store.append, "log", self._shelve(body) + entry)
+        self._uncounted += items
+
+    def _shelve(self, body: bytes) -> bytes:
+        """Writes results to a volume of this rank; where they stand, for the log."""
+        if not self._own or len(self._own[-1]) > _VOLUME:
+            self._own.append(bytearray())
+        volume, start = len(self._own) - 1, len(self._own[-1])
+        for piece in range(0, len(body), _PIECE):
+            self._ask(self._store.append, f"results/{self.rank}/{volume}", body[piece : piece + _PIECE])
+        self._own[-1] += body
+        return f"{volume}/{start} ".encode()
 
     def finished_items(self) -> int:
-        return int(self._ask(self._store.add, "items", 0))
+        return self._count(0) >> _ITEMS
 
-    def _log(self, start: int) -> list[tuple[int, int, int]]:
+    def reports(self) -> list[Report]:
         if not self._ask(self._store.check, ["log"]):
             return []
-        text = self._ask(self._store.get, "log").decode()
-        entries = [text[place : place + _ENTRY] for place in range(start * _ENTRY, len(text), _ENTRY)]
-        return [(int(entry[:8], 16), int(entry[8:16], 16), int(entry[16:], 16)) for entry in entries]
+        log: bytes = self._ask(self._store.get, "log")
+        found: list[Report] = []
+        while self._read < len(log):
+            end = log.index(b"\n", self._read) + 1
+            report, inline = _report(log[self._read : end].decode())
+            self._read = end + inline
+            found.append(replace(report, body=log[end : self._read]) if inline else report)
+        return found
 
-    def reports(self) -> Iterator[Report]:
-        for rank, number, pieces in self._log(self._read):
-            self._read += 1
-            yield Report(rank, self._own[number] if rank == self.rank else self._body(rank, number, pieces))
-
-    def _body(self, rank: int, number: int, pieces: int) -> bytes:
-        keys = [f"result/{rank}/{number}/{piece}" for piece in range(pieces)]
-        return b"".join(self._ask(self._store.get, key) for key in keys)
+    def bodies(self, reports: Sequence[Report]) -> Iterator[bytes]:
+        volumes: dict[tuple[int, int], bytes | bytearray] = {(self.rank, number): own for number, own in enumerate(self._own)}
+        last = {(report.rank, report.place[0]): place for place, report in enumerate(reports) if report.body is None}
+        for place, report in enumerate(reports):
+            if report.body is not None:
+                yield report.body
+                continue
+            volume, start, length = report.place
+            key = report.rank, volume
+            if key not in volumes:
+                volumes[key] = self._ask(self._store.get, f"results/{report.rank}/{volume}")
+            yield bytes(volumes[key][start : start + length])
+            if last[key] == place:
+                del volumes[key]
 
     def gone(self) -> dict[int, str]:
         return dict(self._gone)
 
-    def take_over(self, unfinished: Sequence[int], most: int) -> list[int]:
+    def take_over(self, unfinished: Callable[[], Sequence[int]], most: int) -> list[int]:
         holds = self._holds()
         gone = self._ask(self._others.gone, holds)
         self._say(gone)
         self._gone = gone
         if not gone:
-            self._suspects = set()
             return []
         held = {unit for rank, text in holds.items() if rank not in gone for unit in _read(text)}
-        free = [unit for unit in unfinished if unit not in held]
+        free = [unit for unit in unfinished() if unit not in held]
         sure, self._suspects = [unit for unit in free if unit in self._suspects], set(free)
         won: list[int] = []
         for unit in sure:
@@ -271,12 +312,13 @@ class Shared:
         return str(self._ask(self._store.get, "failure").decode())
 
     def fail(self, reason: str) -> None:
-        self._ask(self._store.compare_set, "failure", "", reason)
-        self._ask(self._store.add, "next", _CLOSED)
+        if self._ask(self._store.compare_set, "failure", "", reason).decode() == reason:  # once: more would flow into the upper half
+            self.take(_CLOSED)
 
     def leave(self, *, early: bool) -> None:
-        self._job.set(bearing_key(self.rank), "0")
-        self._store.set(f"holds/{self.rank}", LEFT if early else "")
+        with contextlib.suppress(RuntimeError):  # a store that is gone has nobody waiting at it
+            self._job.set(bearing_key(self.rank), "0")
+            self._store.set(f"holds/{self.rank}", LEFT if early else "")
 
     def is_first(self) -> bool:
         lower = range(self.rank)
@@ -295,9 +337,26 @@ class Shared:
         """The last one to come removes what lies in the store; with a process gone nobody is the last, and it lies there until the end."""
         if self._ask(self._store.add, "read", 1) < self.world_size:
             return
-        for rank, number, pieces in self._log(0):
-            for piece in range(pieces):
-                self._ask(self._store.delete_key, f"result/{rank}/{number}/{piece}")
+        self._read = 0
+        for rank, volume in {(report.rank, report.place[0]) for report in self.reports() if report.body is None}:
+            self._ask(self._store.delete_key, f"results/{rank}/{volume}")
+        self._ask(self._store.delete_key, "log")
+
+
+def _report(entry: str) -> tuple[Report, int]:
+    """What an entry of the log says, and how many bytes of results follow it.
+
+    >>> _report("= 1 120 4-6 9-9")
+    (Report(rank=1, units=(4, 5, 6, 9), body=None, place=(0, 0, 0)), 120)
+    >>> _report("2/300 1 9000 4-4")
+    (Report(rank=1, units=(4,), body=None, place=(2, 300, 9000)), 0)
+    """
+    where, rank, length, *spans = entry.split()
+    units = tuple(_read(" ".join(spans)))
+    if where == "=":
+        return Report(int(rank), units, None), int(length)
+    volume, start = where.split("/")
+    return Report(int(rank), units, None, (int(volume), int(start), int(length))), 0
 
 
 def _spelled(units: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ in the middle, all raise, and name the item. Nothing here is a collective, so a 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from slipstream.runtime.dynamic.bar import Bar, Hidden
 from slipstream.runtime.dynamic.items import Items
 from slipstream.runtime.dynamic.journal import Unwritten, Writer
 from slipstream.runtime.dynamic.order import Pace, Units
-from slipstream.runtime.dynamic.queue import Queue
+from slipstream.runtime.dynamic.queue import Queue, Report
 
 __all__ = ["Settled", "Work"]
 
@@ -73,9 +74,14 @@ class Work:
         self._pace = Pace(queue.world_size)
         self._began = time.monotonic()
         self._unit: int | None = None
+        self._positions: Sequence[int] = ()
         self._item: Any = None
         self._result: Any = _NOTHING
-        self._unreported: list[list[Any]] = []
+        self._reports: list[Report] = []
+        """Those of all processes, as far as they are known; whose results are read at the end."""
+        self._finished: dict[int, Any] = {}
+        """Units that are not reported yet, with their results."""
+        self._finished_items = 0
         self._left = len(units)
         self._state = "new"
         """new · open (the loop runs) · complete · ended (before that)"""
@@ -99,12 +105,13 @@ class Work:
                     self._report()
             self._pace.took(len(units), time.monotonic() - began)
             self._report()
+        self._settle()
         self._state = "complete"
 
     @property
     def indices(self) -> list[int]:
         """Where in the input the item, or the items of the batch, come from that the loop is working on."""
-        return [] if self._unit is None else list(self._units[self._unit])
+        return list(self._positions)
 
     def done(self, result: Any) -> None:
         """The result of what the loop is working on: of the item, or a list with one result for each item of the batch."""
@@ -133,7 +140,7 @@ class Work:
 
     def _hand_out(self, unit: int) -> Any:
         self._unit, self._result = unit, _NOTHING
-        positions = self._units[unit]
+        self._positions = positions = self._units[unit]
         self._item = self._items.several(positions) if self._batches else self._items[positions[0]]
         return self._item
 
@@ -141,19 +148,21 @@ class Work:
         if self._keeps and self._result is _NOTHING:
             raise StateError(f"checkpoint= keeps results, but none was told for {self._where()}: call work.done(result) in the loop")
         assert self._unit is not None
-        self._unreported.append([self._unit, None if self._result is _NOTHING else self._result])
-        self._unit, self._item, self._result = None, None, _NOTHING
+        self._finished[self._unit] = None if self._result is _NOTHING else self._result
+        self._finished_items += len(self._positions)
+        self._unit, self._positions, self._item, self._result = None, (), None, _NOTHING
 
     def _report(self) -> None:
-        finished, self._unreported = self._unreported, []
+        finished, items = self._finished, self._finished_items
+        self._finished, self._finished_items = {}, 0
         if finished:
-            self._queue.report(self._encoded(finished), sum(len(self._units[unit]) for unit, _ in finished))
+            self._queue.report(list(finished), self._encoded(finished), items)
 
-    def _encoded(self, finished: list[list[Any]]) -> bytes:
+    def _encoded(self, finished: dict[int, Any]) -> bytes:
         try:
-            return codec.encode(finished)
+            return codec.encode(list(finished.values()))
         except Exception as error:  # whatever a foreign class raises when it is pickled
-            for unit, results in finished:
+            for unit, results in finished.items():
                 _try_to_send(results, self._units[unit], error)
             raise
 
@@ -163,7 +172,9 @@ class Work:
         """The next units of this process; none when all of all processes are finished."""
         if self._left:
             wanted = self._pace.wanted(self._left, time.monotonic() - self._began)
+            asked = time.monotonic()
             start = self._queue.take(wanted)
+            self._pace.waited(time.monotonic() - asked)
             units = range(start, min(start + wanted, len(self._units)))
             self._left = max(0, len(self._units) - start - wanted)
             if units:
@@ -175,9 +186,8 @@ class Work:
 
     def _last_ones(self) -> Sequence[int]:
         """Waits until everything is finished, or something comes back from a process that is gone."""
-        pause, look = 0.0005, time.monotonic()
+        pause, look = 0.0005, time.monotonic() + _LOOK_EVERY
         self._queue.hold([])
-        self._absorb()
         while len(self._settled.units) < len(self._units):
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
@@ -188,29 +198,36 @@ class Work:
                 continue
             look = time.monotonic() + _LOOK_EVERY
             self.stop_if_another_failed()
-            self._absorb()
-            taken = self._queue.take_over(self._unfinished(), self._pace.wanted(len(self._units), 0.0))
+            taken = self._queue.take_over(self._unfinished, self._pace.wanted(len(self._units), 0.0))
             if taken:
                 self._queue.hold(taken)
                 return taken
         return ()
 
     def _unfinished(self) -> list[int]:
+        self._absorb()
         return [unit for unit in range(len(self._units)) if unit not in self._settled.units]
 
     def _absorb(self) -> None:
-        """Takes in what has been reported since the last time; the first report of a unit counts."""
-        settled = self._settled
-        for report in self._queue.reports():
-            for unit, results in codec.decode(report.body):
-                if unit in settled.units:
+        """Takes in which units have been reported since the last time."""
+        fresh = self._queue.reports()
+        self._reports += fresh
+        self._settled.units.update(unit for report in fresh for unit in report.units)
+
+    def _settle(self) -> None:
+        """Takes in all results; the first report of a unit counts."""
+        settled, known = self._settled, set[int]()
+        for report, body in zip(self._reports, self._queue.bodies(self._reports), strict=True):
+            for unit, results in zip(report.units, codec.decode(body), strict=True):
+                if unit in known:
                     continue
-                settled.units.add(unit)
+                known.add(unit)
                 positions = self._units[unit]
                 settled.order += positions
                 settled.authors.update(dict.fromkeys(positions, report.rank))
                 if results is not None:
                     settled.results.update(zip(positions, results, strict=True))
+        self._reports = []
 
     def stop_if_another_failed(self) -> None:
         """Raises if another process has failed, which ends the work for all."""
@@ -229,7 +246,8 @@ class Work:
         where = f" at {self._where()}" if self._unit is not None else ""
         first = (str(error).strip().splitlines() or [""])[0]
         told = f"{type(error).__name__}: {first}" if first else type(error).__name__
-        self._queue.fail(f"rank {self._queue.rank} failed{where}: {told}")
+        with contextlib.suppress(PeerLostError):  # the store is gone: the error on its way says more
+            self._queue.fail(f"rank {self._queue.rank} failed{where}: {told}")
         if where:
             _remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._advice}")
 
