@@ -46,6 +46,7 @@ class _Placed:
     end: int
     wanted: torch.dtype | None
 
+    @torch.inference_mode(False)  # tensors of that mode could not be weights outside of it
     def tensor(self) -> torch.Tensor:
         return self.file.tensor(self.dtype, self.shape, self.start, self.end)
 
