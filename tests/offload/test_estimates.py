@@ -246,6 +246,24 @@ def test_an_entry_point_is_told_batch_and_length(tmp_path):
     assert next(model.parameters()).is_meta
 
 
+class Rates(nn.Module):
+    """Looks at values while it is made, as models with stochastic depth do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 10)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.layer(rows), self.rates[1])
+
+
+def test_a_model_that_looks_at_values_while_it_is_made_is_made_all_the_same():
+    found = estimate(f"{__file__}:Rates", Settings((KINDS["float32"],), batch_size=4), {})
+    assert found.parameters == 110
+    assert found.training[0].activations is not None
+
+
 def test_a_model_that_needs_values_says_that_it_could_not_be_measured(tmp_path):
     (tmp_path / "made.py").write_text(
         "import torch\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"

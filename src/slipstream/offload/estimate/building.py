@@ -25,6 +25,7 @@ import torch
 
 from slipstream.checkpoint.raw import DTYPES
 from slipstream.errors import ConfigError
+from slipstream.offload.empty import init_empty_weights
 from slipstream.offload.estimate.measure import Inputs
 from slipstream.offload.estimate.parts import Part, Parts
 from slipstream.offload.quiet import quiet
@@ -112,11 +113,20 @@ def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) 
         names = {}  # type: ignore[assignment]
     keywords = {name: value for name, value in known.items() if name in names}
     try:
-        with torch.device("meta"):
-            return function(**keywords)
+        return _without_memory(lambda: function(**keywords))
     except Exception as error:
         said = f"It is called on the meta device, with {keywords or 'no arguments'}."
         raise ConfigError(f"{given} raised {_where(error)}.\n{said}") from error
+
+
+def _without_memory(make: Callable[[], Any]) -> Any:
+    """What a function makes, on the meta device; if it looks at values on the way, with parameters alone on the meta device."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except (RuntimeError, NotImplementedError):
+        with init_empty_weights():
+            return make()
 
 
 def _module(place: str, given: str) -> ModuleType:
@@ -245,11 +255,13 @@ def _built(transformers: Any, config: Any, trust_remote_code: bool) -> torch.nn.
     names = list(getattr(config, "architectures", None) or ())
     kind = getattr(transformers, names[0], None) if names else None
     foreign = [name for name in (getattr(config, "auto_map", None) or {}) if name.startswith("AutoModel")]
-    with torch.device("meta"):
+
+    def make() -> Any:
         if foreign:
-            made: torch.nn.Module = getattr(transformers, foreign[0]).from_config(config, trust_remote_code=trust_remote_code)
-            return made
-        return transformers.AutoModel.from_config(config) if kind is None else kind._from_config(config)  # type: ignore[no-any-return]
+            return getattr(transformers, foreign[0]).from_config(config, trust_remote_code=trust_remote_code)
+        return transformers.AutoModel.from_config(config) if kind is None else kind._from_config(config)
+
+    return _without_memory(make)  # type: ignore[no-any-return]
 
 
 def _transformers(where: str) -> Any:
