@@ -118,19 +118,11 @@ def attach_align_device_hook_on_blocks(
     (device(type='meta'), device(type='cpu'), True)
     """
     devices, away = _by_block(execution_device, offload, module_name)
-    unknown = sorted({*devices, *away} - {_below(module_name, name) if name else module_name for name, _ in module.named_modules()})
-    if unknown:
-        raise ConfigError(
-            f"execution_device and offload name the block {unknown[0]!r}, which this {type(module).__name__} does not have. "
-            "Write names as named_modules() gives them, '' for the whole."
-        )
+    _check_names(module, module_name, {*devices, *away})
 
     def visit(inner: torch.nn.Module, name: str) -> None:
         if name in devices and name in away:
-            if away[name]:
-                offload_block(inner, name)
-            else:
-                keep_block(inner, name)
+            (offload_block if away[name] else keep_block)(inner, name)
         elif name == "":
             align(inner, devices.get(""), io_same_device=True)
         for child_name, child in inner.named_children():
@@ -162,6 +154,15 @@ def attach_align_device_hook_on_blocks(
         attach_execution_device_hook(inner, devices[name], skip_keys, preload_module_classes, tied_params_map)
 
     visit(module, module_name)
+
+
+def _check_names(module: torch.nn.Module, module_name: str, names: set[str]) -> None:
+    unknown = sorted(names - {_below(module_name, name) if name else module_name for name, _ in module.named_modules()})
+    if unknown:
+        raise ConfigError(
+            f"execution_device and offload name the block {unknown[0]!r}, which this {type(module).__name__} does not have. "
+            "Write names as named_modules() gives them, '' for the whole."
+        )
 
 
 def _by_block(

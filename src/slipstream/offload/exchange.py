@@ -23,7 +23,7 @@ from slipstream.logging import get_logger
 
 __all__ = ["Bundle", "Exchange", "MappedBundle", "Place", "as_device", "dressed_like", "parked_like", "places_of", "same_memory"]
 
-TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
+_TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _MADE: Final = "_slipstream_made"
 """Where the Parameter that was made of a tensor is kept: on that tensor, with its address, dtype and requires_grad."""
@@ -51,7 +51,7 @@ class MappedBundle:
     """
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], names: Sequence[str], device: torch.device, tied: TiedTensors | None = None
+        self, weights: Mapping[str, torch.Tensor], names: Sequence[str], device: torch.device, tied: _TiedTensors | None = None
     ) -> None:
         self._weights = weights
         self._names = list(names)
@@ -284,6 +284,7 @@ class Exchange:
     def _take(self) -> None:
         tensors = self._bundle.take()
         now: list[_Made] = []
+        graph = torch.is_grad_enabled()  # without a graph it does not matter what is frozen
         try:
             if not self._seen:
                 self._check(tensors)
@@ -293,7 +294,7 @@ class Exchange:
                     parked = slot.look_again()
                     store = slot.first[0]
                 made: _Made | None = getattr(tensor, _MADE, None)
-                if made is None or made[2] is not parked.dtype or made[3] is not parked.requires_grad:
+                if made is None or made[2] is not parked.dtype or (graph and made[3] is not parked.requires_grad):
                     made = self._make(slot, tensor)
                 now.append(made)
                 store[key] = made[0]
