@@ -39,6 +39,7 @@ LAYERS = {
     "notebook": 9,
     "__init__": 10,
     "utils": 10,
+    "hooks": 10,
     "integrations": 10,
     "cli": 11,
     "testing": 11,

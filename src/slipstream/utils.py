@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 from slipstream.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.models import (
-        clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
-        load_checkpoint_in_model as load_checkpoint_in_model,
-    )
+    from slipstream.checkpoint.models import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
     from slipstream.checkpoint.names import (
         MODEL_NAME as MODEL_NAME,
         OPTIMIZER_NAME as OPTIMIZER_NAME,
@@ -140,6 +137,54 @@ if TYPE_CHECKING:
     )
     from slipstream.errors import DistributedOperationException as DistributedOperationException
     from slipstream.files.sizes import convert_file_size_to_int as convert_file_size_to_int
+    from slipstream.inference.pipeline import prepare_pippy as prepare_pippy
+    from slipstream.offload.budget import get_balanced_memory as get_balanced_memory, get_max_memory as get_max_memory
+    from slipstream.offload.lanes import layer_major as layer_major
+    from slipstream.offload.load import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+        load_checkpoint_in_model as load_checkpoint_in_model,
+        load_state_dict as load_state_dict,
+    )
+    from slipstream.offload.parked import (
+        extract_submodules_state_dict as extract_submodules_state_dict,
+        load_offloaded_weight as load_offloaded_weight,
+        load_offloaded_weights as load_offloaded_weights,
+        offload_state_dict as offload_state_dict,
+        offload_weight as offload_weight,
+        save_offload_index as save_offload_index,
+    )
+    from slipstream.offload.plan import (
+        DeviceMap as DeviceMap,
+        check_device_map as check_device_map,
+        infer_auto_device_map as infer_auto_device_map,
+    )
+    from slipstream.offload.quantize.bnb import has_4bit_bnb_layers as has_4bit_bnb_layers
+    from slipstream.offload.quantize.config import (
+        BnbQuantizationConfig as BnbQuantizationConfig,
+        TorchaoQuantizationConfig as TorchaoQuantizationConfig,
+    )
+    from slipstream.offload.quantize.load import load_and_quantize_model as load_and_quantize_model
+    from slipstream.offload.sizes import (
+        CustomDtype as CustomDtype,
+        calculate_maximum_sizes as calculate_maximum_sizes,
+        compute_module_sizes as compute_module_sizes,
+        dtype_byte_size as dtype_byte_size,
+        get_max_layer_size as get_max_layer_size,
+        id_tensor_storage as id_tensor_storage,
+        named_module_tensors as named_module_tensors,
+    )
+    from slipstream.offload.tensors import (
+        align_module_device as align_module_device,
+        has_offloaded_params as has_offloaded_params,
+        set_module_tensor_to_device as set_module_tensor_to_device,
+    )
+    from slipstream.offload.tied import (
+        check_tied_parameters_in_config as check_tied_parameters_in_config,
+        check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+        find_tied_parameters as find_tied_parameters,
+        retie_parameters as retie_parameters,
+    )
+    from slipstream.offload.weights import OffloadedWeightsLoader as OffloadedWeightsLoader, PrefixedDataset as PrefixedDataset
     from slipstream.parallel.compile import (
         DynamoBackend as DynamoBackend,
         TorchDynamoPlugin as TorchDynamoPlugin,
@@ -198,9 +243,7 @@ if TYPE_CHECKING:
     from slipstream.track.registry import LoggerType as LoggerType
 
 _HOMES = {
-    "slipstream.checkpoint.models": (
-        "clean_state_dict_for_safetensors", "load_checkpoint_in_model",
-    ),
+    "slipstream.checkpoint.models": ("clean_state_dict_for_safetensors",),
     "slipstream.checkpoint.names": (
         "MODEL_NAME", "OPTIMIZER_NAME", "RNG_STATE_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
         "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
@@ -248,6 +291,39 @@ _HOMES = {
     ),
     "slipstream.errors": ("DistributedOperationException",),
     "slipstream.files.sizes": ("convert_file_size_to_int",),
+    "slipstream.inference.pipeline": ("prepare_pippy",),
+    "slipstream.offload.budget": (
+        "get_balanced_memory", "get_max_memory",
+    ),
+    "slipstream.offload.lanes": ("layer_major",),
+    "slipstream.offload.load": (
+        "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict",
+    ),
+    "slipstream.offload.parked": (
+        "extract_submodules_state_dict", "load_offloaded_weight", "load_offloaded_weights", "offload_state_dict", "offload_weight",
+        "save_offload_index",
+    ),
+    "slipstream.offload.plan": (
+        "DeviceMap", "check_device_map", "infer_auto_device_map",
+    ),
+    "slipstream.offload.quantize.bnb": ("has_4bit_bnb_layers",),
+    "slipstream.offload.quantize.config": (
+        "BnbQuantizationConfig", "TorchaoQuantizationConfig",
+    ),
+    "slipstream.offload.quantize.load": ("load_and_quantize_model",),
+    "slipstream.offload.sizes": (
+        "CustomDtype", "calculate_maximum_sizes", "compute_module_sizes", "dtype_byte_size", "get_max_layer_size", "id_tensor_storage",
+        "named_module_tensors",
+    ),
+    "slipstream.offload.tensors": (
+        "align_module_device", "has_offloaded_params", "set_module_tensor_to_device",
+    ),
+    "slipstream.offload.tied": (
+        "check_tied_parameters_in_config", "check_tied_parameters_on_same_device", "find_tied_parameters", "retie_parameters",
+    ),
+    "slipstream.offload.weights": (
+        "OffloadedWeightsLoader", "PrefixedDataset",
+    ),
     "slipstream.parallel.compile": (
         "DynamoBackend", "TorchDynamoPlugin", "compile_regions", "has_compiled_regions", "has_repeated_blocks", "is_compiled_module",
         "is_repeated_blocks",
@@ -285,32 +361,39 @@ _HOMES = {
 __all__ = [
     "MODEL_NAME", "OPTIMIZER_NAME", "PROFILE_PATTERN_NAME", "RNG_STATE_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME",
     "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME", "AORecipeKwargs", "AutocastKwargs", "CannotPadNestedTensorWarning", "ConvertOutputsToFp32",
-    "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "DistributedOperationException",
-    "DistributedType", "DynamoBackend", "FP8BackendType", "FP8RecipeKwargs", "GradScalerKwargs", "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MSAMPRecipeKwargs", "PrecisionType", "ProfileKwargs", "ProjectConfiguration",
-    "RNGType", "TERecipeKwargs", "TensorInformation", "TorchDynamoPlugin", "broadcast", "broadcast_object_list", "check_os_kernel",
-    "clean_state_dict_for_safetensors", "clear_device_cache", "compare_versions", "compile_regions", "concatenate", "convert_bytes",
-    "convert_file_size_to_int", "convert_model_to_fp8_ao", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices",
-    "deepspeed_required", "extract_model_from_parallel", "filter_first_and_last_linear_layers", "find_batch_size", "find_device",
-    "find_executable_batch_size", "gather", "gather_object", "gather_tensor_shape", "get_data_structure", "get_free_port",
-    "get_module_children_bottom_up", "get_module_class_from_name", "get_pretty_name", "get_sampler", "get_shape", "has_ao_layers",
-    "has_compiled_regions", "has_repeated_blocks", "honor_type", "ignorant_find_batch_size", "initialize_tensors", "is_4bit_bnb_available",
-    "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available",
-    "is_bnb_available", "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
-    "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1",
-    "is_hpu_available", "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available",
-    "is_mlflow_available", "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple",
-    "is_neuron_available", "is_npu_available", "is_numpy_available", "is_pandas_available", "is_peft_available", "is_pippy_available",
-    "is_port_in_use", "is_pynvml_available", "is_pytest_available", "is_repeated_blocks", "is_rich_available", "is_rocm_available",
-    "is_sagemaker_available", "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensor_information",
-    "is_tensorboard_available", "is_timm_available", "is_torch_distributed_available", "is_torch_tensor", "is_torch_version",
-    "is_torch_xla_available", "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
-    "is_torchvision_available", "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available", "is_wandb_available",
-    "is_weights_only_available", "is_xccl_available", "is_xpu_available", "listify", "load", "load_checkpoint_in_model", "merge_dicts",
-    "pad_across_processes", "pad_input_tensors", "prepare_data_loader", "recursive_getattr", "recursively_apply", "reduce",
-    "release_memory", "save", "send_to_device", "set_seed", "should_reduce_batch_size", "skip_first_batches", "slice_tensors",
+    "WEIGHTS_PATTERN_NAME", "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning",
+    "ConvertOutputsToFp32", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration", "DeviceMap",
+    "DistributedDataParallelKwargs", "DistributedOperationException", "DistributedType", "DynamoBackend", "FP8BackendType",
+    "FP8RecipeKwargs", "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "LoggerType",
+    "MSAMPRecipeKwargs", "OffloadedWeightsLoader", "PrecisionType", "PrefixedDataset", "ProfileKwargs", "ProjectConfiguration", "RNGType",
+    "TERecipeKwargs", "TensorInformation", "TorchDynamoPlugin", "TorchaoQuantizationConfig", "align_module_device", "broadcast",
+    "broadcast_object_list", "calculate_maximum_sizes", "check_device_map", "check_os_kernel", "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device", "clean_state_dict_for_safetensors", "clear_device_cache", "compare_versions", "compile_regions",
+    "compute_module_sizes", "concatenate", "convert_bytes", "convert_file_size_to_int", "convert_model_to_fp8_ao",
+    "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required", "dtype_byte_size",
+    "extract_model_from_parallel", "extract_submodules_state_dict", "filter_first_and_last_linear_layers", "find_batch_size", "find_device",
+    "find_executable_batch_size", "find_tied_parameters", "gather", "gather_object", "gather_tensor_shape", "get_balanced_memory",
+    "get_data_structure", "get_free_port", "get_max_layer_size", "get_max_memory", "get_module_children_bottom_up",
+    "get_module_class_from_name", "get_pretty_name", "get_sampler", "get_shape", "has_4bit_bnb_layers", "has_ao_layers",
+    "has_compiled_regions", "has_offloaded_params", "has_repeated_blocks", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
+    "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
+    "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
+    "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available", "is_datasets_available",
+    "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available",
+    "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
+    "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple", "is_neuron_available",
+    "is_npu_available", "is_numpy_available", "is_pandas_available", "is_peft_available", "is_pippy_available", "is_port_in_use",
+    "is_pynvml_available", "is_pytest_available", "is_repeated_blocks", "is_rich_available", "is_rocm_available", "is_sagemaker_available",
+    "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensor_information", "is_tensorboard_available",
+    "is_timm_available", "is_torch_distributed_available", "is_torch_tensor", "is_torch_version", "is_torch_xla_available",
+    "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
+    "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available", "is_transformer_engine_mxfp8_available",
+    "is_transformers_available", "is_triton_available", "is_wandb_available", "is_weights_only_available", "is_xccl_available",
+    "is_xpu_available", "layer_major", "listify", "load", "load_and_quantize_model", "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model", "load_offloaded_weight", "load_offloaded_weights", "load_state_dict", "merge_dicts", "named_module_tensors",
+    "offload_state_dict", "offload_weight", "pad_across_processes", "pad_input_tensors", "prepare_data_loader", "prepare_pippy",
+    "recursive_getattr", "recursively_apply", "reduce", "release_memory", "retie_parameters", "save", "save_offload_index",
+    "send_to_device", "set_module_tensor_to_device", "set_seed", "should_reduce_batch_size", "skip_first_batches", "slice_tensors",
     "synchronize_rng_state", "synchronize_rng_states", "torchao_required", "tqdm", "wait_for_everyone", "write_basic_config",
 ]
 
