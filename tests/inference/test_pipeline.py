@@ -126,6 +126,21 @@ def test_inference_only_is_said_once(ranks):
     assert second.output == ""
 
 
+def test_autocast_and_inference_mode_are_those_of_the_call(ranks):
+    def run() -> list[bool]:
+        plain, given = fixed(Tower()).float(), torch.ones(4, 4)
+        with torch.inference_mode():
+            model = prepare_pippy(copy.deepcopy(plain), example_args=(given,), gather_output=True)
+            found = [same(model(given), plain(given))]
+        found.append(same(model(given), plain(given)))
+        with torch.autocast("cpu", torch.bfloat16):
+            half = model(given)
+            found.append(half.dtype == torch.bfloat16 and same(half, plain(given)))
+        return [*found, same(model(given), plain(given))]
+
+    assert ranks(2).run(run) == [[True] * 4] * 2
+
+
 def test_a_pipeline_outlives_the_process_group(ranks):
     def run() -> list[bool]:
         plain, given = fixed(Tower()), torch.ones(4, 4).double()

@@ -19,7 +19,7 @@ __all__ = ["PLAIN", "Batch", "filled_up", "find_pippy_batch_size"]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Values that become part of a traced program."""
-Build = Callable[[Sequence[torch.Tensor]], Any]
+_Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
 def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int | None:
@@ -36,14 +36,22 @@ def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None)
 
 
 class Batch:
-    """The arguments of one call. `cut` is that of an earlier one: for arguments of the same structure it says which tensors are cut.
+    """The arguments of one call. `cut` is that of an earlier one: for arguments of the same structure it says which tensors are cut; `note`
+    is what else the program depends on.
 
     >>> batch = Batch((torch.ones(3, 2),), {"scale": 2.0, "bias": torch.ones(2)})
     >>> batch.rows, batch.form
     (3, '((float32(*, 2)), {bias: float32(whole, 2), scale: 2.0})')
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, cut: Mapping[str, tuple[bool, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        cut: Mapping[str, tuple[bool, ...]] | None = None,
+        *,
+        note: str = "",
+    ) -> None:
         self.data = (tuple(args), dict(kwargs or {}))
         self.leaves: list[Any] = tree.flatten(self.data)
         structure = tree.spell(self.data, _kind)
@@ -65,7 +73,8 @@ class Batch:
                     "was prepared with, this one had a row for each of the batch"
                 )
         supply = iter(zip(tensors, self.is_cut, strict=True))
-        self.form = tree.spell(self.data, lambda leaf: _spell(*next(supply)) if isinstance(leaf, torch.Tensor) else repr(leaf))
+        spelled = tree.spell(self.data, lambda leaf: _spell(*next(supply)) if isinstance(leaf, torch.Tensor) else repr(leaf))
+        self.form = spelled + note
         """What has to be the same for a traced program to serve another call: all but the number of rows and the values."""
 
     def tensors(self) -> list[torch.Tensor]:
@@ -94,7 +103,7 @@ class Batch:
         """How many pieces of so many rows there are."""
         return -(-self.rows // rows)
 
-    def build(self) -> Build:
+    def build(self) -> _Build:
         """Gives the arguments with other tensors in the place of these; holds none of these."""
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in self.leaves]
         plain = [None if tensor else leaf for leaf, tensor in zip(self.leaves, is_tensor, strict=True)]

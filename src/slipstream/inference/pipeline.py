@@ -22,7 +22,7 @@ from slipstream.comm.guarded import refuse
 from slipstream.errors import ConfigError
 from slipstream.inference.batches import Batch, filled_up, find_pippy_batch_size
 from slipstream.inference.cutting import blocks_in_order, cut_evenly, generate_device_map, shared_names, whole_classes
-from slipstream.inference.stages import Pipeline, own_forward
+from slipstream.inference.stages import Pipeline, casting, own_device, own_forward
 from slipstream.inference.tracing import called_modules, let_go
 from slipstream.logging import get_logger
 from slipstream.runtime.state import AcceleratorState
@@ -97,7 +97,7 @@ def build_pipeline(
     if not state.use_distributed:
         raise ConfigError("build_pipeline needs two processes or more; one runs the model as it is (prepare_pippy does)")
     try:
-        batch = Batch(args, kwargs)
+        batch = Batch(args, kwargs, note=casting(own_device(state)))
         chunks = _chunks(num_chunks, state)
         points = _checked(model, split_points, state.num_processes)
     except Exception as error:
@@ -149,7 +149,7 @@ def _split_points(
         return _checked(model, given, count)
     batch = Batch(args, kwargs)
     with own_forward(model):
-        called = called_modules(model, batch, -(-batch.rows // _chunks(num_chunks, state)), state.device)
+        called = called_modules(model, batch, -(-batch.rows // _chunks(num_chunks, state)), own_device(state))
     blocks = blocks_in_order(model, whole_classes(model, no_split), at_least=count, called=called)
     return [blocks[start].name for start in cut_evenly(blocks, count)[1:]]
 

@@ -24,13 +24,14 @@ from slipstream.comm.channel import Body
 from slipstream.comm.guarded import refuse
 from slipstream.comm.sites import call_site
 from slipstream.comm.verify import Call
-from slipstream.errors import ConfigError, DistributedOperationException
+from slipstream.devices.table import CPU
+from slipstream.errors import ConfigError, DistributedOperationException, StateError
 from slipstream.inference.batches import Batch
 from slipstream.inference.tracing import Traced, fill, trace
 from slipstream.logging import get_logger
 from slipstream.runtime.state import AcceleratorState
 
-__all__ = ["Pipeline", "own_forward"]
+__all__ = ["Pipeline", "casting", "own_device", "own_forward"]
 
 _STEP = "pipeline"
 _TRACE = "pipeline trace"
@@ -50,6 +51,7 @@ class Pipeline:
         """Whether every process gets the output, and not only the last."""
         self.names: list[frozenset[str]] = []
         """The tensors of the model that each stage uses, by name."""
+        self.device = own_device(state)
         self._state = state
         self._cut: dict[str, tuple[bool, ...]] = {}
         self._programs: dict[str, _Program] = {}
@@ -83,14 +85,14 @@ class Pipeline:
             self._logger.info(f"tracing the pipeline again, for {batch.form} in pieces of {rows} rows")
         try:
             with own_forward(self.model):
-                traced = trace(self.model, batch, rows, state.device, self.split_points, state.process_index)
+                traced = trace(self.model, batch, rows, self.device, self.split_points, state.process_index)
             fill(traced.module, self.model)
         except Exception as error:  # the others must hear of it, whatever it is
             raise refuse(channel, state.limits, _TRACE, error) from error.__cause__
         text = f"{batch.form} {rows} {[sorted(names) for names in traced.names]} {traced.wires} {traced.shapes}"
         with channel.turn(Call(_TRACE, text, call_site(), lambda: f"{_TRACE} {text}"), state.limits) as turn:
             turn.exchange(Body())
-        return _Program(traced, state.process_index, state.device)
+        return _Program(traced, state.process_index, self.device)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class Pipeline:
         traced, tensors, rows = self._step(args, kwargs)
         if self.gather_output:
             state, last = self._state, self._state.num_processes - 1
-            own = traced.empty(rows, state.device) if tensors is None else tensors
+            own = traced.empty(rows, self.device) if tensors is None else tensors
             tensors = ops.broadcast(state.channel(), state.limits, own, last, operation="pipeline output")
         return None if tensors is None else traced.built(tensors)
 
@@ -113,9 +115,8 @@ class Pipeline:
         program = self._program(batch)
         rows = program.traced.rows
         try:
-            with self._watch, torch.no_grad():
-                first = self._state.process_index == 0
-                given = batch.pieces(rows, self._state.device) if first else []
+            with self._watch, torch.inference_mode(False), torch.no_grad():  # buffers are used in and out of inference mode
+                given = batch.pieces(rows, self.device) if self._state.process_index == 0 else []
                 joined = program.run(given, batch.count(rows))
         except DistributedOperationException:
             raise
@@ -128,7 +129,7 @@ class Pipeline:
         """The batch, when every process has brought one of this form and size."""
         state = self._state
         try:
-            batch = Batch(args, kwargs, self._cut)
+            batch = Batch(args, kwargs, self._cut, note=casting(self.device))
         except ConfigError as error:
             raise refuse(state.channel(), state.limits, _STEP, error) from None
         text = f"{batch.rows} rows of {batch.form}"
@@ -144,6 +145,17 @@ class Pipeline:
         reason = f"rank {self._state.process_index} failed in its stage with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         channel.beacon.post("gave_up", generation=channel.generation, call=_STEP, because=reason)
         channel.give_up(reason)
+
+
+def own_device(state: AcceleratorState) -> torch.device:
+    """Where the stage of this process runs: its device, unless the processes talk over another family's backend."""
+    settings = state.runtime.settings
+    return state.device if settings is None or settings.backend == state.backend else torch.device(CPU.type)
+
+
+def casting(device: torch.device) -> str:
+    """The autocast that a call is made under, in words: the types of what goes from stage to stage depend on it."""
+    return f" under autocast to {torch.get_autocast_dtype(device.type)}" if torch.is_autocast_enabled(device.type) else ""
 
 
 @contextmanager
@@ -167,7 +179,17 @@ class _Program:
     def __init__(self, traced: Traced, stage: int, device: torch.device) -> None:
         self.traced = traced
         self._stage = build_stage(traced.module, stage, traced.info, device)
+        traced.module.register_forward_hook(self._check)
         self._schedules: dict[int, ScheduleGPipe] = {}
+
+    def _check(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        """What this stage gives is what the next one has room for: gloo would end a process that gets more."""
+        given = output if isinstance(output, (tuple, list)) else (output,)
+        found = [(tensor.shape, tensor.dtype) for tensor in given]
+        if found != self.traced.gives:
+            raise StateError(
+                f"a stage gives {found}, which was traced as {self.traced.gives}: what it gives depends on values. Cut elsewhere."
+            )
 
     def run(self, tensors: list[torch.Tensor], count: int) -> list[torch.Tensor] | None:
         """Passes pieces through this stage; the joined output on the last."""

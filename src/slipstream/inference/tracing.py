@@ -50,6 +50,8 @@ class Traced:
     """What torch knows of the whole pipeline."""
     module: torch.nn.Module
     """The stage of this process."""
+    gives: list[tuple[torch.Size, torch.dtype]]
+    """What the stage of this process gives for one piece."""
     inputs: list[int]
     """Which tensors of a call the first stage takes."""
     names: list[frozenset[str]]
@@ -101,7 +103,7 @@ def called_modules(model: torch.nn.Module, batch: Batch, rows: int, device: torc
     def note(module: torch.nn.Module, _: Any) -> None:
         called.setdefault(names[module], len(called))
 
-    with _hooked(list(names), note), _faked(model, device) as mode, mode, torch.no_grad():
+    with _hooked(list(names), note), torch.inference_mode(False), torch.no_grad(), _faked(model, device) as mode, mode:
         try:
             _Program(model, batch, lambda _: None)(*_examples(batch, rows, device))
         except _VALUE_WANTED:
@@ -120,7 +122,8 @@ def trace(model: torch.nn.Module, batch: Batch, rows: int, device: torch.device,
             split.add(module)
             pipe_split()  # type: ignore[no-untyped-call]
 
-    with _hooked([model.get_submodule(name) for name in points], cut), _faked(model, device) as mode, _quiet(), torch.no_grad():
+    modules = [model.get_submodule(name) for name in points]
+    with _quiet(), torch.inference_mode(False), torch.no_grad(), _hooked(modules, cut), _faked(model, device) as mode:
         with mode:
             examples = _examples(batch, rows, device)
         try:
@@ -138,7 +141,7 @@ def trace(model: torch.nn.Module, batch: Batch, rows: int, device: torch.device,
     first = next(node for node in pipe.info().graph.nodes if node.op == "call_module")
     taken = [node for node in pipe.info().graph.nodes if node.op == "placeholder"]
     inputs = [taken.index(node) for node in first.args]
-    return Traced(rows, pipe.info(), modules[stage], inputs, names, wires, frame, is_tensor, shapes)
+    return Traced(rows, pipe.info(), modules[stage], _gives(modules[stage]), inputs, names, wires, frame, is_tensor, shapes)
 
 
 def fill(module: torch.nn.Module, model: torch.nn.Module) -> None:
@@ -332,6 +335,13 @@ def _receive_in_order(call: Any, module: Any, calls: list[Any]) -> str:
     module.recompile()
     sent = [(origin(node), placeholder.meta["val"]) for node, placeholder in pairs]
     return "; ".join(f"{source} {fake.dtype} {tuple(fake.shape)}" for source, fake in sent)
+
+
+def _gives(stage: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    output = next(node for node in stage.graph.nodes if node.op == "output")
+    fakes: list[torch.Tensor] = []
+    torch.fx.map_arg(output.args, lambda node: fakes.append(node.meta["val"]))
+    return [(fake.shape, fake.dtype) for fake in fakes]
 
 
 def _send_contiguous(stage: Any) -> None:
