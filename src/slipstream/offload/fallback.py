@@ -17,7 +17,7 @@ from slipstream.offload.sizes import class_names, get_module_size_with_ties, par
 
 __all__ = ["fallback_allocate"]
 
-Modules = list[tuple[str, Any]]
+_Modules = list[tuple[str, Any]]
 
 
 def fallback_allocate(
@@ -26,10 +26,10 @@ def fallback_allocate(
     size_limit: int | str,
     no_split_module_classes: str | Collection[str] | None = None,
     tied_parameters: Iterable[Sequence[str]] | None = None,
-) -> tuple[str | None, nn.Module | None, Modules]:
+) -> tuple[str | None, nn.Module | None, _Modules]:
     """The first module that fits below a limit, larger ones before their parts; and the list of modules without it.
 
-    Modules that had to be divided to find it are in that list as their parts. A module that shares weights with others counts with them.
+    _Modules that had to be divided to find it are in that list as their parts. A module that shares weights with others counts with them.
     Where nothing fits: (None, None, the modules as they were).
 
     >>> model = nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2))
@@ -48,13 +48,13 @@ def fallback_allocate(
         if _size(name, module_sizes, ties, rest) <= limit:
             return name, module, rest
         if isinstance(module, nn.Module) and module._modules and type(module).__name__ not in whole:
-            parts: Modules = parts_of(name, module)
+            parts: _Modules = parts_of(name, module)
             inside = siblings[:position] + parts + siblings[position + 1 :]
             waiting += [(part, inner, (inside, position + number)) for number, (part, inner) in enumerate(parts)]
     return None, None, list(modules)
 
 
-def _size(name: str, sizes: Mapping[str, int], ties: list[list[str]], rest: Modules) -> int:
+def _size(name: str, sizes: Mapping[str, int], ties: list[list[str]], rest: _Modules) -> int:
     others = []
     for group in ties:
         inside = [tied for tied in group if f"{tied}.".startswith(f"{name}.")]

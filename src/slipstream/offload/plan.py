@@ -2,7 +2,8 @@
 
 A plan is the best packing of the model's layers into the budgets, by the measure that `packing.py` defines: layers in the order of
 definition, devices in the order of the budget, as many bytes as possible on the first device, then on the second, and so on. What it
-promises: every tensor has a device, tied weights are together and counted once, classes that must not be split are whole, and on no device
+promises: every tensor has a device, tied weights are together and counted once (what is around the later of them may come along, if that
+makes a better packing; the order is that of definition otherwise), classes that must not be split are whole, and on no device
 more is held or kept free than its budget allows. Room for the largest offloaded layer is kept on the device that runs it, and only if
 something is offloaded; buffers of offloaded layers are counted where they stay. It never touches a tensor, and never takes a model's own
 `_no_split_modules` without being told.
@@ -21,10 +22,10 @@ from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.offload.budget import Device, device_key, get_max_memory, parse_bytes
 from slipstream.offload.fallback import fallback_allocate
-from slipstream.offload.packing import Item, NoRoom, Packing, Room, pack
+from slipstream.offload.packing import Item, NoRoom, Packing, Room, loads, pack
 from slipstream.offload.places import Places, check_device_map, clean_device_map, lookup, merged
 from slipstream.offload.sizes import class_names, sizer
-from slipstream.offload.units import Group, Piece, Units, units_of
+from slipstream.offload.units import Group, Piece, units_of
 
 __all__ = [
     "DeviceMap",
@@ -141,16 +142,28 @@ def infer_auto_device_map(
     """
     budget = get_max_memory(max_memory)
     units = units_of(model, class_names(no_split_module_classes), sizer(dtype, special_dtypes))
-    problem = _Problem(units, budget, _activations(activations, budget), offload_buffers)
-    try:
-        packing = pack(problem.items, problem.rooms, fallback_allocation)
-    except NoRoom as trouble:
-        raise ConfigError(_no_room(trouble, problem)) from None
+    kept = _activations(activations, budget)
+    problems = [_Problem(groups, units.hollow, budget, kept, offload_buffers) for groups in units.orders()]
+    problem, packing = _best(problems, fallback_allocation)
     plan = _plan(problem, packing, clean_result)
     _tell_unused(problem, packing)
     if verbose:
         print(plan.table())
     return plan
+
+
+def _best(problems: Sequence[_Problem], fallback: bool) -> tuple[_Problem, Packing]:
+    """The problem with the best packing, the first of equals."""
+    found: list[tuple[_Problem, Packing]] = []
+    trouble = None
+    for problem in problems:
+        try:
+            found.append((problem, pack(problem.items, problem.rooms, fallback)))
+        except NoRoom as error:
+            trouble = trouble or _no_room(error, problem)
+    if not found:
+        raise ConfigError(trouble)
+    return max(found, key=lambda one: loads(one[1], one[0].items, one[0].rooms))
 
 
 def _activations(given: int | str | Mapping[Any, int | str], budget: Mapping[Device, int]) -> dict[Device, int]:
@@ -166,13 +179,20 @@ def _activations(given: int | str | Mapping[Any, int | str], budget: Mapping[Dev
 class _Problem:
     """A model and budgets as items and rooms; devices without any budget are no rooms."""
 
-    def __init__(self, units: Units, budget: dict[Device, int], activations: dict[Device, int], offload_buffers: bool) -> None:
-        self.units = units
-        self.groups = units.groups
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        hollow: dict[str, int],
+        budget: dict[Device, int],
+        activations: dict[Device, int],
+        offload_buffers: bool,
+    ) -> None:
+        self.groups = groups
+        self.hollow = hollow
         self.budget = budget
         self.activations = activations
         self.stay = not offload_buffers
-        self.items = [self._item(group) for group in units.groups]
+        self.items = [self._item(group) for group in groups]
         limits: dict[Device, int | None] = {"disk": None, **budget}
         devices = [device for device in [*budget, "disk"] if limits[device] != 0]
         self.devices = list(dict.fromkeys(devices))
@@ -203,7 +223,7 @@ class _Problem:
 
 def _plan(problem: _Problem, packing: Packing, clean: bool) -> DeviceMap:
     devices, groups = problem.devices, problem.groups
-    order: dict[int, tuple[str, Device | None, int]] = {number: (name, None, -1) for name, number in problem.units.hollow.items()}
+    order: dict[int, tuple[str, Device | None, int]] = {number: (name, None, -1) for name, number in problem.hollow.items()}
     for number, group in enumerate(groups):
         for piece in group.pieces:
             order[piece.order] = (piece.name, devices[packing.places[number]], number)

@@ -120,6 +120,39 @@ class Units:
     hollow: dict[str, int]
     """Modules without children and without tensors, and their numbers in the order of definition."""
 
+    def orders(self) -> list[tuple[Group, ...]]:
+        """The order of definition, and those in which the modules around a tied piece come along with it.
+
+        A head that is tied to the embedding goes where the embedding goes. What is around it (a norm, a bias) may as well go there too:
+        the innermost module around the head, or the one around that, and so on.
+        """
+        tied = [piece for group in self.groups for piece in group.pieces[1:]]
+        depths = range(1, max((piece.name.count(".") + 1 for piece in tied), default=1))
+        return list(dict.fromkeys([self.groups, *(self._with_modules(depth) for depth in depths)]))
+
+    def _with_modules(self, depth: int) -> tuple[Group, ...]:
+        """The order in which modules at a depth follow those that are tied to a piece of them."""
+        below: dict[str, list[Group]] = {}
+        for group in self.groups:
+            below.setdefault(_cut(group.name, depth), []).append(group)
+        order: dict[int, Group] = {}
+        for group in self.groups:
+            order[id(group)] = order.get(id(group), group)
+            for piece in group.pieces[1:]:
+                around = _cut(piece.name, depth)
+                if around not in (piece.name, _cut(group.name, depth)):
+                    order.update({id(one): one for one in below.get(around, ()) if id(one) not in order})
+        return tuple(order.values())
+
+
+def _cut(name: str, depth: int) -> str:
+    """The name of the module around at a depth.
+
+    >>> _cut("model.layers.0.up", 2)
+    'model.layers'
+    """
+    return ".".join(name.split(".", depth)[:depth])
+
 
 def units_of(model: nn.Module, whole: frozenset[str], bytes_of: Sizer) -> Units:
     """The pieces of a model and how they go together; `whole` are names of classes that must not be split.
