@@ -21,7 +21,7 @@ from slipstream import PartialState
 from slipstream.runtime.current import current
 from slipstream.runtime.dynamic.queue import Shared
 
-UNIT = 0.002
+UNIT = 0.005
 TINY = 20_000
 
 
@@ -101,12 +101,12 @@ def identity(value: int) -> int:
 
 def main(output: Path, rounds: int, count: int) -> None:
     state = PartialState()
-    items = costs(count, seed=0)
     names = list(CONTENDERS)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     shuffle = random.Random(0).shuffle
-    for _ in range(rounds):
+    for number in range(rounds):
         shuffle(names)
+        items = costs(count, seed=number)
         for name in names:
             times[name].append(one_round(state, name, items))
     tiny = [timed(state, lambda: state.map_across_processes(identity, range(TINY))) / TINY for _ in range(rounds)]

@@ -26,8 +26,8 @@ def measure(ranks: int, quick: bool = False) -> dict[str, Any]:
     """One job in which all ways of sharing take turns."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "seen.json"
-        words = (str(output), "3" if quick else "9", "300" if quick else "600")
-        subprocess.run(launch(ranks, "_skewed_work_worker.py", *words), check=True, timeout=300, env=quiet_environment())
+        words = (str(output), "3" if quick else "7", "200" if quick else "400")
+        subprocess.run(launch(ranks, "_skewed_work_worker.py", *words), check=True, timeout=600, env=quiet_environment())
         found: dict[str, Any] = json.loads(output.read_text())
     return found
 

@@ -249,7 +249,7 @@ class Shared:
             end = log.index(b"\n", self._read) + 1
             report, inline = _report(log[self._read : end].decode())
             self._read = end + inline
-            found.append(replace(report, body=log[end : self._read]) if inline else report)
+            found.append(report if report.body is None else replace(report, body=log[end : self._read]))
         return found
 
     def bodies(self, reports: Sequence[Report]) -> Iterator[bytes]:
@@ -347,14 +347,14 @@ def _report(entry: str) -> tuple[Report, int]:
     """What an entry of the log says, and how many bytes of results follow it.
 
     >>> _report("= 1 120 4-6 9-9")
-    (Report(rank=1, units=(4, 5, 6, 9), body=None, place=(0, 0, 0)), 120)
+    (Report(rank=1, units=(4, 5, 6, 9), body=b'', place=(0, 0, 0)), 120)
     >>> _report("2/300 1 9000 4-4")
     (Report(rank=1, units=(4,), body=None, place=(2, 300, 9000)), 0)
     """
     where, rank, length, *spans = entry.split()
     units = tuple(_read(" ".join(spans)))
     if where == "=":
-        return Report(int(rank), units, None), int(length)
+        return Report(int(rank), units, b""), int(length)
     volume, start = where.split("/")
     return Report(int(rank), units, None, (int(volume), int(start), int(length))), 0
 

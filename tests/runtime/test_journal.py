@@ -1,0 +1,137 @@
+"""A journal survives a crash at any byte, takes in what other processes wrote, and refuses what it was not made for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from slipstream.errors import CheckpointError
+from slipstream.runtime.dynamic.journal import Header, Journal, checked_result, finish, read, take_in
+
+HEADER = Header(5, "abc")
+
+
+def write(path: Path, rank: int, pages: dict[int, Any], run: str = "run") -> None:
+    part = Journal(path, run, rank, identify=str)
+    for index, result in pages.items():
+        part.add(index, f"item {index}", result)
+    part.close()
+
+
+def begin(path: Path, header: Header = HEADER) -> dict[int, Any]:
+    os.close(take_in(path, header))
+    return {page.index: page.result for page in read(path, header)}
+
+
+def test_an_interrupted_run_is_taken_in(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "results.jsonl"
+    assert begin(path) == {}
+    write(path, 0, {3: "d", 0: None})
+    write(path, 1, {1: {"text": "zwölf \u2028", "scores": [0.1, -1e300, True]}})
+    assert begin(path) == {3: "d", 0: None, 1: {"text": "zwölf \u2028", "scores": [0.1, -1e300, True]}}
+    assert os.listdir(path.parent) == ["results.jsonl"]
+    assert begin(path) == {3: "d", 0: None, 1: {"text": "zwölf \u2028", "scores": [0.1, -1e300, True]}}
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_crash_in_the_middle_of_a_line_loses_that_line_alone(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "results.jsonl"
+    for file in tmp_path.iterdir():
+        file.unlink()
+    begin(path)
+    write(path, 0, {0: "a", 1: "b\n"})
+    torn = tmp_path / "results.jsonl.part-run-0"
+    if data.draw(st.booleans(), label="in the journal itself"):
+        begin(path)
+        torn = path
+    whole = torn.read_bytes()
+    cut = data.draw(st.integers(0, len(whole)), label="cut")
+    torn.write_bytes(whole[:cut])
+    found = begin(path)
+    complete = whole[:cut].count(b"\n") - (torn == path)
+    assert found == dict(list({0: "a", 1: "b\n"}.items())[: max(0, complete)])
+    write(path, 1, {4: "e"}, run="next")
+    assert begin(path) == {**found, 4: "e"}
+
+
+def test_the_last_form_has_every_item_once_in_order_with_the_result_that_counts(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    begin(path)
+    write(path, 7, {4: "of an earlier run"}, run="earlier")
+    lock = take_in(path, HEADER)
+    write(path, 0, {1: "b", 0: "a"})
+    write(path, 1, {1: "b, by the one who died first", 2: "c"})
+    write(path, 2, {3: "d", 2: "c, too late"})
+    finish(path, HEADER, [0, 1, 1, 2, None], "run")
+    os.close(lock)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == {"slipstream": "results", "version": 1, "count": 5, "inputs": "abc"}
+    assert [line["index"] for line in lines[1:]] == [0, 1, 2, 3, 4]
+    assert [line["result"] for line in lines[1:]] == ["a", "b, by the one who died first", "c", "d", "of an earlier run"]
+    assert lines[1]["item"] == "item 0"
+    assert os.listdir(tmp_path) == ["results.jsonl"]
+
+
+@pytest.mark.parametrize("header", [Header(6, "abc"), Header(5, "other")])
+def test_other_inputs_are_refused(tmp_path: Path, header: Header) -> None:
+    path = tmp_path / "results.jsonl"
+    begin(path)
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"other inputs: 5 items .* Give checkpoint= another name"):
+        begin(path, header)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["my notes", "my notes\n", '{"a": 1}\n', '{"slipstream":"results","version":2,"count":5,"inputs":"abc"}\n'])
+def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        begin(path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("line", ["nonsense", '{"index":9,"item":null,"result":1}', '{"index":1}', '{"index":true,"item":null,"result":1}'])
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "results.jsonl"
+    begin(path)
+    path.write_text(path.read_text() + line + '\n{"index":0,"item":null,"result":1}\n')
+    with pytest.raises(CheckpointError, match=r"results\.jsonl, line 2"):
+        begin(path)
+
+
+def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    lock = take_in(path, HEADER)
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        take_in(path, HEADER)
+    os.close(lock)
+    begin(path)
+
+
+def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be kept in .*results\.jsonl"):
+        take_in(tmp_path / "file" / "results.jsonl", HEADER)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (torch.ones(2), r"item 3 .* result is a Tensor.* \.tolist\(\)"),
+        ({"a": [1, (2,)]}, r"result\['a'\]\[1\] is a tuple"),
+        ({1: 2}, r"key 1,.* str\("),
+        (float("inf"), "result is inf"),
+        (b"bytes", "result is a bytes"),
+    ],
+)
+def test_results_that_json_does_not_give_back_are_refused(result: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        checked_result(result, 3, Path("results.jsonl"))
