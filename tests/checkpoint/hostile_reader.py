@@ -27,10 +27,10 @@ import hostile
 import torch
 
 from slipstream.checkpoint import load, pieces
-from slipstream.checkpoint.models import load_checkpoint_in_model
 from slipstream.checkpoint.saved import saved_of
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files import inside
+from slipstream.offload.load import load_checkpoint_in_model
 
 LONGEST = 20.0
 HARMLESS = {"sys._getframe", "object.__getattr__", "object.__setattr__", "object.__delattr__", "gc.get_objects", "sys.setprofile"}

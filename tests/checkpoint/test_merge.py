@@ -19,11 +19,12 @@ from torch import nn
 
 from slipstream.checkpoint.consolidate import merge_weights
 from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry
-from slipstream.checkpoint.models import load_checkpoint_in_model, save_model
+from slipstream.checkpoint.models import save_model
 from slipstream.checkpoint.weights import split, write_weights
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.digest import digest
 from slipstream.files.disk import Disk, Written
+from slipstream.offload.load import load_checkpoint_in_model
 
 
 class Tied(nn.Module):

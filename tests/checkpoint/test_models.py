@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry
-from slipstream.checkpoint.models import clean_state_dict_for_safetensors, load_checkpoint_in_model, save_model
+from slipstream.checkpoint.models import clean_state_dict_for_safetensors, save_model
 from slipstream.checkpoint.placing import Placing
 from slipstream.checkpoint.single import load, save
 from slipstream.checkpoint.weights import split, write_weights
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.digest import digest
 from slipstream.files.disk import Disk
+from slipstream.offload.load import load_checkpoint_in_model
 
 
 class Net(nn.Module):
@@ -449,10 +450,8 @@ def test_a_wrapped_model_is_loaded_and_a_wrapped_file_too(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"device_map": "auto"}, "device_map belongs to loading of big models"),
-        ({"offload_folder": "x"}, "offload_folder"),
-        ({"offload_state_dict": True}, "offload_state_dict"),
-        ({"offload_buffers": True}, "offload_buffers"),
+        ({"device_map": "auto"}, "device_map='auto' is no dict"),
+        ({"device_map": {"": "disk"}}, "give offload_folder"),
         ({"offload_8bit_bnb": True}, "offload_8bit_bnb"),
         ({"full_state_dict": False}, "full_state_dict"),
         ({"broadcast_from_rank0": True}, "broadcast_from_rank0"),
@@ -640,7 +639,7 @@ def test_loading_needs_no_memory_but_the_model(tmp_path):
     save_model(model, tmp_path, max_shard_size=2**24)
     program = (
         "import resource, sys, torch\n"
-        "from slipstream.checkpoint.models import load_checkpoint_in_model\n"
+        "from slipstream.offload.load import load_checkpoint_in_model\n"
         "from torch import nn\n"
         "load_checkpoint_in_model(nn.Linear(1, 1), sys.argv[1])\n"  # everything is imported, the headers have been read once
         "model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)])\n"

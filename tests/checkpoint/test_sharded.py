@@ -19,12 +19,12 @@ from slipstream.checkpoint import remote
 from slipstream.checkpoint.consolidate import merge_weights
 from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry, parse
 from slipstream.checkpoint.load import open_checkpoint
-from slipstream.checkpoint.models import load_checkpoint_in_model
 from slipstream.checkpoint.places import place_at
 from slipstream.cli.checkpoint import command
 from slipstream.errors import CheckpointError
 from slipstream.files.blocks import BlockFile, sums_name
 from slipstream.files.disk import Disk
+from slipstream.offload.load import load_checkpoint_in_model
 from slipstream.utils import ProjectConfiguration
 
 Ranks = Any

@@ -26,7 +26,21 @@ from slipstream.checkpoint.shares import is_sharded
 from slipstream.errors import CheckpointError
 from slipstream.logging import get_logger
 
-__all__ = ["METADATA", "LoadReport", "arranged", "bare", "check_fit", "give_dtype", "load_into", "may_translate", "tied_names"]
+__all__ = [
+    "METADATA",
+    "LoadReport",
+    "Place",
+    "Placed",
+    "arranged",
+    "bare",
+    "check_fit",
+    "give_dtype",
+    "load_into",
+    "may_translate",
+    "places_of",
+    "put",
+    "tied_names",
+]
 
 METADATA: Final = "_metadata"
 """Under this name the versions of a model's layers stand among what is no tensor."""
@@ -34,7 +48,10 @@ _SHOWN: Final = 10
 _MOST_COMPARED: Final = 2000
 _LONGEST: Final = 200
 
-_Place = tuple[torch.nn.Module, str]
+Place = tuple[torch.nn.Module, str]
+"""A module, and the name of one of its tensors."""
+Placed = tuple[torch.Tensor, list[tuple[str, Place]]]
+"""A tensor, and all places where it stands, each with its full name."""
 
 
 @dataclass(frozen=True)
@@ -126,22 +143,31 @@ def bare(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
-def check_fit(model: torch.nn.Module, given: Mapping[str, Any], aliases: Mapping[str, str] | None = None, extra: Any = None) -> LoadReport:
+def check_fit(
+    model: torch.nn.Module,
+    given: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+    extra: Any = None,
+    *,
+    tied: Mapping[str, list[str]] | None = None,
+) -> LoadReport:
     """How weights would fit, without a change to anything.
 
     `given` has a shape, or a tensor, for each name; `aliases` the other names of tied weights; `extra` the entries that are no tensors
-    (None: not known, and then none of them is missed).
+    (None: not known, and then none of them is missed); `tied` what `tied_names` says of the model, where that is known.
 
     >>> check_fit(torch.nn.Linear(2, 3), {"weight": (3, 2), "scale": (1,)})
     LoadReport(missing=('bias',), unexpected=('scale',), mismatched={}, renamed={})
     """
-    everything: dict[str, Any] = {name: _Form.of(value) for name, value in given.items()} | dict(extra or {})
+    everything: dict[str, Any] = {
+        name: value if isinstance(value, torch.Tensor) else _Form.of(value) for name, value in given.items()
+    } | dict(extra or {})
     everything.pop(METADATA, None)
     everything |= {name: everything[kept] for name, kept in (aliases or {}).items() if kept in everything and name not in everything}
     expected = dict(model.state_dict())
     renamed = _renamed(everything, expected)
     held = {renamed.get(name, name): value for name, value in everything.items()}
-    tied = tied_names(model)
+    tied = tied_names(model) if tied is None else tied
     known = {name for name in expected if name in held or any(other in held for other in tied.get(name, ()))}
     missing = tuple(name for name in expected if name not in known and (extra is not None or _is_stored(expected[name])))
     report = LoadReport(
@@ -261,7 +287,7 @@ def load_into(
     if report.mismatched or (strict and not report):
         raise CheckpointError(report.described("What is to be loaded", kind, strict=strict))
     state = arranged(model, tensors, aliases, extra, report, strict=strict)
-    places = _places(model)
+    places = places_of(model)
     _give_memory(places, state)
     try:
         model.load_state_dict(state, strict=False)
@@ -279,13 +305,14 @@ def arranged(
     report: LoadReport,
     *,
     strict: bool,
+    tied: Mapping[str, list[str]] | None = None,
 ) -> OrderedDict[str, Any]:
     """The state dict that the model gets: under its own names, tied ones under all of them. Nothing is loaded yet."""
     everything: dict[str, Any] = {**tensors, **extra}
     versions = everything.pop(METADATA, None)
     everything |= {name: everything[kept] for name, kept in aliases.items() if kept in everything and name not in everything}
     state: OrderedDict[str, Any] = OrderedDict((report.renamed.get(name, name), value) for name, value in everything.items())
-    for name, others in tied_names(model).items():
+    for name, others in (tied_names(model) if tied is None else tied).items():
         there = [other for other in others if other in state]
         if name not in state and there:
             state[name] = state[there[0]]
@@ -318,60 +345,63 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
     return identity(one) == identity(two) or torch.equal(packed(one), packed(two))
 
 
-def _places(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[tuple[str, _Place]]]]:
+def places_of(model: torch.nn.Module) -> list[Placed]:
     """Every parameter and buffer with all places where it stands: more than one if it is tied."""
-    found: dict[int, tuple[torch.Tensor, list[tuple[str, _Place]]]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    found: dict[int, Placed] = {}
+    waiting = [("", model)]
+    while waiting:  # in the order of named_modules, whose generators inside of generators take three times as long
+        path, module = waiting.pop()
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
-                    full = f"{path}.{name}" if path else name
-                    found.setdefault(id(tensor), (tensor, []))[1].append((full, (module, name)))
+                    found.setdefault(id(tensor), (tensor, []))[1].append((path + name, (module, name)))
+        waiting += [(f"{path}{name}.", child) for name, child in reversed(module._modules.items()) if child is not None]
     return list(found.values())
 
 
-def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """The other names of every weight that has several, in the order of the model."""
+def tied_names(model: torch.nn.Module, places: Iterable[Placed] | None = None) -> dict[str, list[str]]:
+    """The other names of every weight that has several, in the order of the model; `places` are those of `places_of`, where known."""
     groups: dict[Any, list[str]] = {}
-    for tensor, where in _places(model):
-        groups.setdefault(identity(tensor), []).extend(name for name, _ in where)
+    for tensor, where in places_of(model) if places is None else places:
+        groups.setdefault(identity(tensor), []).extend([name for name, _ in where])
     return {name: [other for other in group if other != name] for group in groups.values() if len(group) > 1 for name in group}
 
 
 def give_dtype(model: torch.nn.Module, names: Collection[str], dtype: torch.dtype, keep: Collection[str] = ()) -> None:
     """Floating point weights of these names become `dtype`; in modules whose names are in `keep`, float32. They stay the same objects."""
-    for tensor, where in _places(model):
+    for tensor, where in places_of(model):
         if tensor.is_floating_point() and any(name in names for name, _ in where):
             kept = any(f".{one}." in f".{name}." for name, _ in where for one in keep)
             tensor.data = tensor.data.to(torch.float32 if kept else dtype)
 
 
-def _give_memory(places: list[tuple[torch.Tensor, list[tuple[str, _Place]]]], state: Mapping[str, Any]) -> None:
+def _give_memory(places: list[Placed], state: Mapping[str, Any]) -> None:
     """Weights without memory that are about to be loaded get some; tied ones stay one."""
     for tensor, where in places:
         if tensor.is_meta and any(name in state for name, _ in where):
             empty = torch.empty_like(tensor, device="cpu")
             made = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
             for _, place in where:
-                _put(place, made)
+                put(place, made)
 
 
-def _tie(places: list[tuple[torch.Tensor, list[tuple[str, _Place]]]]) -> None:
+def _tie(places: list[Placed]) -> None:
     """What was one weight before is one again, also where loading has replaced it."""
     for _, where in places:
         if len(where) > 1:
             first = _get(where[0][1])
             for _, place in where[1:]:
                 if _get(place) is not first and first is not None:
-                    _put(place, first)
+                    put(place, first)
 
 
-def _get(place: _Place) -> torch.Tensor | None:
+def _get(place: Place) -> torch.Tensor | None:
     module, name = place
     return module._parameters.get(name, module._buffers.get(name))
 
 
-def _put(place: _Place, tensor: torch.Tensor) -> None:
+def put(place: Place, tensor: torch.Tensor) -> None:
+    """Makes a tensor the one that stands in this place."""
     module, name = place
     if isinstance(tensor, torch.nn.Parameter):
         module._parameters[name] = tensor

@@ -1,4 +1,4 @@
-"""A model's weights alone: `save_model` into a folder that other libraries read, `load_checkpoint_in_model` from whatever is there.
+"""A model's weights alone: `save_model` into a folder that other libraries read, `load_weights` from whatever is there.
 
 Saving keeps tied weights once, writes every file beside its place first, and leaves what was there before as it is until all of them are
 on the disk. Loading finds out whether everything fits before a tensor of the model changes, and needs no memory but that of the model:
@@ -28,7 +28,7 @@ from slipstream.files.disk import Disk
 from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
 
-__all__ = ["clean_state_dict_for_safetensors", "load_checkpoint_in_model", "save_model"]
+__all__ = ["clean_state_dict_for_safetensors", "dtype_of", "load_weights", "save_model"]
 
 _SHARD: Final = r"-\d{5}-of-\d{5}"
 
@@ -137,19 +137,13 @@ def _contiguous(value: Any) -> Any:
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
-def load_checkpoint_in_model(
+def load_weights(
     model: torch.nn.Module,
     checkpoint: str | os.PathLike[str],
-    device_map: Any = None,
-    offload_folder: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype | None = None,
-    offload_state_dict: bool = False,
-    offload_buffers: bool = False,
     keep_in_fp32_modules: Sequence[str] | None = None,
-    offload_8bit_bnb: bool = False,
+    *,
     strict: bool = False,
-    full_state_dict: bool = True,
-    broadcast_from_rank0: bool = False,
 ) -> LoadReport:
     """Loads weights into a model, wherever its tensors are; those on the meta device get memory.
 
@@ -160,33 +154,24 @@ def load_checkpoint_in_model(
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_model(torch.nn.Linear(2, 2), folder)
-    ...     load_checkpoint_in_model(torch.nn.Linear(2, 2), folder)
+    ...     load_weights(torch.nn.Linear(2, 2), folder)
     LoadReport(missing=(), unexpected=(), mismatched={}, renamed={})
     """
-    offloading = {
-        "device_map": device_map is not None,
-        "offload_folder": offload_folder is not None,
-        "offload_state_dict": offload_state_dict,
-        "offload_buffers": offload_buffers,
-        "offload_8bit_bnb": offload_8bit_bnb,
-    }
-    if asked := [name for name, given in offloading.items() if given]:
-        raise ConfigError(f"{', '.join(asked)} belongs to loading of big models, which this version does not have. Leave it out.")
-    if not full_state_dict or broadcast_from_rank0:
-        raise ConfigError(
-            "full_state_dict=False and broadcast_from_rank0=True belong to sharded models, which this version does not have. "
-            "Leave them out: every process reads the file itself."
-        )
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"load_checkpoint_in_model was given a {type(model).__qualname__}. Pass a torch.nn.Module.")
-    wanted = _dtype(dtype)
+    wanted = dtype_of(dtype)
     if keep_in_fp32_modules is not None and (wanted is None or isinstance(keep_in_fp32_modules, str)):
         raise ConfigError(f"keep_in_fp32_modules={keep_in_fp32_modules!r} is a list of names of modules, and needs dtype beside it.")
     path = local_path(checkpoint, "checkpoint")
     return _load(bare(model), find(path), str(path), wanted, tuple(keep_in_fp32_modules or ()), strict=strict)
 
 
-def _dtype(given: Any) -> torch.dtype | None:
+def dtype_of(given: Any) -> torch.dtype | None:
+    """A floating point type from its name, or as torch has it.
+
+    >>> dtype_of("bfloat16")
+    torch.bfloat16
+    """
     known = {dtype_name(one): one for one in DTYPES if one.is_floating_point}
     found = known.get(given.removeprefix("torch.")) if isinstance(given, str) else given
     if given is not None and found not in known.values():

@@ -154,10 +154,10 @@ def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: 
     data = view if view.contiguous and view.format == "B" and view.ndim == 1 else view.cast("B")
     if data.readonly:
         return torch.frombuffer(bytearray(data[start:end]), dtype=kind).reshape(shape)
-    raw = torch.frombuffer(data, dtype=torch.uint8, count=end - start, offset=start)
-    if raw.data_ptr() % kind.itemsize:
-        raw = raw.clone()
-    return raw.view(kind).reshape(shape)
+    found = torch.frombuffer(data, dtype=kind, count=count, offset=start)
+    if found.data_ptr() % kind.itemsize:
+        found = torch.frombuffer(data, dtype=torch.uint8, count=end - start, offset=start).clone().view(kind)
+    return found if len(shape) == 1 else found.view(shape)
 
 
 def identity(tensor: torch.Tensor) -> Any:

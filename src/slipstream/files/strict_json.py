@@ -30,6 +30,7 @@ _USUAL: Final = 11
 """Bytes of memory for each byte of a text that says something; one that was made to fill the memory takes fifty and more."""
 _LONG: Final = 1 << 20
 _LONGEST_NUMBER: Final = 4300
+_CONTAINERS: Final = frozenset({dict, list})
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -60,8 +61,10 @@ def parse(
         raise _refusal(where, f"byte {error.start:,} is not UTF-8") from None
     except ValueError as error:  # of the parser itself and of the functions below
         raise _refusal(where, str(error)) from None
-    if text.count("[") + text.count("{") > deepest or _SURROGATE.search(text):
-        _check_tree(value, where, deepest)
+    if text.count("[") + text.count("{") > deepest:
+        _check_depth(value, where, deepest)
+    if _SURROGATE.search(text):
+        _check_texts(value, where)
     return value
 
 
@@ -132,13 +135,20 @@ def _decimal(text: str) -> float:
     return number
 
 
-def _check_tree(value: Any, where: str, deepest: int) -> None:
-    """Depth, and texts that no file can hold; without recursion, as the tree may be deep."""
-    level, depth = [value], 0
+def _check_depth(value: Any, where: str, deepest: int) -> None:
+    """How deep values are inside of each other; without recursion, as the tree may be deep."""
+    level, depth = [value] if isinstance(value, (dict, list)) else [], 0
     while level:
-        depth += any(isinstance(one, (dict, list)) for one in level)
+        depth += 1
         if depth > deepest:
             raise _refusal(where, f"it is nested deeper than {deepest} levels")
+        level = [inner for one in level for inner in (one.values() if type(one) is dict else one) if type(inner) in _CONTAINERS]
+
+
+def _check_texts(value: Any, where: str) -> None:
+    """Texts that no file can hold."""
+    level = [value]
+    while level:
         level = [inner for one in level for inner in _inside(one, where)]
 
 
