@@ -15,12 +15,15 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.offload.dispatch import dispatch_model
+from slipstream.offload.lanes import stores_of
 from slipstream.offload.store import store as store_module
 from slipstream.offload.store.blocks import Block
 from slipstream.offload.store.mapped import MappedFile, joined, open_file
 from slipstream.offload.store.residency import decide
 from slipstream.offload.store.store import OnPages, Store
 from slipstream.offload.store.transfer import OnDevice, Transfer
+from slipstream.offload.tensors import align_module_device, has_offloaded_params
 from slipstream.offload.weights import OffloadedWeightsLoader, PrefixedDataset
 
 SIDE = 512  # a megabyte in float32: more than the kernel maps around a fault
@@ -343,3 +346,44 @@ def test_a_closed_file_is_not_closed_twice(tmp_path: Path) -> None:
     file = MappedFile(os.open(tmp_path / "empty", os.O_RDONLY), "empty")
     assert file.size == 0
     assert file.tensor("F32", (0,), 0, 0).numel() == 0
+
+
+def test_a_backward_brings_pages_back_and_stays_within_the_limit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(SIDE, SIDE, bias=False).requires_grad_(False) for _ in range(6)]
+    plain = torch.nn.Sequential(*layers)
+    x = torch.randn(2, SIDE, requires_grad=True)
+    plain(x).square().sum().backward()
+    wanted = x.grad
+    size = SIDE * SIDE * 4
+    model = dispatch_model(plain, {"": "disk"}, offload_dir=tmp_path, limit=4 * size)
+    (store,) = stores_of(model)
+    most = []
+
+    def look(_: torch.Tensor) -> None:
+        most.append(sum(in_memory(block) for block in store.blocks))
+
+    x.grad, y = None, x
+    for layer in model:
+        y = layer(y)
+        y.register_hook(look)
+    y.square().sum().backward()
+    assert wanted is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, wanted)
+    assert max(most) <= 4
+    assert len(most) == 6
+
+
+def test_a_leaf_of_an_offloaded_block_can_be_looked_at(tmp_path: Path) -> None:
+    block = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+    model = torch.nn.ModuleDict({"block": block})
+    weight = block[0].weight.detach().clone()
+    dispatch_model(model, {"block": "disk"}, offload_dir=tmp_path)
+    assert has_offloaded_params(block[0])
+    assert block[0].weight.is_meta
+    with align_module_device(block[0]):
+        assert torch.equal(block[0].weight, weight)
+    assert block[0].weight.is_meta
+    again = copy.deepcopy(model)
+    assert torch.equal(again["block"](torch.ones(1, 2)), model["block"](torch.ones(1, 2)))

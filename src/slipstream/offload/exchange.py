@@ -12,6 +12,7 @@ stays with the tensor it was made of, so it lives as long as the bundle keeps th
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
@@ -21,10 +22,22 @@ import torch
 from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
 
-__all__ = ["Bundle", "Exchange", "MappedBundle", "Place", "as_device", "dressed_like", "parked_like", "places_of", "same_memory"]
+__all__ = [
+    "Bundle",
+    "Exchange",
+    "MappedBundle",
+    "Place",
+    "as_device",
+    "dressed_like",
+    "exchanges_of",
+    "parked_like",
+    "places_of",
+    "same_memory",
+]
 
 _TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_KEEPER: Final = "_slipstream_keeper"
 _MADE: Final = "_slipstream_made"
 """Where the Parameter that was made of a tensor is kept: on that tensor, with its address, dtype and requires_grad."""
 
@@ -33,6 +46,7 @@ class Bundle(Protocol):
     """The tensors of one module, from wherever they are.
 
     One that has a method `arrive` is told before each use, also of threads that find the tensors in place; it may let them wait there.
+    One that has a method `recall` is told when a backward comes to what the module computed, and will use the tensors again.
     """
 
     def take(self) -> Sequence[torch.Tensor]:
@@ -110,7 +124,7 @@ def places_of(module: torch.nn.Module, recurse: bool) -> Iterator[Place]:
         for store in (owner._parameters, owner._buffers):
             for key, tensor in store.items():
                 if tensor is not None:
-                    yield Place(prefix + key, store, key, tensor, owner, store is owner._parameters or key not in transient)  # type: ignore[arg-type]
+                    yield Place(prefix + key, store, key, tensor, owner, store is owner._parameters or key not in transient)
         if recurse:
             inner = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
             inner = [(name, child) for name, child in inner if id(child) not in seen]
@@ -168,6 +182,28 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 _Made = tuple[torch.Tensor, int, torch.dtype, bool]
 """What stands for a tensor, its address (0: not watched), and for which dtype and requires_grad of the stand-in it was made."""
+
+
+class _Keeper:
+    """On a stand-in: whose it is. Copies of a model find their own when they run."""
+
+    __slots__ = ("_exchange",)
+
+    def __init__(self, exchange: Exchange | None = None) -> None:
+        self._exchange = None if exchange is None else weakref.ref(exchange)
+
+    def __reduce__(self) -> tuple[type[_Keeper], tuple[()]]:
+        return (_Keeper, ())
+
+    def exchange(self) -> Exchange | None:
+        return None if self._exchange is None else self._exchange()
+
+
+def exchanges_of(module: torch.nn.Module) -> list[Exchange]:
+    """Those that bring the tensors of a module itself, whichever module their hooks are on; each once."""
+    keepers = [getattr(place.tensor, _KEEPER, None) for place in places_of(module, recurse=False)]
+    found = [keeper.exchange() for keeper in keepers if isinstance(keeper, _Keeper)]
+    return list({id(one): one for one in found if one is not None}.values())
 
 
 class _Slot:
@@ -233,7 +269,10 @@ class Exchange:
 
     def __init__(self, groups: Iterable[Sequence[Place]], bundle: Bundle, prefix: str = "") -> None:
         self._slots = [_Slot(places) for places in groups]
+        for slot in self._slots:
+            setattr(slot.first[2], _KEEPER, _Keeper(self))
         self._bundle = bundle
+        self._recall = getattr(bundle, "recall", None)
         self._arrive = getattr(bundle, "arrive", None)
         self._lock = threading.Lock()
         self._count = 0
@@ -268,6 +307,24 @@ class Exchange:
             if self._held and not self._count:
                 self._held = False
                 self._park()
+
+    def watch(self, output: Any) -> None:
+        """A backward will come through this output, and to the weights that made it."""
+        if self._recall is None:
+            return
+        if isinstance(output, torch.Tensor):
+            if output.requires_grad:
+                output.register_hook(self._recalled)  # type: ignore[no-untyped-call]
+        elif isinstance(output, (list, tuple)):
+            for one in output:
+                self.watch(one)
+        elif isinstance(output, Mapping):
+            for one in output.values():
+                self.watch(one)
+
+    def _recalled(self, _: torch.Tensor) -> None:
+        if self._recall is not None:
+            self._recall()
 
     def close(self) -> None:
         """Park at once, whatever runs."""
@@ -331,7 +388,7 @@ class Exchange:
                 converted = tensor.detach().to(wanted)
         value = dressed_like(parked, converted)
         if value.requires_grad and value.is_leaf:
-            value.register_post_accumulate_grad_hook(partial(self._told.got_gradient, slot.name))
+            value.register_post_accumulate_grad_hook(partial(self._told.got_gradient, slot.name))  # type: ignore[no-untyped-call]
         watched = type(value) in _PLAIN and not value.is_inference() and not value.is_meta
         made = (value, value.data_ptr() if watched else 0, wanted, parked.requires_grad)
         if converted is tensor:

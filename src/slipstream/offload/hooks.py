@@ -165,6 +165,8 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         """Weights away again, the output where the inputs were, if that is wanted."""
+        if self._exchange is not None and torch.is_grad_enabled():
+            self._exchange.watch(output)
         self._leave()
         device = self._input_device() if self._input_devices else None
         if device is None or not self.io_same_device:

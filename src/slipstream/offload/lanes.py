@@ -23,6 +23,8 @@ from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
 from slipstream.offload.store.blocks import Block
 from slipstream.offload.store.store import Store
+from slipstream.runtime.current import current_or_none
+from slipstream.runtime.dynamic.bar import make_bar
 
 __all__ = ["Lanes", "layer_major", "stores_of"]
 
@@ -31,12 +33,18 @@ Result = TypeVar("Result")
 
 
 def layer_major(
-    model: torch.nn.Module, function: Callable[[Item], Result], inputs: Iterable[Item], *, lanes: int | None = None
+    model: torch.nn.Module,
+    function: Callable[[Item], Result],
+    inputs: Iterable[Item],
+    *,
+    lanes: int | None = None,
+    progress: bool | None = None,
 ) -> list[Result]:
     """`[function(one) for one in inputs]`, with the calls of `model` inside of it side by side; the results in the order of the inputs.
 
     `lanes` is how many run at a time; None is all of them. Each holds its own activations and caches, so memory for those is needed
-    `lanes` times. For a model without offloaded blocks it is a plain loop, and that is said.
+    `lanes` times. `progress`: a bar of calls that have ended; None is one on the main process where there is a terminal. For a model
+    without offloaded blocks it is a plain loop, and that is said.
 
     >>> model = torch.nn.Linear(2, 2)
     >>> layer_major(model, lambda x: model(x).shape, [torch.ones(1, 2), torch.ones(3, 2)])
@@ -52,11 +60,13 @@ def layer_major(
     if any(store.turns is not None for store in stores):
         raise StateError("layer_major was called while another layer_major runs the same model. Put all inputs into one call.")
     turns = Lanes(lambda number: function(items[number]), len(items), min(lanes or len(items), len(items)))
+    bar = make_bar(progress, is_main=_is_main(), finished=lambda: turns.finished, total=len(items), before=0)
     for store in stores:
         store.turns = turns
     try:
         turns.run()
     finally:
+        bar.close()
         for store in stores:
             store.turns = None
     return turns.results
@@ -75,6 +85,11 @@ def stores_of(model: torch.nn.Module) -> list[Store]:
     return list(found.values())
 
 
+def _is_main() -> bool:
+    runtime = current_or_none()
+    return runtime is None or runtime.process.is_main
+
+
 class Lanes:
     """Runs `call(0)` to `call(count - 1)`, up to `width` of them side by side; see above."""
 
@@ -83,6 +98,7 @@ class Lanes:
         self._width = width
         self._left = deque(range(count))
         self.results: list[Any] = [None] * count
+        self.finished = 0
         self._lanes: dict[int, _Lane] = {}
         """By the identity of their threads."""
         self._waiting: list[_Lane] = []
@@ -196,6 +212,7 @@ class _Lane:
                 torch.manual_seed(lanes._seeds[number])
                 try:
                     lanes.results[number] = lanes._call(number)
+                    lanes.finished += 1
                 except _Stopped:
                     break
                 except BaseException as error:  # raised in the thread that waits, by `run`

@@ -8,7 +8,7 @@ reshaped, and whole numbers are never made into fractions or the other way round
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from slipstream.devices.memory import clear_device_cache
 from slipstream.devices.table import family_of
 from slipstream.errors import ConfigError
-from slipstream.offload.exchange import as_device, dressed_like, places_of
+from slipstream.offload.exchange import as_device, dressed_like, exchanges_of, places_of
 from slipstream.offload.hooks import AlignDevicesHook
 from slipstream.offload.wrapping import hooks_of
 
@@ -141,12 +141,12 @@ def _placed(
 
 
 def has_offloaded_params(module: torch.nn.Module) -> bool:
-    """Whether the weights of a module come and go by a hook of its own that offloads them.
+    """Whether the weights of a module come and go, by a hook of its own or of the block that it is part of.
 
     >>> has_offloaded_params(torch.nn.Linear(2, 2))
     False
     """
-    return any(isinstance(hook, AlignDevicesHook) and hook.offload for hook in hooks_of(module))
+    return any(isinstance(hook, AlignDevicesHook) and hook.offload for hook in hooks_of(module)) or bool(exchanges_of(module))
 
 
 @contextmanager
@@ -166,6 +166,16 @@ def align_module_device(module: torch.nn.Module, execution_device: torch.device 
         with _taken(module, offloading, execution_device):
             yield
         return
+    with ExitStack() as stack:
+        for exchange in exchanges_of(module):  # of the block that the module is part of
+            exchange.enter()
+            stack.callback(exchange.leave)
+        stack.enter_context(_moved(module, execution_device))
+        yield
+
+
+@contextmanager
+def _moved(module: torch.nn.Module, execution_device: torch.device | str | int | None) -> Iterator[None]:
     places = list(places_of(module, recurse=False)) if execution_device is not None else []
     try:
         for place in places:

@@ -42,6 +42,7 @@ class Store:
         self._before_last: Block | None = None
         self._faults = 0
         self._passing: list[Block] = []
+        """Those whose pages were asked for and will be given back."""
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
@@ -77,6 +78,24 @@ class Store:
                 block.wait()
                 self._passing += [block] if block.number not in self._settled().kept and block not in self._passing else []
             return block.tensors if found is None else found
+
+    def recall(self, block: Block) -> None:
+        """A backward comes to what a block computed: the pages that its graph refers to, and those of the block before it, are needed.
+
+        What a graph holds in a buffer is in memory already.
+        """
+        with self._lock:
+            kept = self._settled().kept
+            coming = [one for one in (block, self.blocks[max(0, block.number - 1)]) if one.number not in kept]
+            for passed in [one for one in self._passing if not one.active and one not in coming]:
+                passed.give_back()
+                self._passing.remove(passed)
+            for one in coming:
+                if not one.asked:
+                    one.ask()
+                    self._passing.append(one)
+            if not block.present:
+                block.wait()
 
     def leave(self, block: Block) -> None:
         """A block has run. Its memory is given back when another one is entered."""
@@ -191,3 +210,7 @@ class OnPages:
     def give_back(self) -> None:
         """The module has run."""
         self.store.leave(self.block)
+
+    def recall(self) -> None:
+        """A backward is about to use the tensors again."""
+        self.store.recall(self.block)

@@ -110,3 +110,6 @@ class OnDevice(OnPages):
         self.transfer.keep([following])
         if following is not self.block:
             self.transfer.start(following, self.store.peek(following))
+
+    def recall(self) -> None:
+        """A graph holds the copies themselves."""
