@@ -217,5 +217,5 @@ def _compiler() -> Callable[[], Any]:
 @functools.lru_cache(maxsize=1)
 def _beside_graphs() -> Callable[..., Any]:
     """Calls a function so that torch.compile does not look into it."""
-    made: Callable[..., Any] = torch.compiler.disable(_plainly)
+    made: Callable[..., Any] = torch.compiler.disable(_plainly)  # type: ignore[no-untyped-call]
     return made
