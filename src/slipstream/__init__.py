@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from slipstream.precision.options import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
     from slipstream.runtime.batch_size import find_executable_batch_size as find_executable_batch_size
     from slipstream.runtime.gradient_state import GradientState as GradientState
+    from slipstream.runtime.mapping import map_across_processes as map_across_processes
     from slipstream.runtime.rng import synchronize_rng_states as synchronize_rng_states
     from slipstream.runtime.state import AcceleratorState as AcceleratorState, PartialState as PartialState
     from slipstream.step.profile import ProfileKwargs as ProfileKwargs
@@ -95,6 +96,7 @@ _HOMES = {
     ),
     "slipstream.runtime.batch_size": ("find_executable_batch_size",),
     "slipstream.runtime.gradient_state": ("GradientState",),
+    "slipstream.runtime.mapping": ("map_across_processes",),
     "slipstream.runtime.rng": ("synchronize_rng_states",),
     "slipstream.runtime.state": (
         "AcceleratorState", "PartialState",
@@ -109,8 +111,8 @@ __all__ = [
     "InitProcessGroupKwargs", "LaunchError", "LocalSGD", "MismatchError", "MissingCheckpointError", "PartialState", "PeerLostError",
     "ProfileKwargs", "SlipstreamError", "StateError", "WaitTimeoutError", "cpu_offload", "cpu_offload_with_hook", "debug_launcher",
     "disk_offload", "dispatch_model", "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device",
-    "is_rich_available", "layer_major", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher",
-    "prepare_data_loader", "prepare_pippy", "skip_first_batches", "synchronize_rng_states",
+    "is_rich_available", "layer_major", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "map_across_processes",
+    "notebook_launcher", "prepare_data_loader", "prepare_pippy", "skip_first_batches", "synchronize_rng_states",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

@@ -233,6 +233,7 @@ if TYPE_CHECKING:
         merge_dicts as merge_dicts,
         recursive_getattr as recursive_getattr,
     )
+    from slipstream.runtime.mapping import map_across_processes as map_across_processes
     from slipstream.runtime.rng import synchronize_rng_state as synchronize_rng_state, synchronize_rng_states as synchronize_rng_states
     from slipstream.step.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME, ProfileKwargs as ProfileKwargs
     from slipstream.strategies.options import (
@@ -345,6 +346,7 @@ _HOMES = {
         "check_os_kernel", "get_free_port", "get_module_children_bottom_up", "get_module_class_from_name", "get_pretty_name",
         "is_port_in_use", "merge_dicts", "recursive_getattr",
     ),
+    "slipstream.runtime.mapping": ("map_across_processes",),
     "slipstream.runtime.rng": (
         "synchronize_rng_state", "synchronize_rng_states",
     ),
@@ -390,9 +392,9 @@ __all__ = [
     "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available", "is_transformer_engine_mxfp8_available",
     "is_transformers_available", "is_triton_available", "is_wandb_available", "is_weights_only_available", "is_xccl_available",
     "is_xpu_available", "layer_major", "listify", "load", "load_and_quantize_model", "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model", "load_offloaded_weight", "load_offloaded_weights", "load_state_dict", "merge_dicts", "named_module_tensors",
-    "offload_state_dict", "offload_weight", "pad_across_processes", "pad_input_tensors", "prepare_data_loader", "prepare_pippy",
-    "recursive_getattr", "recursively_apply", "reduce", "release_memory", "retie_parameters", "save", "save_offload_index",
+    "load_checkpoint_in_model", "load_offloaded_weight", "load_offloaded_weights", "load_state_dict", "map_across_processes", "merge_dicts",
+    "named_module_tensors", "offload_state_dict", "offload_weight", "pad_across_processes", "pad_input_tensors", "prepare_data_loader",
+    "prepare_pippy", "recursive_getattr", "recursively_apply", "reduce", "release_memory", "retie_parameters", "save", "save_offload_index",
     "send_to_device", "set_module_tensor_to_device", "set_seed", "should_reduce_batch_size", "skip_first_batches", "slice_tensors",
     "synchronize_rng_state", "synchronize_rng_states", "torchao_required", "tqdm", "wait_for_everyone", "write_basic_config",
 ]
