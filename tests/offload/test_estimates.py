@@ -130,6 +130,26 @@ def test_checkpointing_keeps_inputs_of_blocks_alone():
     assert again.kept == 64 * 4 * (6 * 8 + 8) + 4
 
 
+def test_experts_are_measured_in_every_type(tmp_path):
+    sizes = {**SIZES, "num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
+    transformers.MixtralConfig(**sizes).save_pretrained(tmp_path)
+    found = estimate(str(tmp_path), Settings((KINDS["float32"], KINDS["bfloat16"]), batch_size=2, sequence_length=64), {})
+    assert not any("could not be measured" in note for note in found.notes)
+    full, mixed, pure = (row.activations for row in found.training)
+    assert mixed > pure  # it has copies of the weights
+    assert pure == pytest.approx(full / 2, rel=0.25)
+
+
+def test_both_caches_of_an_encoder_and_decoder_count():
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=50, decoder_start_token_id=0)
+    model = transformers.T5ForConditionalGeneration(config)
+    ids = torch.zeros(BATCH, 10, dtype=torch.long)
+    inputs = Inputs((), {"input_ids": ids}, None, {"decoder_input_ids": ids, "use_cache": True})
+    with undisturbed():
+        found = measure(model, inputs, dtype=torch.float32, training=False)
+    assert found.cache == 2 * 2 * 2 * BATCH * 10 * 32 * 4  # layers, caches, keys and values
+
+
 def test_the_cache_is_what_the_model_returns():
     model = decoder()
     with undisturbed():

@@ -145,10 +145,13 @@ def _text(found: Estimate, *, checkpointing: bool) -> Iterator[str]:
         trains = [row.precision for row in found.training if row.total <= free]
         asked = [("runs in", found.inference, runs), ("trains in", found.training, trains)]
         said = "; ".join(f"{what} {', '.join(names) if names else 'none of these'}" for what, rows, names in asked if rows)
-        yield f"{device} has {size(free)} free: {said}" if said else f"{device} has {size(free)} free"
+        unsure = None in [*(row.activations for row in found.inference), *(row.activations for row in found.training)]
+        yield f"{device} has {size(free)} free: {said or 'nothing was asked'}{', without activations' if unsure else ''}"
     yield from (printable(note) for note in found.notes)
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     cells = [[str(row[0]), *(_UNKNOWN if value is None else size(value) for value in row[1:])] for row in rows]
+    for cell in cells:
+        cell[-1] = f"> {cell[-1]}" if _UNKNOWN in cell else cell[-1]
     return [f"  {line}" for line in columns([list(titles), *cells], right=range(1, len(titles)))]

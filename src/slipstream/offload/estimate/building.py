@@ -337,7 +337,8 @@ def undisturbed() -> Iterator[None]:
     name = "find_packed_sequence_indices"
     before = getattr(masking, name, None)
     if before is None:
-        yield
+        with quiet():
+            yield
         return
     setattr(masking, name, lambda position_ids: None)
     try:
