@@ -12,15 +12,17 @@ that needs it. Nothing here runs a model or talks to another process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
+from slipstream.offload.sizes import class_names
+from slipstream.offload.tied import identity_of
 
-__all__ = ["Block", "blocks_in_order", "cut_evenly", "generate_device_map", "shared_names", "whole_classes"]
+__all__ = ["Block", "blocks_in_order", "cut_evenly", "generate_device_map", "whole_classes"]
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 
@@ -29,7 +31,7 @@ class Block(NamedTuple):
     """A module that stays in one piece, and the bytes of every tensor that comes with it, by the tensor's identity."""
 
     name: str
-    held: dict[int, int]
+    held: dict[Hashable, int]
 
     @property
     def size(self) -> int:
@@ -56,7 +58,14 @@ def generate_device_map(
     if not blocks:
         return {"": 0}
     starts = cut_evenly(blocks, num_processes, _limits(max_memory, num_processes))
-    return {block.name: sum(position >= start for start in starts[1:]) for position, block in enumerate(blocks)}
+    stages = {block.name: sum(position >= start for start in starts[1:]) for position, block in enumerate(blocks)}
+    return {**dict.fromkeys(_outside(model, stages), 0), **stages}
+
+
+def _outside(model: torch.nn.Module, blocks: Collection[str]) -> list[str]:
+    """The tensors that are in none of these blocks, by name."""
+    names = [name for tensors in (model.named_parameters, model.named_buffers) for name, _ in tensors(remove_duplicate=False)]
+    return [name for name in names if not any(name[:end] in blocks for end, letter in enumerate(name) if letter == ".")]
 
 
 def _limits(max_memory: Mapping[Any, int | str] | None, count: int) -> dict[int, int]:
@@ -68,10 +77,7 @@ def _limits(max_memory: Mapping[Any, int | str] | None, count: int) -> dict[int,
 
 def whole_classes(model: torch.nn.Module, given: Collection[str] | None) -> frozenset[str]:
     """The names of classes that are not cut inside: those that the caller names, else those that the model names itself."""
-    if isinstance(given, str):
-        raise ConfigError(f"no_split_module_classes={given!r} is one text: write a list of names of classes, [{given!r}]")
-    names = given if given is not None else getattr(model, "_no_split_modules", None) or ()
-    return frozenset(names)
+    return class_names(given if given is not None else getattr(model, "_no_split_modules", None))
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
@@ -130,22 +136,9 @@ def _with_the_rest(model: torch.nn.Module, blocks: list[Block]) -> list[Block]:
     return [Block(blocks[0].name, {**blocks[0].held, **rest}), *blocks[1:]]
 
 
-def _held(module: torch.nn.Module) -> dict[int, int]:
-    return {id(tensor): tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers())}
-
-
-def shared_names(model: torch.nn.Module) -> list[list[str]]:
-    """The names of weights that are one tensor under several names.
-
-    >>> model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2, bias=False), "b": torch.nn.Linear(2, 2, bias=False)})
-    >>> model["b"].weight = model["a"].weight
-    >>> shared_names(model)
-    [['a.weight', 'b.weight']]
-    """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [found for found in names.values() if len(found) > 1]
+def _held(module: torch.nn.Module) -> dict[Hashable, int]:
+    parameters = {identity_of(one): one.numel() * one.element_size() for one in module.parameters()}
+    return parameters | {id(one): one.numel() * one.element_size() for one in module.buffers()}
 
 
 # -- the cut ----------------------------------------------------------------------------------------------------------
@@ -189,7 +182,7 @@ def cut_evenly(blocks: Sequence[Block], count: int, limits: Mapping[int, int] | 
 def _best_end(blocks: Sequence[Block], before: list[_Cut | None], end: int, limit: int | None) -> _Cut | None:
     """The best way in which one more stage ends here, over all places where it may begin."""
     best: _Cut | None = None
-    held: dict[int, int] = {}
+    held: dict[Hashable, int] = {}
     size = 0
     for start in range(end - 1, -1, -1):
         for tensor, length in blocks[start].held.items():
@@ -205,5 +198,5 @@ def _best_end(blocks: Sequence[Block], before: list[_Cut | None], end: int, limi
     return best
 
 
-def _union(blocks: Sequence[Block]) -> dict[int, int]:
+def _union(blocks: Sequence[Block]) -> dict[Hashable, int]:
     return {tensor: size for block in blocks for tensor, size in block.held.items()}

@@ -21,10 +21,11 @@ from slipstream.comm import ops, tree
 from slipstream.comm.guarded import refuse
 from slipstream.errors import ConfigError
 from slipstream.inference.batches import Batch, filled_up, find_pippy_batch_size
-from slipstream.inference.cutting import blocks_in_order, cut_evenly, generate_device_map, shared_names, whole_classes
+from slipstream.inference.cutting import blocks_in_order, cut_evenly, generate_device_map, whole_classes
 from slipstream.inference.stages import Pipeline, casting, own_device, own_forward
 from slipstream.inference.tracing import called_modules, let_go
 from slipstream.logging import get_logger
+from slipstream.offload.tied import find_tied_parameters
 from slipstream.runtime.state import AcceleratorState
 
 __all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]
@@ -69,7 +70,7 @@ def prepare_pippy(
         points = _split_points(model, split_points, no_split_module_classes, example_args or (), example_kwargs, num_chunks, state)
     except Exception as error:  # of this process alone, maybe: the others must hear of it
         raise refuse(state.channel(), state.limits, _PREPARE, error) from error.__cause__
-    tied = shared_names(model)
+    tied = find_tied_parameters(model)
     pipeline = build_pipeline(model, points, example_args or (), example_kwargs, num_chunks)
     pipeline.gather_output = bool(gather_output)
     for names in tied:

@@ -87,12 +87,13 @@ class Pipeline:
             with own_forward(self.model):
                 traced = trace(self.model, batch, rows, self.device, self.split_points, state.process_index)
             fill(traced.module, self.model)
+            made = _Program(traced, state.process_index, self.device)
         except Exception as error:  # the others must hear of it, whatever it is
             raise refuse(channel, state.limits, _TRACE, error) from error.__cause__
         text = f"{batch.form} {rows} {[sorted(names) for names in traced.names]} {traced.wires} {traced.shapes}"
         with channel.turn(Call(_TRACE, text, call_site(), lambda: f"{_TRACE} {text}"), state.limits) as turn:
             turn.exchange(Body())
-        return _Program(traced, state.process_index, self.device)
+        return made
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -141,6 +142,8 @@ class Pipeline:
 
     def _tell(self, error: BaseException) -> None:
         """Ends the waits of the other processes: they need what this stage did not give."""
+        if not self._state.runtime.is_open:
+            return  # nobody waits in a group that is closed
         channel: Any = self._state.channel()
         reason = f"rank {self._state.process_index} failed in its stage with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         channel.beacon.post("gave_up", generation=channel.generation, call=_STEP, because=reason)
