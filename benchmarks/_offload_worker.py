@@ -1,0 +1,322 @@
+"""What `offload.py` runs: a process that does what it is told about models that are not in memory, and says how long that took.
+
+Orders come as lines of JSON on the standard input, `{"do": "warm", ...}`; answers go out the same way. With `--group` it goes into
+a control group before it imports anything that is large. What is beside the point (making models, emptying caches) is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import hashlib
+import json
+import logging
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+if "--group" in sys.argv:
+    Path(sys.argv[sys.argv.index("--group") + 1], "cgroup.procs").write_text(str(os.getpid()))
+
+import torch
+from _offload_models import VOCABULARY, WIDTH, made
+
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+
+ROWS = 8
+PIECE = 8 << 20
+Shape = Sequence[Any]
+"""Kind and sizes of a model, as `made` takes them."""
+
+
+class Worker:
+    """The orders: every public method is one, with the values of the order as arguments and its answer as result."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, Any] = {}
+
+    # -- files ----------------------------------------------------------------------------------------------------------------
+
+    def save(self, shape: Shape, path: str) -> int:
+        """Writes the weights of a model; its bytes."""
+        from safetensors.torch import save_file
+
+        state = made(*shape, empty=False).state_dict()
+        save_file(state, path)
+        os.sync()
+        return sum(tensor.nbytes for tensor in state.values())
+
+    def disk(self, path: str) -> float:
+        """Bytes per second of the disk alone: the whole file past the page cache, by two threads, as one is not always enough."""
+        size = os.path.getsize(path)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        starts = iter(range(0, size, PIECE))
+        lock = threading.Lock()
+
+        def read() -> None:
+            memory = mmap.mmap(-1, PIECE)
+            memory.write(bytes(PIECE))
+            while True:
+                with lock:
+                    start = next(starts, None)
+                if start is None:
+                    return
+                os.preadv(fd, [memory], start)
+
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(2) as threads:
+            for done in [threads.submit(read) for _ in range(2)]:
+                done.result()
+        taken = time.perf_counter() - begin
+        os.close(fd)
+        return size / taken
+
+    # -- forwards -------------------------------------------------------------------------------------------------------------
+
+    def open(self, library: str, shape: Shape, path: str, folder: str, limit: int | None = None, name: str = "") -> None:
+        """A model with its blocks on the disk, or (`plain`) in memory."""
+        self._models[name or library] = opened(library, shape, path, folder, limit)
+
+    def warm(self, names: Sequence[str], rounds: int) -> dict[str, Any]:
+        """Forwards of all models in turns, and whether their outputs are those of the first one, bit for bit."""
+        from turns import in_turns
+
+        x = batch()
+        with torch.inference_mode():
+            wanted = self._models[names[0]](x)
+            equal = all(torch.equal(self._models[name](x), wanted) for name in names for _ in range(2))
+            calls: dict[str, Callable[[int], Any]] = {name: (lambda _, model=self._models[name]: model(x)) for name in names}
+            calls[f"{names[0]}, again"] = calls[names[0]]
+            times = in_turns(calls, rounds, 1)
+        return {"equal": equal, "times": {name: vars(found) for name, found in times.items()}}
+
+    def growth(self, name: str, passes: int = 3) -> tuple[float, str]:
+        """Bytes that this process grows by while a model runs, pages of files included, and what came out."""
+        model, x = self._models[name], batch()
+        with torch.inference_mode():
+            made("tower", 1, WIDTH, empty=False)(x)  # code of torch is paged in too
+            release(model)
+            with Peak() as peak:
+                for _ in range(passes):
+                    found = model(x)
+        return peak.most, checksum(found)
+
+    def cold(self, name: str, paths: Sequence[str]) -> dict[str, Any]:
+        """A forward of which no page is in memory."""
+        model, x = self._models[name], batch()
+        release(model)
+        gc.collect()
+        for path in paths:
+            forget(path)
+        share = max(in_cache(path) for path in paths)
+        with torch.inference_mode():
+            begin = time.perf_counter()
+            found = model(x)
+            taken = time.perf_counter() - begin
+        return {"seconds": taken, "cached": share, "output": checksum(found), "around": reads_around(model)}
+
+    # -- generation -----------------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, sequences: int, rows: int, count: int, prompt: int, lanes: int = 0) -> dict[str, Any]:
+        """Tokens for so many sequences, `rows` in each call; with `lanes` so many calls side by side."""
+        model = self._models[name]
+        prompts = torch.randint(VOCABULARY, (64, prompt), generator=torch.Generator().manual_seed(0))[:sequences].split(rows)
+        with torch.inference_mode():
+            begin = time.perf_counter()
+            if lanes:
+                import slipstream
+
+                calls = slipstream.layer_major(model, lambda one: model.write(one, count), prompts, lanes=lanes)
+            else:
+                calls = [model.write(one, count) for one in prompts]
+            taken = time.perf_counter() - begin
+        return {"seconds": taken, "tokens": [row for call in calls for row in call]}
+
+    # -- loading --------------------------------------------------------------------------------------------------------------
+
+    def load(self, libraries: Sequence[str], shape: Shape, path: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+        """Seconds of loading a file into a model without values, all into memory, in turns; of the wall and of the CPU."""
+        found: dict[str, dict[str, list[float]]] = {library: {"wall": [], "cpu": []} for library in libraries}
+        for library in libraries:
+            with tempfile.TemporaryDirectory() as folder:
+                load_tiny(library, folder)
+        for _ in range(rounds):
+            for library in libraries:
+                model = made(*shape)
+                gc.collect()
+                wall, cpu = time.perf_counter(), time.process_time()
+                LOAD[library](model, path)
+                found[library]["cpu"].append(time.process_time() - cpu)
+                found[library]["wall"].append(time.perf_counter() - wall)
+                del model
+        return found
+
+    def load_memory(self, library: str, shape: Shape, path: str) -> float:
+        """Bytes that this process grows by while a file is loaded, at the most."""
+        with tempfile.TemporaryDirectory() as folder:
+            load_tiny(library, folder)
+        model = made(*shape)
+        gc.collect()
+        with Peak() as peak:
+            LOAD[library](model, path)
+        self._models[library] = model
+        return peak.most
+
+    def touch(self, library: str) -> tuple[float, str]:
+        """Reads every weight of the model that was loaded last; a checksum of them."""
+        begin = time.perf_counter()
+        found = checksum(*self._models[library].state_dict().values())
+        return time.perf_counter() - begin, found
+
+    def held(self) -> dict[str, float]:
+        """Bytes that this process holds; of pages that others map too, its share."""
+        return {words[0].rstrip(":"): float(words[1]) * 1024 for words in lines("/proc/self/smaps_rollup") if words[-1] == "kB"}
+
+
+def opened(library: str, shape: Shape, path: str, folder: str, limit: int | None) -> Any:
+    model = made(*shape)
+    if library == "plain":
+        from safetensors.torch import load_file
+
+        model.load_state_dict({name: tensor.clone() for name, tensor in load_file(path).items()}, assign=True)
+        return model
+    children = [name for name, _ in model.named_children()]
+    places = {name: "disk" if name in ("blocks", "layers") else "cpu" for name in children}
+    if library == "accelerate":
+        from accelerate import load_checkpoint_and_dispatch
+
+        return load_checkpoint_and_dispatch(model, path, device_map=places, offload_folder=folder)
+    import slipstream
+
+    return slipstream.load_checkpoint_and_dispatch(model, path, device_map=places, limit=limit)
+
+
+def load_plain(model: torch.nn.Module, path: str) -> None:
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(path), assign=True)
+
+
+def load_accelerate(model: torch.nn.Module, path: str) -> None:
+    from accelerate import load_checkpoint_and_dispatch
+
+    load_checkpoint_and_dispatch(model, path, device_map={"": "cpu"})
+
+
+def load_ours(model: torch.nn.Module, path: str) -> None:
+    from slipstream import load_checkpoint_and_dispatch
+
+    load_checkpoint_and_dispatch(model, path, device_map={"": "cpu"})
+
+
+LOAD: dict[str, Callable[[torch.nn.Module, str], None]] = {"plain": load_plain, "accelerate": load_accelerate, "ours": load_ours}
+
+
+def load_tiny(library: str, folder: str) -> None:
+    """What a first load brings into memory beside weights is no cost of the second."""
+    from safetensors.torch import save_file
+
+    tiny = ("tower", 1, 64)
+    save_file(made(*tiny, empty=False).state_dict(), f"{folder}/model.safetensors")
+    LOAD[library](made(*tiny), f"{folder}/model.safetensors")
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def checksum(*tensors: torch.Tensor) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().numpy())
+    return found.hexdigest()
+
+
+def stores(model: torch.nn.Module) -> list[Any]:
+    """Those of ours; none for others."""
+    if "slipstream" not in sys.modules:
+        return []
+    from slipstream.offload.lanes import stores_of
+
+    return stores_of(model)
+
+
+def release(model: torch.nn.Module) -> None:
+    for store in stores(model):
+        store.release()
+
+
+def reads_around(model: torch.nn.Module) -> bool:
+    return any(store.reads_around for store in stores(model))
+
+
+def forget(path: str) -> None:
+    """Takes a file out of the page cache, as far as nobody has it mapped."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def in_cache(path: str) -> float:
+    """The share of a file that is in the page cache."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
+        pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
+        held = ctypes.c_char.from_buffer(mapped)
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(held)), ctypes.c_size_t(size), pages)
+        del held
+    return sum(page & 1 for page in pages) / len(pages)
+
+
+class Peak:
+    """The most memory of this process while it is open beyond what it had before, pages of files included; sampled, and by the kernel."""
+
+    most = 0.0
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+        self._before = status("VmRSS")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.most = status("VmHWM") - self._before
+
+
+def lines(path: str) -> list[list[str]]:
+    return [line.split() for line in Path(path).read_text().splitlines()]
+
+
+def status(name: str) -> float:
+    return next(float(words[1]) * 1024 for words in lines("/proc/self/status") if words[0] == f"{name}:")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--group")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print does not get between the answers
+    worker = Worker()
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = getattr(worker, order.pop("do"))(**order)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

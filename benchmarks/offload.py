@@ -1,0 +1,451 @@
+"""Models larger than memory: ours, Accelerate and plain PyTorch side by side, their outputs compared bit for bit.
+
+    python benchmarks/offload.py [--quick] [--only PART] [--rounds 15] [--folder FOLDER] [--json FILE]
+
+- warm      24 blocks of width 1024 on the disk, head and tail in memory, pages cached: time of a forward, and memory under a limit
+- cold      the same with nothing in the page cache: bytes per second against those of the disk alone, read directly; once where the
+            cache has room for the file, once in a control group that has not
+- generate  64 sequences from a language model four times as large as the memory of its control group
+- load      `load_checkpoint_and_dispatch` of 2 GB of safetensors into main memory
+- tensors   the same for 1,000 to 100,000 tiny tensors: time for each
+- shared    two processes that load the same file and read all of it: memory of each
+
+Goals:
+
+- a forward with cached pages                at most 1.05 x that of the model in memory; memory within the limit that was given
+- a forward with an empty page cache         at least 85 % of the disk's own speed
+- generation                                 at least 10 x the tokens per second of Accelerate
+- loading                                    at most 1.5 x `load_file` and `load_state_dict(assign=True)`, peak memory below 5 % of the file
+- 100,000 tensors                            each at most 2 x the time of one of 1,000
+- two processes                              each has half of the file
+
+Times are compared within a round where one process holds all contenders (warm, load), else by the best rounds. Files are written
+beside this script, or in `--folder`, and removed; a memory file system would measure something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from figures import HERE, Figure, save, table
+from turns import ratio
+
+SHARE = 0.85
+"""Of the disk's speed, at least."""
+MORE = 10
+"""Times the tokens per second of Accelerate, at least."""
+
+
+class Worker:
+    """A process that carries out orders; in a control group if there is one."""
+
+    def __init__(self, group: Group | None = None, threads: int = 1) -> None:
+        words = ["--threads", str(threads), *(["--group", str(group.path)] if group else [])]
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "_offload_worker.py"), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"},
+        )
+        self._answer()
+
+    def ask(self, do: str, *values: Any, **more: Any) -> Any:
+        """What it says to an order, once it is carried out."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a worker ended with exit code {self._process.wait()}")
+        return json.loads(line)
+
+
+class Group:
+    """A control group of the first version below the one that this process is in; `why_not` says why there is none."""
+
+    def __init__(self) -> None:
+        own = next((line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), None)
+        self.path = Path("/sys/fs/cgroup/memory", (own or "/").lstrip("/"), f"slipstream-bench-{os.getpid()}")
+        self.why_not = "" if own else "no control groups of the first version for memory"
+        if own:
+            try:
+                self.path.mkdir()
+            except OSError as error:
+                self.why_not = f"no control group can be made: {error}"
+
+    def allow(self, more: int) -> int:
+        """From now on this much memory beyond what is in use, page cache included; gives what is in use."""
+        found = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        used = int(found["total_rss"]) + int(found["total_mapped_file"])
+        (self.path / "memory.limit_in_bytes").write_text(str(used + more))
+        return used
+
+    def close(self) -> None:
+        for _ in range(50 if not self.why_not else 0):
+            try:
+                self.path.rmdir()
+                return
+            except OSError:  # its processes have ended, but are not forgotten yet
+                time.sleep(0.1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part may write, and how long it may take."""
+
+    folder: Path
+    quick: bool
+    rounds: int
+
+    @contextmanager
+    def worker(self, **options: Any) -> Iterator[Worker]:
+        worker = Worker(**options)
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+    @contextmanager
+    def file(self, shape: Sequence[Any]) -> Iterator[tuple[str, int]]:
+        """A file with the weights of a model, and the bytes of its weights."""
+        path = self.folder / f"{shape[0]}-{'-'.join(map(str, shape[1:]))}.safetensors"
+        try:
+            with self.worker() as worker:
+                size = worker.ask("save", shape=shape, path=str(path))
+            yield str(path), size
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def group(self) -> Iterator[Group]:
+        group = Group()
+        try:
+            yield group
+        finally:
+            group.close()
+
+    def fresh(self, name: str) -> str:
+        """An empty folder."""
+        return tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder)
+
+
+def tower(place: Place) -> tuple[str, int, int]:
+    return ("tower", 24, 2048 if place.quick else 4096)
+
+
+def block_bytes(shape: Sequence[Any]) -> int:
+    """Of one block of a tower."""
+    return (2 * 1024 * shape[2] + shape[2] + 1024) * 4
+
+
+# -- warm -----------------------------------------------------------------------------------------------------------------------
+
+
+def warm(place: Place) -> list[Figure]:
+    shape = tower(place)
+    blocks, one = block_bytes(shape) * shape[1], block_bytes(shape)
+    limit = 8 * one
+    ways = {"ours": ("ours", None), "limited": ("ours", limit), "accelerate": ("accelerate", None)}
+    grown = {}
+    with place.file(shape) as (path, _):
+        with place.worker() as worker:
+            for name, (library, allowed) in {"plain": ("plain", None), **ways}.items():
+                worker.ask("open", name=name, library=library, shape=shape, path=path, folder=place.fresh("theirs"), limit=allowed)
+            seen = worker.ask("warm", names=["plain", *ways], rounds=3 * place.rounds)
+        for name, (library, allowed) in ways.items():
+            with place.worker() as worker:
+                worker.ask("open", name=name, library=library, shape=shape, path=path, folder=place.fresh("theirs"), limit=allowed)
+                grown[name] = worker.ask("growth", name=name)[0]
+    if not seen["equal"]:
+        raise SystemExit("warm: outputs are not those of the plain model")
+    times = seen["times"]
+    most = f"limit {megabytes(limit)}"
+    others = f"(accelerate {megabytes(grown['accelerate'])})"
+    return [
+        forward(f"forward, {shape[1]} blocks on disk ({megabytes(blocks)}), pages cached", times, "ours", 1.05),
+        forward(f"the same, {most}", times, "limited", None),
+        forward("Accelerate, the same", times, "accelerate", None),
+        Figure(f"memory beyond before, {most}", grown["limited"] / 1e6, "MB", limit / 1e6, "limit", goal=1.0),
+        Figure("memory beyond before, no limit", grown["ours"] / 1e6, "MB", spread=others),
+    ]
+
+
+def forward(what: str, times: dict[str, dict[str, list[float]]], name: str, goal: float | None) -> Figure:
+    """A contender against the plain model, round by round; behind it other ways to compare them, and the plain model against itself."""
+    ours, plain = times[name], times["plain"]
+    words = [f"cpu {ratio(ours['cpu'], plain['cpu']):.2f}", f"best rounds {min(ours['wall']) / min(plain['wall']):.2f}"]
+    words.append(f"plain/plain {ratio(times['plain, again']['wall'], plain['wall']):.3f}")
+    one, other = (statistics.median(found["wall"]) * 1e3 for found in (ours, plain))
+    paired = ratio(ours["wall"], plain["wall"])
+    return Figure(what, one, "ms", other, "plain", goal=goal, spread=f"({'; '.join(words)})", paired=paired)
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:.0f} MB"
+
+
+# -- cold -----------------------------------------------------------------------------------------------------------------------
+
+
+def cold(place: Place) -> list[Figure]:
+    shape = tower(place)
+    blocks = block_bytes(shape) * shape[1]
+    found = []
+    with place.file(shape) as (path, _), place.worker() as disk, place.group() as group:
+        found += cold_rounds(place, shape, path, disk, blocks, "room in the page cache", None, None)
+        if group.why_not:
+            found.append(Figure("cold forward without room in the cache", 0, "s/GB", spread=f"(not measured: {group.why_not})"))
+        else:
+            found += cold_rounds(place, shape, path, disk, blocks, "memory for a quarter", group, 6 * block_bytes(shape))
+    return found
+
+
+def cold_rounds(
+    place: Place, shape: Sequence[Any], path: str, disk: Worker, blocks: int, case: str, group: Group | None, limit: int | None
+) -> list[Figure]:
+    """Rounds of the disk, ours, Accelerate, the disk again."""
+    with place.worker() as plain:
+        plain.ask("open", library="plain", shape=shape, path=path, folder="")
+        output = plain.ask("growth", name="plain", passes=1)[1]
+    speeds: dict[str, list[float]] = {"disk": [], "ours": [], "accelerate": []}
+    words, folder = set(), place.fresh("theirs")
+    files = {"ours": [path]}
+    for library in ("ours", "accelerate"):
+        with place.worker(group=group) as worker:  # one at a time in the control group
+            if library == "ours" and group is not None and limit is not None:
+                group.allow(limit + (32 << 20))
+            worker.ask("open", library=library, shape=shape, path=path, folder=folder, limit=limit if library == "ours" else None)
+            files["accelerate"] = [str(one) for one in Path(folder).glob("*.dat")]
+            os.sync()
+            for _ in range(place.rounds):
+                before = disk.ask("disk", path=path)
+                seen = worker.ask("cold", name=library, paths=files[library])
+                speeds["disk"] += [before, disk.ask("disk", path=path)]
+                speeds[library].append(blocks / seen["seconds"])
+                if seen["output"] != output:
+                    raise SystemExit(f"cold: the output of {library} is not that of the plain model")
+                if seen["cached"] > 0.02:
+                    words.add(f"{library}: up to {seen['cached']:.0%} was still cached")
+                if library == "ours":
+                    words.add("read past the cache" if seen["around"] else "read through the cache")
+    return [share(f"{library}: cold forward, {case}", speeds, library, words) for library in ("ours", "accelerate")]
+
+
+def share(what: str, speeds: dict[str, list[float]], library: str, words: set[str]) -> Figure:
+    """Seconds for a gigabyte, so that less is better: the best against the best of the disk."""
+    one, best = max(speeds[library]), max(speeds["disk"])
+    middle = statistics.median(speeds[library]) / statistics.median(speeds["disk"])
+    said = [f"{one / 1e9:.2f} of {best / 1e9:.2f} GB/s: {one / best:.0%}", f"medians {middle:.0%}"]
+    said += sorted(words) if library == "ours" else ()
+    goal = round(1 / SHARE, 3) if library == "ours" else None
+    return Figure(what, 1e9 / one, "s/GB", 1e9 / best, "disk", goal=goal, spread=f"({'; '.join(said)})")
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------------------
+
+
+def generate(place: Place) -> list[Figure]:
+    layers, count = (16, 4) if place.quick else (24, 12)
+    shape, prompt, alone = ("writer", layers), 4, 1 if place.quick else 2
+    threads = os.cpu_count() or 1
+    with place.group() as group, place.file(shape) as (path, size):
+        if group.why_not:
+            return [Figure("tokens of 64 sequences", 0, "ms", spread=f"(not measured: {group.why_not})")]
+        with place.worker(threads=threads) as worker:
+            worker.ask("open", library="plain", shape=shape, path=path, folder="")
+            plain = worker.ask("write", name="plain", sequences=64, rows=64, count=count, prompt=prompt)
+        allowed = size // 4
+        limit = int(allowed * 0.6)  # the rest is for caches and activations
+        best: dict[str, tuple[float, str]] = {}
+        for library, tries in (
+            ("ours", [(64, 64, 1), (64, 32, 2), (64, 16, 4), (64, 8, 8)]),
+            ("accelerate", [(alone, 1, 0), (64, 64, 0)]),
+        ):
+            with place.worker(group=group, threads=threads) as worker:
+                group.allow(allowed)
+                worker.ask("open", library=library, shape=shape, path=path, folder=place.fresh("theirs"), limit=limit)
+                forget_all(place.folder)
+                for sequences, rows, lanes in tries:
+                    seen = worker.ask("write", name=library, sequences=sequences, rows=rows, count=count, prompt=prompt, lanes=lanes)
+                    if seen["tokens"] != plain["tokens"][:sequences]:
+                        raise SystemExit(f"generate: {library} wrote other tokens than the plain model, {rows} at a time")
+                    each = seen["seconds"] / sequences / count
+                    print(f"  {library}, {lanes or 1} lanes of {rows}: {1 / each:.3g} tokens/s", file=sys.stderr)
+                    key = library if library == "ours" else f"accelerate, {rows}"
+                    best[key] = min(best.get(key, (each, "")), (each, f"{lanes} lanes of {rows}"))
+    ours, how = best["ours"]
+    spread = f"({1 / ours:.3g} tokens/s, {how}; all in memory: {64 * count / plain['seconds']:.3g})"
+    what = f"a token of 64 sequences, {megabytes(size)} of weights in {megabytes(allowed)}"
+    return [
+        Figure(
+            what if rows == 1 else "the same",
+            ours * 1e3,
+            "ms",
+            best[f"accelerate, {rows}"][0] * 1e3,
+            f"accelerate, {name}",
+            goal=1 / MORE,
+            spread=spread if rows == 1 else f"({best[f'accelerate, {rows}'][0] / ours:.1f} x the tokens per second)",
+        )
+        for rows, name in ((1, "one by one"), (64, "64 at once"))
+    ]
+
+
+def forget_all(folder: Path) -> None:
+    """No file of a folder stays in the page cache."""
+    for path in (one for one in folder.rglob("*") if one.is_file()):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+# -- load -------------------------------------------------------------------------------------------------------------------------
+
+LIBRARIES = ("plain", "ours", "accelerate")
+
+
+def load(place: Place) -> list[Figure]:
+    shape = ("tower", 15 if place.quick else 60, 4096)
+    with place.file(shape) as (path, size):
+        with place.worker() as worker:
+            times = worker.ask("load", libraries=LIBRARIES, shape=shape, path=path, rounds=3 * place.rounds)
+        grown, sums = {}, set()
+        for library in LIBRARIES:
+            with place.worker() as worker:
+                grown[library] = worker.ask("load_memory", library=library, shape=shape, path=path)
+                sums.add(worker.ask("touch", library=library)[1])
+    if len(sums) > 1:
+        raise SystemExit("load: the weights are not the same")
+    others = ", ".join(f"{name} {grown[name] / size:.1%}" for name in ("plain", "accelerate"))
+    return [
+        against(f"load {megabytes(size)} into memory", times, "ours", 1.5),
+        against("Accelerate, the same", times, "accelerate", None),
+        Figure("peak memory of a load, in percent of the file", grown["ours"] / size * 100, "%", goal=5, spread=f"({others})"),
+    ]
+
+
+def against(what: str, times: dict[str, dict[str, list[float]]], name: str, goal: float | None) -> Figure:
+    """A contender against plain PyTorch: the best rounds, and behind them the medians of the ratios."""
+    one, plain = (min(times[key]["wall"]) * 1e3 for key in (name, "plain"))
+    middle = {clock: ratio(times[name][clock], times["plain"][clock]) for clock in ("wall", "cpu")}
+    spread = f"(medians of the ratios: wall {middle['wall']:.2f}, cpu {middle['cpu']:.2f})"
+    return Figure(what, one, "ms", plain, "plain", goal=goal, spread=spread)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------------------
+
+
+def tensors(place: Place) -> list[Figure]:
+    counts = (1_000, 10_000) if place.quick else (1_000, 10_000, 100_000)
+    each: dict[str, dict[int, float]] = {library: {} for library in LIBRARIES}
+    found = []
+    for count in counts:
+        shape = ("crowd", count)
+        with place.file(shape) as (path, _), place.worker() as worker:
+            times = worker.ask("load", libraries=LIBRARIES, shape=shape, path=path, rounds=place.rounds if count < 100_000 else 1)
+        for library in LIBRARIES:
+            each[library][count] = min(times[library]["wall"]) / count * 1e6
+        others = f"(accelerate {each['accelerate'][count]:.3g} us)"
+        found.append(
+            Figure(f"load {count:,} tensors: each", each["ours"][count], "us", each["plain"][count], "plain", spread=others)
+        )
+    last = counts[-1]
+    others = "; ".join(f"{name} {each[name][last] / each[name][1_000]:.2f}" for name in ("plain", "accelerate"))
+    few, many = each["ours"][1_000], each["ours"][last]
+    return [*found, Figure(f"one of {last:,} against one of 1,000", many, "us", few, "one of 1,000", goal=2.0, spread=f"({others})")]
+
+
+# -- shared -----------------------------------------------------------------------------------------------------------------------
+
+
+def shared(place: Place) -> list[Figure]:
+    shape = ("tower", 15, 4096)
+    held: dict[str, list[float]] = {}
+    with place.file(shape) as (path, size):
+        for library in LIBRARIES:
+            with ExitStack() as stack:
+                workers = [stack.enter_context(place.worker()) for _ in range(2)]
+                for worker in workers:
+                    worker.ask("load_memory", library=library, shape=("tower", 1, 64), path=tiny(place))
+                before = [worker.ask("held")["Pss"] for worker in workers]
+                for worker in workers:
+                    worker.ask("load_memory", library=library, shape=shape, path=path)
+                    worker.ask("touch", library=library)
+                held[library] = [worker.ask("held")["Pss"] - one for worker, one in zip(workers, before, strict=True)]
+    most = {library: max(found) / size * 100 for library, found in held.items()}
+    others = ", ".join(f"{name} {most[name]:.0f} %" for name in ("plain", "accelerate"))
+    what = f"two processes with the same {megabytes(size)}: percent of it in each"
+    return [Figure(what, most["ours"], "%", goal=55, spread=f"({others})")]
+
+
+def tiny(place: Place) -> str:
+    path = place.folder / "tiny.safetensors"
+    if not path.exists():
+        with place.worker() as worker:
+            worker.ask("save", shape=("tower", 1, 64), path=str(path))
+    return str(path)
+
+
+PARTS: dict[str, Callable[[Place], list[Figure]]] = {
+    "warm": warm,
+    "cold": cold,
+    "generate": generate,
+    "load": load,
+    "tensors": tensors,
+    "shared": shared,
+}
+
+
+def measure(quick: bool = False, rounds: int | None = None, folder: Path | None = None, parts: Sequence[str] = ()) -> list[Figure]:
+    """The figures of all parts, or of these."""
+    found = []
+    for part in parts or PARTS:
+        with tempfile.TemporaryDirectory(prefix=".offload-", dir=folder or HERE) as name:
+            found += PARTS[part](Place(Path(name), quick, rounds or (5 if quick else 15)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller models, and fewer rounds")
+    parser.add_argument("--rounds", type=int, help="how often everything is measured")
+    parser.add_argument("--only", action="append", choices=PARTS, help="only this part; may be repeated")
+    parser.add_argument("--folder", type=Path, help="where files are written, on the disk that is meant")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    found = measure(options.quick, options.rounds, options.folder, options.only or ())
+    print(table("offload", found))
+    if options.json:
+        save(options.json, {"offload": found})
+
+
+if __name__ == "__main__":
+    main()
