@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.checkpoint.models import save_model
+from slipstream.offload.estimate import headers
 from slipstream.offload.estimate.building import from_entry_point, parts_of, undisturbed
 from slipstream.offload.estimate.headers import read_parts
 from slipstream.offload.estimate.kinds import KINDS, kind_named
@@ -231,6 +232,7 @@ def test_shards_one_file_and_checkpoints_give_the_same(tmp_path, monkeypatch):
     accelerator.prepare(model)
     accelerator.save_state(tmp_path / "state")
     expected = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+    assert (tmp_path / "state" / headers._MANIFEST).is_file()
     for name in ("one", "many", "bin", "state"):
         assert read_parts(tmp_path / name).size(KINDS["float32"]) == expected, name
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from slipstream.checkpoint.format import MANIFEST, parse
 from slipstream.checkpoint.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
@@ -23,6 +22,7 @@ from slipstream.offload.estimate.parts import Part, Parts
 __all__ = ["has_weights", "read_config", "read_parts"]
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_MANIFEST: Final = "MANIFEST.json"  # as `checkpoint/format.py` has it, which takes longer to import than everything here to run
 _LARGEST_MANIFEST: Final = 64 << 20
 _LARGEST_CONFIG: Final = 16 << 20
 _NOT_LINEAR: Final = ("embed", "wte", "wpe", "head", "norm", "ln_", "shared", "position", "score", "classifier", "conv", "router")
@@ -30,7 +30,7 @@ _NOT_LINEAR: Final = ("embed", "wte", "wpe", "head", "norm", "ln_", "shared", "p
 
 def has_weights(folder: Path) -> bool:
     """Whether there is any file in a folder that could hold weights."""
-    return any(one.name == MANIFEST or one.name.endswith((*_SUFFIXES, ".index.json")) for one in folder.iterdir())
+    return any(one.name == _MANIFEST or one.name.endswith((*_SUFFIXES, ".index.json")) for one in folder.iterdir())
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -88,7 +88,9 @@ def _layouts(path: Path) -> list[tuple[Layout, set[str] | None]] | None:
         if path.name.endswith(".index.json"):
             return _indexed(path)
         return [(_layout(path), None)] if path.name.endswith(".safetensors") else None
-    if (path / MANIFEST).is_file():
+    if (path / _MANIFEST).is_file():
+        from slipstream.checkpoint.format import MANIFEST, parse
+
         with Folder(path) as held:
             manifest = parse(held.read(MANIFEST, _LARGEST_MANIFEST), str(path / MANIFEST))
         if not manifest.models or manifest.models[0].pieces:

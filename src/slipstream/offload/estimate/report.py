@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slipstream.devices.memory import available_memory
-from slipstream.devices.table import CPU, count_without_torch
+from slipstream.devices.table import CPU, FAMILIES
 from slipstream.errors import ConfigError
 from slipstream.offload.estimate import formula, headers
 from slipstream.offload.estimate.kinds import KINDS, Kind, Way, optimizer_size, ways_of
@@ -33,8 +32,7 @@ _ENTRY_POINT: Final = re.compile(r"[^:]+:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _DEFAULT_LENGTH: Final = 2048
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What is asked for."""
 
     dtypes: tuple[Kind, ...]
@@ -48,8 +46,7 @@ class Settings:
     measure: bool = False
 
 
-@dataclass(frozen=True)
-class Inference:
+class Inference(NamedTuple):
     """Bytes to run a model; None: not known."""
 
     dtype: str
@@ -60,8 +57,7 @@ class Inference:
     total: int
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """Bytes to train a model; None: not known."""
 
     precision: str
@@ -73,8 +69,7 @@ class Training:
     total: int
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """The figures for one model."""
 
     model: str
@@ -94,11 +89,11 @@ class Estimate:
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
-        return asdict(self)
+        rows = {"inference": [row._asdict() for row in self.inference], "training": [row._asdict() for row in self.training]}
+        return {**self._asdict(), **rows}
 
 
-@dataclass(frozen=True)
-class _Subject:
+class _Subject(NamedTuple):
     """What the user named: its parts, and what activations can be found out from."""
 
     kind: str
@@ -155,9 +150,8 @@ def free_memory(environ: Mapping[str, str]) -> dict[str, int]:
     >>> list(free_memory({}))[-1]
     'cpu'
     """
-    family, count = count_without_torch(environ)
     found: dict[str, int] = {}
-    if family is not CPU and count:
+    if any(family.count_files(environ) for family in FAMILIES if family is not CPU):
         from slipstream.devices.table import best_family, device_for
 
         family = best_family()
