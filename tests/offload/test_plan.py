@@ -169,7 +169,7 @@ def loads(plan: DeviceMap, items: list[Bundle], caps: dict, stay: bool) -> list[
     return allowed(items, places, caps, plan.main_device, stay)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models(), BUDGETS, st.booleans(), st.booleans())
 def test_plans_equal_those_of_a_packer_that_tries_everything(model: nn.Module, budget: dict, offload_buffers: bool, clean: bool) -> None:
     stay = not offload_buffers
@@ -203,7 +203,7 @@ def test_plans_equal_those_of_a_packer_that_tries_everything(model: nn.Module, b
         assert plan.held.get(device, 0) + plan.reserved.get(device, 0) <= cap
 
 
-@settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models(), BUDGETS, st.booleans())
 def test_filling_with_later_blocks_is_valid_and_never_worse(model: nn.Module, budget: dict, offload_buffers: bool) -> None:
     stay = not offload_buffers

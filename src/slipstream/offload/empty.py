@@ -13,10 +13,11 @@ it becomes a buffer, or at the end of the context if it is still there; a parame
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -27,16 +28,22 @@ from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["init_empty_weights", "init_on_device"]
 
 _FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 _open_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+_quick: Any = torch._C.DisableTorchFunction
+"""While it is open, what is asked of tensors does not pass through the mode."""
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
-_LARGE: Final = 2**20
-"""Bytes from which on a tensor is worth a promise."""
+_LARGE: Final = 2**18
+"""Elements from which on a tensor is worth a promise."""
 _TENSOR: Any = torch.Tensor
+_INITIALISING: Final = frozenset(
+    {nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, nn.init.constant_}
+    | {_TENSOR.uniform_, _TENSOR.normal_, _TENSOR.fill_, _TENSOR.zero_}
+)
+"""What fills a tensor and gives it back: on meta there is nothing to fill, and finding that out takes torch longer than all the rest."""
 _ABOUT_SHAPES: Final = frozenset(
     {getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "nbytes", "itemsize")}
     | {getattr(_TENSOR, name) for name in ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "__len__")}
@@ -87,8 +94,8 @@ class _Mover(TorchFunctionMode):
         self.shadowed = False
         """Whether a context inside this one is open, which has the say then."""
         self.factories: Any = DeviceContext(device).__torch_function__
-        self.moved = WeakTensorKeyDictionary()
-        """What became of a tensor, so that one that is registered twice stays one."""
+        self.moved: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
+        """What became of a tensor that is still there, by identity: one that is registered twice stays one."""
         self.promises: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[], torch.Tensor]]] = {}
         """Tensors on meta that stand for real ones, by identity, and how to make those."""
 
@@ -108,6 +115,8 @@ class _Mover(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.shadowed:
             return func(*args, **kwargs)
+        if func in _INITIALISING and _is_empty(filled := args[0] if args else kwargs.get("tensor")):
+            return filled
         if self.everything:
             return self.factories(func, types, args, kwargs)
         if func in _FACTORIES and self.device.type == "meta":
@@ -119,10 +128,9 @@ class _Mover(TorchFunctionMode):
 
     def _promised(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """A tensor of the shape that is asked for, on meta if it is large."""
-        plain = all(kwargs.get(key) is None for key in ("out", "generator")) and not kwargs.get("pin_memory")
-        if plain and torch.device(kwargs.get("device") or "cpu").type == "cpu":
-            tensor = func(*args, **{**kwargs, "device": self.device})
-            if type(tensor) is torch.Tensor and tensor.nbytes >= _LARGE:
+        if _elements(args, kwargs) >= _LARGE and _is_plain(kwargs):
+            tensor: torch.Tensor = func(*args, **{**kwargs, "device": self.device})
+            if type(tensor) is torch.Tensor:
                 number = id(tensor)
                 gone = weakref.ref(tensor, lambda _: self.promises.pop(number, None) and None)
                 self.promises[number] = gone, partial(func, *args, **kwargs)
@@ -158,11 +166,36 @@ class _Mover(TorchFunctionMode):
     def _instead(self, tensor: Any, move: Any) -> Any:
         if tensor is None or self.shadowed or threading.get_ident() != self.thread:
             return None
-        if tensor.device == self.device or tensor.is_meta:  # there is nothing to take from meta
-            return None
-        if tensor not in self.moved:
-            self.moved[tensor] = move(tensor, self.device)
-        return self.moved[tensor]
+        with _quick():
+            if tensor.device == self.device or tensor.is_meta:  # there is nothing to take from meta
+                return None
+        number = id(tensor)
+        if number not in self.moved:
+            with _quick() if type(tensor) in (torch.Tensor, nn.Parameter) else nullcontext():
+                instead = move(tensor, self.device)
+            self.moved[number] = instead, weakref.ref(tensor, lambda _: self.moved.pop(number, None) and None)
+        return self.moved[number][0]
+
+
+def _elements(args: Any, kwargs: dict[str, Any]) -> int:
+    """How many elements a factory function is asked for; 0 where that is not plain to see."""
+    size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list) else args)
+    return math.prod(size) if all(isinstance(one, int) for one in size) else 0
+
+
+def _is_plain(kwargs: dict[str, Any]) -> bool:
+    """Whether a factory function is asked for a tensor in main memory, as torch makes it."""
+    if kwargs.get("out") is not None or kwargs.get("generator") is not None or kwargs.get("pin_memory"):
+        return False
+    return torch.device(kwargs.get("device") or "cpu").type == "cpu"
+
+
+def _is_empty(tensor: Any) -> bool:
+    """Whether this is a parameter that is on meta already."""
+    if type(tensor) is not nn.Parameter:
+        return False
+    with _quick():
+        return tensor.is_meta
 
 
 def _moved_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -5,7 +5,7 @@ memory, then disk. The items in memory and on disk are offloaded: they run on th
 and one after the other they are brought there. So the main room keeps free what the largest offloaded layer takes, and holds those buffers
 of offloaded items that are not brought in each time. Where no computing room holds anything, main memory is the main room, and only
 what is on disk is offloaded. If nothing is offloaded, nothing is kept free. Only if no packing has such a main room, the first room that is
-large enough for the largest layer is the main one and holds no item: all of them pass through it.
+large enough for the largest layer is the main one: all items pass through it, and none is in a room that computes.
 
 **In order** (`pack`): every room holds items that follow each other, and rooms are used in their order. Of all such packings that fit, the
 best has the most bytes in the first room, of those the most in the second, and so on. It is found exactly: a longer run in an earlier room
@@ -177,7 +177,7 @@ class _InOrder:
         return (self.size[-1] - self.size[start]) - (self.moved[-1] - self.moved[start])
 
     def _with_main(self, main: int, end: int) -> Packing:
-        computing = [number for number in self.computing if number > main]
+        computing = [number for number in self.computing if number > main and end]
         ends = [end, *self._fill(end, computing, self.size)[1:]]
         after = [number for number in self.after if number != main]
         offloaded = ends[-1]
