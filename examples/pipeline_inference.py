@@ -7,8 +7,7 @@ The same file runs as `python examples/pipeline_inference.py`, on one process, w
 
 import torch
 
-from slipstream import Accelerator
-from slipstream.inference.pipeline import prepare_pippy
+from slipstream import Accelerator, prepare_pippy
 
 ROWS, LENGTH, WORDS, WIDTH = 8, 12, 100, 64
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream import Accelerator, AcceleratorState, DistributedType, PartialState
-from slipstream.errors import ConfigError, StateError
+from slipstream.errors import ConfigError, SlipstreamError, StateError
 from slipstream.runtime.current import current, current_or_none, reset
 from slipstream.runtime.state import is_initialized
 
@@ -326,3 +326,20 @@ def test_what_is_not_there_yet_says_so() -> None:
     with pytest.raises(AttributeError, match="no attribute 'perpare'"):
         Accelerator().perpare  # noqa: B018
     assert not hasattr(Accelerator(), "maybe_context_parallel")
+
+
+def test_a_rank_that_ends_the_generation_says_why_to_those_who_wait(ranks: Any) -> None:
+    def run() -> str:
+        state = AcceleratorState(cpu=True)
+        state.wait_for_everyone()
+        if state.process_index == 0:
+            time.sleep(0.3)  # until the other one waits
+            state.runtime.abandon("a step", "rank 0 ran out of memory")
+            return ""
+        try:
+            state.gather(torch.ones(1))
+        except SlipstreamError as error:
+            return str(error)
+        return "nothing was raised"
+
+    assert "rank 0 ran out of memory" in ranks(2).run(run)[1]

@@ -211,7 +211,7 @@ class Group:
         if channel is None:
             return
         assert self._beacon is not None
-        self._beacon.post("gave_up", generation=channel.generation, sequence=channel.sequence, operation=operation, site=reason)
+        self._beacon.post("gave_up", generation=channel.generation, call=operation, because=reason)
         channel.give_up(reason)
         self.close(reason)
 
