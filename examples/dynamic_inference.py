@@ -2,9 +2,9 @@
 
     slipstream launch --cpu --num_processes 2 examples/dynamic_inference.py
 
-A process that finishes early takes the next batch instead of waiting. `key=len` hands out the long prompts first and puts those of about the
-same length into one batch, so that little is computed for padding. Every finished prompt is a line in the file of results: a run that is
-killed, on one process or all of them, goes on from there. Kill one while it works (kill -9): the others finish what it leaves.
+A process that finishes early takes the next batch instead of waiting. `key=len` hands out the long prompts first and puts those of about
+the same length into one batch, so that little is computed for padding. Every finished prompt is a line in the file of results: a run that
+is killed, on one process or all of them, goes on from there. Kill one while it works (kill -9): the others finish what it leaves.
 """
 
 import tempfile
@@ -15,8 +15,8 @@ import torch
 from slipstream import PartialState
 from slipstream.utils import broadcast_object_list
 
-WORDS = "the sea was calm and nobody on deck had expected the fog to come back before the morning".split()
-PROMPTS = [" ".join(WORDS[: 1 + number * 7 % len(WORDS)]) for number in range(40)]
+TEXT = "the sea was calm and nobody on deck had expected the fog to come back before the morning"
+PROMPTS = [TEXT[: 3 + number * 37 % len(TEXT)] for number in range(40)]
 FOLLOWING = 12
 
 

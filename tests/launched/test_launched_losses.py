@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,31 @@ def test_a_worker_that_fails_by_itself_still_ends_all(command, script, tmp_path)
     assert "at item 50" in finished.err
     assert "stopped because of it: PeerLostError: map_across_processes cannot complete" in finished.err
     assert results(tmp_path) == {}
+
+
+def test_the_processes_of_another_machine_go_on_too(command, script, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    path = tmp_path / "results.jsonl"
+    words = ("--cpu", "--num_machines", "2", "--num_processes", "4", "--main_process_ip", "127.0.0.1", "--main_process_port", port)
+    machines = [command(*words, "--machine_rank", str(rank), script(WORK), "map", str(path), "") for rank in range(2)]
+    pids = machines[0].pids(4)
+    assert eventually(lambda: len(worked(tmp_path, by=3)) > 4)
+    os.kill(pids[3], signal.SIGKILL)
+    for machine in machines:
+        finished = machine.finish()
+        assert finished.code == 137, finished.err
+        assert "rank 3 of 4" in finished.err
+    assert sorted(results(tmp_path)) == [0, 1, 2]
+    assert list(results(tmp_path).values()) == [kept(path)] * 3
+
+
+def test_an_item_that_ends_every_process_does_not_take_all_of_them(command, script, tmp_path):
+    path = tmp_path / "results.jsonl"
+    deadly = script(WORK.replace("time.sleep(0.02)", "time.sleep(0.02); number == 50 and os.kill(os.getpid(), 9)"))
+    finished = command("--cpu", "--num_processes", "4", deadly, "map", str(path), "").finish()
+    assert finished.code == 137
+    assert "item 50 was being worked on by another process before, which is gone too" in finished.err
+    parts = [json.loads(line)["index"] for part in tmp_path.glob("*.part-*") for line in part.read_text().splitlines()]
+    assert sorted(parts) == [number for number in range(COUNT) if number != 50], "all the others are finished and kept"

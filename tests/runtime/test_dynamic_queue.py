@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from slipstream.launch.contract import ExitNotice, bearing_key, exit_key
 from slipstream.runtime.dynamic import others
-from slipstream.runtime.dynamic.queue import Shared
+from slipstream.runtime.dynamic.queue import Deadly, Shared
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_results_leave_the_store_when_all_have_read_them(queues: list[Shared]) -
 
 def test_nothing_is_taken_from_the_living(queues: list[Shared]) -> None:
     queues[1].hold([4])
-    assert [queues[0].take_over(lambda: [4, 5], 2) for _ in range(3)] == [[], [], []]
+    assert [queues[0].take_over(lambda: [4, 5]) for _ in range(3)] == [None, None, None]
 
 
 def test_the_units_of_a_dead_rank_go_to_one_of_the_others(queues: list[Shared], capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,30 +72,42 @@ def test_the_units_of_a_dead_rank_go_to_one_of_the_others(queues: list[Shared], 
     queues[2].hold([6])
     kill(queues[1])
     unfinished = [4, 5, 6, 7]  # nobody says to hold 7: its claim came a moment ago, or from the dead
-    assert queues[0].take_over(lambda: unfinished, 2) == [], "two looks have to say it"
-    assert queues[2].take_over(lambda: unfinished, 2) == []
-    assert queues[0].take_over(lambda: unfinished, 2) == [4, 5]
-    queues[0].hold([4, 5])
+    assert queues[0].take_over(lambda: unfinished) is None, "two looks have to say it"
+    assert queues[2].take_over(lambda: unfinished) is None
+    assert queues[0].take_over(lambda: unfinished) == 4
+    queues[0].hold([4])
     queues[2].hold([])
-    assert queues[2].take_over(lambda: [4, 5, 7], 2) == [7]
-    assert capsys.readouterr().err == "slipstream: rank 1 (host node0, pid 1) was ended by SIGKILL; what it had not finished goes to the others\n"
+    assert queues[2].take_over(lambda: [4, 5, 7]) == 5
+    assert queues[0].take_over(lambda: [7]) == 7
+    assert (
+        capsys.readouterr().err
+        == "slipstream: rank 1 (host node0, pid 1) was ended by SIGKILL; what it had not finished goes to the others\n"
+    )
 
 
-def test_who_dies_after_taking_over_gives_back_too(queues: list[Shared]) -> None:
+def test_a_unit_that_two_processes_died_with_is_not_given_to_a_third(queues: list[Shared]) -> None:
     kill(queues[1])
-    for _ in range(2):
-        taken = queues[0].take_over(lambda: [4], 1)
-    assert taken == [4]
-    queues[0].hold(taken)
-    assert [queues[2].take_over(lambda: [4], 1) for _ in range(2)] == [[], []]
+    assert [queues[0].take_over(lambda: [4]) for _ in range(2)] == [None, 4]
+    queues[0].hold([4])
+    assert [queues[2].take_over(lambda: [4]) for _ in range(2)] == [None, None]
     kill(queues[0])
-    assert [queues[2].take_over(lambda: [4], 1) for _ in range(2)] == [[], [4]]
+    assert queues[2].take_over(lambda: [4]) is None
+    with pytest.raises(Deadly) as caught:
+        queues[2].take_over(lambda: [4])
+    assert (caught.value.unit, caught.value.end) == (4, "rank 0 (host node0, pid 1) was ended by SIGKILL")
+
+
+def test_who_takes_over_and_leaves_gives_back_too(queues: list[Shared]) -> None:
+    kill(queues[1])
+    assert [queues[0].take_over(lambda: [4]) for _ in range(2)] == [None, 4]
+    queues[0].leave(early=True)
+    assert [queues[2].take_over(lambda: [4]) for _ in range(2)] == [None, 4]
 
 
 def test_who_leaves_early_gives_back_too(queues: list[Shared]) -> None:
     queues[1].hold([4])
     queues[1].leave(early=True)
-    assert [queues[0].take_over(lambda: [4], 1) for _ in range(2)] == [[], [4]]
+    assert [queues[0].take_over(lambda: [4]) for _ in range(2)] == [None, 4]
     assert queues[0].gone() == {1: "rank 1 left the work before its end"}
 
 
@@ -103,14 +115,14 @@ def test_silence_counts_as_gone(queues: list[Shared], monkeypatch: pytest.Monkey
     now = 0.0
     monkeypatch.setattr(others.time, "monotonic", lambda: now)
     store_of(queues[0]).set("beacon/1", json.dumps({"beat": 5}))
-    assert queues[0].take_over(lambda: [4], 1) == []
+    assert queues[0].take_over(lambda: [4]) is None
     now = others.SILENCE - 1
-    assert queues[0].take_over(lambda: [4], 1) == []
+    assert queues[0].take_over(lambda: [4]) is None
     assert queues[0].gone() == {}
     store_of(queues[0]).set("beacon/1", json.dumps({"beat": 6}))
-    assert queues[0].take_over(lambda: [4], 1) == []
+    assert queues[0].take_over(lambda: [4]) is None
     now += others.SILENCE + 1
-    assert [queues[0].take_over(lambda: [4], 1) for _ in range(2)] == [[], [4]]
+    assert [queues[0].take_over(lambda: [4]) for _ in range(2)] == [None, 4]
     assert "no sign of life" in queues[0].gone()[1]
 
 

@@ -10,10 +10,15 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 
-__all__ = ["ALARM_KEY", "ExitNotice", "attempt_prefix", "bearing_key", "exit_key"]
+__all__ = ["ALARM_KEY", "FOLLOWED_KEY", "LOST_KEY", "ExitNotice", "attempt_prefix", "bearing_key", "exit_key"]
 
 ALARM_KEY = "alarm"
 """A counter: raised by one whenever something happens that every waiting rank must look at (a rank ended, a rank gave up)."""
+
+LOST_KEY = "bearing/lost"
+"""A counter: processes of this attempt that were lost and that the others can do without; see `bearing_key`."""
+FOLLOWED_KEY = "bearing/followed"
+"""A counter: processes that failed because of such a loss."""
 
 
 def attempt_prefix(run_id: str, attempt: int) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from slipstream.launch.contract import ALARM_KEY, ExitNotice, attempt_prefix, bearing_key, exit_key
+from slipstream.launch.contract import ALARM_KEY, FOLLOWED_KEY, LOST_KEY, ExitNotice, attempt_prefix, bearing_key, exit_key
 from slipstream.launch.foreign import ForeignRendezvous
 from slipstream.launch.logs import Folder, Outlet, Tee
 from slipstream.launch.plan import Plan
@@ -113,7 +113,7 @@ class Agent(_Agent):
         self._write_down(self._crew.poll(), worker_group)
         self._meeting.beat()
         self._notice_lost(worker_group)
-        if len(self.failures) > len(self._borne) or (self._meeting.look() and self._meeting.reported()):
+        if len(self.failures) > len(self._borne) or (self._meeting.look() and self._others_failed()):
             self._let_the_others_raise(worker_group)
             return RunResult(state=WorkerState.FAILED)
         if not self._crew.running and self._all_finished():
@@ -124,12 +124,16 @@ class Agent(_Agent):
         """All processes of this machine have ended, and none of them took the others along."""
         from torch.distributed.elastic.agent.server.api import WorkerState
 
-        if not self._borne:
+        if not self._borne and not self._counted(LOST_KEY):
             return WorkerState.SUCCEEDED
-        if not any(failure.consequence for failure in self._borne):
+        if not self._counted(FOLLOWED_KEY):
             self._remaining_restarts = 0  # the others have done all of the work
         self._let_the_others_raise(group)
         return WorkerState.FAILED
+
+    def _others_failed(self) -> bool:
+        """Whether more has happened on all machines than what is borne."""
+        return sum(map(len, self._meeting.reported())) > self._counted(LOST_KEY) + self._counted(FOLLOWED_KEY)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
@@ -230,7 +234,7 @@ class Agent(_Agent):
         failed = [failure for failure in fresh if failure.exit_code != 0]
         self.failures += failed
         self._borne += [failure for failure in failed if self._can_do_without(failure)]
-        if failed and len(self.failures) > len(self._borne):
+        if failed:
             self._meeting.post(self.failures)
 
     def _failure(self, end: End, group: WorkerGroup) -> Failure:
@@ -270,6 +274,13 @@ class Agent(_Agent):
 
         return PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), self._meeting.raw_store)
 
+    def _counted(self, key: str) -> int:
+        """A counter of the launchers in this attempt."""
+        keys = self._keys()
+        with contextlib.suppress(RuntimeError):
+            return int(keys.get(key)) if keys is not None and keys.check([key]) else 0
+        return 0
+
     def _tell_survivors(self, failure: Failure, *, alarm: bool) -> None:
         keys = self._keys()
         if keys is None:
@@ -283,12 +294,21 @@ class Agent(_Agent):
                 keys.add(ALARM_KEY, 1)
 
     def _can_do_without(self, failure: Failure) -> bool:
-        """Whether the others go on: they take over what the process was working on, or it ended because of such a loss."""
-        if failure.consequence:
-            return bool(self._borne)
-        keys, key = self._keys(), bearing_key(failure.rank)
-        with contextlib.suppress(RuntimeError):
-            return keys is not None and bool(self._crew.running) and keys.check([key]) and keys.get(key) == b"1"
+        """Whether the others go on: they take over what the process was working on, or it ended because of such a loss.
+
+        The launchers of other machines have to know: they decide about the end of all in the same way.
+        """
+        keys = self._keys()
+        if keys is None or failure.exit_code is None:
+            return False
+        bearing = bearing_key(failure.rank)
+        with contextlib.suppress(RuntimeError):  # a store that is gone has nobody who could go on
+            if failure.consequence and self._counted(LOST_KEY):
+                keys.add(FOLLOWED_KEY, 1)
+                return True
+            if keys.check([bearing]) and keys.get(bearing) == b"1":
+                keys.add(LOST_KEY, 1)
+                return True
         return False
 
     def _notice_lost(self, group: WorkerGroup) -> None:

@@ -32,6 +32,8 @@ from slipstream.files.trouble import remedy, told
 __all__ = ["Header", "Journal", "Page", "Unwritten", "Writer", "checked_result", "finish", "read", "take_in"]
 
 _SYNC_EVERY = 1.0
+_LOCK_PATIENCE = 2.0
+"""Seconds to wait for the lock: a child of a process that was killed may hold it a moment longer."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -222,12 +224,17 @@ def _lock(file: int, path: Path) -> None:
         import fcntl
     except ImportError:  # a system without such locks
         return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(f"{path} is in use by another run: wait for its end, or give checkpoint= another name.") from None
-    except OSError:  # a file system without locks
-        return
+    deadline = time.monotonic() + _LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{path} is in use by another run: wait for its end, or give checkpoint= another name.") from None
+            time.sleep(0.05)
+        except OSError:  # a file system without locks
+            return
 
 
 def _cut(file: int, path: Path, header: Header) -> None:

@@ -38,16 +38,17 @@ class Others:
         self._store = store
         self._ranks = [other for other in range(world_size) if other != rank]
         self._beats: dict[int, tuple[int, float]] = {}
-        self._ended: dict[int, str] = {}
+        self.ended: dict[int, str] = {}
+        """Those whose end the launcher has told, as far as `gone` has looked."""
 
     def gone(self, holds: dict[int, str]) -> dict[int, str]:
         """The ranks that are gone, and how; `holds` is what each has written about its claims."""
         found: dict[int, str] = {}
         for rank in self._ranks:
-            if rank not in self._ended and self._store.check([exit_key(rank)]):
-                self._ended[rank] = str(ExitNotice.from_json(self._store.get(exit_key(rank)).decode()))
-            if rank in self._ended:
-                found[rank] = self._ended[rank]
+            if rank not in self.ended and self._store.check([exit_key(rank)]):
+                self.ended[rank] = str(ExitNotice.from_json(self._store.get(exit_key(rank)).decode()))
+            if rank in self.ended:
+                found[rank] = self.ended[rank]
             elif holds.get(rank) == LEFT:
                 found[rank] = f"rank {rank} left the work before its end"
             elif (silent := self._silent(rank)) > SILENCE:

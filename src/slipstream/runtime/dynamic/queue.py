@@ -13,7 +13,9 @@
 * `owner/UNIT` decides who takes over a unit whose holder is gone: whoever changes it first from the former owner, in one atomic request.
 
 A unit is taken over if it is in no report and no living rank holds it, in two looks after each other, while somebody is gone. A
-process that was only silent and comes back has then worked for nothing, and nothing else.
+process that was only silent and comes back has then worked for nothing, and nothing else. Units are taken over one at a time: if whoever
+has taken one over dies too, it is this unit that kills processes (it needs more memory than there is, say), and the work ends with
+an error instead of taking everybody along.
 
 `Alone` is the queue of a single process: the same verbs, and no store.
 """
@@ -31,7 +33,7 @@ from slipstream.errors import PeerLostError
 from slipstream.launch.contract import bearing_key
 from slipstream.runtime.dynamic.others import LEFT, Others
 
-__all__ = ["Alone", "Queue", "Report", "Shared"]
+__all__ = ["Alone", "Deadly", "Queue", "Report", "Shared"]
 
 _ITEMS = 32
 """Where the upper half of the counter begins."""
@@ -58,6 +60,14 @@ class Report:
     """Where that is: volume, first byte, length."""
 
 
+class Deadly(Exception):
+    """A unit that had been taken over from a process that is gone, and whose second process has died as well."""
+
+    def __init__(self, unit: int, end: str) -> None:
+        super().__init__(unit, end)
+        self.unit, self.end = unit, end
+
+
 class Queue(Protocol):
     """What the work needs of a queue."""
 
@@ -82,8 +92,8 @@ class Queue(Protocol):
     def finished_items(self) -> int:
         """How many items are reported; more than there are where some were worked on twice."""
 
-    def take_over(self, unfinished: Callable[[], Sequence[int]], most: int) -> list[int]:
-        """Claims up to `most` of the units that nobody works on any more."""
+    def take_over(self, unfinished: Callable[[], Sequence[int]]) -> int | None:
+        """Claims one of the units that nobody works on any more; a `Deadly` if two processes have died with it."""
 
     def gone(self) -> dict[int, str]:
         """The processes that are gone, and how, as far as `take_over` has found out."""
@@ -151,8 +161,8 @@ class Alone:
     def finished_items(self) -> int:
         return self._items
 
-    def take_over(self, unfinished: Callable[[], Sequence[int]], most: int) -> list[int]:
-        return []
+    def take_over(self, unfinished: Callable[[], Sequence[int]]) -> int | None:
+        return None
 
     def gone(self) -> dict[int, str]:
         return {}
@@ -210,11 +220,8 @@ class Shared:
             ) from None
 
     def take(self, most: int) -> int:
-        return self._count(most) % (1 << _ITEMS) - most
-
-    def _count(self, most: int) -> int:
         items, self._uncounted = self._uncounted, 0
-        return int(self._ask(self._store.add, "counts", most + (items << _ITEMS)))
+        return int(self._ask(self._store.add, "counts", most + (items << _ITEMS))) % (1 << _ITEMS) - most
 
     def hold(self, units: Sequence[int]) -> None:
         self._ask(self._store.set, f"holds/{self.rank}", _spelled(units))
@@ -238,7 +245,7 @@ class Shared:
         return f"{volume}/{start} ".encode()
 
     def finished_items(self) -> int:
-        return self._count(0) >> _ITEMS
+        return int(self._ask(self._store.add, "counts", 0)) >> _ITEMS  # also asked by the thread of the bar: changes nothing here
 
     def reports(self) -> list[Report]:
         if not self._ask(self._store.check, ["log"]):
@@ -270,21 +277,17 @@ class Shared:
     def gone(self) -> dict[int, str]:
         return dict(self._gone)
 
-    def take_over(self, unfinished: Callable[[], Sequence[int]], most: int) -> list[int]:
+    def take_over(self, unfinished: Callable[[], Sequence[int]]) -> int | None:
         holds = self._holds()
         gone = self._ask(self._others.gone, holds)
         self._say(gone)
         self._gone = gone
         if not gone:
-            return []
+            return None
         held = {unit for rank, text in holds.items() if rank not in gone for unit in _read(text)}
         free = [unit for unit in unfinished() if unit not in held]
         sure, self._suspects = [unit for unit in free if unit in self._suspects], set(free)
-        won: list[int] = []
-        for unit in sure:
-            if len(won) < most and self._own_it(unit, gone):
-                won.append(unit)
-        return won
+        return next((unit for unit in sure if self._own_it(unit, gone)), None)
 
     def _holds(self) -> dict[int, str]:
         ranks = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -295,9 +298,12 @@ class Shared:
     def _own_it(self, unit: int, gone: dict[int, str]) -> bool:
         key, own = f"owner/{unit}", f"rank {self.rank}"
         found = self._ask(self._store.compare_set, key, "", own).decode()
-        if found != own and int(found.split()[1]) in gone:
-            found = self._ask(self._store.compare_set, key, found, own).decode()
-        return bool(found == own)
+        if found == own:
+            return True
+        former = int(found.split()[1])
+        if former in self._others.ended:
+            raise Deadly(unit, gone[former])
+        return former in gone and bool(self._ask(self._store.compare_set, key, found, own).decode() == own)
 
     def _say(self, gone: dict[int, str]) -> None:
         """One line for everyone who is gone, from the lowest rank that is there."""

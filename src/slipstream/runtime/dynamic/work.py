@@ -28,7 +28,7 @@ from slipstream.runtime.dynamic.bar import Bar, Hidden
 from slipstream.runtime.dynamic.items import Items
 from slipstream.runtime.dynamic.journal import Unwritten, Writer
 from slipstream.runtime.dynamic.order import Pace, Units
-from slipstream.runtime.dynamic.queue import Queue, Report
+from slipstream.runtime.dynamic.queue import Deadly, Queue, Report
 
 __all__ = ["Settled", "Work"]
 
@@ -83,6 +83,8 @@ class Work:
         """Units that are not reported yet, with their results."""
         self._finished_items = 0
         self._left = len(units)
+        self._inherits = False
+        """Whether the last unit came from a process that is gone."""
         self._state = "new"
         """new · open (the loop runs) · complete · ended (before that)"""
 
@@ -134,8 +136,8 @@ class Work:
             raise ValueError(f"a batch of {count} items needs {count} results, but {self._where()} gave {len(result)}")
         return list(result)
 
-    def _where(self) -> str:
-        positions = self.indices
+    def _where(self, positions: Sequence[int] = ()) -> str:
+        positions = positions or self.indices
         return f"item {positions[0]}" if len(positions) == 1 else f"the batch of items {', '.join(map(str, positions))}"
 
     def _hand_out(self, unit: int) -> Any:
@@ -186,23 +188,35 @@ class Work:
 
     def _last_ones(self) -> Sequence[int]:
         """Waits until everything is finished, or something comes back from a process that is gone."""
-        pause, look = 0.0005, time.monotonic() + _LOOK_EVERY
+        pause, look = 0.0005, time.monotonic() + (0.0 if self._inherits else _LOOK_EVERY)
         self._queue.hold([])
+        self._queue.take(0)  # what was reported last is counted
         while len(self._settled.units) < len(self._units):
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
             if self._queue.finished_items() >= self._units.items:
                 self._absorb()
                 continue
-            if time.monotonic() < look:
-                continue
-            look = time.monotonic() + _LOOK_EVERY
-            self.stop_if_another_failed()
-            taken = self._queue.take_over(self._unfinished, self._pace.wanted(len(self._units), 0.0))
-            if taken:
-                self._queue.hold(taken)
-                return taken
+            if time.monotonic() >= look:
+                look = time.monotonic() + _LOOK_EVERY
+                self.stop_if_another_failed()
+                unit = self._take_over()
+                if unit is not None:
+                    self._queue.hold([unit])
+                    return [unit]
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
         return ()
+
+    def _take_over(self) -> int | None:
+        """A unit that nobody works on any more; where there was one there may be another, so the next look comes at once."""
+        try:
+            unit = self._queue.take_over(self._unfinished)
+        except Deadly as deadly:
+            again = f"{self._where(self._units[deadly.unit])} was being worked on by another process before, which is gone too"
+            self._queue.fail(f"{deadly.end}; {again}, so it may be what ends them")
+            self.stop_if_another_failed()
+            raise AssertionError("a failure was told, and is not there") from None
+        self._inherits = unit is not None
+        return unit
 
     def _unfinished(self) -> list[int]:
         self._absorb()
