@@ -7,9 +7,11 @@ a control group before it imports anything that is large. What is beside the poi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import hashlib
+import io
 import json
 import logging
 import mmap
@@ -34,6 +36,7 @@ warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
 ROWS = 8
+PROMPT = 4
 PIECE = 8 << 20
 Shape = Sequence[Any]
 """Kind and sizes of a model, as `made` takes them."""
@@ -87,6 +90,19 @@ class Worker:
         """A model with its blocks on the disk, or (`plain`) in memory."""
         self._models[name or library] = opened(library, shape, path, folder, limit)
 
+    def ready(self, library: str) -> None:
+        """Imports everything that a library needs, and computes once, so that memory taken later is that of models."""
+        with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+            load_tiny(library, folder)
+            opened(library, ("tower", 1, 64), f"{folder}/model.safetensors", f"{folder}/parked", None)(batch())
+            made("tower", 1, WIDTH, empty=False)(batch())
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+
+    def park(self, shape: Shape, path: str, folder: str) -> None:
+        """The folder that Accelerate reads from, made ahead: it takes more memory than running does."""
+        park(made(*shape), path, folder)
+
     def warm(self, names: Sequence[str], rounds: int) -> dict[str, Any]:
         """Forwards of all models in turns, and whether their outputs are those of the first one, bit for bit."""
         from turns import in_turns
@@ -104,7 +120,6 @@ class Worker:
         """Bytes that this process grows by while a model runs, pages of files included, and what came out."""
         model, x = self._models[name], batch()
         with torch.inference_mode():
-            made("tower", 1, WIDTH, empty=False)(x)  # code of torch is paged in too
             release(model)
             with Peak() as peak:
                 for _ in range(passes):
@@ -127,10 +142,10 @@ class Worker:
 
     # -- generation -----------------------------------------------------------------------------------------------------------
 
-    def write(self, name: str, sequences: int, rows: int, count: int, prompt: int, lanes: int = 0) -> dict[str, Any]:
+    def write(self, name: str, sequences: int, rows: int, count: int, lanes: int = 0) -> dict[str, Any]:
         """Tokens for so many sequences, `rows` in each call; with `lanes` so many calls side by side."""
         model = self._models[name]
-        prompts = torch.randint(VOCABULARY, (64, prompt), generator=torch.Generator().manual_seed(0))[:sequences].split(rows)
+        prompts = torch.randint(VOCABULARY, (64, PROMPT), generator=torch.Generator().manual_seed(0))[:sequences].split(rows)
         with torch.inference_mode():
             begin = time.perf_counter()
             if lanes:
@@ -190,15 +205,33 @@ def opened(library: str, shape: Shape, path: str, folder: str, limit: int | None
 
         model.load_state_dict({name: tensor.clone() for name, tensor in load_file(path).items()}, assign=True)
         return model
-    children = [name for name, _ in model.named_children()]
-    places = {name: "disk" if name in ("blocks", "layers") else "cpu" for name in children}
-    if library == "accelerate":
-        from accelerate import load_checkpoint_and_dispatch
+    if library == "ours":
+        import slipstream
 
-        return load_checkpoint_and_dispatch(model, path, device_map=places, offload_folder=folder)
-    import slipstream
+        return slipstream.load_checkpoint_and_dispatch(model, path, device_map=places(model), limit=limit)
+    from accelerate import dispatch_model
+    from safetensors.torch import load_file
 
-    return slipstream.load_checkpoint_and_dispatch(model, path, device_map=places, limit=limit)
+    if not Path(folder, "index.json").exists():
+        park(model, path, folder)
+        model = made(*shape)
+    weights = {name: tensor.clone() for name, tensor in load_file(path).items() if places(model)[name.partition(".")[0]] == "cpu"}
+    model.load_state_dict(weights, strict=False, assign=True)
+    return dispatch_model(model, places(model), offload_dir=folder)
+
+
+def park(model: torch.nn.Module, path: str, folder: str) -> None:
+    """Accelerate writes what goes to the disk into a folder first."""
+    from accelerate import load_checkpoint_and_dispatch
+
+    with contextlib.redirect_stderr(io.StringIO()):  # its bar
+        load_checkpoint_and_dispatch(model, path, device_map=places(model), offload_folder=folder)
+    os.sync()
+
+
+def places(model: torch.nn.Module) -> dict[str, str]:
+    """The middle is on the disk."""
+    return {name: "disk" if name in ("blocks", "layers") else "cpu" for name, _ in model.named_children()}
 
 
 def load_plain(model: torch.nn.Module, path: str) -> None:

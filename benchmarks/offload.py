@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -49,24 +50,30 @@ MORE = 10
 """Times the tokens per second of Accelerate, at least."""
 
 
+class Killed(Exception):
+    """A worker needed more memory than its control group has."""
+
+
 class Worker:
     """A process that carries out orders; in a control group if there is one."""
 
     def __init__(self, group: Group | None = None, threads: int = 1) -> None:
+        self._order: dict[str, Any] = {}
         words = ["--threads", str(threads), *(["--group", str(group.path)] if group else [])]
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "_offload_worker.py"), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
         self._answer()
 
-    def ask(self, do: str, *values: Any, **more: Any) -> Any:
+    def ask(self, do: str, **more: Any) -> Any:
         """What it says to an order, once it is carried out."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self._order = {"do": do, **more}
+        self._process.stdin.write(json.dumps(self._order) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -84,7 +91,9 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"a worker ended with exit code {self._process.wait()}")
+            if self._process.wait() == -signal.SIGKILL:
+                raise Killed
+            raise SystemExit(f"a worker ended with exit code {self._process.returncode} at {self._order}"[:200])
         return json.loads(line)
 
 
@@ -152,9 +161,13 @@ class Place:
         finally:
             group.close()
 
-    def fresh(self, name: str) -> str:
-        """An empty folder."""
-        return tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder)
+    def parked(self, shape: Sequence[Any], path: str) -> str:
+        """A folder with the weights of a file as Accelerate wants them."""
+        folder = str(self.folder / "theirs")
+        if not os.path.exists(folder):
+            with self.worker() as worker:
+                worker.ask("park", shape=shape, path=path, folder=folder)
+        return folder
 
 
 def tower(place: Place) -> tuple[str, int, int]:
@@ -178,14 +191,14 @@ def warm(place: Place) -> list[Figure]:
     with place.file(shape) as (path, _):
         with place.worker() as worker:
             for name, (library, allowed) in {"plain": ("plain", None), **ways}.items():
-                worker.ask("open", name=name, library=library, shape=shape, path=path, folder=place.fresh("theirs"), limit=allowed)
+                worker.ask("open", name=name, library=library, shape=shape, path=path, folder=place.parked(shape, path), limit=allowed)
             seen = worker.ask("warm", names=["plain", *ways], rounds=3 * place.rounds)
         for name, (library, allowed) in ways.items():
             with place.worker() as worker:
-                worker.ask("open", name=name, library=library, shape=shape, path=path, folder=place.fresh("theirs"), limit=allowed)
+                worker.ask("ready", library=library)
+                worker.ask("open", name=name, library=library, shape=shape, path=path, folder=place.parked(shape, path), limit=allowed)
                 grown[name] = worker.ask("growth", name=name)[0]
-    if not seen["equal"]:
-        raise SystemExit("warm: outputs are not those of the plain model")
+    check(seen["equal"], "warm: outputs are not those of the plain model")
     times = seen["times"]
     most = f"limit {megabytes(limit)}"
     others = f"(accelerate {megabytes(grown['accelerate'])})"
@@ -217,54 +230,57 @@ def megabytes(size: float) -> str:
 
 def cold(place: Place) -> list[Figure]:
     shape = tower(place)
-    blocks = block_bytes(shape) * shape[1]
     found = []
     with place.file(shape) as (path, _), place.worker() as disk, place.group() as group:
-        found += cold_rounds(place, shape, path, disk, blocks, "room in the page cache", None, None)
+        found += cold_rounds(place, shape, path, disk, "room in the page cache", None)
         if group.why_not:
             found.append(Figure("cold forward without room in the cache", 0, "s/GB", spread=f"(not measured: {group.why_not})"))
         else:
-            found += cold_rounds(place, shape, path, disk, blocks, "memory for a quarter", group, 6 * block_bytes(shape))
+            found += cold_rounds(place, shape, path, disk, "memory for a quarter", group)
     return found
 
 
-def cold_rounds(
-    place: Place, shape: Sequence[Any], path: str, disk: Worker, blocks: int, case: str, group: Group | None, limit: int | None
-) -> list[Figure]:
-    """Rounds of the disk, ours, Accelerate, the disk again."""
+def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: Worker, case: str, group: Group | None) -> list[Figure]:
+    """Rounds of the disk, a library, the disk again."""
     with place.worker() as plain:
         plain.ask("open", library="plain", shape=shape, path=path, folder="")
         output = plain.ask("growth", name="plain", passes=1)[1]
-    speeds: dict[str, list[float]] = {"disk": [], "ours": [], "accelerate": []}
-    words, folder = set(), place.fresh("theirs")
-    files = {"ours": [path]}
+    folder, one = place.parked(shape, path), block_bytes(shape)
+    files = {"ours": [path], "accelerate": [str(one) for one in Path(folder).glob("*.dat")]}
+    speeds: dict[str, list[float]] = {"disk": []}
+    words: dict[str, list[str]] = {}
     for library in ("ours", "accelerate"):
-        with place.worker(group=group) as worker:  # one at a time in the control group
-            if library == "ours" and group is not None and limit is not None:
-                group.allow(limit + (32 << 20))
-            worker.ask("open", library=library, shape=shape, path=path, folder=folder, limit=limit if library == "ours" else None)
-            files["accelerate"] = [str(one) for one in Path(folder).glob("*.dat")]
-            os.sync()
-            for _ in range(place.rounds):
-                before = disk.ask("disk", path=path)
-                seen = worker.ask("cold", name=library, paths=files[library])
-                speeds["disk"] += [before, disk.ask("disk", path=path)]
-                speeds[library].append(blocks / seen["seconds"])
-                if seen["output"] != output:
-                    raise SystemExit(f"cold: the output of {library} is not that of the plain model")
-                if seen["cached"] > 0.02:
-                    words.add(f"{library}: up to {seen['cached']:.0%} was still cached")
-                if library == "ours":
-                    words.add("read past the cache" if seen["around"] else "read through the cache")
-    return [share(f"{library}: cold forward, {case}", speeds, library, words) for library in ("ours", "accelerate")]
+        for blocks in (6, 12, 24, 48):
+            with contextlib.suppress(Killed), place.worker(group=group) as worker:
+                words[library], speeds[library] = [], []
+                worker.ask("ready", library=library)
+                if group is not None:
+                    group.allow(blocks * one + (16 << 20))
+                    words[library] = [f"memory for {blocks} of {shape[1]} blocks, others were too few" if blocks > 6 else ""]
+                worker.ask("open", library=library, shape=shape, path=path, folder=folder, limit=blocks * one if group else None)
+                for _ in range(place.rounds):
+                    speeds["disk"].append(disk.ask("disk", path=path))
+                    seen = worker.ask("cold", name=library, paths=files[library])
+                    speeds["disk"].append(disk.ask("disk", path=path))
+                    speeds[library].append(shape[1] * one / seen["seconds"])
+                    check(seen["output"] == output, f"cold: the output of {library} is not that of the plain model")
+                    words[library] += [f"up to {seen['cached']:.0%} was cached"] if seen["cached"] > 0.02 else []
+                    words[library] += [] if library != "ours" else ["read past the cache" if seen["around"] else "read through the cache"]
+                break
+    return [share(f"{library}: cold forward, {case}", speeds, library, words[library]) for library in words]
 
 
-def share(what: str, speeds: dict[str, list[float]], library: str, words: set[str]) -> Figure:
+def check(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise SystemExit(otherwise)
+
+
+def share(what: str, speeds: dict[str, list[float]], library: str, words: Sequence[str]) -> Figure:
     """Seconds for a gigabyte, so that less is better: the best against the best of the disk."""
     one, best = max(speeds[library]), max(speeds["disk"])
     middle = statistics.median(speeds[library]) / statistics.median(speeds["disk"])
     said = [f"{one / 1e9:.2f} of {best / 1e9:.2f} GB/s: {one / best:.0%}", f"medians {middle:.0%}"]
-    said += sorted(words) if library == "ours" else ()
+    said += dict.fromkeys(filter(None, words))
     goal = round(1 / SHARE, 3) if library == "ours" else None
     return Figure(what, 1e9 / one, "s/GB", 1e9 / best, "disk", goal=goal, spread=f"({'; '.join(said)})")
 
@@ -274,48 +290,61 @@ def share(what: str, speeds: dict[str, list[float]], library: str, words: set[st
 
 def generate(place: Place) -> list[Figure]:
     layers, count = (16, 4) if place.quick else (24, 12)
-    shape, prompt, alone = ("writer", layers), 4, 1 if place.quick else 2
-    threads = os.cpu_count() or 1
+    shape, threads = ("writer", layers), os.cpu_count() or 1
     with place.group() as group, place.file(shape) as (path, size):
         if group.why_not:
             return [Figure("tokens of 64 sequences", 0, "ms", spread=f"(not measured: {group.why_not})")]
         with place.worker(threads=threads) as worker:
             worker.ask("open", library="plain", shape=shape, path=path, folder="")
-            plain = worker.ask("write", name="plain", sequences=64, rows=64, count=count, prompt=prompt)
-        allowed = size // 4
-        limit = int(allowed * 0.6)  # the rest is for caches and activations
-        best: dict[str, tuple[float, str]] = {}
-        for library, tries in (
-            ("ours", [(64, 64, 1), (64, 32, 2), (64, 16, 4), (64, 8, 8)]),
-            ("accelerate", [(alone, 1, 0), (64, 64, 0)]),
-        ):
-            with place.worker(group=group, threads=threads) as worker:
-                group.allow(allowed)
-                worker.ask("open", library=library, shape=shape, path=path, folder=place.fresh("theirs"), limit=limit)
-                forget_all(place.folder)
-                for sequences, rows, lanes in tries:
-                    seen = worker.ask("write", name=library, sequences=sequences, rows=rows, count=count, prompt=prompt, lanes=lanes)
-                    if seen["tokens"] != plain["tokens"][:sequences]:
-                        raise SystemExit(f"generate: {library} wrote other tokens than the plain model, {rows} at a time")
-                    each = seen["seconds"] / sequences / count
-                    print(f"  {library}, {lanes or 1} lanes of {rows}: {1 / each:.3g} tokens/s", file=sys.stderr)
-                    key = library if library == "ours" else f"accelerate, {rows}"
-                    best[key] = min(best.get(key, (each, "")), (each, f"{lanes} lanes of {rows}"))
-    ours, how = best["ours"]
-    spread = f"({1 / ours:.3g} tokens/s, {how}; all in memory: {64 * count / plain['seconds']:.3g})"
-    what = f"a token of 64 sequences, {megabytes(size)} of weights in {megabytes(allowed)}"
+            plain = worker.ask("write", name="plain", sequences=64, rows=64, count=count)
+        job = Writing(place, group, shape, path, size, count, plain["tokens"], threads)
+        ours = min(job.run("ours", 64, 64 // lanes, lanes) for lanes in (1, 2, 4, 8))
+        one = job.run("accelerate", 1 if place.quick else 2, 1)
+        many = job.run("accelerate", 64, 64)
+    what = f"a token of 64 sequences, {megabytes(size)} of weights in {megabytes(size // 4)}"
+    words = f"{1 / ours[0]:.3g} tokens/s, {ours[1]}; all in memory: {64 * count / plain['seconds']:.3g}"
     return [
-        Figure(
-            what if rows == 1 else "the same",
-            ours * 1e3,
-            "ms",
-            best[f"accelerate, {rows}"][0] * 1e3,
-            f"accelerate, {name}",
-            goal=1 / MORE,
-            spread=spread if rows == 1 else f"({best[f'accelerate, {rows}'][0] / ours:.1f} x the tokens per second)",
-        )
-        for rows, name in ((1, "one by one"), (64, "64 at once"))
+        token(what, ours[0], one, "one by one", words),
+        token("the same", ours[0], many, "64 at once", f"{1 / many[0]:.3g} tokens/s"),
     ]
+
+
+def token(what: str, ours: float, theirs: tuple[float, str], how: str, words: str) -> Figure:
+    spread = f"({theirs[0] / ours:.1f} x the tokens per second; {words}; accelerate: {theirs[1]})"
+    return Figure(what, ours * 1e3, "ms", theirs[0] * 1e3, f"accelerate, {how}", goal=1 / MORE, spread=spread)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Generation in a control group that has memory for a quarter of the weights, beside the interpreter and its libraries."""
+
+    place: Place
+    group: Group
+    shape: Sequence[Any]
+    path: str
+    size: int
+    count: int
+    tokens: list[list[int]]
+    """What the plain model wrote."""
+    threads: int
+
+    def run(self, library: str, sequences: int, rows: int, lanes: int = 0) -> tuple[float, str]:
+        """Seconds for a token, and how; with more memory than that if the library cannot run at all."""
+        folder = self.place.parked(self.shape, self.path)
+        allowed = self.size // 4
+        for more in (1, 2, 4, 8):
+            forget_all(self.place.folder)
+            with contextlib.suppress(Killed), self.place.worker(group=self.group, threads=self.threads) as worker:
+                worker.ask("ready", library=library)
+                self.group.allow(more * allowed)
+                worker.ask("open", library=library, shape=self.shape, path=self.path, folder=folder, limit=int(allowed * 0.6))
+                seen = worker.ask("write", name=library, sequences=sequences, rows=rows, count=self.count, lanes=lanes)
+                check(seen["tokens"] == self.tokens[:sequences], f"generate: {library} wrote other tokens than the plain model")
+                each = seen["seconds"] / sequences / self.count
+                how = f"{lanes or 1} x {rows} sequences" + (f", {more} x the memory, killed with less" if more > 1 else "")
+                print(f"  {library}, {how}: {1 / each:.3g} tokens/s", file=sys.stderr, flush=True)
+                return each, how
+        raise SystemExit(f"generate: {library} could not run {rows} sequences in twice the memory of the weights")
 
 
 def forget_all(folder: Path) -> None:
@@ -342,8 +371,7 @@ def load(place: Place) -> list[Figure]:
             with place.worker() as worker:
                 grown[library] = worker.ask("load_memory", library=library, shape=shape, path=path)
                 sums.add(worker.ask("touch", library=library)[1])
-    if len(sums) > 1:
-        raise SystemExit("load: the weights are not the same")
+    check(len(sums) == 1, "load: the weights are not the same")
     others = ", ".join(f"{name} {grown[name] / size:.1%}" for name in ("plain", "accelerate"))
     return [
         against(f"load {megabytes(size)} into memory", times, "ours", 1.5),
@@ -441,6 +469,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where files are written, on the disk that is meant")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # files go then, too
     found = measure(options.quick, options.rounds, options.folder, options.only or ())
     print(table("offload", found))
     if options.json:
