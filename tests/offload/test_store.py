@@ -201,6 +201,15 @@ def test_a_file_that_changes_under_a_model_is_an_error_and_no_crash(tmp_path: Pa
         bundles[0].take()
 
 
+def test_a_change_is_seen_by_a_model_of_one_block(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
+    bundle = loader_of(tmp_path, stored).bundle(list(stored), "cpu")
+    bundle.take()
+    bundle.give_back()
+    os.truncate(tmp_path / "model.safetensors", 10)
+    with pytest.raises(CheckpointError, match="changed while weights in it are in use"):
+        bundle.take()
+
+
 def test_descriptors_are_closed_with_the_last_tensor(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
     def opened() -> int:
         links = [Path("/proc/self/fd", one) for one in os.listdir("/proc/self/fd")]

@@ -43,6 +43,11 @@ class Block:
         """Bytes of a buffer that takes all of its parts, each with the sectors around it."""
         return sum(end - start for start, end in map(_outer, (span for _, span in self.parts)))
 
+    def check(self) -> None:
+        """An error if one of its files has changed."""
+        for file, _ in self.parts:
+            file.check()
+
     def ask(self) -> None:
         """Begins to read what is not in memory, and does not wait."""
         for file, span in self.parts:

@@ -72,6 +72,8 @@ class Store:
         with self._lock:
             if self._last is not block:
                 self._move_to(block)
+            elif not block.active:
+                block.check()
             block.active += 1
             found = None if self._around is None else self._around.finish(block)
             if found is None and not block.present:
