@@ -179,7 +179,7 @@ def packings(count: int, fallback: bool) -> list[Figure]:
         budget: dict[Any, int] = {device: int(whole * chance.uniform(0.05, 0.7)) for device in range(chance.randint(0, 3))}
         budget["cpu"] = int(whole * chance.uniform(0.3, 1.0))
         try:
-            ours = loads(model, budget, infer_auto_device_map(model, budget, ["Whole"], fallback_allocation=fallback))
+            ours = loads(model, budget, infer_auto_device_map(model, budget, ["Whole"], fallback_allocation=fallback, read_ahead=0))
         except ConfigError:
             ours = None
         try:

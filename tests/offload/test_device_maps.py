@@ -178,7 +178,8 @@ def test_plans_equal_those_of_a_packer_that_tries_everything(model: nn.Module, b
     caps = {device: cap for device, cap in caps.items() if cap}
     best = brute_force(items, caps, stay) if items else []
     try:
-        plan = infer_auto_device_map(model, budget, no_split_module_classes=["Whole"], offload_buffers=offload_buffers, clean_result=clean)
+        options = {"offload_buffers": offload_buffers, "clean_result": clean, "read_ahead": 0}
+        plan = infer_auto_device_map(model, budget, no_split_module_classes=["Whole"], **options)
     except ConfigError:
         assert best is None or not set(caps) - {"disk"}
         return
@@ -212,11 +213,11 @@ def test_filling_with_later_blocks_is_valid_and_never_worse(model: nn.Module, bu
     caps = {device: cap for device, cap in caps.items() if cap}
     options = {"no_split_module_classes": "Whole", "offload_buffers": offload_buffers}
     try:
-        plain = loads(infer_auto_device_map(model, budget, **options), items, caps, stay)
+        plain = loads(infer_auto_device_map(model, budget, read_ahead=0, **options), items, caps, stay)
     except ConfigError:
         plain = None
     try:
-        plan = infer_auto_device_map(model, budget, fallback_allocation=True, **options)
+        plan = infer_auto_device_map(model, budget, fallback_allocation=True, read_ahead=0, **options)
     except ConfigError:
         assert plain is None
         return
@@ -267,11 +268,21 @@ def test_room_for_the_largest_offloaded_layer_is_kept_where_it_runs() -> None:
     plan = infer_auto_device_map(model, {0: EMBED + 3 * BLOCK, "cpu": 10**6}, no_split_module_classes="Block")
     assert plan == {"embed": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": "cpu", "blocks.3": "cpu", "head": "cpu"}
     assert plan.reserved == {0: BLOCK}
-    plan = infer_auto_device_map(model, {"cpu": EMBED + 3 * BLOCK}, no_split_module_classes="Block")
+    plan = infer_auto_device_map(model, {"cpu": EMBED + 3 * BLOCK}, no_split_module_classes="Block", read_ahead=0)
     assert plan == {"embed": "cpu", "blocks.0": "cpu", "blocks.1": "cpu", "blocks.2": "disk", "blocks.3": "disk", "head": "disk"}
     assert plan.reserved == {"cpu": BLOCK}
     plan = infer_auto_device_map(model, {"cpu": EMBED + 4 * BLOCK + HEAD}, no_split_module_classes="Block")
     assert plan == {"": "cpu"}
+
+
+def test_the_processor_keeps_room_to_read_layers_ahead() -> None:
+    model = Big()
+    plan = infer_auto_device_map(model, {"cpu": EMBED + 3 * BLOCK}, no_split_module_classes="Block")
+    assert plan == {"embed": "cpu", "blocks.0": "cpu", "blocks.1": "disk", "blocks.2": "disk", "blocks.3": "disk", "head": "disk"}
+    assert plan.reserved == {"cpu": 2 * BLOCK}
+    assert plan.whole == ("Block",)
+    with pytest.raises(ConfigError, match="read_ahead=-1"):
+        infer_auto_device_map(model, {"cpu": 10**6}, read_ahead=-1)
 
 
 def test_what_may_be_split_is_and_its_own_tensors_have_entries() -> None:

@@ -12,7 +12,7 @@ something is offloaded; buffers of offloaded layers are counted where they stay.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,7 @@ from slipstream.offload.fallback import fallback_allocate
 from slipstream.offload.packing import Item, NoRoom, Packing, Room, loads, pack
 from slipstream.offload.places import Places, check_device_map, clean_device_map, lookup, merged
 from slipstream.offload.sizes import class_names, sizer
+from slipstream.offload.store.residency import AHEAD
 from slipstream.offload.units import Group, Piece, units_of
 
 __all__ = [
@@ -58,6 +59,8 @@ class DeviceMap(dict[str, Any]):
         reasons: Mapping[str, str] | None = None,
         sizes: Mapping[str, int] | None = None,
         main_device: Device | None = None,
+        activations: Mapping[Device, int] | None = None,
+        whole: Collection[str] = (),
     ) -> None:
         super().__init__(entries)
         self.budget: dict[Device, int] = dict(budget or {})
@@ -72,6 +75,10 @@ class DeviceMap(dict[str, Any]):
         """Bytes of each entry; weights that entries share are counted in each."""
         self.main_device = main_device
         """The device that runs what is offloaded."""
+        self.activations: dict[Device, int] = dict(activations or {})
+        """Of the bytes kept free, those for activations."""
+        self.whole = tuple(whole)
+        """The classes whose modules stay whole, also when they are offloaded."""
 
     def copy(self) -> DeviceMap:
         """The same plan in another dict."""
@@ -83,6 +90,8 @@ class DeviceMap(dict[str, Any]):
             reasons=self.reasons,
             sizes=self.sizes,
             main_device=self.main_device,
+            activations=self.activations,
+            whole=self.whole,
         )
 
     def table(self) -> str:
@@ -124,6 +133,7 @@ def infer_auto_device_map(
     fallback_allocation: bool = False,
     *,
     activations: int | str | Mapping[Any, int | str] = 0,
+    read_ahead: int = AHEAD,
 ) -> DeviceMap:
     """A device for every part of a model, so that the first devices are used most and no budget is exceeded.
 
@@ -132,7 +142,8 @@ def infer_auto_device_map(
     `special_dtypes`: what weights will be converted to, all of them and some by name. `activations`: bytes kept free, on every
     device that is no disk or per device. `offload_buffers`: buffers of offloaded layers go with them and do not stay on the main
     device. `fallback_allocation`: where the next layer does not fit, later ones may fill the room. `verbose` prints the plan.
-    `clean_result=False` gives the layers as they were placed, without merging them into modules.
+    `clean_result=False` gives the layers as they were placed, without merging them into modules. `read_ahead`: where the processor runs
+    layers from the disk, it keeps room for so many further ones beside the largest (in a third of its budget at most), read meanwhile.
 
     A ConfigError names the layer if the device that would run it has no room for it, with the bytes that are missing.
 
@@ -141,11 +152,13 @@ def infer_auto_device_map(
     {'0': 0, '1': 'cpu', '2': 'disk', '3': 'disk'}
     """
     budget = get_max_memory(max_memory)
-    units = units_of(model, class_names(no_split_module_classes), sizer(dtype, special_dtypes))
+    whole = class_names(no_split_module_classes)
+    units = units_of(model, whole, sizer(dtype, special_dtypes))
     kept = _activations(activations, budget)
     problems = [_Problem(groups, units.hollow, budget, kept, offload_buffers) for groups in units.orders()]
-    problem, packing = _best(problems, fallback_allocation)
+    problem, packing = _with_room_to_read_ahead(*_best(problems, fallback_allocation), fallback_allocation, _count(read_ahead))
     plan = _plan(problem, packing, clean_result)
+    plan.whole = tuple(sorted(whole))
     _tell_unused(problem, packing)
     if verbose:
         print(plan.table())
@@ -164,6 +177,29 @@ def _best(problems: Sequence[_Problem], fallback: bool) -> tuple[_Problem, Packi
     if not found:
         raise ConfigError(trouble)
     return max(found, key=lambda one: loads(one[1], one[0].items, one[0].rooms))
+
+
+def _with_room_to_read_ahead(problem: _Problem, packing: Packing, fallback: bool, ahead: int) -> tuple[_Problem, Packing]:
+    """The packing that leaves the processor room for further layers from the disk, in a third of what it has at most."""
+    room = problem.rooms[packing.main]
+    if room.kind != "memory" or not packing.reserve:
+        return problem, packing
+    for count in range(min(ahead, room.cap // 3 // packing.reserve), 0, -1):
+        rooms = list(problem.rooms)
+        rooms[packing.main] = Room("memory", room.cap - count * packing.reserve)
+        try:
+            found = pack(problem.items, rooms, fallback)
+        except NoRoom:
+            continue
+        if found.main == packing.main:
+            return problem, replace(found, reserve=found.reserve + count * packing.reserve)
+    return problem, packing
+
+
+def _count(read_ahead: Any) -> int:
+    if not isinstance(read_ahead, int) or isinstance(read_ahead, bool) or read_ahead < 0:
+        raise ConfigError(f"read_ahead={read_ahead!r} is no number of layers. Write a whole number; 0 keeps no room for it.")
+    return read_ahead
 
 
 def _activations(given: int | str | Mapping[Any, int | str], budget: Mapping[Device, int]) -> dict[Device, int]:
@@ -235,7 +271,8 @@ def _plan(problem: _Problem, packing: Packing, clean: bool) -> DeviceMap:
     if packing.reserve:
         main = devices[packing.main]
         reserved[main] = reserved.get(main, 0) + packing.reserve
-    plan = DeviceMap(entries, budget=problem.budget, held=held, reserved=reserved, main_device=devices[packing.main])
+    kept = problem.activations
+    plan = DeviceMap(entries, budget=problem.budget, held=held, reserved=reserved, main_device=devices[packing.main], activations=kept)
     _explain(plan, problem, packing, placed)
     return plan
 
@@ -336,8 +373,8 @@ def _no_room(trouble: NoRoom, problem: _Problem) -> str:
     return (
         f"The largest layer, {largest.name or 'the model itself'}, fits on no device of max_memory ({limits}): "
         f"it needs {' and '.join(needs)}, and {device}, which has the most room, is {trouble.missing} bytes too small. "
-        f"Raise max_memory[{device!r}] to at least {problem.budget[device] + trouble.missing}, load in a smaller dtype, or let the "
-        "layer be split (no_split_module_classes)."
+        f"Raise max_memory[{device!r}] to at least {problem.budget[device] + trouble.missing}, load in a smaller dtype, or, if its class "
+        "is in no_split_module_classes, take it out there."
     )
 
 
