@@ -97,6 +97,15 @@ def test_with_restarts_all_come_back_and_nothing_finished_is_done_again(command,
     assert [results(tmp_path, 1)[rank] for rank in range(4)] == [kept(path)] * 4
 
 
+def test_where_nobody_is_left_the_next_attempt_goes_on(launch, script, tmp_path):
+    path = tmp_path / "results.jsonl"
+    dying = script(WORK.replace("time.sleep(0.02)", "time.sleep(0.02); attempt == '0' and number >= 30 and os.kill(os.getpid(), 9)"))
+    finished = launch("--cpu", "--num_processes", "2", "--max_restarts", "1", dying, "map", str(path), "")
+    assert finished.code == 0, finished.err
+    assert sorted(worked(tmp_path) + worked(tmp_path, attempt=1)) == list(range(COUNT)), "nothing is repeated, nothing lost"
+    assert [number for number, _ in kept(path)] == list(range(COUNT))
+
+
 def test_a_run_that_was_killed_altogether_goes_on_at_another_number_of_processes(command, script, launch, tmp_path):
     path = tmp_path / "results.jsonl"
     running = command("--cpu", "--num_processes", "3", script(WORK), "loop", str(path), "")

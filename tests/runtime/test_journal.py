@@ -18,7 +18,7 @@ HEADER = Header(5, "abc")
 
 
 def write(path: Path, rank: int, pages: dict[int, Any], run: str = "run") -> None:
-    part = Journal(path, run, rank, identify=str)
+    part = Journal(path, run, rank)
     for index, result in pages.items():
         part.add(index, f"item {index}", result)
     part.close()

@@ -215,7 +215,7 @@ def test_what_the_processes_disagree_on_is_told_on_all(ranks: Any, tmp_path: Pat
 def test_a_dataset_that_has_changed_is_refused(tmp_path: Path) -> None:
     state = PartialState()
     path = tmp_path / "r.jsonl"
-    state.map_across_processes(lambda row: row["id"], Rows(12), checkpoint=path)
+    state.map_across_processes(lambda row: row.pop("id"), Rows(12), checkpoint=path)  # what a function does to an item does not count
     rows = Rows(12)
     assert state.map_across_processes(lambda row: row["id"], rows, checkpoint=path) == list(range(12))
     assert len(rows.read) <= 8

@@ -126,7 +126,7 @@ class Agent(_Agent):
 
         if not self._borne and not self._counted(LOST_KEY):
             return WorkerState.SUCCEEDED
-        if not self._counted(FOLLOWED_KEY):
+        if not self._counted(FOLLOWED_KEY) and self._counted(LOST_KEY) < group.workers[0].world_size:
             self._remaining_restarts = 0  # the others have done all of the work
         self._let_the_others_raise(group)
         return WorkerState.FAILED

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.trouble import remedy, told
+from slipstream.runtime.dynamic.items import fingerprint
 
 __all__ = ["Header", "Journal", "Page", "Unwritten", "Writer", "checked_result", "finish", "read", "take_in"]
 
@@ -62,15 +63,23 @@ class Page:
 class Writer(Protocol):
     """What the work needs of a journal."""
 
-    def add(self, index: int, item: Any, result: Any) -> None: ...
+    def mark(self, item: Any) -> str | None:
+        """What a line says about an item; asked before the user's code can have changed the item."""
 
-    def close(self) -> None: ...
+    def add(self, index: int, mark: str | None, result: Any) -> None:
+        """Keeps the result of the item at this position."""
+
+    def close(self) -> None:
+        """Nothing more is added."""
 
 
 class Unwritten:
     """No journal."""
 
-    def add(self, index: int, item: Any, result: Any) -> None:
+    def mark(self, item: Any) -> str | None:
+        return None
+
+    def add(self, index: int, mark: str | None, result: Any) -> None:
         """Nothing is kept."""
 
     def close(self) -> None:
@@ -82,23 +91,25 @@ class Journal:
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
-    >>> part = Journal(folder / "results.jsonl", run="abc", rank=1, identify=str)
+    >>> part = Journal(folder / "results.jsonl", run="abc", rank=1)
     >>> part.add(2, "some text", ["a", 0.5])
     >>> part.close()
     >>> (folder / "results.jsonl.part-abc-1").read_text()
     '{"index":2,"item":"some text","result":["a",0.5]}\\n'
     """
 
-    def __init__(self, path: Path, run: str, rank: int, identify: Callable[[Any], str | None]) -> None:
+    def __init__(self, path: Path, run: str, rank: int) -> None:
         self._path = path
         self._part = path.with_name(f"{path.name}.part-{run}-{rank}")
-        self._identify = identify
         self._file: int | None = None
         self._synced = time.monotonic()
 
-    def add(self, index: int, item: Any, result: Any) -> None:
+    def mark(self, item: Any) -> str | None:
+        return fingerprint(item)
+
+    def add(self, index: int, mark: str | None, result: Any) -> None:
         """Appends the result of an item; a TypeError that names the item for one that is not plain JSON data."""
-        line = strict_json.dump({"index": index, "item": self._identify(item), "result": checked_result(result, index, self._path)})
+        line = strict_json.dump({"index": index, "item": mark, "result": checked_result(result, index, self._path)})
         with _telling(self._part):
             if self._file is None:
                 self._file = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)

@@ -245,7 +245,7 @@ class _Book:
         if not items.in_memory:
             step = max(1, len(marks) // _LOOKED_AT)
             for index in list(marks)[::step][:_LOOKED_AT]:
-                if marks[index] is not None and fingerprint(items[index]) != marks[index]:
+                if marks[index] not in (None, now := fingerprint(items[index])) and now == fingerprint(items[index]):
                     raise CheckpointError(
                         f"{path} has the results of other inputs: item {index} is not what it was. Give checkpoint= another name, or "
                         "remove the file to begin anew."
@@ -255,7 +255,7 @@ class _Book:
     def writer(self) -> journal.Writer | None:
         if self._path is None:
             return None
-        return journal.Journal(self._path, self._run, self._team.channel.rank, fingerprint)
+        return journal.Journal(self._path, self._run, self._team.channel.rank)
 
     def finish(self, work: Work, queue: Queue) -> None:
         """The lowest rank that is there writes the journal anew; the others wait for it, or do it if that one goes too."""

@@ -75,7 +75,7 @@ class Work:
         self._began = time.monotonic()
         self._unit: int | None = None
         self._positions: Sequence[int] = ()
-        self._item: Any = None
+        self._marks: list[str | None] = []
         self._result: Any = _NOTHING
         self._reports: list[Report] = []
         """Those of all processes, as far as they are known; whose results are read at the end."""
@@ -123,9 +123,8 @@ class Work:
             raise StateError(f"done(...) was called twice for {self._where()}; give all of its result in one call")
         results = self._checked(result) if self._batches else [result]
         if self._keeps:
-            items = self._item if self._batches else [self._item]
-            for position, item, one in zip(self.indices, items, results, strict=True):
-                self._journal.add(position, item, one)
+            for position, mark, one in zip(self._positions, self._marks, results, strict=True):
+                self._journal.add(position, mark, one)
         self._result = results
 
     def _checked(self, result: Any) -> list[Any]:
@@ -143,8 +142,10 @@ class Work:
     def _hand_out(self, unit: int) -> Any:
         self._unit, self._result = unit, _NOTHING
         self._positions = positions = self._units[unit]
-        self._item = self._items.several(positions) if self._batches else self._items[positions[0]]
-        return self._item
+        item = self._items.several(positions) if self._batches else self._items[positions[0]]
+        if self._keeps:
+            self._marks = [self._journal.mark(one) for one in (item if self._batches else [item])]
+        return item
 
     def _finish(self) -> None:
         if self._keeps and self._result is _NOTHING:
@@ -152,7 +153,7 @@ class Work:
         assert self._unit is not None
         self._finished[self._unit] = None if self._result is _NOTHING else self._result
         self._finished_items += len(self._positions)
-        self._unit, self._positions, self._item, self._result = None, (), None, _NOTHING
+        self._unit, self._positions, self._result = None, (), _NOTHING
 
     def _report(self) -> None:
         finished, items = self._finished, self._finished_items
