@@ -194,7 +194,11 @@ if TYPE_CHECKING:
         is_compiled_module as is_compiled_module,
         is_repeated_blocks as is_repeated_blocks,
     )
-    from slipstream.parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel
+    from slipstream.parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel, is_peft_model as is_peft_model
+    from slipstream.precision.amp import (
+        get_grad_scaler as get_grad_scaler,
+        get_mixed_precision_context_manager as get_mixed_precision_context_manager,
+    )
     from slipstream.precision.fp8 import (
         convert_model_to_fp8_ao as convert_model_to_fp8_ao,
         filter_first_and_last_linear_layers as filter_first_and_last_linear_layers,
@@ -329,7 +333,12 @@ _HOMES = {
         "DynamoBackend", "TorchDynamoPlugin", "compile_regions", "has_compiled_regions", "has_repeated_blocks", "is_compiled_module",
         "is_repeated_blocks",
     ),
-    "slipstream.parallel.unwrap": ("extract_model_from_parallel",),
+    "slipstream.parallel.unwrap": (
+        "extract_model_from_parallel", "is_peft_model",
+    ),
+    "slipstream.precision.amp": (
+        "get_grad_scaler", "get_mixed_precision_context_manager",
+    ),
     "slipstream.precision.fp8": (
         "convert_model_to_fp8_ao", "filter_first_and_last_linear_layers", "has_ao_layers",
     ),
@@ -375,28 +384,29 @@ __all__ = [
     "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required", "dtype_byte_size",
     "extract_model_from_parallel", "extract_submodules_state_dict", "filter_first_and_last_linear_layers", "find_batch_size", "find_device",
     "find_executable_batch_size", "find_tied_parameters", "gather", "gather_object", "gather_tensor_shape", "get_balanced_memory",
-    "get_data_structure", "get_free_port", "get_max_layer_size", "get_max_memory", "get_module_children_bottom_up",
-    "get_module_class_from_name", "get_pretty_name", "get_sampler", "get_shape", "has_4bit_bnb_layers", "has_ao_layers",
-    "has_compiled_regions", "has_offloaded_params", "has_repeated_blocks", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
-    "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
-    "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
-    "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available", "is_datasets_available",
-    "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available",
-    "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
-    "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple", "is_neuron_available",
-    "is_npu_available", "is_numpy_available", "is_pandas_available", "is_peft_available", "is_pippy_available", "is_port_in_use",
-    "is_pynvml_available", "is_pytest_available", "is_repeated_blocks", "is_rich_available", "is_rocm_available", "is_sagemaker_available",
-    "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensor_information", "is_tensorboard_available",
-    "is_timm_available", "is_torch_distributed_available", "is_torch_tensor", "is_torch_version", "is_torch_xla_available",
-    "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
-    "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available", "is_transformer_engine_mxfp8_available",
-    "is_transformers_available", "is_triton_available", "is_wandb_available", "is_weights_only_available", "is_xccl_available",
-    "is_xpu_available", "layer_major", "listify", "load", "load_and_quantize_model", "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model", "load_offloaded_weight", "load_offloaded_weights", "load_state_dict", "map_across_processes", "merge_dicts",
-    "named_module_tensors", "offload_state_dict", "offload_weight", "pad_across_processes", "pad_input_tensors", "prepare_data_loader",
-    "prepare_pippy", "recursive_getattr", "recursively_apply", "reduce", "release_memory", "retie_parameters", "save", "save_offload_index",
-    "send_to_device", "set_module_tensor_to_device", "set_seed", "should_reduce_batch_size", "skip_first_batches", "slice_tensors",
-    "synchronize_rng_state", "synchronize_rng_states", "torchao_required", "tqdm", "wait_for_everyone", "write_basic_config",
+    "get_data_structure", "get_free_port", "get_grad_scaler", "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager",
+    "get_module_children_bottom_up", "get_module_class_from_name", "get_pretty_name", "get_sampler", "get_shape", "has_4bit_bnb_layers",
+    "has_ao_layers", "has_compiled_regions", "has_offloaded_params", "has_repeated_blocks", "honor_type", "id_tensor_storage",
+    "ignorant_find_batch_size", "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
+    "is_aim_available", "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
+    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
+    "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1",
+    "is_hpu_available", "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available",
+    "is_mlflow_available", "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple",
+    "is_neuron_available", "is_npu_available", "is_numpy_available", "is_pandas_available", "is_peft_available", "is_peft_model",
+    "is_pippy_available", "is_port_in_use", "is_pynvml_available", "is_pytest_available", "is_repeated_blocks", "is_rich_available",
+    "is_rocm_available", "is_sagemaker_available", "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available",
+    "is_tensor_information", "is_tensorboard_available", "is_timm_available", "is_torch_distributed_available", "is_torch_tensor",
+    "is_torch_version", "is_torch_xla_available", "is_torchao_available", "is_torchdata_available",
+    "is_torchdata_stateful_dataloader_available", "is_torchvision_available", "is_tqdm_available", "is_trackio_available",
+    "is_transformer_engine_available", "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
+    "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available", "layer_major", "listify", "load",
+    "load_and_quantize_model", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_offloaded_weight",
+    "load_offloaded_weights", "load_state_dict", "map_across_processes", "merge_dicts", "named_module_tensors", "offload_state_dict",
+    "offload_weight", "pad_across_processes", "pad_input_tensors", "prepare_data_loader", "prepare_pippy", "recursive_getattr",
+    "recursively_apply", "reduce", "release_memory", "retie_parameters", "save", "save_offload_index", "send_to_device",
+    "set_module_tensor_to_device", "set_seed", "should_reduce_batch_size", "skip_first_batches", "slice_tensors", "synchronize_rng_state",
+    "synchronize_rng_states", "torchao_required", "tqdm", "wait_for_everyone", "write_basic_config",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)

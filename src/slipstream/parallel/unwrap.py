@@ -6,6 +6,7 @@ compiled in place (`model.compile()`, which is what `prepare` does) has no wrapp
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,7 +14,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from slipstream.precision.autocast import remove
 
-__all__ = ["extract_model_from_parallel"]
+__all__ = ["extract_model_from_parallel", "is_peft_model"]
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether a model, inside of its wrappers, is one of peft. Imports nothing: such a model is there only if peft is.
+
+    >>> is_peft_model(torch.nn.Linear(2, 2))
+    False
+    """
+    kind = getattr(sys.modules.get("peft"), "PeftModel", None)
+    return kind is not None and isinstance(_peel(model)[0], kind)
 
 
 def extract_model_from_parallel(

@@ -1,0 +1,39 @@
+"""Autocast and scalers as plain functions."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slipstream import ConfigError
+from slipstream.utils import get_grad_scaler, get_mixed_precision_context_manager, is_peft_model
+
+
+def test_autocast_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(2, 2)
+    with get_mixed_precision_context_manager(native_amp=True):
+        assert (weight @ weight).dtype is torch.float32
+    monkeypatch.setenv("SLIPSTREAM_MIXED_PRECISION", "bf16")
+    with get_mixed_precision_context_manager(native_amp=True):
+        assert (weight @ weight).dtype is torch.bfloat16
+    with get_mixed_precision_context_manager():
+        assert (weight @ weight).dtype is torch.float32
+
+
+def test_scalers_for_sharded_models_are_refused() -> None:
+    assert get_grad_scaler(init_scale=4.0).get_scale() == 4.0
+    with pytest.raises(ConfigError, match="FSDP"):
+        get_grad_scaler("FSDP")
+
+
+def test_models_of_peft_are_known_if_peft_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PeftModel(torch.nn.Linear):
+        pass
+
+    assert not is_peft_model(PeftModel(1, 1))
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(PeftModel=PeftModel))  # type: ignore[arg-type]
+    assert is_peft_model(torch.nn.DataParallel(PeftModel(1, 1)))
+    assert not is_peft_model(torch.nn.Linear(1, 1))
