@@ -86,7 +86,7 @@ def spread(
     limit: int | str | None,
 ) -> nn.Module:
     """`dispatch_model` with a map that has been checked."""
-    if targets.single is not None and not force_hooks and not targets.is_away(""):
+    if targets.single is not None and not force_hooks and not targets.is_away(next(iter(device_map))):
         _move_all(model, targets.single)
     else:
         most = _limit(limit, device_map)

@@ -88,10 +88,12 @@ class _Step(NamedTuple):
     dtype: torch.dtype
     target: torch.device | None
     origin: _Origin | None
+    again: bool
+    """The value is that of another weight too, to which this one is not tied."""
 
     @property
     def is_copied(self) -> bool:
-        return self.target is not None and (self.dtype is not self.value.dtype or self.target != self.value.device)
+        return self.target is not None and (self.again or self.dtype is not self.value.dtype or self.target != self.value.device)
 
     @property
     def is_written(self) -> bool:
@@ -172,8 +174,10 @@ def _asked(model: torch.nn.Module, state: Mapping[str, Any], places: Sequence[Pl
                 now = module._parameters.get(key, module._buffers.get(key))
                 if now is not None and now is not held:
                     found[name] = now.detach()
-    except RuntimeError as error:
-        raise CheckpointError(f"{type(model).__name__} refused to load: {error}.") from error
+    except (RuntimeError, TypeError) as error:  # a load_state_dict of its own may not know `assign`
+        raise CheckpointError(
+            f"{type(model).__name__} refused to load: {error}. Load it without device_map, and give it to dispatch_model then."
+        ) from error
     finally:
         for held, where in places:
             for _, place in where:
@@ -188,6 +192,7 @@ def _steps(
     wishes: Wishes,
     origin_of: Callable[[torch.Tensor], _Origin | None],
 ) -> Iterator[_Step]:
+    taken: dict[Any, Any] = {}
     for held, where in places:
         names = [name for name, _ in where]
         value = next((state[name] for name in names if name in state), None)
@@ -195,7 +200,9 @@ def _steps(
             continue
         target = _target(held, where, targets, wishes.offload_buffers)
         dtype = wishes.dtype_of(names, held, value)
-        yield _Step(held, names, [place for _, place in where], value, dtype, target, origin_of(value))
+        weight = identity(held)
+        again = taken.setdefault(identity(value), weight) != weight
+        yield _Step(held, names, [place for _, place in where], value, dtype, target, origin_of(value), again)
 
 
 def _target(held: torch.Tensor, where: Sequence[tuple[str, Place]], targets: Targets, offload_buffers: bool) -> torch.device | None:
@@ -218,7 +225,7 @@ def _settle(step: _Step) -> None:
         return
     value = step.value
     if step.is_copied:
-        value = value.to(step.target, step.dtype)
+        value = value.to(step.target, step.dtype, copy=True)
     if value.shape != step.held.shape:
         value = value.reshape(step.held.shape)
     if step.held.device == value.device and type(step.held) in (torch.Tensor, torch.nn.Parameter):
@@ -264,7 +271,13 @@ def _written(steps: Sequence[_Step], folder: Path, done: Callable[[int], object]
             room = max(_LARGEST_FILE, size)
         files[-1][step.names[0]] = Value(step.value.reshape(step.held.shape), step.dtype)
         room -= size
-    return write(folder, files, done=done)
+    by_name = {step.names[0]: step for step in steps}
+
+    def finished(name: str, size: int) -> None:
+        _let_go(by_name[name])
+        done(size)
+
+    return write(folder, files, done=finished)
 
 
 def _entry_of(step: _Step, written: Mapping[str, Entry], wishes: Wishes) -> Entry:

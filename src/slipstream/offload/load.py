@@ -7,8 +7,10 @@ the pages. No pickle is run. If something does not fit, the model is what it was
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +156,8 @@ def load_checkpoint_and_dispatch(
     found = _load(bare(model), path, _mapping(device_map), wishes)
     whole = [*(preload_module_classes or ()), *class_names(no_split_module_classes)]
     given = Given({}, found.index, {}, wishes.folder)
-    return spread(model, device_map, Targets(device_map), given, offload_buffers, skip_keys, whole, force_hooks, limit)
+    spread(bare(model), device_map, Targets(device_map), given, offload_buffers, skip_keys, whole, force_hooks, limit)
+    return model
 
 
 def _load(model: torch.nn.Module, path: Path, device_map: Mapping[str, Any], wishes: Wishes, *, folder_is_needed: bool = False) -> Filling:
@@ -166,12 +169,25 @@ def _load(model: torch.nn.Module, path: Path, device_map: Mapping[str, Any], wis
             f"device_map puts {name or 'the whole model'} on the disk: give offload_folder, or call load_checkpoint_and_dispatch, "
             "which needs none where the files can be used as they are."
         )
-    found = fill(model, find(path), str(path), targets, wishes)
+    with _without_collections():
+        found = fill(model, find(path), str(path), targets, wishes)
     if found.written and wishes.folder is not None:
         save_offload_index(found.written, wishes.folder)
     if found.index:
         setattr(model, OWN_INDEX, found.index)
     return found
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Hundreds of thousands of objects are made here, and all are kept: to look for garbage among them takes a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _wishes(

@@ -35,7 +35,7 @@ from slipstream.offload.weights import INDEX, OffloadedWeightsLoader, PrefixedDa
 from slipstream.offload.wrapping import hooks_of
 from slipstream.offload.written import Value, write
 
-__all__ = ["Given", "Spreading", "no_values"]
+__all__ = ["Given", "Spreading", "has_offloaded_modules", "no_values"]
 
 _SHOWN: Final = 5
 _Entries = Mapping[str, Mapping[str, Any]]
@@ -79,6 +79,15 @@ class _Tensor:
         return held.numel() * held.element_size()
 
 
+def has_offloaded_modules(model: nn.Module) -> bool:
+    """Whether weights of a model come and go, by hooks of it or of modules below.
+
+    >>> has_offloaded_modules(nn.Linear(1, 1))
+    False
+    """
+    return any(isinstance(hook, AlignDevicesHook) and hook.offload for module in model.modules() for hook in hooks_of(module))
+
+
 def no_values(names: Sequence[str]) -> str:
     """The message about tensors on the meta device that nothing has values for."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -103,11 +112,17 @@ class Spreading:
         *,
         always: bool = False,
     ) -> None:
+        if has_offloaded_modules(model):
+            raise StateError(
+                f"This {type(model).__name__} has offloaded modules already. Take their hooks off first: "
+                "slipstream.utils.remove_hook_from_submodules(model)."
+            )
         self._model, self._targets, self._given = model, targets, given
         self._offload_buffers, self._skip_keys, self._always = offload_buffers, skip_keys, always
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._parts = [part for part in parts if is_called(self._modules[part.name])]
         self._beside: _Entries = {}
+        self._is_skeleton = False
         self._folder = given.folder
 
     def run(self, limit: int | None = None, *, must_hold: bool = False) -> None:
@@ -118,10 +133,11 @@ class Spreading:
         blocks = self._blocks(tensors)
         limit = _checked(limit, must_hold, blocks)
         written = self._write(blocks)
-        loader = self._loader(tensors, limit)
+        staying = self._loader([one for one in tensors if not one.away], None)
         for one in tensors:
             if not one.away:
-                self._settle(one, loader)
+                self._settle(one, staying)
+        loader = self._loader([one for one in tensors if one.away], limit)
         self._attach(blocks, loader, _tied(tensors))
         if written and self._given.folder is None and self._folder is not None:
             weakref.finalize(loader, _remove, self._folder, os.getpid())
@@ -136,6 +152,9 @@ class Spreading:
             groups.setdefault(identity_of(place.tensor), []).append(place)
         found = [_Tensor(places, all(map(self._leaves, places))) for places in groups.values()]
         self._hold_what_never_runs(found)
+        # Buffers of a skeleton have values too, those with which modules begin: not what was saved.
+        nothing_loaded = not self._given.index and not self._given.own
+        self._is_skeleton = nothing_loaded and any(one.is_meta for one in self._model.parameters())
         if self._given.folder is not None and (self._given.folder / INDEX).is_file():
             self._beside = _read_index(self._given.folder)
         for one in found:
@@ -166,11 +185,14 @@ class Spreading:
             staying = [target for place, target in zip(one.places, targets, strict=True) if not self._leaves(place)]
             one.target = next((target for target in staying if target is not None), self._targets.main)
         held = one.places[0].tensor
-        one.entry = _first(self._given.index, names)
+        unknown = held.is_meta or (self._is_skeleton and not isinstance(held, nn.Parameter))
+        one.entry = _first(self._given.index, names) if one.away or held.is_meta else None
         if one.entry is None:
-            one.value = _first(self._given.state, names) if held.is_meta else held.detach()
+            one.value = _first(self._given.state, names) if unknown else held.detach()
         if one.has_no_values:
             one.entry = _first(self._given.own, names) or _first(self._beside, names)
+        if one.has_no_values and not held.is_meta:
+            one.value = held.detach()
 
     def _blocks(self, tensors: Iterable[_Tensor]) -> dict[Part, list[_Tensor]]:
         """The offloaded tensors of each part. One that is tied across parts belongs to all of them."""
@@ -228,7 +250,7 @@ class Spreading:
         value = one.value if one.entry is None else loader[one.name]
         assert value is not None
         assert one.target is not None
-        if value.device == one.target and not held.is_meta and one.entry is None:
+        if not held.is_meta and value.device == one.target and value.data_ptr() == held.data_ptr():
             return
         made = dressed_like(held, value.to(one.target, held.dtype))
         for place in one.places:
@@ -300,7 +322,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 def _refuse_moving(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """In the place of what `.to()`, `.half()` and the like do to every tensor: offloaded ones are not there to be moved or converted."""
-    if any(isinstance(hook, AlignDevicesHook) and hook.offload for module in model.modules() for hook in hooks_of(module)):
+    if has_offloaded_modules(model):
         raise StateError(
             f"This {type(model).__name__} has offloaded modules (see its hf_device_map), whose weights cannot be moved or converted. Leave "
             "out .to(), .half() and the like: give a device_map and dtype when you load it, or remove_hook_from_submodules(model) first."

@@ -47,11 +47,11 @@ def write(
     blocks: Sequence[Mapping[str, Value]],
     *,
     disk: Disk | None = None,
-    done: Callable[[int], object] = lambda _: None,
+    done: Callable[[str, int], object] = lambda name, size: None,
 ) -> dict[str, Entry]:
     """Writes each block to a file of its own; the index of all of them, with names of files within the folder.
 
-    `done` is told the bytes of every tensor that has been handed to the disk. The folder is made if it is not there.
+    `done` is told the name and the bytes of every tensor that has been handed to the disk. The folder is made if it is not there.
     """
     index: dict[str, Entry] = {}
     with Placing(folder, disk or Disk()) as files:
@@ -73,8 +73,8 @@ def _check(name: str, value: Value) -> None:
         raise CheckpointError(f"{name} is of {value.dtype}, which an offload folder cannot hold. Keep its module in memory.")
 
 
-def _chunks(header: bytes, values: Mapping[str, Value], done: Callable[[int], object]) -> Iterator[Any]:
+def _chunks(header: bytes, values: Mapping[str, Value], done: Callable[[str, int], object]) -> Iterator[Any]:
     yield header
-    for tensor, dtype in values.values():
+    for name, (tensor, dtype) in values.items():
         yield tensor_bytes(tensor.detach().to(dtype))
-        done(tensor.numel() * dtype.itemsize)
+        done(name, tensor.numel() * dtype.itemsize)

@@ -1,0 +1,270 @@
+"""Models that are spread over memory and disk give the same numbers, and hold what they should."""
+
+import copy
+import gc
+import os
+import resource
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from spread_models import TOKENS, Small, meta_names, run, skeleton, small
+from torch import nn
+
+from slipstream.errors import CheckpointError, ConfigError, StateError
+from slipstream.offload import dispatch
+from slipstream.offload.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+from slipstream.offload.hooks import remove_hook_from_submodules
+from slipstream.offload.plan import infer_auto_device_map
+
+MIXED = {"scale": "cpu", "embed": "cpu", "layers.0": "disk", "layers.1": "cpu", "layers.2": "disk", "norm": "disk", "head": "disk"}
+MODULES = ["", "embed", "layers", "layers.0", "layers.1.up", "layers.2.down", "norm", "head", "scale", "head.weight"]
+
+
+def written(folder):
+    return {name for name in os.listdir(folder) if name.endswith(".safetensors")}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.dictionaries(st.sampled_from(MODULES[1:]), st.sampled_from(["cpu", "disk"])), st.sampled_from(["cpu", "disk"]), st.booleans())
+def test_every_map_gives_the_same_numbers_again_and_again(entries, rest, offload_buffers):
+    model, expected = small(), run(small())
+    dispatch_model(model, {"": rest, **entries}, offload_buffers=offload_buffers)
+    assert torch.equal(run(model), expected)
+    assert torch.equal(run(model), expected)
+
+
+def test_weights_for_the_disk_are_away_between_forwards_and_the_others_in_memory(tmp_path):
+    model = dispatch_model(small(), MIXED, offload_dir=tmp_path)
+    away = {f"layers.{n}.{one}.{kind}" for n in (0, 2) for one in ("up", "down") for kind in ("weight", "bias")}
+    assert meta_names(model) == {*away, "norm.weight", "norm.bias"}
+    assert model.hf_device_map == MIXED
+
+
+def test_a_tied_weight_that_one_module_keeps_in_memory_is_there_for_both():
+    model = dispatch_model(small(), MIXED)
+    assert model.head.weight is model.embed.weight
+    assert not model.head.weight.is_meta
+
+
+def test_a_tied_weight_on_the_disk_is_written_once(tmp_path):
+    dispatch_model(small(), {"": "cpu", "embed": "disk", "head": "disk"}, offload_dir=tmp_path)
+    assert sum((tmp_path / name).stat().st_size for name in written(tmp_path)) < 2 * 16 * 8 * 4
+
+
+def test_a_file_for_each_block_and_an_index_that_a_later_process_reads(tmp_path):
+    expected = run(small())
+    dispatch_model(small(), {"": "cpu", "layers": "disk"}, offload_dir=tmp_path)
+    assert len(written(tmp_path)) == 3
+    later = skeleton()
+    state = {name: value for name, value in small().state_dict().items() if not name.startswith("layers.")}
+    later = dispatch_model(later, {"": "cpu", "layers": "disk"}, state_dict=state, offload_dir=tmp_path)
+    assert torch.equal(run(later), expected)
+
+
+def test_values_in_memory_go_before_an_old_index_of_the_folder(tmp_path):
+    dispatch_model(small(seed=1), {"": "disk"}, offload_dir=tmp_path)
+    model = dispatch_model(small(seed=0), {"": "disk"}, offload_dir=tmp_path)
+    assert torch.equal(run(model), run(small(seed=0)))
+    assert len(written(tmp_path)) == 1
+
+
+def test_without_a_folder_a_temporary_one_goes_with_the_model(caplog):
+    model = dispatch_model(small(), {"": "cpu", "layers": "disk"})
+    folder = caplog.text.split("written to ")[1].split(",")[0]
+    assert len(written(folder)) == 3
+    del model
+    gc.collect()
+    assert not os.path.exists(folder)
+
+
+def test_an_index_of_the_caller_is_used_in_place(tmp_path):
+    import safetensors.torch
+
+    safetensors.torch.save_file({"table": small().embed.weight.detach()}, tmp_path / "mine.safetensors")
+    entry = {"safetensors_file": str(tmp_path / "mine.safetensors"), "weight_name": "table", "dtype": "float32"}
+    model = small()
+    nn.init.zeros_(model.embed.weight)
+    dispatch_model(model, {"": "cpu", "embed": "disk", "head": "disk"}, offload_index={"embed.weight": entry})
+    assert torch.equal(run(model), run(small()))
+
+
+def test_the_state_dict_of_a_spread_model_is_whole():
+    model = dispatch_model(small(), MIXED)
+    expected = small().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_hooks_that_are_taken_off_leave_the_plain_model():
+    model = dispatch_model(small(), MIXED)
+    remove_hook_from_submodules(model)
+    assert meta_names(model) == set()
+    assert torch.equal(run(model.to(torch.float32)), run(small()))
+
+
+def test_a_copy_runs_like_the_model():
+    model = dispatch_model(small(), MIXED)
+    assert torch.equal(run(copy.deepcopy(model)), run(small()))
+
+
+@pytest.mark.parametrize("move", [lambda model: model.to("cpu"), lambda model: model.half(), lambda model: model.to(torch.float64)])
+def test_a_model_with_offloaded_modules_refuses_to_be_moved_or_converted(move):
+    model = dispatch_model(small(), MIXED)
+    with pytest.raises(StateError, match="offloaded modules"):
+        move(model)
+    assert torch.equal(run(model), run(small()))
+
+
+def test_what_is_spread_is_not_spread_again():
+    with pytest.raises(StateError, match="remove_hook_from_submodules"):
+        dispatch_model(dispatch_model(small(), MIXED), MIXED)
+
+
+def test_under_autocast_the_numbers_are_those_of_the_plain_model():
+    model, plain = dispatch_model(small(), {"": "disk"}), small()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(run(model), run(plain))
+
+
+def test_a_single_device_needs_no_hooks_unless_they_are_forced():
+    assert not hasattr(dispatch_model(small(), {"": "cpu"}), "_hf_hook")
+    model = dispatch_model(small(), {"": "cpu"}, force_hooks=True)
+    assert model._hf_hook.io_same_device
+    assert torch.equal(run(model), run(small()))
+
+
+def test_a_plan_with_a_budget_limits_what_is_in_memory():
+    model = small()
+    plan = infer_auto_device_map(model, {"cpu": 4000}, no_split_module_classes=["Layer"])
+    dispatch_model(model, plan)
+    loader = next(
+        module._hf_hook.weights_map.dataset for module in model.modules() if getattr(module, "_hf_hook", None) and module._hf_hook.offload
+    )
+    assert loader.store.limit == plan.budget["cpu"] - plan.held["cpu"]
+    assert torch.equal(run(model), run(small()))
+
+
+def test_a_limit_cuts_blocks_so_that_several_fit():
+    model = dispatch_model(small(), {"": "disk"}, limit=4000)
+    assert torch.equal(run(model), run(small()))
+    sizes = [block.size for block in model._hf_hook.weights_map.dataset.store.blocks]
+    assert max(sizes) <= 1000
+
+
+def test_a_limit_below_the_largest_block_is_refused_before_anything_changes():
+    model = small()
+    with pytest.raises(ConfigError, match="limit"):
+        dispatch_model(model, {"": "disk"}, limit=100)
+    assert meta_names(model) == set()
+
+
+def test_parameters_that_no_module_call_reaches_stay_in_memory_and_it_is_said(caplog):
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales, self.layer = nn.ParameterList([torch.ones(2)]), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x) * self.scales[0]
+
+    model = Listed()
+    expected = model(torch.ones(1, 2))
+    dispatch_model(model, {"scales": "disk", "layer": "disk"})
+    assert torch.equal(model(torch.ones(1, 2)), expected)
+    assert "scales.0 stay in memory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device_map", "said"),
+    [
+        ({"embed": "cpu", "layers": "disk"}, "head.weight|norm"),
+        ({"": "cpu", "layer": "disk"}, "names layer, .* Did you mean"),
+        ({"": "cpu", "layers.0": "gpu7"}, r"device_map\['layers.0'\] is 'gpu7', .*'cpu', 'disk'"),
+        ({"": "cpu", "layers.0": 99}, r"device_map\['layers.0'\] is 99, .*'cpu', 'disk'"),
+        ("auto", "infer_auto_device_map"),
+    ],
+)
+def test_a_map_that_does_not_fit_names_the_module_and_the_remedy(device_map, said):
+    with pytest.raises(ConfigError, match=said):
+        dispatch_model(small(), device_map)
+
+
+def test_a_model_without_values_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"scale, .*without values.*load_checkpoint_and_dispatch"):
+        dispatch_model(skeleton(), {"": "cpu", "layers": "disk"})
+    with pytest.raises(ConfigError, match="without values"):
+        dispatch_model(skeleton(), {"": "cpu"})
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_anything_changes(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = small()
+    with pytest.raises(CheckpointError, match="Something on the way is a file"):
+        dispatch_model(model, MIXED, offload_dir=tmp_path / "file" / "below")
+    with pytest.raises(CheckpointError, match="file"):
+        disk_offload(model, tmp_path / "file" / "below")
+    assert meta_names(model) == set()
+    assert torch.equal(run(model), run(small()))
+
+
+def test_a_full_disk_leaves_the_model_as_it_was(tmp_path):
+    model = small()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="could not be written"):
+            dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
+    assert torch.equal(run(model), run(small()))
+
+
+def test_disk_offload_writes_once_and_a_skeleton_takes_it_from_there(tmp_path):
+    expected = run(small())
+    model = disk_offload(small(), tmp_path)
+    assert meta_names(model) == {name for name, _ in small().named_parameters()}
+    assert torch.equal(run(model), expected)
+    before = {name: (tmp_path / name).stat().st_mtime_ns for name in written(tmp_path)}
+    later = skeleton()
+    later.norm.running_mean = small().norm.running_mean
+    assert torch.equal(run(disk_offload(later, tmp_path)), expected)
+    assert before == {name: (tmp_path / name).stat().st_mtime_ns for name in written(tmp_path)}
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_cpu_offload_runs_on_the_processor_too(offload_buffers):
+    model = cpu_offload(small(), "cpu", offload_buffers=offload_buffers)
+    assert meta_names(model) == {name for name, _ in small().named_parameters()}
+    assert model.norm.running_mean.is_meta is offload_buffers
+    assert torch.equal(run(model), run(small()))
+
+
+def test_cpu_offload_takes_weights_from_a_state_dict():
+    assert torch.equal(run(cpu_offload(skeleton(), "cpu", state_dict=small().state_dict())), run(small()))
+
+
+def test_a_whole_model_on_demand():
+    model, handle = cpu_offload_with_hook(small(), execution_device="cpu")
+    assert torch.equal(run(model), run(small()))
+    handle.remove()
+    assert not hasattr(model, "_hf_hook")
+
+
+def test_the_check_of_maps_is_looked_up_when_it_is_called(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dispatch, "check_device_map", lambda model, device_map: asked.append(device_map))
+    dispatch_model(small(), {"": "cpu"})
+    assert asked == [{"": "cpu"}]
+
+
+def test_layers_that_are_trained_in_memory_get_gradients_through_offloaded_ones():
+    plain, model = Small(), Small()
+    model.load_state_dict(plain.state_dict())
+    for one in (plain, model):
+        one.eval().requires_grad_(False)
+        one.layers[0].requires_grad_(True)
+    dispatch_model(model, {"": "cpu", "layers.1": "disk", "layers.2": "disk"})
+    for one in (plain, model):
+        one(TOKENS).square().sum().backward()
+    assert torch.equal(plain.layers[0].up.weight.grad, model.layers[0].up.weight.grad)
