@@ -91,11 +91,18 @@ class Worker:
         self._models[name or library] = opened(library, shape, path, folder, limit)
 
     def ready(self, library: str) -> None:
-        """Imports everything that a library needs, and computes once, so that memory taken later is that of models."""
+        """Imports everything that a library needs, and runs small models, so that memory taken later is that of large ones."""
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
             load_tiny(library, folder)
-            opened(library, ("tower", 1, 64), f"{folder}/model.safetensors", f"{folder}/parked", None)(batch())
-            made("tower", 1, WIDTH, empty=False)(batch())
+            for shape in (("tower", 1, WIDTH), ("writer", 1)):
+                path = f"{folder}/{shape[0]}.safetensors"
+                self.save(shape, path)
+                self.open(library, shape, path, f"{folder}/{shape[0]}", name="small")
+                if shape[0] == "tower":
+                    self._models["small"](batch())
+                else:
+                    self.write("small", 16, 8, 2, lanes=2 if library == "ours" else 0)
+        del self._models["small"]
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
