@@ -148,12 +148,11 @@ def load_checkpoint_and_dispatch(
         )
         load_weights(model, checkpoint, dtype, strict=strict)
         return model
-    path = local_path(checkpoint, "checkpoint")
     if isinstance(device_map, str):
         device_map = plan_for(bare(model), device_map, max_memory, no_split_module_classes, wishes.dtype, offload_buffers=offload_buffers)
     elif max_memory is not None:
         _tell_unused(max_memory=True, why="with a device map that is a dict")
-    found = _load(bare(model), path, _mapping(device_map), wishes)
+    found = _load(bare(model), local_path(checkpoint, "checkpoint"), _mapping(device_map), wishes)
     whole = [*(preload_module_classes or ()), *class_names(no_split_module_classes)]
     given = Given({}, found.index, {}, wishes.folder)
     spread(bare(model), device_map, Targets(device_map), given, offload_buffers, skip_keys, whole, force_hooks, limit)
@@ -173,7 +172,7 @@ def _load(model: torch.nn.Module, path: Path, device_map: Mapping[str, Any], wis
         found = fill(model, find(path), str(path), targets, wishes)
     if found.written and wishes.folder is not None:
         save_offload_index(found.written, wishes.folder)
-    if found.index:
+    if found.index or hasattr(model, OWN_INDEX):
         setattr(model, OWN_INDEX, found.index)
     return found
 

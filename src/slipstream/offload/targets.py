@@ -19,7 +19,7 @@ __all__ = ["DISK", "HOST", "Targets", "device_here"]
 DISK: Final = "disk"
 HOST: Final = torch.device(CPU.type)
 
-Target = torch.device | None
+_Target = torch.device | None
 """Where the tensors of an entry are; None is the disk."""
 
 
@@ -32,14 +32,14 @@ class Targets:
     """
 
     def __init__(self, device_map: Mapping[str, Any], main_device: Any = None) -> None:
-        self.entries: dict[str, Target] = {name: _target(device, name) for name, device in device_map.items()}
-        self._found: dict[str, Target] = dict(self.entries)
+        self.entries: dict[str, _Target] = {name: _target(device, name) for name, device in device_map.items()}
+        self._found: dict[str, _Target] = dict(self.entries)
         given = device_here(main_device, "main_device") if main_device is not None else None
         self.main: torch.device = given or _first_accelerator(self.entries.values())
         """Where offloaded modules run: the first accelerator of the map, or the processor."""
         self._found.setdefault("", self.main)
 
-    def __getitem__(self, name: str) -> Target:
+    def __getitem__(self, name: str) -> _Target:
         """That of a module or tensor; of one that the map does not name (it may leave out buffers that are not saved), the main device."""
         found = self._found
         if name in found:
@@ -84,7 +84,7 @@ def device_here(given: Any, where: str) -> torch.device:
     return torch.device(family.type, key) if isinstance(key, int) and family.indexed else torch.device(family.type)
 
 
-def _target(given: Any, name: str) -> Target:
+def _target(given: Any, name: str) -> _Target:
     if str(given) == DISK:
         return None
     return device_here(given, f"device_map[{name!r}]")
@@ -96,5 +96,5 @@ def _known(but: str = "") -> list[str]:
     return [*numbers, *(repr(name) for name in (CPU.type, DISK) if name != but)]
 
 
-def _first_accelerator(targets: Iterable[Target]) -> torch.device:
+def _first_accelerator(targets: Iterable[_Target]) -> torch.device:
     return next((one for one in targets if one is not None and one.type != CPU.type), HOST)
