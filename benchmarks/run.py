@@ -16,9 +16,12 @@ from pathlib import Path
 
 import checkpoints
 import collectives
+import device_maps
 import imports
 import loading
 import mistakes
+import offload
+import skewed_work
 from figures import Figure, machine, save, table
 
 import launch
@@ -71,6 +74,10 @@ def saving(quick: bool) -> list[Figure]:
     return checkpoints.figures(checkpoints.measure(quick))
 
 
+def handing_out(quick: bool) -> list[Figure]:
+    return [figure for ranks in (2, 4) for figure in skewed_work.figures(skewed_work.measure(ranks, quick), ranks)]
+
+
 GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "imports": importing,
     "launch": starting,
@@ -79,6 +86,9 @@ GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "training": stepping,
     "loading": reading,
     "checkpoints": saving,
+    "device maps": device_maps.measure,
+    "offload": offload.measure,
+    "skewed work": handing_out,
 }
 
 
