@@ -12,7 +12,7 @@ from spread_models import TOKENS, Small, meta_names, run, skeleton, small
 from torch import nn
 
 from slipstream.errors import CheckpointError, ConfigError, StateError
-from slipstream.offload import dispatch
+from slipstream.offload import dispatch, spreading
 from slipstream.offload.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from slipstream.offload.hooks import remove_hook_from_submodules
 from slipstream.offload.plan import infer_auto_device_map
@@ -52,14 +52,21 @@ def test_a_tied_weight_on_the_disk_is_written_once(tmp_path):
     assert sum((tmp_path / name).stat().st_size for name in written(tmp_path)) < 2 * 16 * 8 * 4
 
 
-def test_a_file_for_each_block_and_an_index_that_a_later_process_reads(tmp_path):
+def test_small_blocks_share_a_file_and_an_index_tells_a_later_process(tmp_path):
     expected = run(small())
     dispatch_model(small(), {"": "cpu", "layers": "disk"}, offload_dir=tmp_path)
-    assert len(written(tmp_path)) == 3
+    assert len(written(tmp_path)) == 1
     later = skeleton()
     state = {name: value for name, value in small().state_dict().items() if not name.startswith("layers.")}
     later = dispatch_model(later, {"": "cpu", "layers": "disk"}, state_dict=state, offload_dir=tmp_path)
     assert torch.equal(run(later), expected)
+
+
+def test_large_blocks_have_files_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(spreading, "_SMALL_FILE", 1500)
+    model = dispatch_model(small(), {"": "cpu", "layers": "disk"}, offload_dir=tmp_path)
+    assert len(written(tmp_path)) == 3
+    assert torch.equal(run(model), run(small()))
 
 
 def test_values_in_memory_go_before_an_old_index_of_the_folder(tmp_path):
@@ -72,7 +79,7 @@ def test_values_in_memory_go_before_an_old_index_of_the_folder(tmp_path):
 def test_without_a_folder_a_temporary_one_goes_with_the_model(caplog):
     model = dispatch_model(small(), {"": "cpu", "layers": "disk"})
     folder = caplog.text.split("written to ")[1].split(",")[0]
-    assert len(written(folder)) == 3
+    assert len(written(folder)) == 1
     del model
     gc.collect()
     assert not os.path.exists(folder)

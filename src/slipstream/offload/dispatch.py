@@ -31,6 +31,7 @@ __all__ = ["OWN_INDEX", "check_device_map", "cpu_offload", "cpu_offload_with_hoo
 OWN_INDEX: Final = "_slipstream_offload_index"
 """The attribute of a model under which loading leaves where its weights on the disk are."""
 _BLOCKS_AT_A_TIME: Final = 4
+_ANY_SIZE: Final = 1 << 62
 
 
 def dispatch_model(
@@ -197,13 +198,13 @@ def _parts(model: nn.Module, targets: Targets, limit: int | None, whole: Iterabl
     for module in modules.values():
         order.setdefault(id(module), len(order))
     found: dict[int, Part] = {}
+    kept, apart = frozenset(whole), frozenset(targets.entries)
     for name in targets.entries:
         away = targets.is_away(name)
         if not away and targets.main == HOST:
             continue
         if name in modules:
-            apart = targets.entries.keys() - {name}
-            parts = blocks_of(model, name, largest=largest if away else None, whole=frozenset(whole), apart=apart)
+            parts = blocks_of(model, name, largest=largest if away else _ANY_SIZE, whole=kept, apart=apart)
         else:  # a tensor that has an entry of its own
             parts = [Part(name.rpartition(".")[0], False)]
         for part in parts:

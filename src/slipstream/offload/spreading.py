@@ -38,6 +38,8 @@ from slipstream.offload.written import Value, write
 __all__ = ["Given", "Spreading", "has_offloaded_modules", "no_values"]
 
 _SHOWN: Final = 5
+_SMALL_FILE: Final = 64 << 20
+"""Blocks share a file up to this size: every file is held open, and a process may not have many."""
 _Entries = Mapping[str, Mapping[str, Any]]
 
 
@@ -206,13 +208,19 @@ class Spreading:
     # -- doing ----------------------------------------------------------------------------------------------------------------
 
     def _write(self, blocks: Mapping[Part, Sequence[_Tensor]]) -> bool:
-        """Weights for the disk that are in memory, one file for each block; says whether there were any."""
+        """Weights for the disk that are in memory, one file for each block, or for several small ones; says whether there were any."""
         seen: set[int] = set()
         files: list[dict[str, _Tensor]] = []
+        room = 0
         for block in blocks.values():
             new = [one for one in block if one.target is None and one.value is not None and id(one) not in seen]
             seen.update(map(id, new))
-            files.append({one.name: one for one in new})
+            size = sum(one.nbytes for one in new)
+            if not files or size > room:
+                files.append({})
+                room = _SMALL_FILE
+            files[-1].update({one.name: one for one in new})
+            room -= size
         total = sum(one.nbytes for file in files for one in file.values())
         if not seen:
             return False
@@ -261,7 +269,7 @@ class Spreading:
     ) -> None:
         main = self._targets.main
         for part, block in blocks.items():
-            device = main if block else self._targets[part.name] or main
+            device = main if block else self._device_of(part.name)
             if not block and device == HOST == main:
                 continue
             hook = AlignDevicesHook(
@@ -275,9 +283,30 @@ class Spreading:
                 tied_params_map=tied,
             )
             add_hook_to_module(self._modules[part.name], hook, append=True)
+        for name in self._divided(blocks):
+            hook = AlignDevicesHook(execution_device=self._device_of(name), skip_keys=self._skip_keys, tied_params_map=tied)
+            add_hook_to_module(self._modules[name], hook, append=True)
         if not any(not part.name and block for part, block in blocks.items()):
             root = AlignDevicesHook(execution_device=main, io_same_device=True, skip_keys=self._skip_keys, tied_params_map=tied)
             add_hook_to_module(self._model, root, append=True)
+
+    def _device_of(self, name: str) -> torch.device:
+        """Where a module runs."""
+        target = self._targets[name]
+        return self._targets.main if target is None or self._targets.is_away(name) else target
+
+    def _divided(self, parts: Iterable[Part]) -> list[str]:
+        """Modules whose blocks have hooks and that have none: what they compute themselves needs its inputs on one device, too."""
+        if self._targets.main == HOST:
+            return []
+        hooked = {part.name for part in parts}
+        found: dict[str, None] = {}
+        for name in hooked:
+            while name and name not in self._targets.entries:
+                name = name.rpartition(".")[0]
+                if name and name not in hooked and is_called(self._modules[name]):
+                    found[name] = None
+        return sorted(found)
 
 
 def _first(table: Mapping[str, Any], names: Iterable[str]) -> Any:
