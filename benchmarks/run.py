@@ -1,4 +1,4 @@
-"""All measurements that compare: starting, importing, collectives, training, loading, checkpoints. What `make bench` runs.
+"""All measurements that compare: starting, importing, collectives, training, loading, checkpoints, offload. What `make bench` runs.
 
     python benchmarks/run.py [--quick] [--only imports] [--json FILE] [--strict]
 
@@ -20,11 +20,11 @@ import device_maps
 import imports
 import loading
 import mistakes
-import offload
 import skewed_work
 from figures import Figure, machine, save, table
 
 import launch
+import offload
 import training
 
 
@@ -78,6 +78,10 @@ def handing_out(quick: bool) -> list[Figure]:
     return [figure for ranks in (2, 4) for figure in skewed_work.figures(skewed_work.measure(ranks, quick), ranks)]
 
 
+def offloading(quick: bool) -> list[Figure]:
+    return offload.measure(quick)
+
+
 GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "imports": importing,
     "launch": starting,
@@ -86,6 +90,7 @@ GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "training": stepping,
     "loading": reading,
     "checkpoints": saving,
+    "offload": offloading,
     "device maps": device_maps.measure,
     "offload": offload.measure,
     "skewed work": handing_out,
