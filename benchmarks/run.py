@@ -92,7 +92,6 @@ GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "checkpoints": saving,
     "offload": offloading,
     "device maps": device_maps.measure,
-    "offload": offload.measure,
     "skewed work": handing_out,
 }
 
