@@ -35,7 +35,7 @@ from _offload_models import VOCABULARY, WIDTH, made
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
-ROWS = 8
+ROWS = 1
 PROMPT = 4
 PIECE = 8 << 20
 Shape = Sequence[Any]

@@ -247,7 +247,7 @@ def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: Worker, cas
         output = plain.ask("growth", name="plain", passes=1)[1]
     folder, one = place.parked(shape, path), block_bytes(shape)
     files = {"ours": [path], "accelerate": [str(one) for one in Path(folder).glob("*.dat")]}
-    speeds: dict[str, list[float]] = {"disk": []}
+    speeds: dict[str, list[tuple[float, float]]] = {}
     words: dict[str, list[str]] = {}
     for library in ("ours", "accelerate"):
         for blocks in (6, 12, 24, 48):
@@ -259,15 +259,15 @@ def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: Worker, cas
                     words[library] = [f"memory for {blocks} of {shape[1]} blocks, others were too few" if blocks > 6 else ""]
                 worker.ask("open", library=library, shape=shape, path=path, folder=folder, limit=blocks * one if group else None)
                 for _ in range(place.rounds):
-                    speeds["disk"].append(disk.ask("disk", path=path))
+                    before = disk.ask("disk", path=path)
                     seen = worker.ask("cold", name=library, paths=files[library])
-                    speeds["disk"].append(disk.ask("disk", path=path))
-                    speeds[library].append(shape[1] * one / seen["seconds"])
+                    around = (before + disk.ask("disk", path=path)) / 2
+                    speeds[library].append((shape[1] * one / seen["seconds"], around))
                     check(seen["output"] == output, f"cold: the output of {library} is not that of the plain model")
                     words[library] += [f"up to {seen['cached']:.0%} was cached"] if seen["cached"] > 0.02 else []
                     words[library] += [] if library != "ours" else ["read past the cache" if seen["around"] else "read through the cache"]
                 break
-    return [share(f"{library}: cold forward, {case}", speeds, library, words[library]) for library in words]
+    return [share(f"{library}: cold forward, {case}", speeds[library], words[library], library == "ours") for library in words]
 
 
 def check(is_so: bool, otherwise: str) -> None:
@@ -275,14 +275,15 @@ def check(is_so: bool, otherwise: str) -> None:
         raise SystemExit(otherwise)
 
 
-def share(what: str, speeds: dict[str, list[float]], library: str, words: Sequence[str]) -> Figure:
-    """Seconds for a gigabyte, so that less is better: the best against the best of the disk."""
-    one, best = max(speeds[library]), max(speeds["disk"])
-    middle = statistics.median(speeds[library]) / statistics.median(speeds["disk"])
-    said = [f"{one / 1e9:.2f} of {best / 1e9:.2f} GB/s: {one / best:.0%}", f"medians {middle:.0%}"]
+def share(what: str, speeds: Sequence[tuple[float, float]], words: Sequence[str], has_goal: bool) -> Figure:
+    """Seconds for a gigabyte, so that less is better; each round against the disk just before and after it."""
+    ours, disk = ([1e9 / found for found in column] for column in zip(*speeds, strict=True))
+    paired = ratio(ours, disk)
+    said = [f"{1 / paired:.0%} of the disk", f"best rounds {1 / min(ours):.2f} of {1 / min(disk):.2f} GB/s"]
     said += dict.fromkeys(filter(None, words))
-    goal = round(1 / SHARE, 3) if library == "ours" else None
-    return Figure(what, 1e9 / one, "s/GB", 1e9 / best, "disk", goal=goal, spread=f"({'; '.join(said)})")
+    goal = round(1 / SHARE, 3) if has_goal else None
+    spread = f"({'; '.join(said)})"
+    return Figure(what, statistics.median(ours), "s/GB", statistics.median(disk), "disk", goal=goal, spread=spread, paired=paired)
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------------------
