@@ -63,12 +63,9 @@ class Worker:
         """Bytes per second of the disk alone: the whole file past the page cache, by two threads, as one is not always enough."""
         size = os.path.getsize(path)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        starts = iter(range(0, size, PIECE))
-        lock = threading.Lock()
+        starts, lock = iter(range(0, size, PIECE)), threading.Lock()
 
-        def read() -> None:
-            memory = mmap.mmap(-1, PIECE)
-            memory.write(bytes(PIECE))
+        def read(memory: mmap.mmap) -> None:
             while True:
                 with lock:
                     start = next(starts, None)
@@ -76,11 +73,14 @@ class Worker:
                     return
                 os.preadv(fd, [memory], start)
 
-        begin = time.perf_counter()
+        memories = [mmap.mmap(-1, PIECE) for _ in range(2)]
+        for memory in memories:
+            memory.write(bytes(PIECE))
         with ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(read) for _ in range(2)]:
+            begin = time.perf_counter()
+            for done in [threads.submit(read, memory) for memory in memories]:
                 done.result()
-        taken = time.perf_counter() - begin
+            taken = time.perf_counter() - begin
         os.close(fd)
         return size / taken
 
@@ -134,18 +134,19 @@ class Worker:
         return peak.most, checksum(found)
 
     def cold(self, name: str, paths: Sequence[str]) -> dict[str, Any]:
-        """A forward of which no page is in memory."""
+        """A forward of which no page is in memory; beside its time what was in the cache all the same, and what was read."""
         model, x = self._models[name], batch()
         release(model)
         gc.collect()
         for path in paths:
             forget(path)
         share = max(in_cache(path) for path in paths)
+        before = from_disk()
         with torch.inference_mode():
             begin = time.perf_counter()
             found = model(x)
             taken = time.perf_counter() - begin
-        return {"seconds": taken, "cached": share, "output": checksum(found), "around": reads_around(model)}
+        return {"seconds": taken, "cached": share, "bytes": from_disk() - before, "output": checksum(found), "around": reads_around(model)}
 
     # -- generation -----------------------------------------------------------------------------------------------------------
 
@@ -306,6 +307,11 @@ def forget(path: str) -> None:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
+
+
+def from_disk() -> int:
+    """Bytes that this process has had read from disks."""
+    return next(int(words[1]) for words in lines("/proc/self/io") if words[0] == "read_bytes:")
 
 
 def in_cache(path: str) -> float:

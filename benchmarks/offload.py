@@ -263,6 +263,7 @@ def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: Worker, cas
                     seen = worker.ask("cold", name=library, paths=files[library])
                     around = (before + disk.ask("disk", path=path)) / 2
                     speeds[library].append((shape[1] * one / seen["seconds"], around))
+                    check(seen["bytes"] > 0.95 * shape[1] * one, f"cold: {library} read {megabytes(seen['bytes'])} alone from the disk")
                     check(seen["output"] == output, f"cold: the output of {library} is not that of the plain model")
                     words[library] += [f"up to {seen['cached']:.0%} was cached"] if seen["cached"] > 0.02 else []
                     words[library] += [] if library != "ours" else ["read past the cache" if seen["around"] else "read through the cache"]
