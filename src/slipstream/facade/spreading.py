@@ -41,9 +41,7 @@ def spread(models: Sequence[torch.nn.Module], device_map: Any, offload_folder: A
             f"this {type(model).__name__} was spread by a device map before (see its hf_device_map): leave device_map out of prepare, "
             "or take the hooks off first (slipstream.utils.remove_hook_from_submodules)"
         )
-    planned = (
-        device_map if isinstance(device_map, Mapping) else plan_for(model, device_map, None, getattr(model, "_no_split_modules", None))
-    )
+    planned = device_map if isinstance(device_map, Mapping) else plan_for(model, device_map)
     dispatch_model(model, planned, offload_dir=offload_folder)
 
 

@@ -24,13 +24,14 @@ from slipstream.offload.exchange import places_of
 from slipstream.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from slipstream.offload.plan import check_device_map
 from slipstream.offload.spreading import Given, Spreading, no_values
+from slipstream.offload.store.residency import AHEAD
 from slipstream.offload.targets import DISK, HOST, Targets, device_here
 
 __all__ = ["OWN_INDEX", "check_device_map", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "spread"]
 
 OWN_INDEX: Final = "_slipstream_offload_index"
 """The attribute of a model under which loading leaves where its weights on the disk are."""
-_BLOCKS_AT_A_TIME: Final = 4
+_BLOCKS_AT_A_TIME: Final = 1 + AHEAD
 _ANY_SIZE: Final = 1 << 62
 
 
@@ -91,7 +92,8 @@ def spread(
         _move_all(model, targets.single)
     else:
         most = _limit(limit, device_map)
-        parts = _parts(model, targets, most, {*(whole or ()), *(getattr(model, "_no_split_modules", None) or ())})
+        stay_whole = {*(whole or ()), *getattr(device_map, "whole", ()), *(getattr(model, "_no_split_modules", None) or ())}
+        parts = _parts(model, targets, most, stay_whole)
         Spreading(model, targets, parts, given, offload_buffers, skip_keys).run(most, must_hold=limit is not None)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
@@ -123,10 +125,13 @@ def disk_offload(
     execution_device: Any = None,
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
+    *,
+    limit: int | str | None = None,
 ) -> nn.Module:
     """Writes the weights to `offload_dir`, and brings those of each block from there to `execution_device` when it runs.
 
     If the model is on the meta device, they are taken from there: the folder is that of an earlier `disk_offload`, or `offload_state_dict`.
+    `limit`: most bytes of weights that are in memory at a time.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -135,9 +140,10 @@ def disk_offload(
     (torch.Size([1, 1]), True)
     """
     device = _execution_device(model, execution_device)
-    parts = blocks_of(model, "", whole=preload_module_classes or ())
+    most = _limit(limit, {})
+    parts = blocks_of(model, "", largest=_largest(most), whole=preload_module_classes or ())
     given = Given({}, {}, {}, local_path(offload_dir, "offload_dir"))
-    Spreading(model, Targets({"": DISK}, device), parts, given, offload_buffers, None).run()
+    Spreading(model, Targets({"": DISK}, device), parts, given, offload_buffers, None).run(most, must_hold=limit is not None)
     return model
 
 
@@ -180,7 +186,8 @@ def _limit(given: int | str | None, device_map: Mapping[str, Any]) -> int | None
     if HOST.type not in budget:
         return None
     held: Mapping[Any, int] = getattr(device_map, "held", {})
-    return max(1, budget[HOST.type] - held.get(HOST.type, 0))
+    activations: Mapping[Any, int] = getattr(device_map, "activations", {})
+    return max(1, budget[HOST.type] - held.get(HOST.type, 0) - activations.get(HOST.type, 0))
 
 
 def _execution_device(model: nn.Module, given: Any) -> torch.device:
@@ -190,9 +197,14 @@ def _execution_device(model: nn.Module, given: Any) -> torch.device:
     return HOST if first is None else first.device
 
 
+def _largest(limit: int | None) -> int:
+    """Above this size a module is divided."""
+    return LARGEST if limit is None else max(1, min(LARGEST, limit // _BLOCKS_AT_A_TIME))
+
+
 def _parts(model: nn.Module, targets: Targets, limit: int | None, whole: Iterable[str]) -> list[Part]:
     """The blocks of all entries that need a hook, in the order of the model; a module that stands in two places counts once."""
-    largest = LARGEST if limit is None else max(1, min(LARGEST, limit // _BLOCKS_AT_A_TIME))
+    largest = _largest(limit)
     modules = dict(model.named_modules(remove_duplicate=False))
     order: dict[int, int] = {}
     for module in modules.values():

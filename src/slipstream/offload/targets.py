@@ -34,6 +34,8 @@ class Targets:
     def __init__(self, device_map: Mapping[str, Any], main_device: Any = None) -> None:
         self.entries: dict[str, _Target] = {name: _target(device, name) for name, device in device_map.items()}
         self._found: dict[str, _Target] = dict(self.entries)
+        if main_device is None:  # a plan knows which device runs what is offloaded
+            main_device = getattr(device_map, "main_device", None)
         given = device_here(main_device, "main_device") if main_device is not None else None
         self.main: torch.device = given or _first_accelerator(self.entries.values())
         """Where offloaded modules run: the first accelerator of the map, or the processor."""

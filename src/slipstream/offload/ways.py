@@ -25,7 +25,7 @@ def plan_for(
     *,
     offload_buffers: bool = False,
 ) -> DeviceMap:
-    """The device map of a model, found in one of the `WAYS`.
+    """The device map of a model, found in one of the `WAYS`. Classes that the model itself says stay whole do so, unless others are named.
 
     >>> plan_for(torch.nn.Linear(2, 2), "auto", {"cpu": "1GB"})
     {'': 'cpu'}
@@ -35,7 +35,9 @@ def plan_for(
     """
     if how not in WAYS:
         raise ConfigError(f"device_map={how!r} is no way to find one. Write one of {', '.join(map(repr, WAYS))}, or a dict.")
-    no_split = None if no_split_module_classes is None else list(no_split_module_classes)
+    if no_split_module_classes is None:
+        no_split_module_classes = getattr(model, "_no_split_modules", None) or ()
+    no_split = no_split_module_classes if isinstance(no_split_module_classes, str) else list(no_split_module_classes)
     if how != "sequential":
         max_memory = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=how == "balanced_low_0")
     return infer_auto_device_map(model, max_memory, no_split, dtype, offload_buffers=offload_buffers)
