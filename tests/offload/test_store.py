@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, StateError
 from slipstream.offload.dispatch import dispatch_model
 from slipstream.offload.lanes import stores_of
+from slipstream.offload.standins import is_stand_in
 from slipstream.offload.store import store as store_module
 from slipstream.offload.store.blocks import Block
 from slipstream.offload.store.mapped import MappedFile, joined, open_file
@@ -396,3 +397,44 @@ def test_a_leaf_of_an_offloaded_block_can_be_looked_at(tmp_path: Path) -> None:
     assert block[0].weight.is_meta
     again = copy.deepcopy(model)
     assert torch.equal(again["block"](torch.ones(1, 2)), model["block"](torch.ones(1, 2)))
+
+
+def test_what_is_written_into_a_block_is_lost_as_a_whole(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(100, 100, bias=False) for _ in range(4)))
+    wanted = [layer.weight.detach().clone() for layer in model]
+    dispatch_model(model, {str(number): "disk" for number in range(4)}, offload_dir=tmp_path, limit="100KB")
+    for layer in model:
+        with align_module_device(layer), torch.no_grad():
+            layer.weight.zero_()
+    found = model.state_dict()
+    assert all(torch.equal(found[f"{number}.weight"], weight) for number, weight in enumerate(wanted))
+
+
+def test_functional_calls_leave_the_model_as_it_was(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    wanted = model(x)
+    dispatch_model(model, {"0": "disk", "1": "disk"}, offload_dir=tmp_path)
+    ones = {name: torch.ones(parameter.shape) for name, parameter in model.named_parameters()}
+    assert torch.func.functional_call(model, ones, (x,)).tolist() == [[7.0, 7.0]]
+    assert torch.equal(model(x), wanted)
+
+
+def test_a_weight_that_is_away_refuses_to_be_computed_with(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)), torch.nn.Linear(2, 2, bias=False))
+    model = torch.nn.ModuleDict({"body": model})
+    dispatch_model(model, {"body": "disk"}, offload_dir=tmp_path, preload_module_classes=["Sequential"])
+    weight = model["body"][1].weight
+    for use in (
+        lambda: model["body"][1](torch.ones(1, 2)),
+        lambda: torch.ones(1, 2) @ weight,
+        lambda: torch.ones(1, 2) @ weight.T.float(),
+        lambda: torch.cat([weight, torch.ones(1, 2)]),
+    ):
+        with pytest.raises(StateError, match=r"(body.1.weight|a weight) is offloaded, and was used while it is away"):
+            use()
+    assert (weight.shape, weight.is_meta, weight.dtype, weight.numel()) == (torch.Size([2, 2]), True, torch.float32, 4)
+    assert isinstance(weight, torch.nn.Parameter)
+    assert model["body"](torch.ones(1, 2)).shape == (1, 2)
+    assert is_stand_in(copy.deepcopy(model)["body"][1].weight)

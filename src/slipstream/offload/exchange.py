@@ -21,6 +21,7 @@ import torch
 
 from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
+from slipstream.offload.standins import NAME, is_stand_in, stand_in
 
 __all__ = [
     "Bundle",
@@ -46,6 +47,7 @@ class Bundle(Protocol):
     """The tensors of one module, from wherever they are.
 
     One that has a method `arrive` is told before each use, also of threads that find the tensors in place; it may let them wait there.
+    One that has a method `restore` is told when somebody has written into the tensors, which shall have their values again next time.
     One that has a method `recall` is told when a backward comes to what the module computed, and will use the tensors again.
     """
 
@@ -153,11 +155,11 @@ def dressed_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         return data.detach()
     needs = like.requires_grad and (data.is_floating_point() or data.is_complex())
     with torch.inference_mode(False):
-        if type(like) is torch.nn.Parameter or type(data) not in _PLAIN:
+        if type(like) is torch.nn.Parameter or is_stand_in(like) or type(data) not in _PLAIN:
             made = torch.nn.Parameter(data.detach(), requires_grad=needs)
         else:
             made = torch.Tensor._make_subclass(type(like), data.detach(), needs)
-    vars(made).update({name: value for name, value in vars(like).items() if name != _MADE})
+    vars(made).update({name: value for name, value in vars(like).items() if name not in (_MADE, _KEEPER, NAME)})
     return made
 
 
@@ -224,12 +226,10 @@ class _Slot:
             store[key] = tensor
 
     def look_again(self) -> torch.Tensor:
-        """Something else stands in the place. Another stand-in is taken for this one; a tensor with values is left alone from now on."""
+        """Something else stands in the place. Another stand-in is taken for this one; values of somebody else are left alone."""
         store, key, parked = self.first
         now = store.get(key)
-        if now is None or not now.is_meta:
-            self.first, self.also = ({key: parked}, key, parked), ()
-        else:
+        if now is not None and now.is_meta:
             self.first = (store, key, now)
         return self.first[2]
 
@@ -270,7 +270,7 @@ class Exchange:
     def __init__(self, groups: Iterable[Sequence[Place]], bundle: Bundle, prefix: str = "") -> None:
         self._slots = [_Slot(places) for places in groups]
         for slot in self._slots:
-            setattr(slot.first[2], _KEEPER, _Keeper(self))
+            setattr(stand_in(slot.first[2], f"{prefix}{slot.name}"), _KEEPER, _Keeper(self))
         self._bundle = bundle
         self._recall = getattr(bundle, "recall", None)
         self._arrive = getattr(bundle, "arrive", None)
@@ -339,7 +339,10 @@ class Exchange:
         return any(same_memory(made[0], tensor) for made in self._now)
 
     def _take(self) -> None:
-        tensors = self._bundle.take()
+        with torch._C.DisableTorchFunctionSubclass():  # stand-ins are looked at here, not computed with
+            self._put_in_place(self._bundle.take())
+
+    def _put_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
         now: list[_Made] = []
         graph = torch.is_grad_enabled()  # without a graph it does not matter what is frozen
         try:
@@ -347,20 +350,24 @@ class Exchange:
                 self._check(tensors)
             for slot, tensor in zip(self._slots, tensors, strict=True):
                 store, key, parked = slot.first
-                if store.get(key) is not parked:
+                alone = False
+                if (held := store.get(key)) is not parked:
                     parked = slot.look_again()
-                    store = slot.first[0]
+                    alone = held is None or not held.is_meta  # somebody's own values, such as those of torch.func.functional_call
                 made: _Made | None = getattr(tensor, _MADE, None)
                 if made is None or made[2] is not parked.dtype or (graph and made[3] is not parked.requires_grad):
                     made = self._make(slot, tensor)
                 now.append(made)
+                if alone:
+                    continue
                 store[key] = made[0]
                 if slot.also:
                     slot.put(made[0])
             self._versions = [made[0]._version if made[1] else 0 for made in now]
         except BaseException:
-            for slot in self._slots:
-                slot.put(slot.first[2])
+            for slot, made in zip(self._slots, now, strict=False):
+                if slot.first[0].get(slot.first[1]) is made[0]:
+                    slot.put(slot.first[2])
             self._bundle.give_back()
             raise
         self._now, self._tensors = now, tensors
@@ -403,6 +410,8 @@ class Exchange:
             made = getattr(tensor, _MADE, None)
             if made is not None and made[0] is value:  # it may stand for other values now
                 delattr(tensor, _MADE)
+        if same and (restore := getattr(self._bundle, "restore", None)) is not None:
+            restore()
         if not same and value.dtype is not slot.first[2].dtype:  # converted for this forward, by a hook that casts: nothing is lost
             return
         self._told.once(

@@ -58,6 +58,10 @@ class Around:
         for block in [one for one in self._filled if not one.active and one not in keep]:
             del self._filled[block]
 
+    def forget(self, block: Block) -> None:
+        """What was read of a block is not used again."""
+        self._filled.pop(block, None)
+
     def _buffer(self) -> memoryview | None:
         if not self._free and not self._left:
             return None

@@ -66,6 +66,12 @@ class Block:
             file.give_back(span)
         self.asked = self.present = False
 
+    def restore(self) -> None:
+        """Its tensors on pages have the values of the file again."""
+        for file, span in self.parts:
+            file.restore(span)
+        self.asked = self.present = False
+
     def read(self, buffer: memoryview) -> list[torch.Tensor]:
         """Its tensors, read from the disk into a buffer (of `room` bytes at least) that they keep alive."""
         held = torch.frombuffer(buffer, dtype=torch.uint8)

@@ -102,6 +102,15 @@ class MappedFile:
         if end > start and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
+    def restore(self, span: Span) -> None:
+        """These bytes are those of the file again, whatever was written to them."""
+        self.give_back(span)
+        inner_start, inner_end = -(-span[0] // _PAGE) * _PAGE, span[1] // _PAGE * _PAGE
+        edges = [(span[0], inner_start), (inner_end, span[1])] if inner_start < inner_end else [span]
+        with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as fresh:  # pages that others share are not given back: copied instead
+            for start, end in edges:
+                self._map[start:end] = fresh[start:end]
+
     def read_around(self, start: int, into: memoryview, needed: int) -> None:
         """Reads `needed` bytes from `start` on past the page cache; `start` and the length of `into` are multiples of a sector."""
         if self._direct is None:

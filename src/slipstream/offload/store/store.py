@@ -115,6 +115,14 @@ class Store:
             found = None if self._around is None else self._around.finish(block)
             return block.tensors if found is None else found
 
+    def restore(self, block: Block) -> None:
+        """Somebody has written into the tensors of a block: they have the values of the file again."""
+        with self._lock:
+            block.restore()
+            self._last = self._before_last = None
+            if self._around is not None:
+                self._around.forget(block)
+
     def release(self) -> None:
         """Gives back all memory of blocks that are not running; they are read again when they are used."""
         with self._lock:
@@ -212,6 +220,10 @@ class OnPages:
     def give_back(self) -> None:
         """The module has run."""
         self.store.leave(self.block)
+
+    def restore(self) -> None:
+        """The tensors were written to, and shall be what they were."""
+        self.store.restore(self.block)
 
     def recall(self) -> None:
         """A backward is about to use the tensors again."""
