@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ import torch
 
 from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
-from slipstream.offload.standins import NAME, is_stand_in, stand_in
+from slipstream.offload.standins import KEEPER, NAME, is_stand_in, stand_in
 
 __all__ = [
     "Bundle",
@@ -38,7 +39,6 @@ __all__ = [
 
 _TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-_KEEPER: Final = "_slipstream_keeper"
 _MADE: Final = "_slipstream_made"
 """Where the Parameter that was made of a tensor is kept: on that tensor, with its address, dtype and requires_grad."""
 
@@ -159,7 +159,7 @@ def dressed_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
             made = torch.nn.Parameter(data.detach(), requires_grad=needs)
         else:
             made = torch.Tensor._make_subclass(type(like), data.detach(), needs)
-    vars(made).update({name: value for name, value in vars(like).items() if name not in (_MADE, _KEEPER, NAME)})
+    vars(made).update({name: value for name, value in vars(like).items() if name not in (_MADE, KEEPER, NAME)})
     return made
 
 
@@ -197,14 +197,14 @@ class _Keeper:
     def __reduce__(self) -> tuple[type[_Keeper], tuple[()]]:
         return (_Keeper, ())
 
-    def exchange(self) -> Exchange | None:
+    def __call__(self) -> Exchange | None:
         return None if self._exchange is None else self._exchange()
 
 
 def exchanges_of(module: torch.nn.Module) -> list[Exchange]:
     """Those that bring the tensors of a module itself, whichever module their hooks are on; each once."""
-    keepers = [getattr(place.tensor, _KEEPER, None) for place in places_of(module, recurse=False)]
-    found = [keeper.exchange() for keeper in keepers if isinstance(keeper, _Keeper)]
+    keepers = [getattr(place.tensor, KEEPER, None) for place in places_of(module, recurse=False)]
+    found = [keeper() for keeper in keepers if isinstance(keeper, _Keeper)]
     return list({id(one): one for one in found if one is not None}.values())
 
 
@@ -270,11 +270,11 @@ class Exchange:
     def __init__(self, groups: Iterable[Sequence[Place]], bundle: Bundle, prefix: str = "") -> None:
         self._slots = [_Slot(places) for places in groups]
         for slot in self._slots:
-            setattr(stand_in(slot.first[2], f"{prefix}{slot.name}"), _KEEPER, _Keeper(self))
+            setattr(stand_in(slot.first[2], f"{prefix}{slot.name}"), KEEPER, _Keeper(self))
         self._bundle = bundle
         self._recall = getattr(bundle, "recall", None)
         self._arrive = getattr(bundle, "arrive", None)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._count = 0
         self._held = False
         self._seen = False
@@ -325,6 +325,23 @@ class Exchange:
     def _recalled(self, _: torch.Tensor) -> None:
         if self._recall is not None:
             self._recall()
+
+    @contextmanager
+    def values_of(self, stand_in: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The values of one of its stand-ins, for an operation outside of the module."""
+        slot = next(slot for slot in self._slots if slot.first[2] is stand_in)
+        self._told.once(
+            f"outside {slot.name}",
+            f"{self._told.prefix}{slot.name} was used outside of the block that it is offloaded with, and is brought for single "
+            "operations, which is slow. Call that block as a whole; or, if a module uses the weights of its children itself, name its "
+            "class in preload_module_classes when you dispatch the model.",
+        )
+        with self._lock:
+            tensors = self._bundle.take()
+            try:
+                yield self._make(slot, tensors[self._slots.index(slot)])[0]
+            finally:
+                self._bundle.give_back()
 
     def close(self) -> None:
         """Park at once, whatever runs."""
