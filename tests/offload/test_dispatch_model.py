@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import io
 import os
 import resource
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings, strategies as st
 from spread_models import TOKENS, Small, meta_names, run, skeleton, small
@@ -14,8 +16,11 @@ from torch import nn
 from slipstream.errors import CheckpointError, ConfigError, StateError
 from slipstream.offload import dispatch, spreading
 from slipstream.offload.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
-from slipstream.offload.hooks import remove_hook_from_submodules
+from slipstream.offload.empty import init_empty_weights
+from slipstream.offload.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from slipstream.offload.load import load_checkpoint_and_dispatch
 from slipstream.offload.plan import infer_auto_device_map
+from slipstream.offload.wrapping import hooks_of
 
 MIXED = {"scale": "cpu", "embed": "cpu", "layers.0": "disk", "layers.1": "cpu", "layers.2": "disk", "norm": "disk", "head": "disk"}
 MODULES = ["", "embed", "layers", "layers.0", "layers.1.up", "layers.2.down", "norm", "head", "scale", "head.weight"]
@@ -86,8 +91,6 @@ def test_without_a_folder_a_temporary_one_goes_with_the_model(caplog):
 
 
 def test_an_index_of_the_caller_is_used_in_place(tmp_path):
-    import safetensors.torch
-
     safetensors.torch.save_file({"table": small().embed.weight.detach()}, tmp_path / "mine.safetensors")
     entry = {"safetensors_file": str(tmp_path / "mine.safetensors"), "weight_name": "table", "dtype": "float32"}
     model = small()
@@ -122,9 +125,53 @@ def test_a_model_with_offloaded_modules_refuses_to_be_moved_or_converted(move):
     assert torch.equal(run(model), run(small()))
 
 
-def test_what_is_spread_is_not_spread_again():
-    with pytest.raises(StateError, match="remove_hook_from_submodules"):
-        dispatch_model(dispatch_model(small(), MIXED), MIXED)
+def hook_counts(model):
+    return [len(hooks_of(module)) for module in model.modules() if hooks_of(module)]
+
+
+@pytest.mark.parametrize("again", [{"": "disk"}, {"": "cpu"}, MIXED, {"": "cpu", "layers": "disk"}])
+def test_what_is_spread_may_be_spread_again_and_its_hooks_are_replaced(again):
+    model = dispatch_model(dispatch_model(small(), {"": "disk"}), MIXED)  # both into temporary folders
+    dispatch_model(model, again)
+    gc.collect()
+    assert torch.equal(run(model), run(small()))
+    assert set(hook_counts(model)) <= {1}
+    assert model.hf_device_map == again
+    assert dispatch_model(model, {"": "cpu"}).head.weight is model.embed.weight  # tied as before
+
+
+def test_weights_of_a_spread_model_are_those_it_had_whatever_its_folder_holds_now(tmp_path):
+    model = dispatch_model(small(seed=0), {"": "disk"}, offload_dir=tmp_path)
+    dispatch_model(small(seed=1), {"": "disk"}, offload_dir=tmp_path)
+    dispatch_model(model, {"": "cpu", "layers": "disk"})
+    assert torch.equal(run(model), run(small(seed=0)))
+
+
+def test_a_second_offload_to_memory_and_another_kind_of_hook(tmp_path):
+    class Doubling(ModelHook):
+        def post_forward(self, module, output):
+            return output * 2
+
+    model = add_hook_to_module(cpu_offload(small(), "cpu"), Doubling(), append=True)
+    cpu_offload(model, "cpu")
+    assert torch.equal(run(model), 2 * run(small()))
+    disk_offload(model, tmp_path)
+    assert torch.equal(run(model), 2 * run(small()))
+    dispatch_model(model, {"": "cpu"})
+    assert hook_counts(model) == [1]
+    assert torch.equal(run(model), 2 * run(small()))
+
+
+def test_what_cannot_be_spread_again_stays_as_it_was():
+    model = dispatch_model(small(), MIXED)
+    with pytest.raises(ConfigError, match="limit"):
+        dispatch_model(model, {"": "disk"}, limit=100)
+    assert torch.equal(run(model), run(small()))
+
+
+def test_a_spread_model_is_not_pickled_but_says_what_to_save():
+    with pytest.raises(StateError, match="save_model"):
+        torch.save(dispatch_model(small(), MIXED), io.BytesIO())
 
 
 def test_under_autocast_the_numbers_are_those_of_the_plain_model():
@@ -156,6 +203,30 @@ def test_a_limit_cuts_blocks_so_that_several_fit():
     assert torch.equal(run(model), run(small()))
     sizes = [block.size for block in model._hf_hook.weights_map.dataset.store.blocks]
     assert max(sizes) <= 4000 // 3
+
+
+def test_what_lies_between_the_tensors_of_a_block_counts_towards_the_limit_before_anything_runs(tmp_path):
+    """Buffers stay in memory, but share pages with the weights around them in the file."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.z = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+            self.register_buffer("middle", torch.ones(64))
+
+        def forward(self, x):
+            return self.z(self.a(x)) * self.middle[0]
+
+    def built():
+        return nn.Sequential(Mixed(), Mixed())
+
+    safetensors.torch.save_file(dict(sorted(built().state_dict().items())), tmp_path / "m.safetensors")
+    with init_empty_weights():
+        refused, model = built(), built()
+    options = {"device_map": {"": "disk"}, "no_split_module_classes": ["Mixed"]}
+    with pytest.raises(ConfigError, match="0 needs 2.25 KB"):
+        load_checkpoint_and_dispatch(refused, tmp_path / "m.safetensors", limit=2048, **options)
+    load_checkpoint_and_dispatch(model, tmp_path / "m.safetensors", limit=2304, **options)(torch.ones(1, 16))
 
 
 def test_a_limit_below_the_largest_block_is_refused_before_anything_changes():
@@ -230,19 +301,17 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path):
 def test_disk_offload_writes_once_and_a_skeleton_takes_it_from_there(tmp_path):
     expected = run(small())
     model = disk_offload(small(), tmp_path)
-    assert meta_names(model) == {name for name, _ in small().named_parameters()}
+    assert meta_names(model) == {name for name, _ in small().named_parameters(remove_duplicate=False)}
     assert torch.equal(run(model), expected)
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in written(tmp_path)}
-    later = skeleton()
-    later.norm.running_mean = small().norm.running_mean
-    assert torch.equal(run(disk_offload(later, tmp_path)), expected)
+    assert torch.equal(run(disk_offload(skeleton(), tmp_path)), expected)  # its buffers are there too
     assert before == {name: (tmp_path / name).stat().st_mtime_ns for name in written(tmp_path)}
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
 def test_cpu_offload_runs_on_the_processor_too(offload_buffers):
     model = cpu_offload(small(), "cpu", offload_buffers=offload_buffers)
-    assert meta_names(model) == {name for name, _ in small().named_parameters()}
+    assert meta_names(model) == {name for name, _ in small().named_parameters(remove_duplicate=False)}
     assert model.norm.running_mean.is_meta is offload_buffers
     assert torch.equal(run(model), run(small()))
 

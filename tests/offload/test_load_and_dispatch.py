@@ -412,6 +412,25 @@ def test_a_transformers_model_generates_the_same_tokens_with_and_without_offload
     assert torch.equal(tokens(disk_offload(plain, tmp_path / "b")), expected)
 
 
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu"}, {"": "cpu", "layers": "disk"}])
+def test_a_second_checkpoint_replaces_the_first_in_a_model_that_is_spread(tmp_path, device_map):
+    model = load_checkpoint_and_dispatch(skeleton(), single(tmp_path / "a"), {"": "disk"})
+    save_model(small(seed=1), tmp_path / "b")
+    load_checkpoint_and_dispatch(model, tmp_path / "b", device_map, strict=True)
+    assert torch.equal(run(model), run(small(seed=1)))
+
+
+def test_loading_alone_into_a_model_that_is_spread_ends_that_and_what_the_file_has_not_stays(tmp_path, caplog):
+    model = load_checkpoint_and_dispatch(skeleton(), single(tmp_path / "a"), {"": "disk"})
+    half = {name: value for name, value in small(seed=1).state_dict().items() if name.startswith("layers.")}
+    save_model(half, tmp_path / "b")
+    load_checkpoint_in_model(model, tmp_path / "b", {"": "cpu", "layers.1": "disk"}, tmp_path / "c")
+    assert "call dispatch_model" in caplog.text
+    expected = small()
+    expected.load_state_dict(half, strict=False)
+    assert torch.equal(run(dispatch_model(model, {"": "cpu", "layers.1": "disk"})), run(expected))
+
+
 def test_a_wrapped_model_is_loaded_by_the_names_of_the_inner_one(tmp_path):
     model = nn.DataParallel(Small().eval())
     assert load_checkpoint_and_dispatch(model, single(tmp_path), {"": "cpu", "layers": "disk"}) is model

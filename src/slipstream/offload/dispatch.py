@@ -3,7 +3,8 @@
 Tensors of an entry on a device are moved there. Those of an entry on the disk, or in main memory while an accelerator computes, are away
 between forwards: one hook for each block (see `blocks.py`) brings them. With the processor as the main device what is in memory simply
 stays there, without a hook. Weights for the disk that are in memory are written once; those that lie in files already stay in them.
-Everything is checked before the model changes. What is never done: keeping a second copy, on a disk or in memory.
+A model that is spread already may be spread again, in another way. Everything is checked before the model changes. What is never done:
+keeping a second copy, on a disk or in memory.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from slipstream.checkpoint.placing import local_path
 from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
 from slipstream.offload.blocks import LARGEST, Part, blocks_of
+from slipstream.offload.earlier import has_offloaded_modules
 from slipstream.offload.exchange import places_of
 from slipstream.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from slipstream.offload.plan import check_device_map
-from slipstream.offload.spreading import Given, Spreading, no_values
+from slipstream.offload.spreading import Given, Spreading
 from slipstream.offload.store.residency import AHEAD
 from slipstream.offload.targets import DISK, HOST, Targets, device_here
+from slipstream.offload.wrapping import hooks_of
 
 __all__ = ["OWN_INDEX", "check_device_map", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "spread"]
 
@@ -89,7 +92,7 @@ def spread(
 ) -> nn.Module:
     """`dispatch_model` with a map that has been checked."""
     if targets.single is not None and not force_hooks and not targets.is_away(next(iter(device_map))):
-        _move_all(model, targets.single)
+        _move_all(model, targets, given)
     else:
         most = _limit(limit, device_map)
         stay_whole = {*(whole or ()), *getattr(device_map, "whole", ()), *(getattr(model, "_no_split_modules", None) or ())}
@@ -194,7 +197,10 @@ def _execution_device(model: nn.Module, given: Any) -> torch.device:
     if given is not None:
         return device_here(given, "execution_device")
     first = next((one for one in model.parameters() if not one.is_meta), None)
-    return HOST if first is None else first.device
+    if first is None:  # of a model that is spread: where it runs
+        known = (getattr(hook, "execution_device", None) for module in model.modules() for hook in hooks_of(module))
+        return device_here(next((one for one in known if one is not None), HOST), "execution_device")
+    return first.device
 
 
 def _largest(limit: int | None) -> int:
@@ -224,10 +230,10 @@ def _parts(model: nn.Module, targets: Targets, limit: int | None, whole: Iterabl
     return [part for _, part in sorted(found.items())]
 
 
-def _move_all(model: nn.Module, device: torch.device) -> None:
+def _move_all(model: nn.Module, targets: Targets, given: Given) -> None:
     """Everything goes to one device, if it is not there."""
     places = list(places_of(model, recurse=True))
-    if nowhere := [place.name for place in places if place.tensor.is_meta]:
-        raise ConfigError(no_values(nowhere))
-    if any(place.tensor.device != device for place in places):
-        model.to(device)
+    if has_offloaded_modules(model) or any(place.tensor.is_meta for place in places):
+        Spreading(model, targets, (), given, False, None).bring()
+    elif any(place.tensor.device != targets.single for place in places):
+        model.to(targets.single)

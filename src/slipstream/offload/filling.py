@@ -277,7 +277,7 @@ def _written(steps: Sequence[_Step], folder: Path, done: Callable[[int], object]
         _let_go(by_name[name])
         done(size)
 
-    return write(folder, files, done=finished)
+    return write(folder, files, done=finished, argument="offload_folder")
 
 
 def _entry_of(step: _Step, written: Mapping[str, Entry], wishes: Wishes) -> Entry:

@@ -23,6 +23,7 @@ from slipstream.checkpoint.sources import find
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.offload.dispatch import OWN_INDEX, spread
+from slipstream.offload.earlier import has_offloaded_modules, stay_in_memory
 from slipstream.offload.filling import Filling, Wishes, fill
 from slipstream.offload.parked import save_offload_index
 from slipstream.offload.plan import check_device_map
@@ -174,6 +175,10 @@ def _load(model: torch.nn.Module, path: Path, device_map: Mapping[str, Any], wis
         save_offload_index(found.written, wishes.folder)
     if found.index or hasattr(model, OWN_INDEX):
         setattr(model, OWN_INDEX, found.index)
+    if has_offloaded_modules(model):  # its hooks would go on bringing the weights from before
+        stay_in_memory(model, but=found.index)
+        if folder_is_needed:
+            get_logger(__name__).warning("The model was dispatched before, and is not any more: call dispatch_model to place it anew.")
     return found
 
 

@@ -2,16 +2,14 @@
 
 A tensor is *away* if all its modules are: its values come from a file, or from main memory, when they run. A tied weight that one module
 keeps in memory is there for all. Values are taken from what the caller named, else from the model, else from what was given or found
-beside it; a tensor that has none anywhere is an error with its name.
+beside it; a tensor that has none anywhere is an error with its name. A model that is spread already can be spread again: weights that are
+away are where its hooks bring them from, and the hooks are replaced.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from slipstream.errors import ConfigError, StateError
 from slipstream.files.names import check_name
 from slipstream.logging import get_logger
 from slipstream.offload.blocks import Part, is_called
+from slipstream.offload.earlier import TemporaryFolder, away_in, has_offloaded_modules, leave, take_hooks_off
 from slipstream.offload.exchange import Place, dressed_like, places_of
 from slipstream.offload.hooks import AlignDevicesHook, add_hook_to_module
 from slipstream.offload.parked import save_offload_index
@@ -32,10 +31,9 @@ from slipstream.offload.store.residency import decide
 from slipstream.offload.targets import HOST, Targets
 from slipstream.offload.tied import identity_of
 from slipstream.offload.weights import INDEX, OffloadedWeightsLoader, PrefixedDataset
-from slipstream.offload.wrapping import hooks_of
 from slipstream.offload.written import Value, write
 
-__all__ = ["Given", "Spreading", "has_offloaded_modules", "no_values"]
+__all__ = ["Given", "Spreading", "no_values"]
 
 _SHOWN: Final = 5
 _SMALL_FILE: Final = 64 << 20
@@ -81,15 +79,6 @@ class _Tensor:
         return held.numel() * held.element_size()
 
 
-def has_offloaded_modules(model: nn.Module) -> bool:
-    """Whether weights of a model come and go, by hooks of it or of modules below.
-
-    >>> has_offloaded_modules(nn.Linear(1, 1))
-    False
-    """
-    return any(isinstance(hook, AlignDevicesHook) and hook.offload for module in model.modules() for hook in hooks_of(module))
-
-
 def no_values(names: Sequence[str]) -> str:
     """The message about tensors on the meta device that nothing has values for."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -114,11 +103,6 @@ class Spreading:
         *,
         always: bool = False,
     ) -> None:
-        if has_offloaded_modules(model):
-            raise StateError(
-                f"This {type(model).__name__} has offloaded modules already. Take their hooks off first: "
-                "slipstream.utils.remove_hook_from_submodules(model)."
-            )
         self._model, self._targets, self._given = model, targets, given
         self._offload_buffers, self._skip_keys, self._always = offload_buffers, skip_keys, always
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -126,41 +110,62 @@ class Spreading:
         self._beside: _Entries = {}
         self._is_skeleton = False
         self._folder = given.folder
+        self._temporary: list[TemporaryFolder] = []
+        self._earlier = away_in(model)
 
     def run(self, limit: int | None = None, *, must_hold: bool = False) -> None:
         """Does it. `limit`: bytes of offloaded weights in memory at a time; it is raised to what is needed, unless it must hold."""
         tensors = self._tensors()
-        if nowhere := [one.name for one in tensors if one.has_no_values]:
-            raise ConfigError(no_values(nowhere))
         blocks = self._blocks(tensors)
-        limit = _checked(limit, must_hold, blocks)
-        written = self._write(blocks)
+        names = [part.name or "the model" for part in blocks]
+        least = [sum(one.nbytes for one in block if one.target is None) for block in blocks.values()]
+        if must_hold:  # what is read around them is known only later
+            _checked(limit, must_hold, names, least)
+        self._write(blocks, tensors)
+        loader = self._loader([one for one in tensors if one.away], limit)
+        taken = [loader.size_of(one.name for one in block) for block in blocks.values()]
+        loader.store.limit = _checked(limit, must_hold, names, taken)
+        self._settle_all(tensors)
+        self._attach(blocks, loader, _tied(tensors))
+        leave(loader, [[place.name for place in one.places] for one in tensors if one.away], self._temporary)
+        if any(one.away for one in tensors):
+            self._model._apply = functools.partial(_refuse_moving, self._model)  # type: ignore[method-assign]
+
+    def bring(self) -> None:
+        """Everything to its device, without any hook."""
+        self._settle_all(self._tensors())
+
+    def _settle_all(self, tensors: Sequence[_Tensor]) -> None:
         staying = self._loader([one for one in tensors if not one.away], None)
+        if self._earlier:
+            take_hooks_off(self._model)
         for one in tensors:
             if not one.away:
                 self._settle(one, staying)
-        loader = self._loader([one for one in tensors if one.away], limit)
-        self._attach(blocks, loader, _tied(tensors))
-        if written and self._given.folder is None and self._folder is not None:
-            weakref.finalize(loader, _remove, self._folder, os.getpid())
-        if any(one.away for one in tensors):
-            self._model._apply = functools.partial(_refuse_moving, self._model)  # type: ignore[method-assign]
+            elif len(one.places) > 1:  # hooks leave one stand-in in each of their blocks
+                first = one.places[0]
+                for place in one.places[1:]:
+                    place.store[place.key] = first.store[first.key]
 
     # -- finding out ----------------------------------------------------------------------------------------------------------
 
     def _tensors(self) -> list[_Tensor]:
         groups: dict[Hashable, list[Place]] = {}
         for place in places_of(self._model, recurse=True):
-            groups.setdefault(identity_of(place.tensor), []).append(place)
+            known = self._earlier.get(place.name)
+            groups.setdefault((known and known.key) or identity_of(place.tensor), []).append(place)
         found = [_Tensor(places, all(map(self._leaves, places))) for places in groups.values()]
         self._hold_what_never_runs(found)
         # Buffers of a skeleton have values too, those with which modules begin: not what was saved.
         nothing_loaded = not self._given.index and not self._given.own
-        self._is_skeleton = nothing_loaded and any(one.is_meta for one in self._model.parameters())
+        named = self._model.named_parameters(remove_duplicate=False)
+        self._is_skeleton = nothing_loaded and any(one.is_meta for name, one in named if name not in self._earlier)
         if self._given.folder is not None and (self._given.folder / INDEX).is_file():
             self._beside = _read_index(self._given.folder)
         for one in found:
             self._find_values(one)
+        if nowhere := [one.name for one in found if one.has_no_values]:
+            raise ConfigError(no_values(nowhere))
         return found
 
     def _leaves(self, place: Place) -> bool:
@@ -191,6 +196,9 @@ class Spreading:
         one.entry = _first(self._given.index, names) if one.away or held.is_meta else None
         if one.entry is None:
             one.value = _first(self._given.state, names) if unknown else held.detach()
+        if one.has_no_values and (known := _first(self._earlier, names)) is not None:
+            one.entry, one.value = known.entry, known.value() if known.entry is None else None
+            self._temporary += known.folders
         if one.has_no_values:
             one.entry = _first(self._given.own, names) or _first(self._beside, names)
         if one.has_no_values and not held.is_meta:
@@ -207,8 +215,8 @@ class Spreading:
 
     # -- doing ----------------------------------------------------------------------------------------------------------------
 
-    def _write(self, blocks: Mapping[Part, Sequence[_Tensor]]) -> bool:
-        """Weights for the disk that are in memory, one file for each block, or for several small ones; says whether there were any."""
+    def _write(self, blocks: Mapping[Part, Sequence[_Tensor]], tensors: Iterable[_Tensor]) -> None:
+        """Weights for the disk that are in memory, one file for each block, or for several small ones."""
         seen: set[int] = set()
         files: list[dict[str, _Tensor]] = []
         room = 0
@@ -221,25 +229,31 @@ class Spreading:
                 room = _SMALL_FILE
             files[-1].update({one.name: one for one in new})
             room -= size
-        total = sum(one.nbytes for file in files for one in file.values())
         if not seen:
-            return False
+            return
+        total = sum(one.nbytes for file in files for one in file.values())
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="slipstream-offload-"))
+            self._temporary.append(TemporaryFolder(Path(tempfile.mkdtemp(prefix="slipstream-offload-"))))
+            self._folder = self._temporary[-1].path
             get_logger(__name__).warning(
                 f"{convert_bytes(total)} of weights are written to {self._folder}, which goes when the model does. "
                 "Give offload_dir to choose another disk."
             )
-        index = write(self._folder, [{name: Value(one.value, one.value.dtype) for name, one in file.items()} for file in files])  # type: ignore[union-attr,arg-type]
+        else:  # a model that takes its weights from here later has their buffers too
+            files[-1].update({one.name: one for one in tensors if self._goes_along(one)})
+        values = [{name: Value(one.value, one.value.dtype) for name, one in file.items() if one.value is not None} for file in files]
+        index = write(self._folder, values, argument="offload_dir")
         if self._given.folder is not None:
             save_offload_index(index, self._folder)
-        for file in files:
-            for name, one in file.items():
-                one.entry, one.value = (
-                    {**index[name], "safetensors_file": str(self._folder.absolute() / index[name]["safetensors_file"])},
-                    None,
-                )
-        return True
+        for name, one in ((name, one) for file in files for name, one in file.items() if one.away):
+            one.entry = {**index[name], "safetensors_file": str(self._folder.absolute() / index[name]["safetensors_file"])}
+            one.value = None
+
+    def _goes_along(self, one: _Tensor) -> bool:
+        """Whether it is a buffer of a module on the disk that stays in memory, and would be saved."""
+        if one.away or one.value is None or any(place.store is place.owner._parameters for place in one.places):
+            return False
+        return all(place.persistent and self._targets[place.name] is None for place in one.places)
 
     def _loader(self, tensors: Iterable[_Tensor], limit: int | None) -> OffloadedWeightsLoader:
         state: dict[str, torch.Tensor] = {}
@@ -250,7 +264,10 @@ class Spreading:
                     index[place.name] = one.entry
                 elif one.away and one.value is not None:
                     state[place.name] = one.value = one.value.to(HOST)
-        return OffloadedWeightsLoader(state, self._folder, index, limit=limit)
+        loader = OffloadedWeightsLoader(state, self._folder, index, limit=limit)
+        for other in {id(one.loader): one.loader for one in self._earlier.values() if one.loader is not None}.values():
+            loader.use_files_of(other)
+        return loader
 
     def _settle(self, one: _Tensor, loader: OffloadedWeightsLoader) -> None:
         """A tensor that stays in memory goes to its device; what came from a file or from the caller takes the place of its stand-in."""
@@ -322,10 +339,8 @@ def _read_index(folder: Path) -> _Entries:
     return found
 
 
-def _checked(limit: int | None, must_hold: bool, blocks: Mapping[Part, Sequence[_Tensor]]) -> int | None:
+def _checked(limit: int | None, must_hold: bool, names: Sequence[str], sizes: Sequence[int]) -> int | None:
     """A limit with which every block can run: else an error now, and not in the middle of a forward."""
-    names = [part.name or "the model" for part in blocks]
-    sizes = [sum(one.nbytes for one in block if one.target is None) for block in blocks.values()]
     largest = max(sizes, default=0)
     if limit is not None and limit < largest and not must_hold:
         get_logger(__name__).warning(
@@ -341,12 +356,6 @@ def _checked(limit: int | None, must_hold: bool, blocks: Mapping[Part, Sequence[
 def _tied(tensors: Iterable[_Tensor]) -> dict[int, dict[torch.device, torch.Tensor]]:
     shared = (one for one in tensors if len(one.places) > 1)
     return {one.value.data_ptr(): {} for one in shared if one.value is not None}
-
-
-def _remove(folder: Path, owner: int) -> None:
-    """The temporary folder goes with the process that made it, not with one that was forked from it."""
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_moving(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -7,7 +7,7 @@ is copied. `bundle` gives the tensors of one module together, so that the store 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from slipstream.checkpoint.raw import DTYPES, dtype_name
 from slipstream.devices.table import CPU
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, StateError
 from slipstream.files import strict_json
 from slipstream.files.inside import Folder
 from slipstream.files.names import check_name
@@ -121,6 +121,30 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "A model with offloaded weights cannot be pickled (torch.save(model) and processes that are spawned do that): its weights are "
+            "pages of files that this process has open. Save the weights: save_model(model, folder), or model.state_dict()."
+        )
+
+    def entry_of(self, key: str) -> dict[str, Any] | None:
+        """Where a weight lies in a safetensors file, with the whole path of that; None if it is in memory, or has a file of its own."""
+        entry = {} if key in self.state_dict else self.index[key]
+        if "safetensors_file" not in entry:
+            return None
+        file, _ = self._opened(entry["safetensors_file"])
+        return {"weight_name": key, **entry, "safetensors_file": str(Path(file.where).absolute())}
+
+    def use_files_of(self, other: OffloadedWeightsLoader) -> None:
+        """What another map has open is not opened again: something else may have its name by now."""
+        opened = {str(Path(file.where).absolute()): (file, layout) for file, layout in other._files.values() if layout is not None}
+        self._files = {**opened, **self._files}
+
+    def size_of(self, names: Iterable[str]) -> int:
+        """Bytes of files that are in memory when these weights are used together, as the store counts them."""
+        placed = [self._placed(name) for name in names if name not in self.state_dict]
+        return Block("", (), [(one.file, (one.start, one.end)) for one in placed]).size
 
     def bundle(self, names: Sequence[str], device: Any) -> OnPages | Converted:
         """The tensors of these names, which a module needs together, for the device that it runs on."""

@@ -48,13 +48,24 @@ def write(
     *,
     disk: Disk | None = None,
     done: Callable[[str, int], object] = lambda name, size: None,
+    argument: str = "the folder for weights on the disk",
 ) -> dict[str, Entry]:
     """Writes each block to a file of its own; the index of all of them, with names of files within the folder.
 
-    `done` is told the name and the bytes of every tensor that has been handed to the disk. The folder is made if it is not there.
+    `done` is told the name and the bytes of every tensor that has been handed to the disk. The folder is made if it is not there;
+    `argument` is what the caller's user has named it by.
     """
+    try:
+        return _written(folder, blocks, disk or Disk(), done)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise CheckpointError(f"{argument} cannot take the weights. {error}") from error.__cause__
+
+
+def _written(folder: Path, blocks: Sequence[Mapping[str, Value]], disk: Disk, done: Callable[[str, int], object]) -> dict[str, Entry]:
     index: dict[str, Entry] = {}
-    with Placing(folder, disk or Disk()) as files:
+    with Placing(folder, disk) as files:
         for block in filter(None, blocks):
             values = dict(sorted(block.items(), key=lambda item: -item[1].dtype.itemsize))
             for name, value in values.items():

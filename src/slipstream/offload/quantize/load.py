@@ -21,6 +21,7 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.logging import get_logger
 from slipstream.offload.budget import get_balanced_memory
 from slipstream.offload.dispatch import dispatch_model
+from slipstream.offload.earlier import has_offloaded_modules
 from slipstream.offload.filling import Wishes, fill
 from slipstream.offload.parked import offload_weight
 from slipstream.offload.places import check_device_map
@@ -121,6 +122,11 @@ def _checked(model: Any, config: Any) -> QuantizationConfig:
     if isinstance(model, nn.Linear):
         raise ConfigError(
             "The model is a single linear layer, which cannot be converted in place. Put it into a module: nn.Sequential(layer)."
+        )
+    if has_offloaded_modules(model):
+        raise ConfigError(
+            f"This {type(model).__name__} is dispatched, and weights that are away are not quantised. Quantise the plain model, or bring "
+            'its weights into memory first: dispatch_model(model, {"": "cpu"}).'
         )
     odd = next((name for name, one in model.named_parameters() if type(one) not in (nn.Parameter, torch.Tensor)), None)
     if odd is not None:

@@ -1,0 +1,132 @@
+"""What an earlier dispatch has left in a model: where the weights are that are away, and its hooks, which the next one replaces.
+
+Weights that lie in files are found in the files that the earlier one has open, so it does not matter what has been written to their places
+since. Hooks of other kinds stay. Nothing here reads a weight.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from slipstream.offload.exchange import dressed_like, places_of
+from slipstream.offload.hooks import AlignDevicesHook
+from slipstream.offload.weights import OffloadedWeightsLoader, PrefixedDataset
+from slipstream.offload.wrapping import SequentialHook, hooks_of, remove_hook_from_module
+
+__all__ = ["Away", "Left", "TemporaryFolder", "away_in", "has_offloaded_modules", "leave", "stay_in_memory", "take_hooks_off"]
+
+_LEFT: Final = "_slipstream_left"
+
+
+class TemporaryFolder:
+    """A folder that goes when nothing needs it any more; with the process that made it, not with one that was forked from it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        weakref.finalize(self, _remove, path, os.getpid())
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a map of weights knows beside them."""
+
+    first: Mapping[str, str]
+    """The first of the names of each weight, by its other names."""
+    folders: tuple[TemporaryFolder, ...]
+
+
+class Away(NamedTuple):
+    """A weight that is not in the model."""
+
+    key: Hashable
+    """Equal for all names of one weight; None if that is not known."""
+    entry: Mapping[str, Any] | None
+    """Where it lies in a safetensors file."""
+    value: Callable[[], torch.Tensor]
+    loader: OffloadedWeightsLoader | None
+    folders: tuple[TemporaryFolder, ...]
+
+
+def has_offloaded_modules(model: nn.Module) -> bool:
+    """Whether weights of a model come and go, by hooks of it or of modules below.
+
+    >>> has_offloaded_modules(nn.Linear(1, 1))
+    False
+    """
+    return any(True for module in model.modules() for _ in _offloading(module))
+
+
+def away_in(model: nn.Module) -> dict[str, Away]:
+    """The weights that hooks of a model bring, by their names in it."""
+    found: dict[str, Away] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for hook in _offloading(module):
+            found.update({prefix + name: _away(hook, name) for name in hook._names})
+    return found
+
+
+def leave(loader: OffloadedWeightsLoader, groups: Iterable[list[str]], folders: Iterable[TemporaryFolder]) -> None:
+    """Leaves with a map of weights what a later dispatch will ask: which names are one weight, and what has to stay."""
+    first = {name: names[0] for names in groups for name in names}
+    setattr(loader, _LEFT, Left(first, tuple(dict.fromkeys(folders))))
+
+
+def take_hooks_off(model: nn.Module) -> None:
+    """Removes the hooks of an earlier dispatch, and no others. Weights that were in memory before it are back there."""
+    for module in model.modules():
+        hooks = hooks_of(module)
+        others = [hook for hook in hooks if not isinstance(hook, AlignDevicesHook)]
+        if len(others) == len(hooks):
+            continue
+        if not others:
+            remove_hook_from_module(module)
+            continue
+        for hook in hooks:
+            if hook not in others:
+                hook.detach_hook(module)
+        module._hf_hook = others[0] if len(others) == 1 else SequentialHook(*others)  # type: ignore[assignment]
+
+
+def stay_in_memory(model: nn.Module, but: Collection[str]) -> None:
+    """Ends an earlier dispatch: weights that are away, `but` for these, become views of their files, and the hooks go."""
+    away = away_in(model)
+    take_hooks_off(model)
+    made: dict[Hashable, torch.Tensor] = {}
+    for place in places_of(model, recurse=True):
+        known = away.get(place.name)
+        if known is None or place.name in but or not place.tensor.is_meta:
+            continue
+        key = known.key or id(place.tensor)
+        if key not in made:
+            made[key] = dressed_like(place.tensor, known.value().to(place.tensor.dtype))
+        place.store[place.key] = made[key]
+
+
+def _offloading(module: nn.Module) -> Iterator[AlignDevicesHook]:
+    yield from (hook for hook in hooks_of(module) if isinstance(hook, AlignDevicesHook) and hook.offload)
+
+
+def _away(hook: AlignDevicesHook, name: str) -> Away:
+    weights = hook.weights_map
+    loader = weights.dataset if isinstance(weights, PrefixedDataset) else weights
+    if not isinstance(loader, OffloadedWeightsLoader):
+        return Away(None, None, lambda: hook.weight(name), None, ())
+    key = getattr(weights, "prefix", "") + hook._names[name]
+    left: Left = getattr(loader, _LEFT, None) or Left({}, ())
+    group = (id(loader), left.first[key]) if key in left.first else None
+    return Away(group, loader.entry_of(key), lambda: loader[key].detach(), loader, left.folders)
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
