@@ -34,8 +34,11 @@ def names(*arguments, **options):
     return [name for name, _ in blocks_of(*arguments, **options)]
 
 
-def test_what_is_small_is_one_block():
-    assert blocks_of(Model(), "") == [Part("", True)]
+def test_what_is_small_is_one_block_but_for_the_whole_model_and_stacks():
+    assert blocks_of(nn.ModuleDict({"inner": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}), "inner") == [Part("inner", True)]
+    assert blocks_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "") == [Part("0", True), Part("1", True)]
+    inside = nn.ModuleDict({"inner": Model()})
+    assert names(inside, "inner") == ["inner", *(f"inner.{name}" for name in names(Model(), "")[1:])]
 
 
 def test_what_is_too_large_is_divided_and_its_own_tensors_come_alone():

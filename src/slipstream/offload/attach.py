@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.offload.exchange import places_of
 from slipstream.offload.hooks import AlignDevicesHook, add_hook_to_module
+from slipstream.offload.parts import places_of
 from slipstream.offload.weights import PrefixedDataset
 
 __all__ = ["attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook"]

@@ -38,8 +38,9 @@ def blocks_of(
 ) -> list[Part]:
     """The blocks of the module `entry_name`, in the model's order; those without tensors are left out.
 
-    A module is divided if it has more than `largest` bytes, if it is never called itself (a ModuleList), or if one of the modules named
-    in `apart` is below it: those are others' business and left out. It is not divided if its class is named in `whole`, or if it uses
+    A module is divided if it has more than `largest` bytes, if it is never called itself (a ModuleList), if it is the whole model or has
+    a stack of blocks below it (a ModuleList, or a Sequential of modules with parts of their own), or if one of the modules named in
+    `apart` is below it: those are others' business and left out. It is not divided if its class is named in `whole`, or if it uses
     the weights of its children itself.
 
     >>> model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)})
@@ -49,6 +50,8 @@ def blocks_of(
     cut = _Cut(LARGEST if largest is None else largest, frozenset(whole), frozenset(apart))
     module = model.get_submodule(entry_name)
     cut.measure(module, entry_name)
+    if not entry_name:
+        cut.stacks.add(id(model))  # parts of a whole model are called by themselves too: an encoder, a head
     return list(cut.parts(module, entry_name))
 
 
@@ -67,6 +70,8 @@ class _Cut:
         self._bytes: dict[int, int] = {}
         self._divided_below: set[int] = set()
         """Modules with something below them that is left out."""
+        self.stacks: set[int] = set()
+        """Modules with a stack of blocks in or below them."""
         self._seen: set[int] = set()
 
     def measure(self, module: nn.Module, name: str) -> int:
@@ -79,8 +84,18 @@ class _Cut:
             total += self.measure(child, full)
             if full in self._apart or id(child) in self._divided_below:
                 self._divided_below.add(id(module))
+            if id(child) in self.stacks:
+                self.stacks.add(id(module))
         self._bytes[id(module)] = total
+        if self._is_stack(module):
+            self.stacks.add(id(module))
         return total
+
+    def _is_stack(self, module: nn.Module) -> bool:
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            return False
+        inner = [child for child in module.children() if self._bytes[id(child)]]
+        return len(inner) > 1 and (not isinstance(module, nn.Sequential) or all(any(child.children()) for child in inner))
 
     def parts(self, module: nn.Module, name: str) -> Iterator[Part]:
         if id(module) in self._seen or not self._bytes[id(module)]:
@@ -105,7 +120,8 @@ class _Cut:
             return False
         if id(module) in self._divided_below:
             return True
-        return self._bytes[id(module)] > self._largest and not any(one.__name__ in self._whole for one in type(module).__mro__)
+        large = self._bytes[id(module)] > self._largest or id(module) in self.stacks
+        return large and not any(one.__name__ in self._whole for one in type(module).__mro__)
 
 
 def _own(module: nn.Module) -> Iterator[torch.Tensor]:

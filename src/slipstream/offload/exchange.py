@@ -16,31 +16,18 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
-from slipstream.offload.standins import KEEPER, NAME, is_stand_in, stand_in
+from slipstream.offload.parts import MADE, PLAIN, Place, dressed_like, parked_like, places_of, same_memory
+from slipstream.offload.standins import KEEPER, stand_in
 
-__all__ = [
-    "Bundle",
-    "Exchange",
-    "MappedBundle",
-    "Place",
-    "as_device",
-    "dressed_like",
-    "exchanges_of",
-    "parked_like",
-    "places_of",
-    "same_memory",
-]
+__all__ = ["Bundle", "Exchange", "MappedBundle", "exchanges_of"]
 
 _TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-_MADE: Final = "_slipstream_made"
-"""Where the Parameter that was made of a tensor is kept: on that tensor, with its address, dtype and requires_grad."""
 
 
 class Bundle(Protocol):
@@ -99,87 +86,6 @@ class MappedBundle:
             copies[self._device] = moved
             self._shared.append(tensor.data_ptr())
         return moved
-
-
-class Place(NamedTuple):
-    """One place of a tensor in a tree of modules."""
-
-    name: str
-    store: dict[str, Any]
-    """`_parameters` or `_buffers` of the module that holds it."""
-    key: str
-    tensor: torch.Tensor
-    owner: torch.nn.Module
-    persistent: bool
-
-
-def places_of(module: torch.nn.Module, recurse: bool) -> Iterator[Place]:
-    """Every place of a parameter or buffer, tied ones more than once, and modules once.
-
-    >>> [place.name for place in places_of(torch.nn.Sequential(torch.nn.Linear(2, 2)), recurse=True)]
-    ['0.weight', '0.bias']
-    """
-    waiting, seen = [("", module)], {id(module)}
-    while waiting:
-        prefix, owner = waiting.pop()
-        transient = owner._non_persistent_buffers_set
-        for store in (owner._parameters, owner._buffers):
-            for key, tensor in store.items():
-                if tensor is not None:
-                    yield Place(prefix + key, store, key, tensor, owner, store is owner._parameters or key not in transient)
-        if recurse:
-            inner = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
-            inner = [(name, child) for name, child in inner if id(child) not in seen]
-            seen.update(id(child) for _, child in inner)
-            waiting.extend(reversed(inner))
-
-
-def as_device(device: Any) -> torch.device:
-    """The device that was meant; there is one processor, whatever number it is given.
-
-    >>> as_device("cpu:0")
-    device(type='cpu')
-    """
-    made = torch.device(device)
-    return torch.device("cpu") if made.type == "cpu" else made
-
-
-def dressed_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """These values as what `like` is: a Parameter of its class, with its attributes and `requires_grad`, or a plain buffer.
-
-    >>> dressed_like(torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False), torch.ones(2))
-    Parameter containing:
-    tensor([1., 1.])
-    """
-    if not isinstance(like, torch.nn.Parameter):
-        return data.detach()
-    needs = like.requires_grad and (data.is_floating_point() or data.is_complex())
-    with torch.inference_mode(False):
-        if type(like) is torch.nn.Parameter or is_stand_in(like) or type(data) not in _PLAIN:
-            made = torch.nn.Parameter(data.detach(), requires_grad=needs)
-        else:
-            made = torch.Tensor._make_subclass(type(like), data.detach(), needs)
-    vars(made).update({name: value for name, value in vars(like).items() if name not in (_MADE, KEEPER, NAME)})
-    return made
-
-
-def parked_like(tensor: torch.Tensor) -> torch.Tensor:
-    """The stand-in of a tensor: the same without values, on the meta device.
-
-    >>> parked_like(torch.ones(2, dtype=torch.float16))
-    tensor(..., device='meta', size=(2,), dtype=torch.float16)
-    """
-    if tensor.is_meta:
-        return tensor
-    with torch.inference_mode(False), torch.no_grad():
-        return dressed_like(tensor, tensor.detach().to("meta"))
-
-
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in one piece of memory."""
-    if one.is_meta or other.is_meta or type(one) not in _PLAIN or type(other) not in _PLAIN:
-        return one is other
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 _Made = tuple[torch.Tensor, int, torch.dtype, bool]
@@ -371,7 +277,7 @@ class Exchange:
                 if (held := store.get(key)) is not parked:
                     parked = slot.look_again()
                     alone = held is None or not held.is_meta  # somebody's own values, such as those of torch.func.functional_call
-                made: _Made | None = getattr(tensor, _MADE, None)
+                made: _Made | None = getattr(tensor, MADE, None)
                 if made is None or made[2] is not parked.dtype or (graph and made[3] is not parked.requires_grad):
                     made = self._make(slot, tensor)
                 now.append(made)
@@ -413,10 +319,10 @@ class Exchange:
         value = dressed_like(parked, converted)
         if value.requires_grad and value.is_leaf:
             value.register_post_accumulate_grad_hook(partial(self._told.got_gradient, slot.name))  # type: ignore[no-untyped-call]
-        watched = type(value) in _PLAIN and not value.is_inference() and not value.is_meta
+        watched = type(value) in PLAIN and not value.is_inference() and not value.is_meta
         made = (value, value.data_ptr() if watched else 0, wanted, parked.requires_grad)
         if converted is tensor:
-            setattr(tensor, _MADE, made)
+            setattr(tensor, MADE, made)
         return made
 
     def _changed(self, slot: _Slot, value: torch.Tensor, address: int) -> None:
@@ -424,9 +330,9 @@ class Exchange:
         if same and getattr(self._bundle, "keeps_changes", False):
             return
         for tensor in self._tensors:
-            made = getattr(tensor, _MADE, None)
+            made = getattr(tensor, MADE, None)
             if made is not None and made[0] is value:  # it may stand for other values now
-                delattr(tensor, _MADE)
+                delattr(tensor, MADE)
         if same and (restore := getattr(self._bundle, "restore", None)) is not None:
             restore()
         if not same and value.dtype is not slot.first[2].dtype:  # converted for this forward, by a hook that casts: nothing is lost

@@ -16,8 +16,9 @@ import torch
 from slipstream.devices.memory import clear_device_cache
 from slipstream.devices.table import family_of
 from slipstream.errors import ConfigError
-from slipstream.offload.exchange import as_device, dressed_like, exchanges_of, places_of
+from slipstream.offload.exchange import exchanges_of
 from slipstream.offload.hooks import AlignDevicesHook
+from slipstream.offload.parts import as_device, dressed_like, places_of
 from slipstream.offload.wrapping import hooks_of
 
 __all__ = ["align_module_device", "check_device_same", "has_offloaded_params", "set_module_tensor_to_device"]
