@@ -281,6 +281,8 @@ def test_the_processor_keeps_room_to_read_layers_ahead() -> None:
     assert plan == {"embed": "cpu", "blocks.0": "cpu", "blocks.1": "disk", "blocks.2": "disk", "blocks.3": "disk", "head": "disk"}
     assert plan.reserved == {"cpu": 2 * BLOCK}
     assert plan.whole == ("Block",)
+    model._no_split_modules = ["Block"]  # as models of transformers have it
+    assert infer_auto_device_map(model, {"cpu": EMBED + 3 * BLOCK}) == plan
     with pytest.raises(ConfigError, match="read_ahead=-1"):
         infer_auto_device_map(model, {"cpu": 10**6}, read_ahead=-1)
 

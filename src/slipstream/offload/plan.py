@@ -138,8 +138,8 @@ def infer_auto_device_map(
     """A device for every part of a model, so that the first devices are used most and no budget is exceeded.
 
     `max_memory`: bytes per device (`{0: "10GiB", "cpu": "30GiB"}`), default what is free now; disk takes the rest, without limit unless
-    one is given (`"disk": 0` forbids it). `no_split_module_classes`: names of classes whose modules stay whole. `dtype`,
-    `special_dtypes`: what weights will be converted to, all of them and some by name. `activations`: bytes kept free, on every
+    one is given (`"disk": 0` forbids it). `no_split_module_classes`: names of classes whose modules stay whole; None takes the
+    model's own `_no_split_modules`, if it has any. `dtype`, `special_dtypes`: what weights will be converted to, all of them and some by name. `activations`: bytes kept free, on every
     device that is no disk or per device. `offload_buffers`: buffers of offloaded layers go with them and do not stay on the main
     device. `fallback_allocation`: where the next layer does not fit, later ones may fill the room. `verbose` prints the plan.
     `clean_result=False` gives the layers as they were placed, without merging them into modules. `read_ahead`: where the processor runs
@@ -152,6 +152,8 @@ def infer_auto_device_map(
     {'0': 0, '1': 'cpu', '2': 'disk', '3': 'disk'}
     """
     budget = get_max_memory(max_memory)
+    if no_split_module_classes is None:
+        no_split_module_classes = getattr(model, "_no_split_modules", None)
     whole = class_names(no_split_module_classes)
     units = units_of(model, whole, sizer(dtype, special_dtypes))
     kept = _activations(activations, budget)
