@@ -139,7 +139,8 @@ def infer_auto_device_map(
 
     `max_memory`: bytes per device (`{0: "10GiB", "cpu": "30GiB"}`), default what is free now; disk takes the rest, without limit unless
     one is given (`"disk": 0` forbids it). `no_split_module_classes`: names of classes whose modules stay whole; None takes the
-    model's own `_no_split_modules`, if it has any. `dtype`, `special_dtypes`: what weights will be converted to, all of them and some by name. `activations`: bytes kept free, on every
+    model's own `_no_split_modules`, if it has any. `dtype`, `special_dtypes`: what weights will be converted to, all of them and some by
+    name. `activations`: bytes kept free, on every
     device that is no disk or per device. `offload_buffers`: buffers of offloaded layers go with them and do not stay on the main
     device. `fallback_allocation`: where the next layer does not fit, later ones may fill the room. `verbose` prints the plan.
     `clean_result=False` gives the layers as they were placed, without merging them into modules. `read_ahead`: where the processor runs
