@@ -16,6 +16,7 @@ from slipstream.checkpoint.models import save_model
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.offload import filling
 from slipstream.offload.dispatch import disk_offload, dispatch_model
+from slipstream.offload.empty import init_empty_weights
 from slipstream.offload.load import load_checkpoint_and_dispatch, load_checkpoint_in_model, load_state_dict
 
 DISK = {"": "cpu", "layers": "disk", "norm": "disk"}
@@ -321,9 +322,35 @@ def test_missing_extra_and_misshaped_tensors_are_named_and_change_nothing(tmp_pa
         with pytest.raises(CheckpointError, match=name):
             load_checkpoint_and_dispatch(model, broken(tmp_path, change), DISK, strict=strict)
         assert all(one.is_meta for one in model.parameters())
-    with pytest.raises(ConfigError, match="layers.1.up.weight.*without values"):
-        load_checkpoint_and_dispatch(skeleton(), broken(tmp_path, missing), DISK)
+    for device_map in (DISK, None):
+        with pytest.raises(CheckpointError, match=r"without values.*\n.*layers.1.up.weight\n.*Load a checkpoint that has them"):
+            load_checkpoint_and_dispatch(skeleton(), broken(tmp_path, missing), device_map)
     assert load_checkpoint_in_model(skeleton(), broken(tmp_path, extra), {"": "cpu"}).unexpected == ("layers.9.weight",)
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, None])
+def test_names_that_another_library_changes_are_told_as_such_and_not_as_those_of_a_wrapper(tmp_path, device_map):
+    class Renamed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.ModuleDict({"experts": nn.Linear(2, 2)})
+
+    save_model({"model.moe.weight": torch.ones(2, 2), "model.moe.bias": torch.ones(2)}, tmp_path)
+    with init_empty_weights():
+        model = Renamed()
+    with pytest.raises(CheckpointError, match="renames weights while it loads: .* save_model") as caught:
+        load_checkpoint_and_dispatch(model, tmp_path, device_map)
+    assert {"model.experts.weight", "model.moe.weight"} <= {*re.split("[ ,\n]+", str(caught.value))}
+    assert "wrapped" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device_map", [DISK, {"": "cpu"}, None])
+def test_weights_loaded_in_inference_mode_are_trained_later(tmp_path, device_map):
+    model = skeleton()
+    with torch.inference_mode():
+        load_checkpoint_and_dispatch(model, single(tmp_path), device_map)
+    model(TOKENS).sum().backward()
+    assert model.scale.grad is not None
 
 
 def test_an_index_that_points_outside_its_folder_is_refused(tmp_path):
@@ -380,8 +407,6 @@ def test_a_folder_is_no_single_file(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_transformers_model_generates_the_same_tokens_with_and_without_offload(tmp_path, tied):
     transformers = pytest.importorskip("transformers")
-    from slipstream.offload.empty import init_empty_weights
-
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=64, tie_word_embeddings=tied,

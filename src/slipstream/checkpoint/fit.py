@@ -95,19 +95,37 @@ class LoadReport:
         lines += _listed("do not fit", [f"{name} ({why})" for name, why in self.mismatched.items()], ())
         return "\n".join([*lines, f"  {self._remedy(strict)}"])
 
+    def demand_values(self, model: torch.nn.Module, where: str) -> None:
+        """An error if weights that the file has not are on the meta device: the model would compute with nothing.
+
+        What modules that load in a way of their own make up (a counter that older files have not) is left to them.
+        """
+        if not self.missing or self.mismatched:
+            return
+        expected, modules = model.state_dict(), dict(model.named_modules())
+        plain = torch.nn.Module._load_from_state_dict
+        owners = {name: type(modules.get(name.rpartition(".")[0], model)) for name in self.missing}
+        empty = [name for name, kind in owners.items() if kind._load_from_state_dict is plain and getattr(expected[name], "is_meta", False)]
+        if not empty:
+            return
+        remedy = "Load a checkpoint that has them, or build the model outside of init_empty_weights: they keep their first values then."
+        if self.unexpected:
+            remedy = (
+                "If it is of another library, which renames weights while it loads: load it there, write the model with save_model, and "
+                "load what that has written."
+            )
+        lines = [f"{where} leaves weights of the model {type(model).__name__} without values, as they are on the meta device:"]
+        lines += _listed("are not in the file", empty, self.unexpected)
+        lines += _listed("are in the file and not in the model", self.unexpected, empty)
+        raise CheckpointError("\n".join([*lines, f"  {remedy}"]))
+
     def _remedy(self, strict: bool) -> str:
         if self.mismatched:
             return "Build the model with the sizes with which it was saved, or take these entries out of the file."
-        if (
-            self.unexpected
-            and all("." in name for name in self.unexpected)
-            and len({name.partition(".")[0] for name in self.unexpected}) == 1
-        ):
-            prefix = self.unexpected[0].partition(".")[0]
-            if prefix in ("module", "_orig_mod", "model"):
-                return (
-                    f"Did you save a wrapped model? All of these begin with {prefix!r}. Load into the model that was wrapped the same way."
-                )
+        prefix = self.unexpected[0].partition(".")[0] if self.unexpected else ""
+        of_wrapper = prefix in ("module", "_orig_mod", "model") and all(name.startswith(f"{prefix}.") for name in self.unexpected)
+        if of_wrapper and not any(name.startswith(f"{prefix}.") for name in self.missing):
+            return f"Did you save a wrapped model? All of these begin with {prefix!r}. Load into the model that was wrapped the same way."
         if strict:
             return "Build the model as it was when it was saved, or load what fits with strict=False."
         return "What the file has not keeps the values it had."
@@ -379,8 +397,9 @@ def _give_memory(places: list[Placed], state: Mapping[str, Any]) -> None:
     """Weights without memory that are about to be loaded get some; tied ones stay one."""
     for tensor, where in places:
         if tensor.is_meta and any(name in state for name, _ in where):
-            empty = torch.empty_like(tensor, device="cpu")
-            made = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+            with torch.inference_mode(False):  # weights of that mode could not be used outside of it
+                empty = torch.empty_like(tensor, device="cpu")
+                made = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
             for _, place in where:
                 put(place, made)
 

@@ -148,8 +148,9 @@ def load_weights(
     """Loads weights into a model, wherever its tensors are; those on the meta device get memory.
 
     `checkpoint` is a file (safetensors, or of torch.save), an index, or a folder: one of `save_model`, of `save_state`, or of another
-    library. Names that are missing or unexpected are a warning, or an error with `strict=True`; shapes that do not fit are an error. If
-    there is an error, nothing has changed. `dtype` is what the model's floating point weights become.
+    library. Names that are missing or unexpected are a warning, or an error with `strict=True`, or if they would leave weights on the meta
+    device; shapes that do not fit are an error. If there is an error, nothing has changed. `dtype` is what the model's floating point
+    weights become.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -198,6 +199,7 @@ def _load(
         aliases |= file.aliases
     extra = source.read_extra()
     report = check_fit(model, forms, aliases, extra)
+    report.demand_values(model, where)
     report.demand(where, type(model).__name__, strict=strict)
     if dtype is not None:
         give_dtype(model, {report.renamed.get(name, name) for name in (*forms, *aliases)}, dtype, keep)

@@ -22,8 +22,8 @@ from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
 from slipstream.offload.blocks import LARGEST, Part, blocks_of
 from slipstream.offload.earlier import has_offloaded_modules
-from slipstream.offload.exchange import places_of
 from slipstream.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
+from slipstream.offload.parts import places_of
 from slipstream.offload.plan import check_device_map
 from slipstream.offload.spreading import Given, Spreading
 from slipstream.offload.store.residency import AHEAD

@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from slipstream.offload.exchange import dressed_like, places_of
 from slipstream.offload.hooks import AlignDevicesHook
+from slipstream.offload.parts import dressed_like, places_of
 from slipstream.offload.weights import OffloadedWeightsLoader, PrefixedDataset
 from slipstream.offload.wrapping import SequentialHook, hooks_of, remove_hook_from_module
 

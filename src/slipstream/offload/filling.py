@@ -34,7 +34,7 @@ from slipstream.checkpoint.sources import File, Source
 from slipstream.devices.memory import convert_bytes
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.logging import get_logger
-from slipstream.offload.exchange import dressed_like
+from slipstream.offload.parts import dressed_like
 from slipstream.offload.targets import HOST, Targets
 from slipstream.offload.written import Entry, Value, entry, write
 from slipstream.track.progress import tqdm
@@ -107,6 +107,7 @@ class _Step(NamedTuple):
         return self.value.shape != self.held.shape
 
 
+@torch.inference_mode(False)  # weights of that mode could not be used outside of it
 def fill(model: torch.nn.Module, source: Source, where: str, targets: Targets, wishes: Wishes) -> Filling:
     """Loads the weights of `source`; `where` names it in messages. If there is an error, the model has not changed."""
     files = _opened(source, where)
@@ -117,6 +118,7 @@ def fill(model: torch.nn.Module, source: Source, where: str, targets: Targets, w
     _check_undivided(places)
     tied = tied_names(model, places)
     report = check_fit(model, tensors, aliases, extra, tied=tied)
+    report.demand_values(model, where)
     report.demand(where, type(model).__name__, strict=wishes.strict)
     state: Mapping[str, Any] = arranged(model, tensors, aliases, extra, report, strict=wishes.strict, tied=tied)
     known: Callable[[torch.Tensor], Any] = id
@@ -228,7 +230,8 @@ def _settle(step: _Step) -> None:
         value = value.to(step.target, step.dtype, copy=True)
     if value.shape != step.held.shape:
         value = value.reshape(step.held.shape)
-    if step.held.device == value.device and type(step.held) in (torch.Tensor, torch.nn.Parameter):
+    plain = type(step.held) in (torch.Tensor, torch.nn.Parameter) and not step.held.is_inference()
+    if plain and step.held.device == value.device:
         step.held.data = value  # the same object, so whoever holds it has the weights too
     else:
         _replace(step, value)

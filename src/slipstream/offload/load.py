@@ -73,9 +73,9 @@ def load_checkpoint_in_model(
     """Loads weights into a model, wherever its tensors are; those on the meta device get memory.
 
     `checkpoint` is a file (safetensors, or of torch.save), an index, or a folder: one of `save_model`, of `save_state`, or of another
-    library. Names that are missing or unexpected are a warning, or an error with `strict=True`; shapes that do not fit are an error. If
-    there is an error, nothing has changed. `dtype` is what the model's floating point weights become, but for those in modules of
-    `keep_in_fp32_modules`; without it they keep the types that the model has.
+    library. Names that are missing or unexpected are a warning, or an error with `strict=True`, or if they would leave weights on the meta
+    device; shapes that do not fit are an error. If there is an error, nothing has changed. `dtype` is what the model's floating point
+    weights become, but for those in modules of `keep_in_fp32_modules`; without it they keep the types that the model has.
 
     With a `device_map` weights for "cpu" are the pages of their file, which are read when they are used, and weights for "disk" stay in
     it: `dispatch_model` finds them. `offload_folder` takes those that have to be converted first, or that come from a file of torch.save,

@@ -24,9 +24,9 @@ from slipstream.files.names import check_name
 from slipstream.logging import get_logger
 from slipstream.offload.blocks import Part, is_called
 from slipstream.offload.earlier import TemporaryFolder, away_in, has_offloaded_modules, leave, take_hooks_off
-from slipstream.offload.exchange import Place, dressed_like, places_of
 from slipstream.offload.hooks import AlignDevicesHook, add_hook_to_module
 from slipstream.offload.parked import save_offload_index
+from slipstream.offload.parts import Place, dressed_like, places_of
 from slipstream.offload.store.residency import decide
 from slipstream.offload.targets import HOST, Targets
 from slipstream.offload.tied import identity_of
@@ -83,9 +83,9 @@ def no_values(names: Sequence[str]) -> str:
     """The message about tensors on the meta device that nothing has values for."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
-        f"{', '.join(names[:_SHOWN])}{more}: on the meta device, without values. Load the weights first (load_checkpoint_and_dispatch does "
-        "both), or say where they are with state_dict or offload_index; buffers that no file has are made with the model, "
-        "under init_empty_weights(include_buffers=False)."
+        f"{', '.join(names[:_SHOWN])}{more}: on the meta device, without values, and nothing that was given or loaded has them. "
+        "Call load_checkpoint_and_dispatch with a checkpoint that has these names, or say where they are with state_dict or offload_index; "
+        "buffers that no file has are made with the model, under init_empty_weights(include_buffers=False)."
     )
 
 
@@ -113,6 +113,7 @@ class Spreading:
         self._temporary: list[TemporaryFolder] = []
         self._earlier = away_in(model)
 
+    @torch.inference_mode(False)  # weights of that mode could not be used outside of it
     def run(self, limit: int | None = None, *, must_hold: bool = False) -> None:
         """Does it. `limit`: bytes of offloaded weights in memory at a time; it is raised to what is needed, unless it must hold."""
         tensors = self._tensors()
@@ -131,6 +132,7 @@ class Spreading:
         if any(one.away for one in tensors):
             self._model._apply = functools.partial(_refuse_moving, self._model)  # type: ignore[method-assign]
 
+    @torch.inference_mode(False)
     def bring(self) -> None:
         """Everything to its device, without any hook."""
         self._settle_all(self._tensors())
