@@ -242,7 +242,7 @@ def test_a_folder_that_vanishes_during_the_save(tmp_path: Path) -> None:
         with LocalTarget(tmp_path / "out" / "first").begin() as stage:
             files = fill(stage, 1)
             shutil.rmtree(tmp_path / "out")
-            with pytest.raises(CheckpointError, match="vanished during the save") as caught:
+            with pytest.raises(CheckpointError, match="vanished") as caught:
                 stage.add("more", [b"x"], 1) if moment == "writing" else stage.commit(manifest_for(1, files))
         assert str(tmp_path / "out" / "first") in str(caught.value)
     save(tmp_path / "out" / "first", 2)

@@ -20,6 +20,7 @@ from slipstream.offload.empty import init_empty_weights
 from slipstream.offload.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from slipstream.offload.load import load_checkpoint_and_dispatch
 from slipstream.offload.plan import infer_auto_device_map
+from slipstream.offload.ways import plan_for
 from slipstream.offload.wrapping import hooks_of
 
 MIXED = {"scale": "cpu", "embed": "cpu", "layers.0": "disk", "layers.1": "cpu", "layers.2": "disk", "norm": "disk", "head": "disk"}
@@ -274,10 +275,29 @@ def test_a_model_without_values_is_refused_with_what_to_do():
         dispatch_model(skeleton(), {"": "cpu"})
 
 
+def test_names_of_classes_and_tensors_that_the_model_has_not_are_told_with_those_that_are_near(caplog):
+    infer_auto_device_map(small(), {"cpu": "1MB"}, ["Layr"], special_dtypes={"hed.weight": torch.float16})
+    assert "no_split_module_classes names the class Layr (did you mean Layer?)" in caplog.text
+    assert "special_dtypes names the tensor hed.weight (did you mean head.weight?)" in caplog.text
+    caplog.clear()
+    dispatch_model(small(), {"": "disk"}, preload_module_classes=["Layer", "Modul"])
+    assert "preload_module_classes names the class Modul (did you mean Module?)" in caplog.text
+    with pytest.raises(ConfigError, match="one text"):
+        cpu_offload(small(), preload_module_classes="Layer")
+
+
+def test_classes_that_a_model_itself_names_need_not_be_there(caplog):
+    model = small()
+    model._no_split_modules = ["Layer", "Other"]
+    plan_for(model, "auto", {"cpu": "1MB"})
+    dispatch_model(model, infer_auto_device_map(model, {"cpu": "1MB"}))
+    assert "Other" not in caplog.text
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_before_anything_changes(tmp_path):
     (tmp_path / "file").write_text("")
     model = small()
-    with pytest.raises(CheckpointError, match="Something on the way is a file"):
+    with pytest.raises(CheckpointError, match="offload_dir cannot take .* Something on the way is a file .* choose another folder"):
         dispatch_model(model, MIXED, offload_dir=tmp_path / "file" / "below")
     with pytest.raises(CheckpointError, match="file"):
         disk_offload(model, tmp_path / "file" / "below")

@@ -381,6 +381,12 @@ def test_wrong_arguments_say_what_to_write(tmp_path, options, said):
         load_checkpoint_and_dispatch(skeleton(), single(tmp_path), **options)
 
 
+def test_an_offload_folder_that_cannot_be_written_is_named_as_such(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="offload_folder cannot take the weights"):
+        load_checkpoint_and_dispatch(skeleton(), torch_file(tmp_path / "saved"), DISK, offload_folder=tmp_path / "file" / "below")
+
+
 def test_options_that_change_nothing_are_named(tmp_path, caplog):
     load_checkpoint_and_dispatch(small(seed=1), single(tmp_path), force_hooks=True, max_memory={"cpu": 1})
     assert "max_memory, force_hooks changes nothing without a device_map" in caplog.text

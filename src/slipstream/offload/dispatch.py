@@ -25,6 +25,7 @@ from slipstream.offload.earlier import has_offloaded_modules
 from slipstream.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from slipstream.offload.parts import places_of
 from slipstream.offload.plan import check_device_map
+from slipstream.offload.spelling import tell_unknown_classes
 from slipstream.offload.spreading import Given, Spreading
 from slipstream.offload.store.residency import AHEAD
 from slipstream.offload.targets import DISK, HOST, Targets, device_here
@@ -75,6 +76,7 @@ def dispatch_model(
         )
     targets = Targets(device_map, main_device)
     check_device_map(model, device_map)
+    tell_unknown_classes(model, preload_module_classes, "preload_module_classes")
     given = Given(state_dict or {}, _index(offload_index), getattr(model, OWN_INDEX, {}), _folder(offload_dir))
     return spread(model, device_map, targets, given, offload_buffers, skip_keys, preload_module_classes, force_hooks, limit)
 
@@ -115,6 +117,7 @@ def cpu_offload(
     >>> model(torch.ones(1, 2)).shape, model[0].weight.is_meta
     (torch.Size([1, 1]), True)
     """
+    tell_unknown_classes(model, preload_module_classes, "preload_module_classes")
     device = _execution_device(model, execution_device)
     parts = blocks_of(model, "", whole=preload_module_classes or ())
     given = Given(state_dict or {}, {}, {}, None)
@@ -142,6 +145,7 @@ def disk_offload(
     ...     model(torch.ones(1, 2)).shape, model[0].weight.is_meta
     (torch.Size([1, 1]), True)
     """
+    tell_unknown_classes(model, preload_module_classes, "preload_module_classes")
     device = _execution_device(model, execution_device)
     most = _limit(limit, {})
     parts = blocks_of(model, "", largest=_largest(most), whole=preload_module_classes or ())

@@ -28,6 +28,7 @@ from slipstream.offload.filling import Filling, Wishes, fill
 from slipstream.offload.parked import save_offload_index
 from slipstream.offload.plan import check_device_map
 from slipstream.offload.sizes import class_names
+from slipstream.offload.spelling import tell_unknown_classes
 from slipstream.offload.spreading import Given
 from slipstream.offload.targets import HOST, Targets
 from slipstream.offload.ways import plan_for
@@ -149,10 +150,12 @@ def load_checkpoint_and_dispatch(
         )
         load_weights(model, checkpoint, dtype, strict=strict)
         return model
+    tell_unknown_classes(bare(model), preload_module_classes, "preload_module_classes")
     if isinstance(device_map, str):
         device_map = plan_for(bare(model), device_map, max_memory, no_split_module_classes, wishes.dtype, offload_buffers=offload_buffers)
-    elif max_memory is not None:
-        _tell_unused(max_memory=True, why="with a device map that is a dict")
+    else:
+        tell_unknown_classes(bare(model), no_split_module_classes, "no_split_module_classes")
+        _tell_unused(max_memory=max_memory is not None, why="with a device map that is a dict")
     found = _load(bare(model), local_path(checkpoint, "checkpoint"), _mapping(device_map), wishes)
     whole = [*(preload_module_classes or ()), *class_names(no_split_module_classes)]
     given = Given({}, found.index, {}, wishes.folder)

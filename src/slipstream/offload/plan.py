@@ -25,6 +25,7 @@ from slipstream.offload.fallback import fallback_allocate
 from slipstream.offload.packing import Item, NoRoom, Packing, Room, loads, pack
 from slipstream.offload.places import Places, check_device_map, clean_device_map, lookup, merged
 from slipstream.offload.sizes import class_names, sizer
+from slipstream.offload.spelling import tell_unknown_classes, tell_unknown_tensors
 from slipstream.offload.store.residency import AHEAD
 from slipstream.offload.units import Group, Piece, units_of
 
@@ -153,6 +154,8 @@ def infer_auto_device_map(
     {'0': 0, '1': 'cpu', '2': 'disk', '3': 'disk'}
     """
     budget = get_max_memory(max_memory)
+    tell_unknown_classes(model, no_split_module_classes, "no_split_module_classes")
+    tell_unknown_tensors(model, special_dtypes, "special_dtypes")
     if no_split_module_classes is None:
         no_split_module_classes = getattr(model, "_no_split_modules", None)
     whole = class_names(no_split_module_classes)

@@ -10,6 +10,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.offload.budget import get_balanced_memory
 from slipstream.offload.plan import DeviceMap, infer_auto_device_map
+from slipstream.offload.sizes import class_names
 
 __all__ = ["WAYS", "plan_for"]
 
@@ -35,9 +36,8 @@ def plan_for(
     """
     if how not in WAYS:
         raise ConfigError(f"device_map={how!r} is no way to find one. Write one of {', '.join(map(repr, WAYS))}, or a dict.")
-    if no_split_module_classes is None:
-        no_split_module_classes = getattr(model, "_no_split_modules", None) or ()
-    no_split = no_split_module_classes if isinstance(no_split_module_classes, str) else list(no_split_module_classes)
+    no_split = None if no_split_module_classes is None else class_names(no_split_module_classes)
     if how != "sequential":
-        max_memory = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=how == "balanced_low_0")
+        whole = class_names(getattr(model, "_no_split_modules", None)) if no_split is None else no_split
+        max_memory = get_balanced_memory(model, max_memory, sorted(whole), dtype, low_zero=how == "balanced_low_0")
     return infer_auto_device_map(model, max_memory, no_split, dtype, offload_buffers=offload_buffers)
