@@ -141,11 +141,12 @@ class _Slot:
 
 
 class _Told:
-    """What was said already; a warning about a module is given once."""
+    """What was said already: a warning is given once for all blocks that have their weights from one store."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, bundle: Any) -> None:
         self.prefix = prefix
-        self._said: set[str] = set()
+        said: set[str] | None = getattr(getattr(bundle, "store", None), "said", None)
+        self._said = set() if said is None else said
 
     def once(self, kind: str, message: str) -> None:
         if kind not in self._said:
@@ -187,7 +188,7 @@ class Exchange:
         self._now: list[_Made] = []
         self._versions: list[int] = []
         self._tensors: Sequence[torch.Tensor] = ()
-        self._told = _Told(prefix)
+        self._told = _Told(prefix, bundle)
 
     @property
     def in_use(self) -> bool:
@@ -237,7 +238,7 @@ class Exchange:
         """The values of one of its stand-ins, for an operation outside of the module."""
         slot = next(slot for slot in self._slots if slot.first[2] is stand_in)
         self._told.once(
-            f"outside {slot.name}",
+            f"outside {self._told.prefix}{slot.name}",
             f"{self._told.prefix}{slot.name} was used outside of the block that it is offloaded with, and is brought for single "
             "operations, which is slow. Call that block as a whole; or, if a module uses the weights of its children itself, name its "
             "class in preload_module_classes when you dispatch the model.",

@@ -35,6 +35,8 @@ class Store:
         self.limit = limit
         self.turns: Turns | None = None
         self.blocks: list[Block] = []
+        self.said: set[str] = set()
+        """Warnings about its blocks that were given."""
         self._plan: Residency | None = None
         self._around: Around | None = None
         self._after: dict[tuple[int, int], int] = {}
