@@ -263,6 +263,30 @@ def test_mistakes_in_a_loop_are_named(tmp_path: Path) -> None:
         work.results()
 
 
+def test_a_collective_inside_of_the_work_is_refused_at_once(ranks: Any) -> None:
+    def run() -> Any:
+        state = PartialState()
+        told = []
+        for inside in (lambda: state.gather(torch.ones(1)), state.wait_for_everyone, lambda: state.map_across_processes(square, [1])):
+            try:
+                state.map_across_processes(lambda number, inside=inside: inside(), range(5))
+            except (StateError, PeerLostError) as error:
+                told.append(str(error))
+        with state.split_between_processes(range(5), balance="dynamic") as work:
+            for _ in work:
+                with pytest.raises(StateError, match="was called inside the loop over split_between_processes"):
+                    state.wait_for_everyone()
+                if state.process_index == 0:
+                    break
+        state.wait_for_everyone()
+        return told
+
+    for told in (*ranks(2).run(run), run()):
+        assert "gather at " in told[0]
+        assert "wait_for_everyone at " in told[1]
+        assert all("was called inside map_across_processes" in text for text in told), told
+
+
 def test_who_leaves_the_loop_early_leaves_its_items_to_the_others(ranks: Any) -> None:
     def run() -> Any:
         state = PartialState()

@@ -24,7 +24,7 @@ from slipstream.comm.beacon import Beacon
 from slipstream.comm.verify import HEADER_SIZE, Call, Headers, explain_mismatch
 from slipstream.comm.vigil import Limits, Vigil
 from slipstream.comm.wire import ConnectionLost, Look, Wire
-from slipstream.errors import MismatchError
+from slipstream.errors import MismatchError, StateError
 
 __all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn", "aligned", "wait_in_slices"]
 
@@ -86,6 +86,8 @@ class Channel(Protocol):
     world_size: int
     room: int
     """Bytes that ride in the header, so that a call costs one collective."""
+    busy: str
+    """Inside of what no collective may be called, because the other processes may never call it; empty: they may be called."""
 
     def turn(self, call: Call, limits: Limits, *, patient: bool = False) -> _TurnContext: ...
 
@@ -102,8 +104,11 @@ class Solo:
     rank = 0
     world_size = 1
     room = sys.maxsize
+    busy = ""
 
     def turn(self, call: Call, limits: Limits, *, patient: bool = False) -> Solo:
+        if self.busy:
+            _refuse_inside(self.busy, call, self.rank)
         return self
 
     def __enter__(self) -> Solo:
@@ -147,6 +152,7 @@ class GroupChannel:
         self.generation = generation
         self.sequence = 0
         self.room = wire.room
+        self.busy = ""
         self.broken: str | None = None
         """Why this generation can no longer be used; the next call opens another."""
         self.spoilt: str | None = None
@@ -167,6 +173,8 @@ class GroupChannel:
 
     def turn(self, call: Call, limits: Limits, *, patient: bool = False) -> _GroupTurn:
         """Begins a guarded call; `patient` waits as long as the others show signs of life, up to `barrier_timeout`."""
+        if self.busy:
+            _refuse_inside(self.busy, call, self.rank)
         return _GroupTurn(self, call, limits, patient)
 
     def release(self, reason: str) -> tuple[Any, Any]:
@@ -297,6 +305,14 @@ class GroupChannel:
         self.beacon.find_loss(1.5, f"the connection to {who} broke ({lost})")
         self.give_up(str(self.beacon.loss))
         turn.vigil().lose()
+
+
+def _refuse_inside(what: str, call: Call, rank: int) -> NoReturn:
+    """The same with any number of processes: a program that works with one must not hang with two."""
+    raise StateError(
+        f"{call.operation} at {call.site} was called inside {what}: every process gets another number of items, so the others may never "
+        f"come to it. Call it after that, on every process.\n(raised on rank {rank})"
+    )
 
 
 def wait_in_slices(work: Any, look: Look) -> None:

@@ -103,6 +103,10 @@ class Team:
         assert found is not None
         return found
 
+    def occupy(self, inside: str) -> None:
+        """From here on collectives are refused, as they are inside of this; empty: no longer."""
+        self.channel.busy = inside
+
     def queue(self, name: str) -> Queue:
         if self.channel.world_size == 1:
             return Alone()
@@ -134,6 +138,7 @@ def hand_out(team: Team, inputs: Any, options: Options) -> Iterator[Work]:
             bar=make_bar(options.progress, is_main=is_main, finished=queue.finished_items, total=len(items), before=before),
             earlier=book.earlier,
             advice=book.advice,
+            busy=team.occupy,
         )
         try:
             yield work

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ from slipstream.runtime.dynamic.queue import Deadly, Queue, Report
 __all__ = ["Settled", "Work"]
 
 _NOTHING: Any = object()
+_LOOPS = {"split_between_processes": "the loop over split_between_processes(balance=\"dynamic\")"}
+"""What the work is called where its items are worked on."""
 _LONGEST_PAUSE = 0.02
 _LOOK_EVERY = 0.25
 """Seconds between two looks for processes that are gone, while there is nothing left to claim."""
@@ -65,10 +67,13 @@ class Work:
         bar: Bar | None = None,
         earlier: dict[int, Any] | None = None,
         advice: str = "",
+        busy: Callable[[str], None] = str,
     ) -> None:
         self._items, self._units, self._queue = items, units, queue
         self._batches, self._operation, self._advice = batches, operation, advice
         self._journal, self._bar = journal or Unwritten(), bar or Hidden()
+        self._busy = busy
+        """Told what this process is inside of, in which no collective may be called; empty at the end."""
         self._keeps = journal is not None
         self._settled = Settled(dict(earlier or {}), order=sorted(earlier or {}))
         self._pace = Pace(queue.world_size)
@@ -98,6 +103,15 @@ class Work:
         if self._state != "new":
             raise StateError(f"{self._operation} hands every item out once: its loop has been begun already. Split the inputs again.")
         self._state = "open"
+        self._busy(_LOOPS.get(self._operation, self._operation))
+        try:
+            yield from self._turns()
+        finally:
+            self._busy("")
+        self._settle()
+        self._state = "complete"
+
+    def _turns(self) -> Iterator[Any]:
         while units := self._claim():
             began = time.monotonic()
             for unit in units:
@@ -107,8 +121,6 @@ class Work:
                     self._report()
             self._pace.took(len(units), time.monotonic() - began)
             self._report()
-        self._settle()
-        self._state = "complete"
 
     @property
     def indices(self) -> list[int]:
@@ -269,6 +281,7 @@ class Work:
     def close(self) -> None:
         """The end of the block: this process takes no further part."""
         complete = self._state == "complete"
+        self._busy("")
         try:
             self._bar.close()
             self._journal.close()
