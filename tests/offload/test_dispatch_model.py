@@ -230,6 +230,38 @@ def test_what_lies_between_the_tensors_of_a_block_counts_towards_the_limit_befor
     load_checkpoint_and_dispatch(model, tmp_path / "m.safetensors", limit=2304, **options)(torch.ones(1, 16))
 
 
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.attention, self.encoder = nn.MultiheadAttention(8, 2, batch_first=True), nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x):
+        return self.encoder(self.attention(x, x, x)[0])
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_layers_of_an_encoder_are_blocks_if_it_does_not_fit_and_what_it_does_otherwise_is_told(grad, caplog):
+    model, inputs = Encoder().eval(), torch.randn(2, 3, 8)
+    with torch.set_grad_enabled(grad):
+        expected = model(inputs)
+        assert torch.equal(dispatch_model(model, {"": "disk"}, limit=9000)(inputs), expected)
+    assert [name for name, one in model.named_modules() if name and hooks_of(one)] == [
+        "attention", *(f"encoder.layers.{number}" for number in range(3)),
+    ]  # fmt: skip
+    assert "padded positions" in caplog.text
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_single_tensors_of_modules_that_use_weights_of_their_children(every, grad):
+    model, inputs = Encoder().eval(), torch.randn(2, 3, 8)
+    device_map = {name: "cpu" if number % every else "disk" for number, (name, _) in enumerate(model.named_parameters())}
+    with torch.set_grad_enabled(grad):
+        expected = model(inputs)
+        assert torch.equal(dispatch_model(model, device_map)(inputs), expected)
+
+
 def test_a_limit_below_the_largest_block_is_refused_before_anything_changes():
     model = small()
     with pytest.raises(ConfigError, match="limit"):

@@ -387,6 +387,11 @@ def test_an_offload_folder_that_cannot_be_written_is_named_as_such(tmp_path):
         load_checkpoint_and_dispatch(skeleton(), torch_file(tmp_path / "saved"), DISK, offload_folder=tmp_path / "file" / "below")
 
 
+def test_a_name_of_a_hub_is_no_path():
+    with pytest.raises(CheckpointError, match="download it first"):
+        load_checkpoint_and_dispatch(skeleton(), "some-people/some-model", "auto")
+
+
 def test_options_that_change_nothing_are_named(tmp_path, caplog):
     load_checkpoint_and_dispatch(small(seed=1), single(tmp_path), force_hooks=True, max_memory={"cpu": 1})
     assert "max_memory, force_hooks changes nothing without a device_map" in caplog.text

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from slipstream.checkpoint.models import save_model
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.offload.dispatch import dispatch_model
 from slipstream.offload.empty import init_empty_weights
 from slipstream.offload.quantize.bnb import has_4bit_bnb_layers
 from slipstream.offload.quantize.choice import get_keys_to_not_convert
@@ -259,6 +260,13 @@ def test_what_cannot_be_quantised_is_refused_before_anything_changes(tmp_path):
             call()
         assert said in str(caught.value)
     assert all(one.is_meta for one in empty.parameters())
+
+
+def test_quantised_weights_do_not_go_to_the_disk_and_weights_that_are_away_are_not_quantised():
+    with pytest.raises(ConfigError, match=r"0\.weight is a Int8Tensor: quantised weights, .* cannot go to the disk"):
+        dispatch_model(load_and_quantize_model(net(), TorchaoQuantizationConfig(8)), {"": "disk"})
+    with pytest.raises(ConfigError, match=r"is dispatched, .*dispatch_model\(model, {\"\": \"cpu\"}\)"):
+        load_and_quantize_model(dispatch_model(net(), {"": "disk"}), TorchaoQuantizationConfig(8))
 
 
 def test_missing_weights_are_named(tmp_path, caplog):

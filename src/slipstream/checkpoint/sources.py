@@ -172,6 +172,8 @@ def find(path: Path) -> Source:
     if not path.exists():
         near = sorted(one.name for one in path.parent.iterdir())[:8] if path.parent.is_dir() else []
         there = f" In {path.parent} there are: {', '.join(near)}." if near else ""
+        if not near and not path.is_absolute() and len(path.parts) == 2:  # as models on a hub are named
+            there = " If this names a model on a hub, download it first, and pass the folder: nothing is fetched from here."
         raise CheckpointError(f"There is nothing at {path}.{there}")
     if path.name.endswith(_INDEX):
         return _indexed(path.parent, path.name)

@@ -6,13 +6,13 @@ is safe: only what is called by itself can be given weights by itself. Nothing h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["LARGEST", "Part", "blocks_of", "is_called"]
+__all__ = ["LARGEST", "Part", "blocks_of", "is_called", "user_of"]
 
 LARGEST: Final = 256 << 20
 """Bytes of a block, if nothing else says how large it may be."""
@@ -62,6 +62,17 @@ def is_called(module: nn.Module) -> bool:
     (True, False)
     """
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def user_of(modules: Mapping[str, nn.Module], name: str) -> str | None:
+    """The outermost module around (or of) this name that uses weights of the modules below it itself; None if there is none.
+
+    >>> user_of(dict(nn.Sequential(nn.MultiheadAttention(2, 1)).named_modules()), "0.out_proj")
+    '0'
+    """
+    words = name.split(".")
+    around = (".".join(words[:count]) for count in range(len(words) + 1))
+    return next((one for one in around if modules[one]._modules and _is_composite(modules[one])), None)
 
 
 class _Cut:
@@ -116,12 +127,13 @@ class _Cut:
             return False
         if not is_called(module):
             return True
+        stays = any(one.__name__ in self._whole for one in type(module).__mro__)
+        large = self._bytes[id(module)] > self._largest
+        if isinstance(module, nn.TransformerEncoder):  # calls its layers, but sees by the weights of the first how to treat padding
+            return large and not stays
         if _uses_its_children(module):
             return False
-        if id(module) in self._divided_below:
-            return True
-        large = self._bytes[id(module)] > self._largest or id(module) in self.stacks
-        return large and not any(one.__name__ in self._whole for one in type(module).__mro__)
+        return id(module) in self._divided_below or ((large or id(module) in self.stacks) and not stays)
 
 
 def _own(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -131,9 +143,14 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _uses_its_children(module: nn.Module) -> bool:
     """Whether a module needs weights of children that do not run by themselves."""
-    if type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, _CALL_THEIR_CHILDREN):
-        return True
-    return "parametrizations" in module._modules or any(_is_bare(child) for child in module._modules.values())
+    return _is_composite(module) or isinstance(module, nn.TransformerEncoder) or any(_is_bare(child) for child in module._modules.values())
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether it is one of torch that hands weights of its children to a function, or computes its own weights from theirs."""
+    of_torch = type(module).__module__.startswith("torch.nn.modules.")
+    calls_them = (*_CALL_THEIR_CHILDREN, nn.TransformerEncoder)
+    return (of_torch and not isinstance(module, calls_them)) or "parametrizations" in module._modules
 
 
 def _is_bare(module: nn.Module | None) -> bool:

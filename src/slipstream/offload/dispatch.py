@@ -10,7 +10,7 @@ keeping a second copy, on a disk or in memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,8 @@ from torch import nn
 from slipstream.checkpoint.placing import local_path
 from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
-from slipstream.offload.blocks import LARGEST, Part, blocks_of
+from slipstream.logging import get_logger
+from slipstream.offload.blocks import LARGEST, Part, blocks_of, user_of
 from slipstream.offload.earlier import has_offloaded_modules
 from slipstream.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from slipstream.offload.parts import places_of
@@ -230,8 +231,21 @@ def _parts(model: nn.Module, targets: Targets, limit: int | None, whole: Iterabl
         else:  # a tensor that has an entry of its own
             parts = [Part(name.rpartition(".")[0], False)]
         for part in parts:
-            found.setdefault(order[id(modules[part.name])], part)
+            around = user_of(modules, part.name) if away else None
+            number = order[id(modules[part.name if around is None else around])]
+            found[number] = found.get(number, part) if around is None else Part(around, True)
+    _tell_encoders(modules, found.values())
     return [part for _, part in sorted(found.items())]
+
+
+def _tell_encoders(modules: Mapping[str, nn.Module], parts: Collection[Part]) -> None:
+    """Whose results are others for padding, as weights of their layers come one after the other."""
+    inner = [name for name, one in modules.items() if isinstance(one, nn.TransformerEncoder) and one.use_nested_tensor]
+    if divided := [name for name in inner if any(part.name.startswith(f"{name}.") for part in parts)]:
+        get_logger(__name__).warning(
+            f"The layers of {divided[0]} get their weights one after the other: outputs at padded positions are not set to zero, as the "
+            "encoder does without gradients otherwise. Give it one device in device_map, and a limit that it fits into, if you need that."
+        )
 
 
 def _move_all(model: nn.Module, targets: Targets, given: Given) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.devices.memory import convert_bytes
 from slipstream.errors import ConfigError, StateError
@@ -117,6 +118,7 @@ class Spreading:
     def run(self, limit: int | None = None, *, must_hold: bool = False) -> None:
         """Does it. `limit`: bytes of offloaded weights in memory at a time; it is raised to what is needed, unless it must hold."""
         tensors = self._tensors()
+        self._check_plain(tensors)
         blocks = self._blocks(tensors)
         names = [part.name or "the model" for part in blocks]
         least = [sum(one.nbytes for one in block if one.target is None) for block in blocks.values()]
@@ -250,6 +252,16 @@ class Spreading:
         for name, one in ((name, one) for file in files for name, one in file.items() if one.away):
             one.entry = {**index[name], "safetensors_file": str(self._folder.absolute() / index[name]["safetensors_file"])}
             one.value = None
+
+    def _check_plain(self, tensors: Iterable[_Tensor]) -> None:
+        """An error if something is to go to the disk that is more than its elements."""
+        for one in tensors:
+            value: Any = one.value if one.away and one.target is None else None
+            if value is not None and is_traceable_wrapper_subclass(value):
+                raise ConfigError(
+                    f"{one.name} is a {type(value).__name__}: quantised weights, and others that are made of several tensors, cannot go "
+                    "to the disk. Give its module another device in device_map, or offload the plain model."
+                )
 
     def _goes_along(self, one: _Tensor) -> bool:
         """Whether it is a buffer of a module on the disk that stays in memory, and would be saved."""
