@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +72,7 @@ def test_the_last_form_has_every_item_once_in_order_with_the_result_that_counts(
     write(path, 0, {1: "b", 0: "a"})
     write(path, 1, {1: "b, by the one who died first", 2: "c"})
     write(path, 2, {3: "d", 2: "c, too late"})
-    finish(path, HEADER, [0, 1, 1, 2, None], "run")
+    assert finish(path, HEADER, [0, 1, 1, 2, None], "run", dict.fromkeys(range(5))) == 0
     os.close(lock)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0] == {"slipstream": "results", "version": 1, "count": 5, "inputs": "abc"}
@@ -114,6 +117,44 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
         take_in(path, HEADER)
     os.close(lock)
     begin(path)
+
+
+def test_who_waits_for_the_lock_gets_that_of_the_last_form(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    first = take_in(path, HEADER)
+    write(path, 0, {index: index for index in range(5)})
+    waiting = threading.Thread(target=lambda: second.append(take_in(path, HEADER)))
+    second: list[int] = []
+    waiting.start()
+    time.sleep(0.2)
+    finish(path, HEADER, [0] * 5, "run", {})
+    os.close(first)
+    waiting.join()
+    assert os.path.samestat(os.fstat(second[0]), path.stat())
+    os.close(second[0])
+
+
+def test_a_device_or_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/full"), tmp_path / "pipe", tmp_path):
+        with pytest.raises(CheckpointError, match="is no regular file"):
+            take_in(path, HEADER)
+
+
+def test_what_was_removed_during_the_work_is_written_from_the_results(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "results.jsonl"
+    lock = take_in(path, HEADER)
+    part = Journal(path, "run", 0)
+    part.add(0, "item 0", "a")
+    assert not part.lost
+    shutil.rmtree(path.parent)
+    assert part.lost
+    write(path, 1, {1: "b"})
+    assert finish(path, HEADER, [0, 1, 0, 0, 0], "run", dict(enumerate("abcde"))) == 4
+    part.close()
+    os.close(lock)
+    assert begin(path) == dict(enumerate("abcde"))
+    assert json.loads(path.read_text().splitlines()[2])["item"] == "item 1"
 
 
 def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -> None:

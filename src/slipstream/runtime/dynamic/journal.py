@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +69,10 @@ class Writer(Protocol):
     def add(self, index: int, mark: str | None, result: Any) -> None:
         """Keeps the result of the item at this position."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether what was added is no longer there."""
+
     def close(self) -> None:
         """Nothing more is added."""
 
@@ -81,6 +85,10 @@ class Unwritten:
 
     def add(self, index: int, mark: str | None, result: Any) -> None:
         """Nothing is kept."""
+
+    @property
+    def lost(self) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing is open."""
@@ -109,14 +117,20 @@ class Journal:
 
     def add(self, index: int, mark: str | None, result: Any) -> None:
         """Appends the result of an item; a TypeError that names the item for one that is not plain JSON data."""
-        line = strict_json.dump({"index": index, "item": mark, "result": checked_result(result, index, self._path)})
+        line = _line(index, mark, checked_result(result, index, self._path))
         with _telling(self._part):
             if self._file is None:
+                self._part.parent.mkdir(parents=True, exist_ok=True)  # it was there when the work began
                 self._file = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            _write(self._file, line + b"\n")
+            _write(self._file, line)
             if time.monotonic() - self._synced > _SYNC_EVERY:
                 os.fsync(self._file)
                 self._synced = time.monotonic()
+
+    @property
+    def lost(self) -> bool:
+        """Whether something has removed the file that this process wrote to, or the journal itself."""
+        return not self._path.exists() or (self._file is not None and not self._part.exists())
 
     def close(self) -> None:
         """Forces what was written to the disk."""
@@ -125,6 +139,10 @@ class Journal:
                 os.fsync(self._file)
                 os.close(self._file)
             self._file = None
+
+
+def _line(index: int, mark: str | None, result: Any) -> bytes:
+    return strict_json.dump({"index": index, "item": mark, "result": result}) + b"\n"
 
 
 def checked_result(result: Any, index: int, path: Path) -> Any:
@@ -208,10 +226,9 @@ def take_in(path: Path, header: Header) -> int:
     """
     with _telling(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        file = _locked(path)
     try:
         with _telling(path):
-            _lock(file, path)
             _cut(file, path, header)
         known = {page.index for page in read(path, header)}
         parts = _parts(path)
@@ -228,6 +245,22 @@ def take_in(path: Path, header: Header) -> int:
         os.close(file)
         raise
     return file
+
+
+def _locked(path: Path) -> int:
+    """The open journal, with the lock of this run on it; made if there is none."""
+    while True:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} is no regular file, so no results can be kept in it: give checkpoint= the name of a file.")
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            _lock(file, path)
+            if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # while this run waited for the lock, another put its last form in place
 
 
 def _lock(file: int, path: Path) -> None:
@@ -268,28 +301,26 @@ def _parts(path: Path) -> list[Path]:
     return sorted(one for one in path.parent.iterdir() if one.name.startswith(f"{path.name}.part-"))
 
 
-def finish(path: Path, header: Header, authors: Sequence[int | None], run: str) -> None:
+def finish(path: Path, header: Header, authors: Sequence[int | None], run: str, results: Mapping[int, Any]) -> int:
     """Writes the journal anew: one line for each item, in the order of the input, and removes the parts.
 
     `authors` says by position which rank's result counts (None: one that stood there before): two may have worked on the same item.
+    What stands in no file any more, because something has removed it during the work, is written from `results`; gives how many those are.
     """
-    chosen: dict[int, tuple[Path, int, int]] = {}
-    for source in (path, *_parts(path)):
-        rank = int(source.name.rpartition("-")[2]) if source != path else None
-        place = 0
-        if source == path:
-            with _telling(path), open(path, "rb") as file:
-                place = len(file.readline())
-        for page in read(source, header, part=source != path):
-            if page.index not in chosen or (rank is not None and authors[page.index] == rank and f".part-{run}-" in source.name):
-                chosen[page.index] = (source, place, len(page.line))
-            place += len(page.line)
+    with _telling(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        chosen = _chosen(path, header, authors, run)
     temporary = path.with_name(f"{path.name}.new")
+    missing = 0
     with _telling(path), contextlib.ExitStack() as closing:
         files = {source: closing.enter_context(open(source, "rb")) for source in {source for source, _, _ in chosen.values()}}
         with open(temporary, "wb") as target:
             target.write(header.line())
-            for index in sorted(chosen):
+            for index in sorted(chosen.keys() | results.keys()):
+                if index not in chosen:
+                    target.write(_line(index, None, results[index]))
+                    missing += 1
+                    continue
                 source, place, length = chosen[index]
                 files[source].seek(place)
                 target.write(files[source].read(length))
@@ -298,6 +329,25 @@ def finish(path: Path, header: Header, authors: Sequence[int | None], run: str) 
         os.replace(temporary, path)
         for part in _parts(path):
             part.unlink(missing_ok=True)
+    return missing
+
+
+def _chosen(path: Path, header: Header, authors: Sequence[int | None], run: str) -> dict[int, tuple[Path, int, int]]:
+    """By position, where the line stands that counts: the file, its first byte and its length."""
+    chosen: dict[int, tuple[Path, int, int]] = {}
+    for source in (path, *_parts(path)):
+        rank = int(source.name.rpartition("-")[2]) if source != path else None
+        place = 0
+        if source == path:
+            if not path.exists():
+                continue
+            with open(path, "rb") as file:
+                place = len(file.readline())
+        for page in read(source, header, part=source != path):
+            if page.index not in chosen or (rank is not None and authors[page.index] == rank and f".part-{run}-" in source.name):
+                chosen[page.index] = (source, place, len(page.line))
+            place += len(page.line)
+    return chosen
 
 
 def _write(file: int, data: bytes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -269,8 +270,11 @@ class _Book:
         authors = [work.settled.authors.get(position) for position in range(len(work))]
         while not queue.is_settled():
             if queue.is_first():
-                journal.finish(self._path, self._header, authors, self._run)
+                missing = journal.finish(self._path, self._header, authors, self._run, work.settled.results)
                 queue.settle()
+                if missing:
+                    text = f"{missing} results were no longer in {self._path}: something removed files there. They are written anew."
+                    print(f"slipstream: {text}", file=sys.stderr, flush=True)
             else:
                 work.stop_if_another_failed()
                 time.sleep(_PAUSE)

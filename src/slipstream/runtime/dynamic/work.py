@@ -67,7 +67,7 @@ class Work:
         bar: Bar | None = None,
         earlier: dict[int, Any] | None = None,
         advice: str = "",
-        busy: Callable[[str], None] = str,
+        busy: Callable[[str], object] = str,
     ) -> None:
         self._items, self._units, self._queue = items, units, queue
         self._batches, self._operation, self._advice = batches, operation, advice
@@ -261,7 +261,7 @@ class Work:
         reason = self._queue.failure()
         if reason is not None:
             self._state = "ended"
-            raise PeerLostError(f"{self._operation} cannot complete on rank {self._queue.rank}: {reason}.{self._advice}")
+            raise PeerLostError(f"{self._operation} cannot complete on rank {self._queue.rank}: {reason}.{self._told_advice()}")
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,10 @@ class Work:
         with contextlib.suppress(PeerLostError):  # the store is gone: the error on its way says more
             self._queue.fail(f"rank {self._queue.rank} failed{where}: {told}")
         if where:
-            _remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._advice}")
+            _remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._told_advice()}")
+
+    def _told_advice(self) -> str:
+        return " Something has removed files of the checkpoint, so what was finished may be lost." if self._journal.lost else self._advice
 
     def close(self) -> None:
         """The end of the block: this process takes no further part."""
