@@ -133,6 +133,22 @@ def test_a_worker_that_fails_by_itself_still_ends_all(command, script, tmp_path)
     assert results(tmp_path) == {}
 
 
+def test_leaving_with_exit_code_0_in_the_middle_is_a_failure(command, script, tmp_path):
+    train = script(WORK.replace("time.sleep(0.02)", "time.sleep(0.02); number > 20 and os._exit(0)"))
+    finished = command("--cpu", "--num_processes", "2", train, "map", "", "").finish()
+    assert finished.code == 1
+    assert "ended with exit code 0 in the middle of items that were handed out to it" in finished.err
+    assert results(tmp_path) == {}
+
+
+def test_who_fails_before_the_work_begins_is_the_cause_in_the_summary(command, script, tmp_path):
+    train = script(WORK.replace("range(120), checkpoint", "range(120), key=lambda number: 1 // (rank == 0), checkpoint"))
+    finished = command("--cpu", "--num_processes", "2", train, "map", "", "").finish()
+    assert finished.code == 1
+    assert "rank 0 stopped because of it: PeerLostError: map_across_processes cannot begin" in finished.err
+    assert "slipstream: rank 1 of 2" in finished.err
+
+
 def test_the_processes_of_another_machine_go_on_too(command, script, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -156,6 +172,6 @@ def test_an_item_that_ends_every_process_does_not_take_all_of_them(command, scri
     deadly = script(WORK.replace("time.sleep(0.02)", "time.sleep(0.02); number == 50 and os.kill(os.getpid(), 9)"))
     finished = command("--cpu", "--num_processes", "4", deadly, "map", str(path), "").finish()
     assert finished.code == 137
-    assert "item 50 was being worked on by another process before, which is gone too" in finished.err
+    assert "item 50 may be what ends processes: two have died with it" in finished.err, "in front of what the summary cuts away"
     parts = [json.loads(line)["index"] for part in tmp_path.glob("*.part-*") for line in part.read_text().splitlines()]
     assert sorted(parts) == [number for number in range(COUNT) if number != 50], "all the others are finished and kept"

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -124,6 +129,21 @@ def test_silence_counts_as_gone(queues: list[Shared], monkeypatch: pytest.Monkey
     now += others.SILENCE + 1
     assert [queues[0].take_over(lambda: [4]) for _ in range(2)] == [None, 4]
     assert "no sign of life" in queues[0].gone()[1]
+
+
+def test_a_process_of_this_machine_that_runs_is_only_busy(queues: list[Shared], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(others.time, "monotonic", lambda: now)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    store_of(queues[0]).set("beacon/1", json.dumps({"beat": 5, "host": socket.gethostname(), "pid": child.pid}))
+    assert queues[0].take_over(lambda: [4]) is None
+    now += 100 * others.SILENCE
+    assert [queues[0].take_over(lambda: [4]) for _ in range(2)] == [None, None]
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert [queues[0].take_over(lambda: [4]) for _ in range(2)] == [None, 4], "one that was stopped is not"
+    child.kill()
+    child.communicate()
 
 
 def test_a_failure_ends_the_queue_for_all_and_the_first_one_is_told(queues: list[Shared]) -> None:

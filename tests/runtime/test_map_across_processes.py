@@ -178,7 +178,7 @@ def test_what_the_processes_disagree_on_is_told_on_all(ranks: Any, tmp_path: Pat
         def told(act: Any) -> str:
             try:
                 act()
-            except (MismatchError, ConfigError, CheckpointError, TypeError, ZeroDivisionError) as error:
+            except (MismatchError, PeerLostError, ConfigError, CheckpointError, TypeError, ZeroDivisionError) as error:
                 return f"{type(error).__name__}: {error}"
             return "nothing"
 
@@ -203,6 +203,7 @@ def test_what_the_processes_disagree_on_is_told_on_all(ranks: Any, tmp_path: Pat
     assert "different inputs" in zero[1]
     assert "different batch_size: 2 on rank 0, 3 on rank 1" in one[2]
     assert zero[3].startswith("ZeroDivisionError")
+    assert one[3].startswith("PeerLostError"), "a consequence, which the launcher's summary does not take for the cause"
     assert "failed on rank 0: ZeroDivisionError" in one[3]
     assert "key gave 'x' for item 0" in zero[4]
     assert "item 0" in one[4]
@@ -299,6 +300,24 @@ def test_who_leaves_the_loop_early_leaves_its_items_to_the_others(ranks: Any) ->
         return work.complete and work.results()
 
     assert ranks(2).run(run) == [list(range(12)), False]
+
+
+def test_items_that_nobody_worked_on_are_told_once(ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> Any:
+        state = PartialState()
+        with state.split_between_processes(range(12), balance="dynamic") as work:
+            for number in work:
+                work.done(number)
+                break
+        state.wait_for_everyone()
+        with state.split_between_processes(range(3), balance="dynamic"):
+            pass
+
+    told = "".join(one.output for one in ranks(2).outcomes(run))
+    run()
+    for text, left in ((told, 10), (capsys.readouterr().err, 11)):
+        assert text.count(f"nobody has worked on {left} of 12 items") == 1
+        assert text.count("nobody has worked on 3 of 3 items") == 1
 
 
 def test_an_exception_in_the_block_reaches_the_others(ranks: Any) -> None:

@@ -231,7 +231,7 @@ class Agent(_Agent):
         fresh = [self._failure(end, group) for end in ends]
         for end, failure in zip(ends, fresh, strict=True):
             self._tell_survivors(failure, alarm=end.exit_code != 0)
-        failed = [failure for failure in fresh if failure.exit_code != 0]
+        failed = [failure for failure in fresh if failure.exit_code != 0 or self._is_bearing(failure.rank)]
         self.failures += failed
         self._borne += [failure for failure in failed if self._can_do_without(failure)]
         if failed:
@@ -301,14 +301,20 @@ class Agent(_Agent):
         keys = self._keys()
         if keys is None or failure.exit_code is None:
             return False
-        bearing = bearing_key(failure.rank)
         with contextlib.suppress(RuntimeError):  # a store that is gone has nobody who could go on
             if failure.consequence and self._counted(LOST_KEY):
                 keys.add(FOLLOWED_KEY, 1)
                 return True
-            if keys.check([bearing]) and keys.get(bearing) == b"1":
+            if self._is_bearing(failure.rank):
                 keys.add(LOST_KEY, 1)
                 return True
+        return False
+
+    def _is_bearing(self, rank: int) -> bool:
+        """Whether a rank was in the middle of items that were handed out to it."""
+        keys, key = self._keys(), bearing_key(rank)
+        with contextlib.suppress(RuntimeError):
+            return keys is not None and bool(keys.check([key]) and keys.get(key) == b"1")
         return False
 
     def _notice_lost(self, group: WorkerGroup) -> None:

@@ -161,12 +161,12 @@ def _moment(failure: Failure, others: Sequence[Failure]) -> float:
 
 
 def outcome(exit_code: int | None) -> int:
-    """What the command line returns for a process that ended this way: its exit code, or 128 and the signal's number.
+    """What the command line returns for a process that failed this way: its exit code, or 128 and the signal's number.
 
-    >>> outcome(3), outcome(-9), outcome(None)
-    (3, 137, 1)
+    >>> outcome(3), outcome(-9), outcome(None), outcome(0)
+    (3, 137, 1, 1)
     """
-    if exit_code is None:
+    if not exit_code:
         return 1
     return 128 - exit_code if exit_code < 0 else exit_code
 
@@ -248,6 +248,8 @@ def _ending(failure: Failure) -> str:
         return "was lost"
     if failure.exit_code < 0:
         return f"was ended by {signal_name(failure.exit_code)}"
+    if failure.exit_code == 0:
+        return "ended with exit code 0 in the middle of items that were handed out to it"
     return f"failed with exit code {failure.exit_code}"
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from slipstream.comm.channel import Channel, Limits
 from slipstream.comm.gather import gather_objects
-from slipstream.errors import CheckpointError, ConfigError, MismatchError
+from slipstream.errors import CheckpointError, ConfigError, MismatchError, PeerLostError
 from slipstream.runtime.dynamic import journal
 from slipstream.runtime.dynamic.bar import make_bar
 from slipstream.runtime.dynamic.items import Items, fingerprint
@@ -168,8 +168,7 @@ def _agree(team: Team, own: dict[str, Any]) -> str:
     told = team.told({**own, "name": secrets.token_hex(8)})
     troubled = [(rank, one["error"]) for rank, one in enumerate(told) if "error" in one]
     if troubled:
-        rank, text = troubled[0]
-        raise MismatchError(_cannot_begin(team, rank, text))
+        raise _as_told(team, *troubled[0])
     for what in own:
         others = [rank for rank, one in enumerate(told) if one[what] != told[0][what]]
         if others:
@@ -180,8 +179,12 @@ def _agree(team: Team, own: dict[str, Any]) -> str:
     return str(told[0]["name"])
 
 
-def _cannot_begin(team: Team, rank: int, why: str) -> str:
-    return f"{team.operation} cannot begin, because it failed on rank {rank}: {why}\n(raised on rank {team.channel.rank})"
+def _as_told(team: Team, rank: int, why: str) -> Exception:
+    """What another process failed with: a trouble of the checkpoint is everybody's, anything else the cause of an end here."""
+    kind, _, text = why.partition(": ")
+    if kind == CheckpointError.__name__:
+        return CheckpointError(f"{text}\n(found on rank {rank}, raised on rank {team.channel.rank} too)")
+    return PeerLostError(f"{team.operation} cannot begin on rank {team.channel.rank}, because it failed on rank {rank}: {why}")
 
 
 def _together(team: Team, act: Callable[[], T]) -> list[T]:
@@ -197,8 +200,7 @@ def _together(team: Team, act: Callable[[], T]) -> list[T]:
         raise error
     for rank, one in enumerate(told):
         if one["error"] is not None:
-            kind = CheckpointError if one["error"].startswith("CheckpointError") else MismatchError
-            raise kind(_cannot_begin(team, rank, one["error"]))
+            raise _as_told(team, rank, one["error"])
     return [one["value"] for one in told]
 
 

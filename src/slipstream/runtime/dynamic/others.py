@@ -1,16 +1,19 @@
 """Which of the other processes are gone while work is handed out: what the launcher says, what they said themselves, and silence.
 
 A process is gone when the launcher has told its end, when it has said that it leaves the work, or when its beacon (`comm/beacon.py`,
-a beat each second from a thread of its own) has been silent for `SILENCE` seconds by this process's own clock. The last may be wrong (a
-process that was stopped comes back): its items are then worked on twice, and the first result counts.
+a beat each second from a thread of its own) has been silent for `SILENCE` seconds by this process's own clock. Silence does not count for a
+process of this machine that runs: it is busy in code that lets no other thread in. It may still be wrong (a process that was
+stopped comes back): its items are then worked on twice, and the first result counts.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import time
 from typing import Any
 
+from slipstream.comm.stack import process_state
 from slipstream.launch.contract import ExitNotice, exit_key
 
 __all__ = ["LEFT", "SILENCE", "Others"]
@@ -36,6 +39,7 @@ class Others:
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
+        self._host = socket.gethostname()
         self._ranks = [other for other in range(world_size) if other != rank]
         self._beats: dict[int, tuple[int, float]] = {}
         self.ended: dict[int, str] = {}
@@ -59,7 +63,14 @@ class Others:
         key, now = f"beacon/{rank}", time.monotonic()
         if not self._store.check([key]):
             return 0.0
-        beat = json.loads(self._store.get(key).decode())["beat"]
-        if self._beats.get(rank, (-1, 0.0))[0] != beat:
-            self._beats[rank] = (beat, now)
-        return now - self._beats[rank][1]
+        note = json.loads(self._store.get(key).decode())
+        if self._beats.get(rank, (-1, 0.0))[0] != note["beat"]:
+            self._beats[rank] = (note["beat"], now)
+        silent = now - self._beats[rank][1]
+        return 0.0 if silent > SILENCE and self._runs_here(note) else silent
+
+    def _runs_here(self, note: dict[str, Any]) -> bool:
+        if note.get("host") != self._host:
+            return False
+        state = process_state(note) or "runs"
+        return not state.endswith(("is gone", "ended", "stopped by a signal"))

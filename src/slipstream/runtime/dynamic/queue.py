@@ -104,8 +104,8 @@ class Queue(Protocol):
     def fail(self, reason: str) -> None:
         """Ends the work for all."""
 
-    def leave(self, *, early: bool) -> None:
-        """This process takes no further part; `early`: before all was finished."""
+    def leave(self, *, early: bool) -> bool:
+        """This process takes no further part; `early`: before all was finished. Whether now all have left early."""
 
     def is_first(self) -> bool:
         """Whether no lower rank takes part any more: who does what one process has to do."""
@@ -173,8 +173,8 @@ class Alone:
     def fail(self, reason: str) -> None:
         """Nobody is to be told."""
 
-    def leave(self, *, early: bool) -> None:
-        """Nobody is to be told."""
+    def leave(self, *, early: bool) -> bool:
+        return early
 
     def is_first(self) -> bool:
         return True
@@ -321,10 +321,12 @@ class Shared:
         if self._ask(self._store.compare_set, "failure", "", reason).decode() == reason:  # once: more would flow into the upper half
             self.take(_CLOSED)
 
-    def leave(self, *, early: bool) -> None:
+    def leave(self, *, early: bool) -> bool:
         with contextlib.suppress(RuntimeError):  # a store that is gone has nobody waiting at it
             self._job.set(bearing_key(self.rank), "0")
             self._store.set(f"holds/{self.rank}", LEFT if early else "")
+            return early and self._store.add("left", 1) == self.world_size
+        return False
 
     def is_first(self) -> bool:
         lower = range(self.rank)

@@ -224,8 +224,8 @@ class Work:
         try:
             unit = self._queue.take_over(self._unfinished)
         except Deadly as deadly:
-            again = f"{self._where(self._units[deadly.unit])} was being worked on by another process before, which is gone too"
-            self._queue.fail(f"{deadly.end}; {again}, so it may be what ends them")
+            what = self._where(self._units[deadly.unit])
+            self._queue.fail(f"{what} may be what ends processes: two have died with it, the second: {deadly.end}")
             self.stop_if_another_failed()
             raise AssertionError("a failure was told, and is not there") from None
         self._inherits = unit is not None
@@ -283,17 +283,36 @@ class Work:
 
     def close(self) -> None:
         """The end of the block: this process takes no further part."""
-        complete = self._state == "complete"
+        complete, failed = self._state == "complete", self._state == "ended"
         self._busy("")
         try:
+            if not complete and not failed:
+                with contextlib.suppress(PeerLostError):  # the store is gone: nobody waits for what this process has finished
+                    self._hand_back()
             self._bar.close()
             self._journal.close()
         finally:
-            self._queue.leave(early=not complete)
+            deserted = self._queue.leave(early=not complete)
         if complete:
             self._queue.forget()
-        else:
-            self._state = "ended"
+            return
+        self._state = "ended"
+        if deserted and not failed:
+            with contextlib.suppress(PeerLostError):
+                self._say_what_is_left()
+
+    def _hand_back(self) -> None:
+        """What this process has finished counts, also where it leaves in the middle."""
+        if self._result is not _NOTHING:
+            self._finish()
+        self._report()
+        self._queue.take(0)
+
+    def _say_what_is_left(self) -> None:
+        left = self._units.items - self._queue.finished_items()
+        if left > 0 and self._queue.failure() is None:
+            why = "every process left the loop before its end, or never began it"
+            print(f"slipstream: {self._operation}: nobody has worked on {left} of {len(self)} items: {why}.", file=sys.stderr, flush=True)
 
     @property
     def settled(self) -> Settled:
