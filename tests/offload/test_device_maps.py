@@ -398,6 +398,15 @@ def test_a_plan_is_a_dict_that_keeps_what_it_knows() -> None:
     assert sum(plan.sizes.values()) == sum(plan.held.values())
 
 
+def test_what_modules_share_counts_once_in_a_table_as_it_does_on_the_device() -> None:
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[2].weight = model[0].weight  # type: ignore[assignment]
+    model.append(model[1])
+    plan = infer_auto_device_map(model, {"cpu": 10**4}, clean_result=False)
+    assert plan.sizes == {"0": 256, "1": 288, "2": 32, "3": 0}
+    assert plan.held == {"cpu": 576}
+
+
 def test_the_table_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     plan = infer_auto_device_map(Big(), {0: EMBED + 3 * BLOCK, "cpu": 10**6}, no_split_module_classes="Block", verbose=True)
     printed = capsys.readouterr().out

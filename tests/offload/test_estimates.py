@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.checkpoint.models import save_model
+from slipstream.errors import ConfigError
 from slipstream.offload.estimate import headers
 from slipstream.offload.estimate.building import from_entry_point, parts_of, undisturbed
 from slipstream.offload.estimate.headers import read_parts
@@ -255,6 +256,16 @@ def test_packed_weights_are_counted_as_they_are(tmp_path):
     parts = read_parts(tmp_path / "m.safetensors")
     assert [parts.size(KINDS[name]) for name in ("float32", "bfloat16")] == [256 + 32, 256 + 16]
     assert "counted as they are stored" in parts.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("lambda width: nn.Linear(width, 1)", "build needs width"), ("lambda: nn.Sequential(nn.LazyLinear(4))", "lazy modules: 0.weight")],
+)
+def test_what_an_entry_point_cannot_be_is_told(tmp_path, code, said):
+    (tmp_path / "odd.py").write_text(f"from torch import nn\nbuild = {code}\n")
+    with pytest.raises(ConfigError, match=said):
+        from_entry_point(f"{tmp_path / 'odd.py'}:build", 3, 50)
 
 
 def test_an_entry_point_is_told_batch_and_length(tmp_path):

@@ -73,7 +73,7 @@ class DeviceMap(dict[str, Any]):
         self.reasons: dict[str, str] = dict(reasons or {})
         """Why each entry went where it went."""
         self.sizes: dict[str, int] = dict(sizes or {})
-        """Bytes of each entry; weights that entries share are counted in each."""
+        """Bytes of each entry; weights that entries share are counted in the first of them."""
         self.main_device = main_device
         """The device that runs what is offloaded."""
         self.activations: dict[Device, int] = dict(activations or {})
@@ -344,7 +344,7 @@ def _explain(plan: DeviceMap, problem: _Problem, packing: Packing, placed: Itera
             kept = packing.reserve if number == packing.main else 0
             free[number] = max(0, room.capacity - plan.held.get(problem.devices[number], 0) - kept)
     reasons = _Reasons(problem, packing, free)
-    sizes = {piece.name: piece.size for group in problem.groups for piece in group.pieces}
+    sizes = {piece.name: size for group in problem.groups for piece, size in zip(group.pieces, group.adds, strict=True)}
     places = Places(plan)
     for name, _, number in placed:
         entry = places.entry(name)

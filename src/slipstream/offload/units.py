@@ -46,6 +46,8 @@ class Group:
     size: int
     """Bytes on a device that holds all of them: what they share counts once."""
     buffers: int
+    adds: tuple[int, ...]
+    """Bytes of each piece that those before it have not."""
 
     @property
     def name(self) -> str:
@@ -187,9 +189,11 @@ def units_of(model: nn.Module, whole: frozenset[str], bytes_of: Sizer) -> Units:
 def _group(numbers: list[int], walk: _Walk) -> Group:
     pieces = tuple(walk.pieces[number] for number in numbers)
     if len(pieces) == 1:
-        return Group(pieces, pieces[0].size, pieces[0].buffers)
+        return Group(pieces, pieces[0].size, pieces[0].buffers, (pieces[0].size,))
     together: dict[Any, int] = {}
+    adds = []
     for number in numbers:
+        adds.append(sum(size for key, size in walk.shares[number].items() if key not in together))
         together |= walk.shares[number]
     buffers = sum(size for key, size in together.items() if isinstance(key, tuple) and key[0] == "buffer")
-    return Group(pieces, sum(together.values()), buffers)
+    return Group(pieces, sum(together.values()), buffers, tuple(adds))

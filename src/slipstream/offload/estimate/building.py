@@ -22,6 +22,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from slipstream.checkpoint.raw import DTYPES
 from slipstream.errors import ConfigError
@@ -103,6 +104,11 @@ def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -
             f"{given} returned a {type(model).__name__}, and no model.\n"
             "Return a torch.nn.Module, or a pair of one and its inputs (a dict of keywords, a tuple, or a tensor)."
         )
+    if lazy := [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]:
+        raise ConfigError(
+            f"{given} has lazy modules: {lazy[0]} has no size before the model has seen data.\n"
+            "Build it with its sizes (Linear in the place of LazyLinear), or run one batch through it before it is returned."
+        )
     return model, _as_inputs(inputs) if inputs is not None else _guessed_inputs(model, batch_size, sequence_length)
 
 
@@ -112,6 +118,12 @@ def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) 
     except (TypeError, ValueError):  # a builtin without a signature
         names = {}  # type: ignore[assignment]
     keywords = {name: value for name, value in known.items() if name in names}
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if needed := [one.name for one in names.values() if one.kind in kinds and one.default is one.empty and one.name not in keywords]:
+        raise ConfigError(
+            f"{given} needs {', '.join(needed)}, and it is called with no arguments but {' and '.join(known)}, if it has them.\n"
+            "Give the others default values, or name a function that needs none."
+        )
     try:
         return _without_memory(lambda: function(**keywords))
     except Exception as error:
