@@ -171,6 +171,9 @@ def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -
         ({1: 2}, r"key 1,.* str\("),
         (float("inf"), "result is inf"),
         (b"bytes", "result is a bytes"),
+        (["\ud800"], r"item 3 .* result\[0\] has half of a surrogate pair in it.*encode"),
+        (json.loads("[" * 900 + "]" * 900), "item 3 .* nested deeper than 99 levels"),
+        ({"n": 10**5000}, "thousands of digits"),
     ],
 )
 def test_results_that_json_does_not_give_back_are_refused(result: Any, words: str) -> None:

@@ -200,7 +200,8 @@ def test_what_the_processes_disagree_on_is_told_on_all(ranks: Any, tmp_path: Pat
     (tmp_path / "file").write_text("")
     zero, one = ranks(2).run(run, str(tmp_path))
     assert zero[0].startswith("MismatchError: map_across_processes was given different inputs")
-    assert "different inputs" in zero[1]
+    assert "item 2 is 0 on rank 0 and 1 on rank 1" in one[0]
+    assert "different inputs: 3 items on rank 0, 4 on rank 1" in zero[1]
     assert "different batch_size: 2 on rank 0, 3 on rank 1" in one[2]
     assert zero[3].startswith("ZeroDivisionError")
     assert one[3].startswith("PeerLostError"), "a consequence, which the launcher's summary does not take for the cause"
@@ -226,6 +227,12 @@ def test_a_dataset_that_has_changed_is_refused(tmp_path: Path) -> None:
 
 def test_mistakes_are_named() -> None:
     state = PartialState()
+    with pytest.raises(TypeError, match="map_across_processes was given"):
+        state.map_across_processes(len, "hello")
+    with pytest.raises(TypeError) as caught:
+        state.map_across_processes(square, [[1], 2], key=len)
+    if sys.version_info >= (3, 11):
+        assert "raised by key, which says what an item costs, for item 1 on rank 0" in caught.value.__notes__[0]
     with pytest.raises(ValueError, match="a batch of 2 items needs 2 results, but the batch of items 0, 1 gave 1"):
         state.map_across_processes(lambda batch: batch[:1], ["a", "b"], batch_size=2)
     with pytest.raises(TypeError, match="needs a list of 2 results, but .* gave a str"):

@@ -232,6 +232,7 @@ def _followers(first: Failure, others: Sequence[Failure]) -> list[str]:
     for failure in sorted(others, key=lambda one: one.rank):
         alike.setdefault(_follower(first, failure, brief), []).append(failure)
     for text, group in alike.items():
+        text = f"were {text[4:]}" if len(group) > 1 and text.startswith("was ") else text
         lines.append(f"{_ranks([failure.rank for failure in group])} {text}")
     return lines
 

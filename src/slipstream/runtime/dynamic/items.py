@@ -35,8 +35,13 @@ class Items:
     [0, 2, 4]
     """
 
-    def __init__(self, inputs: Any) -> None:
-        part = split(inputs, 0, 1)  # refuses what has no order or no items, in the same words as the static split
+    def __init__(self, inputs: Any, operation: str = "split_between_processes") -> None:
+        try:
+            part = split(inputs, 0, 1)  # refuses what has no order or no items, in the same words as the static split
+        except (TypeError, ValueError) as error:
+            if type(error) not in (TypeError, ValueError):  # one of a foreign class, which may not be made of a text
+                raise
+            raise type(error)(str(error).replace("split_between_processes", operation)) from None
         if part.dealt:
             inputs = list(inputs)
         self.inputs = inputs

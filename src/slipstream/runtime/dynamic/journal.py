@@ -35,6 +35,11 @@ __all__ = ["Header", "Journal", "Page", "Unwritten", "Writer", "checked_result",
 _SYNC_EVERY = 1.0
 _LOCK_PATIENCE = 2.0
 """Seconds to wait for the lock: a child of a process that was killed may hold it a moment longer."""
+_LONG = 1 << 20
+"""Bytes of a line from which on it may be too large to be read again."""
+_DEEPEST = strict_json.DEEPEST - 1
+_MOST_BITS = 14_000
+"""Of a whole number that JSON gives back."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -118,6 +123,8 @@ class Journal:
     def add(self, index: int, mark: str | None, result: Any) -> None:
         """Appends the result of an item; a TypeError that names the item for one that is not plain JSON data."""
         line = _line(index, mark, checked_result(result, index, self._path))
+        if len(line) > _LONG and (trouble := strict_json.too_large(line.decode())):
+            raise TypeError(f"the result of item {index} cannot be kept in {self._path.name}: {trouble}; keep it in a file of its own")
         with _telling(self._part):
             if self._file is None:
                 self._part.parent.mkdir(parents=True, exist_ok=True)  # it was there when the work began
@@ -159,22 +166,41 @@ def checked_result(result: Any, index: int, path: Path) -> Any:
     raise TypeError(f"the result of item {index} cannot be kept in {path.name}: {trouble}")
 
 
-def _objection(value: Any, where: str) -> str | None:
+def _objection(value: Any, where: str, depth: int = 0) -> str | None:
     kind = type(value)
-    if kind is list:
-        return next(filter(None, (_objection(item, f"{where}[{place}]") for place, item in enumerate(value))), None)
-    if kind is dict:
-        odd = next((key for key in value if type(key) is not str), None)
-        if odd is not None:
-            return f"{where} has the key {odd!r}, and keys of JSON are text; write str(...) around it"
-        return next(filter(None, (_objection(item, f"{where}[{key!r}]") for key, item in value.items())), None)
+    if kind in (list, dict):
+        return _objection_inside(value, where, depth + 1)
     if kind is float and value - value != 0:
         return f"{where} is {value}, for which JSON has no number; give None or a text"
+    if kind is str and not value.isascii() and _has_half_a_pair(value):
+        return f"{where} has half of a surrogate pair in it, which is no text; write .encode('utf-8', 'replace').decode() behind it"
+    if kind is int and value.bit_length() > _MOST_BITS:
+        return f"{where} is a number of thousands of digits; write hex(...) around it"
     if kind in _PLAIN:
         return None
     ways = {"Tensor": ".tolist() or .item()", "ndarray": ".tolist()", "tuple": "list(...) around it"}
     better = ways.get(kind.__name__, ".item()" if hasattr(value, "item") else "text, numbers, lists and dicts in its place")
-    return f"{where} is a {kind.__name__}, and a checkpoint keeps plain JSON data alone; write {better}"
+    article = "an" if kind.__name__[0].lower() in "aeiou" or kind.__name__ == "ndarray" else "a"
+    return f"{where} is {article} {kind.__name__}, and a checkpoint keeps plain JSON data alone; write {better}"
+
+
+def _objection_inside(value: Any, where: str, depth: int) -> str | None:
+    if depth > _DEEPEST:
+        return f"it is nested deeper than {_DEEPEST} levels; give a flat list, or json.dumps(...) of it as a text"
+    if type(value) is list:
+        return next(filter(None, (_objection(item, f"{where}[{place}]", depth) for place, item in enumerate(value))), None)
+    odd = next((key for key in value if type(key) is not str or _has_half_a_pair(key)), None)
+    if odd is not None:
+        return f"{where} has the key {odd!r}, and keys of JSON are text; write str(...) around it"
+    return next(filter(None, (_objection(item, f"{where}[{key!r}]", depth) for key, item in value.items())), None)
+
+
+def _has_half_a_pair(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 # Reading -----------------------------------------------------------------------------------------------------------------
@@ -195,7 +221,10 @@ def read(path: Path, header: Header, *, part: bool = False) -> Iterator[Page]:
 
 
 def _check_header(path: Path, line: bytes, header: Header) -> None:
-    found = strict_json.parse(line, f"{path}, line 1,")
+    try:
+        found = strict_json.parse(line, f"{path}, line 1,")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Give checkpoint= another name, or remove the file to begin anew.") from None
     if not isinstance(found, dict) or found.get("slipstream") != "results":
         raise CheckpointError(f"{path} is no file of results: it has to begin with a line that says so. Give checkpoint= another name.")
     if found.get("version") != 1:
@@ -208,7 +237,10 @@ def _check_header(path: Path, line: bytes, header: Header) -> None:
 
 
 def _page(line: bytes, where: str, header: Header) -> Page:
-    found = strict_json.parse(line, where)
+    try:
+        found = strict_json.parse(line, where)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Remove that line, and the item is worked on again.") from None
     if not isinstance(found, dict) or set(found) != {"index", "item", "result"} or type(found["index"]) is not int:
         raise CheckpointError(f"{where} is not the result of an item. Remove that line, and the item is worked on again.")
     if not 0 <= found["index"] < header.count:

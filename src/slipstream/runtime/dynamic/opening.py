@@ -8,6 +8,7 @@ then makes the journal ready, and every process reads it. After that nothing is 
 from __future__ import annotations
 
 import os
+import reprlib
 import secrets
 import sys
 import time
@@ -25,13 +26,16 @@ from slipstream.runtime.dynamic.bar import make_bar
 from slipstream.runtime.dynamic.items import Items, fingerprint
 from slipstream.runtime.dynamic.order import Units, checked_cost, most_expensive_first
 from slipstream.runtime.dynamic.queue import Alone, Queue, Shared
-from slipstream.runtime.dynamic.work import Work
+from slipstream.runtime.dynamic.work import Work, an, remark
 from slipstream.runtime.split import split
 
 __all__ = ["Options", "Team", "hand_out", "how_to_split"]
 
 _LOOKED_AT = 8
 """How many finished items of a dataset are compared with the journal."""
+
+_COMPARED = 20_000
+"""How many items are looked at to say how the inputs of two processes differ."""
 
 _PAUSE = 0.005
 
@@ -118,11 +122,11 @@ class Team:
 def hand_out(team: Team, inputs: Any, options: Options) -> Iterator[Work]:
     """The work in the block; when it ends on all processes, the journal is in its last form."""
     try:
-        items = Items(inputs)
-        own = {"inputs": items.fingerprint(), "count": len(items), **_spelled(options)}
+        items = Items(inputs, team.operation)
+        own = {"count": len(items), "inputs": items.fingerprint(), **_spelled(options)}
     except Exception as error:  # whatever an iterable of the user's raises: the others must hear of it
         raise _first_error(team, error) from None
-    name = _agree(team, own)
+    name = _agree(team, own, items)
     order = _order(team, items, options.key)
     book = _Book(team, options.path, journal.Header(len(items), own["inputs"]), name, items)
     try:
@@ -163,7 +167,7 @@ def _first_error(team: Team, error: Exception) -> Exception:
     return error
 
 
-def _agree(team: Team, own: dict[str, Any]) -> str:
+def _agree(team: Team, own: dict[str, Any], items: Items) -> str:
     """The name of this piece of work; a MismatchError on every process if they were not given the same."""
     told = team.told({**own, "name": secrets.token_hex(8)})
     troubled = [(rank, one["error"]) for rank, one in enumerate(told) if "error" in one]
@@ -174,9 +178,27 @@ def _agree(team: Team, own: dict[str, Any]) -> str:
         if others:
             rank = others[0]
             shown = f"{told[0][what]!r} on rank 0, {told[rank][what]!r} on rank {rank}"
-            hint = ": every process has to pass the same items in the same order" if what == "inputs" else ""
-            raise MismatchError(f"{team.operation} was given different {what}: {shown}{hint}\n(raised on rank {team.channel.rank})")
+            if what in ("count", "inputs"):
+                shown = f"{told[0]['count']} items on rank 0, {told[rank]['count']} on rank {rank}"
+                shown = shown if what == "count" else _differ(team, items, rank)
+                shown, what = f"{shown}. Every process has to pass the same items in the same order", "inputs"
+            raise MismatchError(f"{team.operation} was given different {what}: {shown}\n(raised on rank {team.channel.rank})")
     return str(told[0]["name"])
+
+
+def _differ(team: Team, items: Items, rank: int) -> str:
+    """How the inputs of this rank and rank 0 differ, which are as many; every process asks."""
+    seen = range(min(len(items), _COMPARED) if items.in_memory else 0)
+    told = team.told((type(items.inputs).__name__, [fingerprint(items[position]) for position in seen]))
+    (kind, marks), (other, theirs) = told[0], told[rank]
+    if kind != other:
+        team.told("")
+        return f"{an(kind)} on rank 0, {an(other)} on rank {rank}"
+    position = next((place for place, pair in enumerate(zip(marks, theirs, strict=False)) if pair[0] != pair[1]), None)
+    shown = team.told("" if position is None or not items.in_memory else reprlib.repr(items[position]))
+    if position is None:
+        return f"the same number on rank 0 and on rank {rank}, but others"
+    return f"item {position} is {shown[0]} on rank 0 and {shown[rank]} on rank {rank}"
 
 
 def _as_told(team: Team, rank: int, why: str) -> Exception:
@@ -195,7 +217,8 @@ def _together(team: Team, act: Callable[[], T]) -> list[T]:
         value = act()
     except Exception as problem:  # whatever `key` or a dataset of the user's raises: the others must hear of it
         error = problem
-    told = team.told({"value": value, "error": None if error is None else f"{type(error).__name__}: {error}"})
+    notes = " ".join(getattr(error, "__notes__", ()))
+    told = team.told({"value": value, "error": None if error is None else f"{type(error).__name__}: {error} {notes}".rstrip()})
     if error is not None:
         raise error
     for rank, one in enumerate(told):
@@ -210,7 +233,16 @@ def _order(team: Team, items: Items, key: Callable[[Any], float] | None) -> Any:
 
     def costs() -> list[float]:
         share = split(range(len(items)), team.channel.rank, team.channel.world_size).value
-        return [checked_cost(key(items[position]), position) for position in share]
+        return [checked_cost(asked(position), position) for position in share]
+
+    def asked(position: int) -> Any:
+        item = items[position]
+        try:
+            return key(item)
+        except Exception as error:  # whatever a function of the user's raises
+            where = f"for item {position} on rank {team.channel.rank}"
+            remark(error, f"({team.operation}: raised by key, which says what an item costs, {where})")
+            raise
 
     return most_expensive_first([cost for part in _together(team, costs) for cost in part])
 

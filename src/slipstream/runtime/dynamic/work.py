@@ -30,7 +30,7 @@ from slipstream.runtime.dynamic.journal import Unwritten, Writer
 from slipstream.runtime.dynamic.order import Pace, Units
 from slipstream.runtime.dynamic.queue import Deadly, Queue, Report
 
-__all__ = ["Settled", "Work"]
+__all__ = ["Settled", "Work", "an", "remark"]
 
 _NOTHING: Any = object()
 _LOOPS = {"split_between_processes": "the loop over split_between_processes(balance=\"dynamic\")"}
@@ -142,7 +142,8 @@ class Work:
     def _checked(self, result: Any) -> list[Any]:
         count = len(self.indices)
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
-            raise TypeError(f"a batch of {count} items needs a list of {count} results, but {self._where()} gave a {type(result).__name__}")
+            given = an(type(result).__name__)
+            raise TypeError(f"a batch of {count} items needs a list of {count} results, but {self._where()} gave {given}")
         if len(result) != count:
             raise ValueError(f"a batch of {count} items needs {count} results, but {self._where()} gave {len(result)}")
         return list(result)
@@ -276,7 +277,7 @@ class Work:
         with contextlib.suppress(PeerLostError):  # the store is gone: the error on its way says more
             self._queue.fail(f"rank {self._queue.rank} failed{where}: {told}")
         if where:
-            _remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._told_advice()}")
+            remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._told_advice()}")
 
     def _told_advice(self) -> str:
         return " Something has removed files of the checkpoint, so what was finished may be lost." if self._journal.lost else self._advice
@@ -372,12 +373,21 @@ def _try_to_send(results: Any, positions: Sequence[int], error: Exception) -> No
             codec.encode(result)
         except Exception as cause:
             raise TypeError(
-                f"the result of item {position}, a {type(result).__name__}, cannot be sent to the other processes ({cause}): "
+                f"the result of item {position}, {an(type(result).__name__)}, cannot be sent to the other processes ({cause}): "
                 "give plain data, tensors or arrays"
             ) from error
 
 
-def _remark(error: BaseException, text: str) -> None:
+def an(word: str) -> str:
+    """
+    >>> an("int"), an("str")
+    ('an int', 'a str')
+    """
+    return f"a{'n' * word.lower().startswith(tuple('aeiou'))} {word}"
+
+
+def remark(error: BaseException, text: str) -> None:
+    """Adds a line to what is printed of an error."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:  # before Python 3.11
