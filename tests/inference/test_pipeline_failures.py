@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -48,16 +49,23 @@ REFUSED = {
     "control flow": (
         lambda: Deciding(*[torch.nn.Linear(4, 4) for _ in range(3)]),
         {},
-        r"Deciding cannot.*stopped at test_pipeline_failures.py:\d+ in forward: .*torch.where",
+        r"Deciding cannot.*stopped at test_pipeline_failures.py:\d+ in forward: .*torch.where.*is that of the batch, 4: x \(4, 4\)",
+    ),
+    "another width": (Tower, {"example_args": (GIVEN[:, :3],), "split_points": ["head"]}, "does not run with these arguments.*shapes"),
+    "rows that are mixed": (
+        lambda: Giving(lambda x: x - x.mean(0)),
+        {},
+        r"for a part of the example than for all of it \(apart by.*rows of the batch: x ",
     ),
     "no such module": (Tower, {"split_points": ["tower.head"]}, "'tower.head', which is no module of this Tower. Did you mean 'head'"),
+    "no such layer": (Tower, {"split_points": ["layers.99"]}, r"There are: layers.0, layers.1, layers.2, ..., layers.5\."),
     "a list, never called": (Tower, {"split_points": ["layers"]}, "'layers' is never called when Tower runs"),
-    "too few points": (Tower, {"split_points": []}, "0 split points make 1 stages, but there are 2 processes"),
+    "too few points": (Tower, {"split_points": []}, "0 split points make 1 stage, but there are 2 processes"),
     "the same twice": (Tower, {"split_points": ["head", "head"]}, "'head' twice"),
     "one text": (Tower, {"split_points": "head"}, r'write "auto", or a list of names of modules, \[\'head\'\]'),
-    "too few blocks": (lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), {}, "1 blocks cannot be cut into 2 stages"),
+    "too few blocks": (lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), {}, "1 block cannot be cut into 2 stages.* 1 process, or"),
     "no pieces": (Tower, {"num_chunks": 0}, "num_chunks=0"),
-    "no example": (Tower, {"example_args": ()}, "without a tensor that has rows"),
+    "no example": (Tower, {"example_args": ()}, "to prepare_pippy as example_args="),
     "an example of no rows": (Tower, {"example_args": (GIVEN[:0],)}, "a batch of no rows"),
     "an object": (Tower, {"example_args": (GIVEN, object())}, "called with a object"),
     "a loss": (lambda: Giving(torch.mean), {}, r"tensor of shape \(\) for 2 rows.*compute means and losses from them"),
@@ -70,9 +78,13 @@ REFUSED = {
 def test_what_cannot_be_is_refused_on_every_process(ranks):
     def run() -> dict[str, tuple[str, str]]:
         found = {}
+        logged: list[logging.LogRecord] = []
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(logged.append)  # what would be shown beside the error
         for case, (make, options, _) in REFUSED.items():
             model = fixed(make())
             found[case] = caught(lambda model=model, options=options: prepare_pippy(model, **{"example_args": (GIVEN,), **options}))
+        logging.getLogger("torch._subclasses.fake_tensor").removeFilter(logged.append)
+        assert not logged
         return found
 
     for found in ranks(2).run(run):

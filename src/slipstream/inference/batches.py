@@ -1,12 +1,14 @@
 """What a call of a pipeline brings: its rows, what stays the same between calls, and the pieces that the stages work on.
 
-A tensor whose first dimension is the number of rows is cut along it. Any other tensor goes to every piece whole; numbers, texts and
-None are part of the traced program. The number of rows is that of the first tensor with a dimension, positional arguments first. Pieces
-all have the same number of rows: the last one is filled up by repeating the last row, and what came of those is dropped at the end.
+A tensor whose first dimension is the number of rows is cut along it, unless `readings.py` finds that it has no row per entry. Any other
+tensor goes to every piece whole; numbers, texts and None are part of the traced program. The number of rows is that of the first tensor
+with a dimension, positional arguments first. Pieces all have the same number of rows: the last one is filled up by repeating the last
+row, and what came of those is dropped at the end.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,12 +56,18 @@ class Batch:
     ) -> None:
         self.data = (tuple(args), dict(kwargs or {}))
         self.leaves: list[Any] = tree.flatten(self.data)
+        self._note = note
         structure = tree.spell(self.data, _kind)
         known = (cut or {}).get(structure)
+        self.is_known = known is not None
+        """Whether an earlier call said which tensors are cut; else it was judged by their sizes."""
         tensors = self.tensors()
         rows = find_pippy_batch_size(*self.data) if known is None else _rows_of([tensors[index] for index, cut in enumerate(known) if cut])
         if rows is None:
-            raise ConfigError("a pipeline was called without a tensor that has rows: pass at least one tensor with a batch dimension")
+            raise ConfigError(
+                "there is no tensor with rows among the arguments of a pipeline: pass at least one tensor with a batch dimension, to "
+                "prepare_pippy as example_args=(tensor,) or example_kwargs, and to every call"
+            )
         if rows == 0:
             raise ConfigError("a pipeline was called with a batch of no rows: pass at least one, or do not call it")
         self.rows = rows
@@ -77,9 +85,30 @@ class Batch:
         self.form = spelled + note
         """What has to be the same for a traced program to serve another call: all but the number of rows and the values."""
 
+    def read_as(self, is_cut: tuple[bool, ...]) -> Batch:
+        """The same arguments with these tensors cut."""
+        return Batch(*self.data, dict.fromkeys(self.cut, is_cut), note=self._note)
+
     def tensors(self) -> list[torch.Tensor]:
         """The tensors in the order in which every process walks them, without a history of gradients."""
         return [leaf.detach() for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def labels(self, model: torch.nn.Module) -> list[str]:
+        """What the tensors are called in the signature of the model.
+
+        >>> Batch((torch.ones(2, 3),), None).labels(torch.nn.Linear(3, 1))
+        ['input']
+        """
+        args, kwargs = self.data
+        try:
+            names = [*inspect.signature(type(model).forward).bind_partial(model, *args).arguments][1:]
+        except (TypeError, ValueError):
+            names = []
+        positional = [names[place] if place < len(names) else f"argument {place + 1}" for place in range(len(args))]
+        numbers = tree.unflatten(self.data, range(len(self.leaves)))
+        owners = (*zip(positional, numbers[0], strict=True), *numbers[1].items())
+        found = {number: name for name, part in owners for number in tree.flatten(part)}
+        return [str(found[number]) for number, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
 
     @property
     def needs_gradients(self) -> bool:

@@ -160,8 +160,8 @@ def cut_evenly(blocks: Sequence[Block], count: int, limits: Mapping[int, int] | 
     """
     if len(blocks) < count:
         raise ConfigError(
-            f"a model with {len(blocks)} blocks cannot be cut into {count} stages, one for each process: use at most {len(blocks)} "
-            "processes, or name fewer classes in no_split_module_classes"
+            f"a model with {_count(len(blocks), 'block')} cannot be cut into {count} stages, one for each process: use at most "
+            f"{_count(len(blocks), 'process', 'processes')}, or name fewer classes in no_split_module_classes"
         )
     limits = limits or {}
     best: list[_Cut | None] = [_Cut(0, 0, ()), *[None] * len(blocks)]
@@ -177,6 +177,10 @@ def cut_evenly(blocks: Sequence[Block], count: int, limits: Mapping[int, int] | 
             "use more processes"
         )
     return list(found.starts)
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _best_end(blocks: Sequence[Block], before: list[_Cut | None], end: int, limit: int | None) -> _Cut | None:

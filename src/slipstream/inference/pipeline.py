@@ -19,9 +19,11 @@ import torch
 
 from slipstream.comm import ops, tree
 from slipstream.comm.guarded import refuse
+from slipstream.config.names import nearest
 from slipstream.errors import ConfigError
 from slipstream.inference.batches import Batch, filled_up, find_pippy_batch_size
 from slipstream.inference.cutting import blocks_in_order, cut_evenly, generate_device_map, whole_classes
+from slipstream.inference.readings import check, settled
 from slipstream.inference.stages import Pipeline, casting, own_device, own_forward
 from slipstream.inference.tracing import called_modules, let_go
 from slipstream.logging import get_logger
@@ -98,13 +100,19 @@ def build_pipeline(
     if not state.use_distributed:
         raise ConfigError("build_pipeline needs two processes or more; one runs the model as it is (prepare_pippy does)")
     try:
-        batch = Batch(args, kwargs, note=casting(own_device(state)))
+        with own_forward(model):
+            batch = settled(model, Batch(args, kwargs, note=casting(own_device(state))), own_device(state))
         chunks = _chunks(num_chunks, state)
         points = _checked(model, split_points, state.num_processes)
     except Exception as error:
         raise refuse(state.channel(), state.limits, _PREPARE, error) from error.__cause__
     pipeline = Pipeline(model, points, chunks, state)
     pipeline.prepare(batch)
+    try:
+        with own_forward(model):
+            check(model, batch)
+    except Exception as error:
+        raise refuse(state.channel(), state.limits, _PREPARE, error) from error.__cause__
     return pipeline
 
 
@@ -148,8 +156,8 @@ def _split_points(
     count = state.num_processes
     if given is not None and given != "auto":
         return _checked(model, given, count)
-    batch = Batch(args, kwargs)
     with own_forward(model):
+        batch = settled(model, Batch(args, kwargs), own_device(state))
         called = called_modules(model, batch, -(-batch.rows // _chunks(num_chunks, state)), own_device(state))
     blocks = blocks_in_order(model, whole_classes(model, no_split), at_least=count, called=called)
     return [blocks[start].name for start in cut_evenly(blocks, count)[1:]]
@@ -162,17 +170,29 @@ def _checked(model: torch.nn.Module, given: str | Sequence[str], count: int) -> 
     known = dict(model.named_modules(remove_duplicate=False))
     for name in points:
         if name not in known or name == "":
-            near = [known_name for known_name in known if known_name.rpartition(".")[2] == str(name).rpartition(".")[2] and known_name]
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"split_points names {name!r}, which is no module of this {type(model).__name__}.{hint}")
+            raise ConfigError(f"split_points names {name!r}, which is no module of this {type(model).__name__}. {_hint(str(name), known)}")
         if points.count(name) > 1:
             raise ConfigError(f"split_points names {name!r} twice: a stage begins there once")
     if len(points) != count - 1:
         raise ConfigError(
-            f"{len(points)} split points make {len(points) + 1} stages, but there are {count} processes, and each has one: name "
-            f'{count - 1} modules at which a new stage begins, or write "auto"'
+            f"{len(points)} split {'point makes' if len(points) == 1 else 'points make'} {len(points) + 1} "
+            f"{'stages' if points else 'stage'}, but there are {count} processes, and each has one: name {count - 1} "
+            f'{"module" if count == 2 else "modules"} at which a new stage begins, or write "auto"'
         )
     return points
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """What was meant, or what there is."""
+    same = [one for one in known if one and one.rpartition(".")[2] == name.rpartition(".")[2]]
+    if same:
+        return f"Did you mean {same[0]!r}?"
+    beside = [one for one in known if one and one.rpartition(".")[0] == name.rpartition(".")[0]]
+    there = beside if "." in name and beside else [one for one in known if one and "." not in one]
+    shown = [*there[:3], "...", there[-1]] if len(there) > 5 else there
+    near = nearest(name, [one for one in known if one])
+    meant = f"Did you mean {near[0]!r}? " if near and not beside else ""
+    return f"{meant}There are: {', '.join(shown) or 'no modules in it'}."
 
 
 def _chunks(given: int | None, state: AcceleratorState) -> int:

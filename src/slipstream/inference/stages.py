@@ -27,6 +27,7 @@ from slipstream.comm.verify import Call
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError, DistributedOperationException, StateError
 from slipstream.inference.batches import Batch
+from slipstream.inference.readings import settled
 from slipstream.inference.tracing import Traced, fill, trace
 from slipstream.logging import get_logger
 from slipstream.runtime.state import AcceleratorState
@@ -36,6 +37,7 @@ __all__ = ["Pipeline", "casting", "own_device", "own_forward"]
 _STEP = "pipeline"
 _TRACE = "pipeline trace"
 _KEPT = 16
+_SETTLED = 256
 _WORTH_TRACING = 2
 """A batch of more than this many times `num_chunks` pieces is traced again, for larger ones."""
 
@@ -54,6 +56,7 @@ class Pipeline:
         self.device = own_device(state)
         self._state = state
         self._cut: dict[str, tuple[bool, ...]] = {}
+        self._settled: dict[str, tuple[bool, ...]] = {}
         self._programs: dict[str, _Program] = {}
         self._watch = state.runtime.watch(_STEP, state.limits)
         self._logger = get_logger(__name__)
@@ -130,7 +133,7 @@ class Pipeline:
         """The batch, when every process has brought one of this form and size."""
         state = self._state
         try:
-            batch = Batch(args, kwargs, self._cut, note=casting(self.device))
+            batch = self._settle(Batch(args, kwargs, self._cut, note=casting(self.device)))
         except ConfigError as error:
             raise refuse(state.channel(), state.limits, _STEP, error) from None
         text = f"{batch.rows} rows of {batch.form}"
@@ -139,6 +142,18 @@ class Pipeline:
         if batch.needs_gradients:
             self._logger.warning_once("a pipeline is for inference: its output carries no gradients, although an input asks for them")
         return batch
+
+    def _settle(self, batch: Batch) -> Batch:
+        """A batch of another structure than the example's, with what is cut of it settled; once for each form."""
+        if batch.is_known or sum(batch.is_cut) < 2:
+            return batch
+        key = f"{batch.rows} {batch.form}"
+        if key not in self._settled:
+            if len(self._settled) >= _SETTLED:
+                self._settled.clear()
+            with own_forward(self.model):
+                self._settled[key] = settled(self.model, batch, self.device).is_cut
+        return batch.read_as(self._settled[key])
 
     def _tell(self, error: BaseException) -> None:
         """Ends the waits of the other processes: they need what this stage did not give."""

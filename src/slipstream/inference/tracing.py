@@ -11,12 +11,14 @@ stage to stage is made contiguous, as it has to be to be sent.
 
 from __future__ import annotations
 
+import importlib
+import logging
 import operator
 import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from traceback import extract_tb
 from typing import Any
@@ -30,7 +32,7 @@ from slipstream.comm.sites import is_ours, spell
 from slipstream.errors import ConfigError
 from slipstream.inference.batches import PLAIN, Batch
 
-__all__ = ["Traced", "called_modules", "fill", "let_go", "trace"]
+__all__ = ["Traced", "called_modules", "fill", "fits", "let_go", "trace"]
 
 _PREFIX = "model."
 _VALUE_WANTED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -103,12 +105,24 @@ def called_modules(model: torch.nn.Module, batch: Batch, rows: int, device: torc
     def note(module: torch.nn.Module, _: Any) -> None:
         called.setdefault(names[module], len(called))
 
-    with _hooked(list(names), note), torch.inference_mode(False), torch.no_grad(), _faked(model, device) as mode, mode:
+    with _quiet(), _hooked(list(names), note), torch.inference_mode(False), torch.no_grad(), _faked(model, device) as mode, mode:
         try:
             _Program(model, batch, lambda _: None)(*_examples(batch, rows, device))
         except _VALUE_WANTED:
             return None
     return called
+
+
+def fits(model: torch.nn.Module, batch: Batch, rows: int, device: torch.device) -> bool:
+    """Whether the model runs with so many rows in the tensors that are cut, and gives as many of everything; nothing is computed."""
+    given: list[Any] = []
+    with _quiet(), torch.inference_mode(False), torch.no_grad(), _faked(model, device) as mode, mode:
+        try:
+            _Program(model, batch, given.append)(*_examples(batch, rows, device))
+        except Exception:  # of any kind: shapes that do not go together are reported in many ways, and the tracer says more
+            return False
+    shapes = [leaf.shape for leaf in tree.flatten(given[-1]) if isinstance(leaf, torch.Tensor)]
+    return all(shape[:1] == (rows,) for shape in shapes)
 
 
 def trace(model: torch.nn.Module, batch: Batch, rows: int, device: torch.device, points: Sequence[str], stage: int) -> Traced:
@@ -131,7 +145,7 @@ def trace(model: torch.nn.Module, batch: Batch, rows: int, device: torch.device,
         except Exception as error:  # whatever the tracer met: it says so in many ways, and all mean the same
             if given:
                 _output(given[-1], rows)  # the model ran to its end: what it gives may be the reason
-            raise ConfigError(_untraceable(model, error)) from error
+            raise ConfigError(_untraceable(model, batch, rows, error)) from error
     _check_count(pipe, model, points, split)
     frame, is_tensor, shapes = _output(given[-1], rows)
     modules = [pipe.get_stage_module(number) for number in range(pipe.num_stages)]
@@ -231,7 +245,16 @@ def _hooked(modules: Sequence[torch.nn.Module], hook: Callable[[torch.nn.Module,
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
+    """Silence for what torch logs of errors that come out of here too, and for warnings about itself."""
+    with ExitStack() as after, warnings.catch_warnings():
+        for name in ("torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))):
+            logger = logging.getLogger(name)
+            if not logger.disabled:
+                logger.disabled = True
+                after.callback(setattr, logger, "disabled", False)
+        tracer = vars(importlib.import_module("torch.export._trace"))
+        tracer["print"] = lambda *words, **options: None  # it prints the graph up to an error; what a model prints is shown
+        after.callback(tracer.pop, "print", None)
         for text in _EXPECTED:
             warnings.filterwarnings("ignore", message=re.escape(text))
         yield
@@ -240,20 +263,30 @@ def _quiet() -> Iterator[None]:
 # -- what came of it --------------------------------------------------------------------------------------------------
 
 
-def _untraceable(model: torch.nn.Module, error: Exception) -> str:
+def _untraceable(model: torch.nn.Module, batch: Batch, rows: int, error: Exception) -> str:
     cause = error.__cause__ or error
     reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    values = isinstance(cause, _VALUE_WANTED) or "data-dependent" in str(cause).lower() or type(cause).__name__.startswith("Guard")
+    advice = (
+        "A forward that is traced may not look at the values of tensors (`if mask.any()`, `x.item()`, `x.tolist()`), nor change the "
+        "model: use torch.where, or decide outside of the model."
+        if values
+        else "Its forward does not run with these arguments, in pieces of the batch: check their number, names and shapes."
+    )
+    tensors = zip(batch.labels(model), batch.tensors(), batch.is_cut, strict=True)
+    cut = [f"{name} {tuple(tensor.shape)}" for name, tensor, is_cut in tensors if is_cut]
+    said = f"Cut into pieces of {rows}, as the first dimension is that of the batch, {batch.rows}: {', '.join(cut)}."
     return (
         f"{type(model).__name__} cannot be cut into stages, as torch's tracer stopped{_place(cause)}: {type(cause).__name__}: {reason}\n"
-        "A forward that is traced may not look at the values of tensors (`if mask.any()`, `x.item()`, `x.tolist()`), nor change the "
-        "model: use torch.where, or decide outside of the model. Arguments that do not fit the model end here too."
+        f"{advice}\n{said} A tensor that has no row per entry is recognised where the example has another number of rows than it."
     )
 
 
 def _place(error: BaseException) -> str:
     """The line of the model at which an error was raised."""
     inside = os.path.dirname(torch.__file__) + os.sep
-    frames = [frame for frame in extract_tb(error.__traceback__) if not is_ours(frame.filename) and not frame.filename.startswith(inside)]
+    told = extract_tb(error.__traceback__)
+    frames = [frame for frame in told if not is_ours(frame.filename) and not frame.filename.startswith((inside, "<string>", "<eval"))]
     return f" at {spell(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name)}" if frames else " in its forward"
 
 

@@ -1,0 +1,61 @@
+"""Tensors that only look as if they had a row for each entry of the batch: the output is that of the plain model all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from stage_models import fixed, same
+
+from slipstream.inference.batches import Batch
+from slipstream.inference.pipeline import prepare_pippy
+from slipstream.inference.readings import settled
+
+
+class Masked(torch.nn.Module):
+    """Positions (batch, length, 4), and a mask for positions, a memory of two parts, or one weight for each entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, mask: Any = None, keys: Any = None, values: Any = None, weight: Any = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if mask is not None:
+                x = x + (torch.sigmoid(x @ x.transpose(1, 2)) * mask) @ x
+            if keys is not None:
+                x = x + torch.softmax(x @ keys.T, -1) @ values
+            if weight is not None:
+                x = x * weight[:, None, None]
+        return x
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def test_a_mask_as_long_as_the_batch_is_not_cut(ranks):
+    """In the example, and in later calls of another structure, when the weights of other stages are gone."""
+
+    def run() -> list[bool]:
+        plain, mask = fixed(Masked()), random(4, 4)
+        model = prepare_pippy(fixed(Masked()), example_args=(random(4, 4, 4), mask), num_chunks=4, gather_output=True)
+        weighted = {"mask": mask, "weight": random(4)}
+        calls: list[Any] = [((random(rows, 4, 4), mask), {}) for rows in (4, 3)]
+        calls += [((random(4, 4, 4),), given) for given in (weighted, {"keys": random(4, 4), "values": random(4, 4)})]
+        return [same(model(*args, **kwargs), plain(*args, **kwargs)) for args, kwargs in calls]
+
+    assert ranks(2).run(run) == [[True] * 4] * 2
+
+
+def test_what_has_a_row_per_entry_is_told_from_what_has_none():
+    def read(**given: torch.Tensor) -> dict[str, bool]:
+        batch = Batch((random(4, 4, 4),), given)
+        model = Masked()
+        found = settled(model, batch, torch.device("cpu"))
+        return dict(zip(found.labels(model), found.is_cut, strict=True))
+
+    assert read(mask=random(4, 4)) == {"x": True, "mask": False}
+    assert read(mask=random(4, 4, 4)) == {"x": True, "mask": True}
+    assert read(keys=random(4, 4), values=random(4, 4), weight=random(4)) == {"x": True, "keys": False, "values": False, "weight": True}
