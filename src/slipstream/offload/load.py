@@ -151,16 +151,26 @@ def load_checkpoint_and_dispatch(
         load_weights(model, checkpoint, dtype, strict=strict)
         return model
     tell_unknown_classes(bare(model), preload_module_classes, "preload_module_classes")
-    if isinstance(device_map, str):
-        device_map = plan_for(bare(model), device_map, max_memory, no_split_module_classes, wishes.dtype, offload_buffers=offload_buffers)
-    else:
-        tell_unknown_classes(bare(model), no_split_module_classes, "no_split_module_classes")
-        _tell_unused(max_memory=max_memory is not None, why="with a device map that is a dict")
-    found = _load(bare(model), local_path(checkpoint, "checkpoint"), _mapping(device_map), wishes)
+    device_map = _map_for(bare(model), device_map, max_memory, no_split_module_classes, wishes)
+    found = _load(bare(model), local_path(checkpoint, "checkpoint"), device_map, wishes)
     whole = [*(preload_module_classes or ()), *class_names(no_split_module_classes)]
     given = Given({}, found.index, {}, wishes.folder)
     spread(bare(model), device_map, Targets(device_map), given, offload_buffers, skip_keys, whole, force_hooks, limit)
     return model
+
+
+def _map_for(
+    model: torch.nn.Module,
+    device_map: str | Mapping[str, Any],
+    max_memory: Mapping[Any, Any] | None,
+    no_split_module_classes: Collection[str] | None,
+    wishes: Wishes,
+) -> Mapping[str, Any]:
+    if isinstance(device_map, str):
+        return plan_for(model, device_map, max_memory, no_split_module_classes, wishes.dtype, offload_buffers=wishes.offload_buffers)
+    tell_unknown_classes(model, no_split_module_classes, "no_split_module_classes")
+    _tell_unused(max_memory=max_memory is not None, why="with a device map that is a dict")
+    return _mapping(device_map)
 
 
 def _load(model: torch.nn.Module, path: Path, device_map: Mapping[str, Any], wishes: Wishes, *, folder_is_needed: bool = False) -> Filling:
