@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Final
 
 from slipstream.errors import CheckpointError
@@ -28,6 +29,8 @@ _COSTS: Final = (("{", 160), ("[", 160), (":", 240), (",", 64))
 """Bytes of memory that come with a character, at most, in all the forms that the values go through."""
 _USUAL: Final = 11
 """Bytes of memory for each byte of a text that says something; one that was made to fill the memory takes fifty and more."""
+_DEAREST: Final = 8 + max(cost for _, cost in _COSTS)
+"""Most bytes of memory that one character can cost: a text that is short enough needs no counting."""
 _LONG: Final = 1 << 20
 _LONGEST_NUMBER: Final = 4300
 _CONTAINERS: Final = frozenset({dict, list})
@@ -54,7 +57,9 @@ def parse(
         text = data if isinstance(data, str) else str(data, "utf-8")
         if why := too_large(text, beside=beside):
             raise _refusal(where, why)
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_decimal)
+        if text.startswith("\ufeff"):
+            raise _refusal(where, "it begins with a byte order mark (BOM)")
+        value = _decoder().decode(text)
     except RecursionError:
         raise _refusal(where, f"it is nested deeper than {deepest} levels") from None
     except UnicodeDecodeError as error:
@@ -78,6 +83,8 @@ def too_large(text: str, *, beside: int = 0) -> str | None:
     >>> too_large("[" + "{}," * 1_000_000 + "{}]")
     'its values would take up to 227,000,324 bytes of memory, more than 91,720,300'
     """
+    if len(text) * _DEAREST <= ROOM:
+        return None
     if len(text) > LARGEST + beside:
         return f"it has {len(text):,} bytes, more than {LARGEST + beside:,}"
     characters = (1 if text.isascii() else 8) * len(text)  # a text with one character beyond Latin takes four bytes for each
@@ -95,12 +102,22 @@ def dump(value: Any, *, indent: int | None = None) -> bytes:
     """
     separators = (",", ":") if indent is None else (",", ": ")
     try:
-        data = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators).encode("utf-8")
+        data = _encoder(indent).encode(value).encode("utf-8")
         if len(data) > _LONG and not data.isascii():  # spelled out: while it is read, every character takes one byte and not four
             data = json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
         return data
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"This value cannot be written as JSON: {error}.") from None
+
+
+@cache
+def _decoder() -> json.JSONDecoder:
+    return json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_decimal)
+
+
+@cache
+def _encoder(indent: int | None) -> json.JSONEncoder:
+    return json.JSONEncoder(ensure_ascii=False, allow_nan=False, indent=indent, separators=(",", ":") if indent is None else (",", ": "))
 
 
 def _refusal(where: str, why: str) -> CheckpointError:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _LONG = 1 << 20
 _DEEPEST = strict_json.DEEPEST - 1
 _MOST_BITS = 14_000
 """Of a whole number that JSON gives back."""
+_BEGINNING = re.compile(rb'\{"index":(\d{1,18}),"item":')
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -262,8 +264,8 @@ def take_in(path: Path, header: Header) -> int:
     try:
         with _telling(path):
             _cut(file, path, header)
-        known = {page.index for page in read(path, header)}
         parts = _parts(path)
+        known = {page.index for page in read(path, header)} if parts else set()
         with _telling(path):
             for part in parts:
                 for page in read(part, header, part=True):
@@ -368,18 +370,30 @@ def _chosen(path: Path, header: Header, authors: Sequence[int | None], run: str)
     """By position, where the line stands that counts: the file, its first byte and its length."""
     chosen: dict[int, tuple[Path, int, int]] = {}
     for source in (path, *_parts(path)):
-        rank = int(source.name.rpartition("-")[2]) if source != path else None
+        if source == path and not path.exists():
+            continue
+        counts = source != path and f".part-{run}-" in source.name
+        rank = int(source.name.rpartition("-")[2]) if counts else None
         place = 0
-        if source == path:
-            if not path.exists():
-                continue
-            with open(path, "rb") as file:
+        with open(source, "rb") as file:
+            if source == path:
                 place = len(file.readline())
-        for page in read(source, header, part=source != path):
-            if page.index not in chosen or (rank is not None and authors[page.index] == rank and f".part-{run}-" in source.name):
-                chosen[page.index] = (source, place, len(page.line))
-            place += len(page.line)
+            for number, line in enumerate(file, start=1 if counts else 2):
+                if not line.endswith(b"\n"):
+                    break
+                index = _index(line, f"{source}, line {number},", header)
+                if index not in chosen or (counts and authors[index] == rank):
+                    chosen[index] = (source, place, len(line))
+                place += len(line)
     return chosen
+
+
+def _index(line: bytes, where: str, header: Header) -> int:
+    """The position that a line is about, which was checked when the work began, or written since then."""
+    found = _BEGINNING.match(line)
+    if found is None or int(found[1]) >= header.count:
+        return _page(line, where, header).index
+    return int(found[1])
 
 
 def _write(file: int, data: bytes) -> None:

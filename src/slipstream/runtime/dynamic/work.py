@@ -33,7 +33,7 @@ from slipstream.runtime.dynamic.queue import Deadly, Queue, Report
 __all__ = ["Settled", "Work", "an", "remark"]
 
 _NOTHING: Any = object()
-_LOOPS = {"split_between_processes": "the loop over split_between_processes(balance=\"dynamic\")"}
+_LOOPS = {"split_between_processes": 'the loop over split_between_processes(balance="dynamic")'}
 """What the work is called where its items are worked on."""
 _LONGEST_PAUSE = 0.02
 _LOOK_EVERY = 0.25
