@@ -239,6 +239,11 @@ def test_mistakes_are_named() -> None:
         state.map_across_processes("".join, ["a", "b"], batch_size=2)
     with pytest.raises(TypeError, match="the result of item 1, a function, cannot be sent"):
         state.map_across_processes(lambda number: (lambda: 1) if number else 0, [0, 1])
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    with pytest.raises(TypeError, match="the result of item 0, a list, cannot be sent .*: give plain data"):
+        state.map_across_processes(lambda item: item, [deep])
     with pytest.raises(ConfigError, match="batch_size=0"):
         state.map_across_processes(squares, [1], batch_size=0)
     with pytest.raises(ConfigError, match='key is for items .* write balance="dynamic"'), state.split_between_processes([1], key=len):

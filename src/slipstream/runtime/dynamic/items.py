@@ -23,6 +23,7 @@ from slipstream.runtime.split import split
 __all__ = ["Items", "fingerprint"]
 
 _BLOCK = 4096
+_DEEPEST = 100
 
 
 class Items:
@@ -143,10 +144,12 @@ def _feed_texts(digest: Digest, texts: Iterable[str]) -> None:
     digest.update(b"".join(encoded))
 
 
-def _feed(digest: Digest, value: Any) -> bool:
-    """Takes a value in; whether all of it is plain. What is not counts by its type."""
+def _feed(digest: Digest, value: Any, depth: int = 0) -> bool:
+    """Takes a value in; whether all of it is plain. What is not, or lies deeper than `_DEEPEST` levels, counts by its type."""
     kind = type(value)
     digest.update(kind.__qualname__.encode())
+    if depth > _DEEPEST:
+        return False
     if kind is str:
         _feed_texts(digest, [value])
     elif kind in (int, float, bool, complex, range) or value is None:
@@ -156,10 +159,10 @@ def _feed(digest: Digest, value: Any) -> bool:
         digest.update(value)
     elif kind in (list, tuple) or is_namedtuple(value):
         digest.update(struct.pack("<q", len(value)))
-        return all([_feed(digest, item) for item in value])
+        return all([_feed(digest, item, depth + 1) for item in value])
     elif isinstance(value, Mapping):
         digest.update(struct.pack("<q", len(value)))
-        return all([_feed(digest, part) for key in sorted(value, key=repr) for part in (key, value[key])])
+        return all([_feed(digest, part, depth + 1) for key in sorted(value, key=repr) for part in (key, value[key])])
     elif _is_array(value):
         return _feed_array(digest, value)
     else:
