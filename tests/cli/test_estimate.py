@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from slipstream.checkpoint.models import save_model
 from slipstream.cli.main import main
 from slipstream.files.tensors import plan
+from slipstream.offload.estimate.waiting import telling
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -118,6 +120,22 @@ def test_an_entry_point_in_a_file_and_in_a_package(tmp_path, capsys, monkeypatch
     sys.modules.pop("nets_of_a_user")
 
 
+def test_what_an_entry_point_prints_is_no_part_of_the_answer(tmp_path, capsys):
+    (tmp_path / "loud.py").write_text("import torch\n\ndef build():\n    print('made')\n    return torch.nn.Linear(8, 4)\n")
+    _, out, err = asked(capsys, f"{tmp_path / 'loud.py'}:build", "--json")
+    assert json.loads(out)["parameters"] == 36
+    assert "made" in err
+
+
+def test_what_takes_long_gives_a_sign_of_life(capsys):
+    with telling("calling slow:build", patience=0.01):
+        for _ in range(1000):
+            time.sleep(0.01)
+            if err := capsys.readouterr().err:
+                break
+    assert err == "calling slow:build ...\n"
+
+
 def test_weights_alone_say_that_activations_are_not_counted(tmp_path, capsys):
     save_model(torch.nn.Linear(8, 4), tmp_path / "plain")
     _, out, _ = asked(capsys, str(tmp_path / "plain"), "--dtypes", "float32")
@@ -126,7 +144,7 @@ def test_weights_alone_say_that_activations_are_not_counted(tmp_path, capsys):
 
 
 MISTAKES = {
-    "type": (["{folder}", "--dtypes", "float12"], "--dtypes float12", "Did you mean float"),
+    "type": (["{folder}", "--dtypes", "float12"], "--dtypes float12", "Write one or more of float32, float16, bfloat16, int8, int4"),
     "batch": (["{folder}", "--batch-size", "0"], "--batch-size 0", "above zero"),
     "length": (["{folder}", "--sequence_length", "-3"], "--sequence-length -3", "above zero"),
     "optimizer": (["{folder}", "--optimizer", "lion"], "lion", "adamw"),
@@ -136,10 +154,17 @@ MISTAKES = {
     "unknown": (["{tmp}/strange.json"], "cannot build a model of the type 'no-such-model'", ""),
     "foreign code": (["{tmp}/foreign.json"], "asks for code that comes with the model (modeling.Model)", "--trust-remote-code"),
     "python file": (["{tmp}/net.py"], "is a Python file", "net.py:function"),
-    "no such name": (["{tmp}/net.py:bild"], "there is no bild", "It has: torch, build"),
+    "no such name": (
+        ["{tmp}/net.py:bild"],
+        "there is no bild",
+        "Did you mean build? Functions, classes and models in it: build, text, leaves.",
+    ),
     "no model": (["{tmp}/net.py:number"], "is a int, which cannot be called", "returns a model"),
     "another thing": (["{tmp}/net.py:text"], "returned a str, and no model", "torch.nn.Module"),
     "raises": (["{tmp}/net.py:build"], "raised ZeroDivisionError: division by zero (at {tmp}/net.py:4)", "meta device"),
+    "leaves": (["{tmp}/net.py:leaves"], "leaves ended with sys.exit(3) (at {tmp}/net.py:12)", "return a model"),
+    "needs another": (["{tmp}/needing.py:build"], "needs no_such_package, which is not here (at {tmp}/needing.py:1)", "Install it"),
+    "sizes": (["{tmp}/odd.json"], "cannot build a model of the type 'llama'", "num_attention_heads is 0"),
     "no module": (["no_such_package.models:build"], "No module named 'no_such_package'", "package.module:function"),
     "broken": (["{tmp}/broken.py:build"], "cannot be imported: SyntaxError", ""),
     "not weights": (["{tmp}/short.safetensors"], "short.safetensors is no safetensors file that can be trusted", ""),
@@ -156,7 +181,11 @@ def test_mistakes_are_messages_that_say_what_to_write(tmp_path, folder, capsys, 
     (tmp_path / "foreign.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoModel": "modeling.Model"}}))
     (tmp_path / "short.safetensors").write_bytes(b"1234")
     (tmp_path / "broken.py").write_text("def build(:\n")
-    (tmp_path / "net.py").write_text("import torch\n\ndef build():\n    return 1 / 0\n\ndef text():\n    return 'x'\n\nnumber = 3\n")
+    (tmp_path / "net.py").write_text(
+        "import torch\n\ndef build():\n    return 1 / 0\n\ndef text():\n    return 'x'\n\nnumber = 3\n\ndef leaves():\n    exit(3)\n"
+    )
+    (tmp_path / "needing.py").write_text("import no_such_package\n")
+    (tmp_path / "odd.json").write_text(json.dumps({**LLAMA, "num_attention_heads": 0}))
     arguments, what, remedy = MISTAKES[name]
     places = {"tmp": tmp_path, "folder": folder}
     code, out, err = asked(capsys, *(one.format(**places) for one in arguments))

@@ -15,6 +15,8 @@ from slipstream.checkpoint.models import save_model
 from slipstream.errors import ConfigError
 from slipstream.offload.estimate import headers
 from slipstream.offload.estimate.building import from_entry_point, parts_of, undisturbed
+from slipstream.offload.estimate.decoders import described_parts
+from slipstream.offload.estimate.formula import known
 from slipstream.offload.estimate.headers import read_parts
 from slipstream.offload.estimate.kinds import KINDS, kind_named
 from slipstream.offload.estimate.measure import Inputs, measure
@@ -307,6 +309,20 @@ def test_a_model_that_needs_values_says_that_it_could_not_be_measured(tmp_path):
     assert found.inference[0].activations is None
     assert found.inference[0].total == 80
     assert any("could not be measured" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("mistral", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {})],
+)
+def test_the_tensors_of_known_decoders_are_those_that_are_built(kind, more):
+    model = decoder(kind, **more)
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    shape = known(config, 16)
+    found, built = described_parts(config, shape).parts, parts_of(model).parts
+    assert {part.name: (part.shape, part.dtype, part.trainable, part.linear) for part in found} == {
+        part.name: (part.shape, part.dtype, part.trainable, part.linear) for part in built
+    }
 
 
 def test_seventy_billion_parameters_take_no_memory_to_estimate(tmp_path):

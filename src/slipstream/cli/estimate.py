@@ -11,7 +11,9 @@ Nothing here imports torch; the room `offload/estimate` does if the answer needs
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from typing import Any, Final
 
 import click
@@ -117,7 +119,8 @@ def command(
         trust_remote_code=trust,
         measure=measure,
     )
-    found = estimate(model, settings, environment())
+    with redirect_stdout(sys.stderr):  # what code of the user prints is no part of the answer
+        found = estimate(model, settings, environment())
     if as_json:
         click.echo(json.dumps(found.plain(), indent=2))
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import socket
 import sys
 import threading
@@ -25,10 +26,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from slipstream.checkpoint.raw import DTYPES
-from slipstream.errors import ConfigError
+from slipstream.comm.sites import is_ours
+from slipstream.config.names import nearest
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.offload.empty import init_empty_weights
 from slipstream.offload.estimate.measure import Inputs
 from slipstream.offload.estimate.parts import Part, Parts
+from slipstream.offload.estimate.waiting import telling
 from slipstream.offload.quiet import quiet
 
 __all__ = ["from_config", "from_entry_point", "from_hub", "parts_of", "undisturbed"]
@@ -91,8 +95,11 @@ def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -
     found: Any = _module(place, given)
     for word in name.split("."):
         if not hasattr(found, word):
-            near = [one for one in vars(found) if not one.startswith("_")][:8]
-            raise ConfigError(f"{given}: there is no {word} in {place}.\nIt has: {', '.join(near) or 'nothing'}.")
+            there = _buildable(found)
+            meant = f"Did you mean {near[0]}? " if (near := nearest(word, there)) else ""
+            raise ConfigError(
+                f"{given}: there is no {word} in {place}.\n{meant}Functions, classes and models in it: {', '.join(there[:8]) or 'none'}."
+            )
         found = getattr(found, word)
     if not isinstance(found, torch.nn.Module):
         if not callable(found):
@@ -112,6 +119,15 @@ def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -
     return model, _as_inputs(inputs) if inputs is not None else _guessed_inputs(model, batch_size, sequence_length)
 
 
+def _buildable(found: Any) -> list[str]:
+    """The names in a module, or in a class, that could be an entry point; what a module imports is none."""
+    there = {name: value for name, value in vars(found).items() if not name.startswith("_")}
+    if not isinstance(found, ModuleType):
+        return list(there)
+    home = found.__name__
+    return [name for name, one in there.items() if isinstance(one, torch.nn.Module) or (callable(one) and one.__module__ == home)]
+
+
 def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) -> Any:
     try:
         names = inspect.signature(function).parameters
@@ -125,7 +141,10 @@ def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) 
             "Give the others default values, or name a function that needs none."
         )
     try:
-        return _without_memory(lambda: function(**keywords))
+        with telling(f"calling {given}"):
+            return _without_memory(lambda: function(**keywords))
+    except SystemExit as error:
+        raise SlipstreamError(f"{given} ended with sys.exit({error.code!r}){_at(error)}.\nLet it return a model.") from error
     except Exception as error:
         said = f"It is called on the meta device, with {keywords or 'no arguments'}."
         raise ConfigError(f"{given} raised {_where(error)}.\n{said}") from error
@@ -146,16 +165,22 @@ def _module(place: str, given: str) -> ModuleType:
     if place.endswith(".py") and not path.is_file():
         raise ConfigError(f"{given}: there is no file {place}.\nWrite path/to/file.py:function, or package.module:function.")
     try:
-        with _importable(str(path.resolve().parent) if path.is_file() else str(Path.cwd())):
+        with telling(f"importing {place}"), _importable(str(path.resolve().parent) if path.is_file() else str(Path.cwd())):
             if not path.is_file():
                 return importlib.import_module(place)
             spec = importlib.util.spec_from_file_location(path.stem, path)
             if spec is None or spec.loader is None:
                 raise ConfigError(f"{given}: {place} is no Python file.\nWrite path/to/file.py:function.")
             module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(spec.name, module)  # where dataclasses look for it
             spec.loader.exec_module(module)
             return module
     except ModuleNotFoundError as error:
+        if path.is_file() or not f"{place}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{given}: {place} cannot be imported: it needs {error.name}, which is not here{_at(error)}.\n"
+                "Install it, or run this where it can be imported."
+            ) from error
         raise ConfigError(f"{given}: {error}.\nWrite package.module:function as it is imported here, or a path ending in .py.") from error
     except (Exception, SystemExit) as error:
         if isinstance(error, ConfigError):
@@ -173,12 +198,22 @@ def _importable(folder: str) -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """What was raised, and in which line of whose code."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
-    last = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1]) if frames else None
-    place = f" (at {last.filename}:{last.lineno})" if last else ""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}{place}"
+    """What was raised, and in which line of the user's code."""
+    lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'without a message'}{_at(error)}"
+
+
+def _at(error: BaseException) -> str:
+    """The last line of the user's own files on the way to an error; "" if none was."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" (at {error.filename}:{error.lineno})"
+    library = os.path.dirname(os.__file__) + os.sep
+    frames = [
+        one
+        for one in traceback.extract_tb(error.__traceback__)
+        if not one.filename.startswith(("<", library)) and "site-packages" not in one.filename and not is_ours(one.filename)
+    ]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 # --- what it is called with ---------------------------------------------------------------------------------------------------------
@@ -239,7 +274,7 @@ def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence
         )
     transformers = _transformers(str(path))
     try:
-        with quiet():
+        with quiet(), telling(f"building the model of {path} (this can take a while)"):
             read = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
             model = _built(transformers, read, trust_remote_code)
     except ConfigError:
@@ -247,9 +282,20 @@ def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence
     except Exception as error:
         raise ConfigError(
             f"{path}: transformers {transformers.__version__} cannot build a model of the type {config['model_type']!r} from this config: "
-            f"{_where(error)}."
+            f"{_where(error)}.{_odd_sizes(config)}"
         ) from error
     return model, _guessed_inputs(model, batch_size, sequence_length)
+
+
+def _odd_sizes(config: Mapping[str, Any]) -> str:
+    """The fields of a config that look as if they were the reason."""
+    words = ("size", "heads", "layers", "dim", "positions", "embeddings")
+    sizes = {name: value for name, value in config.items() if name.rpartition("_")[2] in words and value is not None}
+    odd = [f"{name} is {value!r}" for name, value in sizes.items() if not isinstance(value, int) or value <= 0]
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not odd and isinstance(hidden, int) and isinstance(heads, int) and hidden % heads:
+        odd = [f"hidden_size, {hidden}, is no multiple of num_attention_heads, {heads}"]
+    return f"\nIn it {', '.join(odd)}." if odd else ""
 
 
 def _refuse_foreign_code(config: Mapping[str, Any], where: str, allowed: bool) -> None:
@@ -304,7 +350,7 @@ def from_hub(name: str, batch_size: int, sequence_length: int | None, environ: M
             raise ConfigError(f"{missing} cannot be fetched: {str(error).strip().splitlines()[0]}") from error
     _refuse_foreign_code(vars(config), name, trust_remote_code)
     try:
-        with quiet():
+        with quiet(), telling(f"building the model {name} (this can take a while)"):
             model = _built(transformers, config, trust_remote_code)
     except Exception as error:
         raise ConfigError(f"{name}: transformers {transformers.__version__} cannot build it: {_where(error)}.") from error

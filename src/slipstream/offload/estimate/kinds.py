@@ -58,9 +58,9 @@ def kind_named(name: str) -> Kind:
     """
     known = _OTHER_NAMES.get(name.lower(), name.lower())
     if known not in KINDS:
-        near = nearest(name, [*KINDS, *_OTHER_NAMES])
-        hint = f"Did you mean {near[0]}?" if near else f"Write one or more of {', '.join(KINDS)}."
-        raise ConfigError(f"--dtypes {name}: there is no such type here.\n{hint}")
+        near = nearest(name, KINDS)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"--dtypes {name}: there is no such type here.\n{hint}Write one or more of {', '.join(KINDS)}.")
     return KINDS[known]
 
 

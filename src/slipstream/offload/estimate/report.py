@@ -17,8 +17,10 @@ from slipstream.devices.memory import available_memory
 from slipstream.devices.table import CPU, FAMILIES
 from slipstream.errors import ConfigError
 from slipstream.offload.estimate import formula, headers
+from slipstream.offload.estimate.decoders import described_parts
 from slipstream.offload.estimate.kinds import KINDS, Kind, Way, optimizer_size, ways_of
 from slipstream.offload.estimate.parts import Parts
+from slipstream.offload.estimate.waiting import telling
 
 if TYPE_CHECKING:
     import torch
@@ -228,7 +230,7 @@ class _Activations:
         assert self._subject.inputs is not None
         checkpointing = self._settings.gradient_checkpointing
         try:
-            with undisturbed():
+            with undisturbed(), telling(f"measuring {'a step' if training else 'a run'} in {dtype} (this can take a while)"):
                 return measure(
                     self._subject.model,
                     self._subject.inputs,
@@ -300,10 +302,12 @@ def _file(path: Path, settings: Settings) -> _Subject:
 
 
 def _described(config: Mapping[str, Any], path: Path, settings: Settings, parts: Parts | None, kind: str) -> _Subject:
-    """A model with a config: by formula where its weights are there and one is known, else built."""
+    """A model with a config: by formula where one is known, else built."""
     length = _length(config, settings.sequence_length)
-    if parts is not None and not settings.measure and formula.known(config, length) is not None:
-        return _Subject(kind, parts, config, length=length)
+    if not settings.measure and (shape := formula.known(config, length)) is not None:
+        known = parts if parts is not None else described_parts(config, shape)
+        if known is not None:
+            return _Subject(kind, known, config, length=length)
     from slipstream.offload.estimate.building import from_config, parts_of
 
     try:
