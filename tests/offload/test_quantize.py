@@ -184,6 +184,16 @@ def test_plans_count_the_bits_that_weights_will_have():
         load_and_quantize_model(model, TorchaoQuantizationConfig(8), device_map=tight)
 
 
+def test_a_type_that_nobody_asked_for_is_said_with_the_way_back(caplog):
+    model = load_and_quantize_model(net(), BnbQuantizationConfig(load_in_8bit=True))
+    assert {one.dtype for one in model.parameters()} == {torch.int8, torch.float16}
+    assert "was float32 and is float16 now" in caplog.text
+    caplog.clear()
+    model = load_and_quantize_model(net(), BnbQuantizationConfig(load_in_8bit=True, torch_dtype="float32"))
+    assert model(torch.ones(2, model[0].in_features)).dtype is torch.float32
+    assert not caplog.text
+
+
 def test_what_has_no_effect_is_said(caplog, tmp_path):
     model = load_and_quantize_model(net(), TorchaoQuantizationConfig(8), max_memory={"cpu": "1GB"}, offload_folder=tmp_path)
     assert model.hf_device_map == {"": "cpu"}

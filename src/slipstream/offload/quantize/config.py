@@ -84,9 +84,15 @@ class BnbQuantizationConfig:
             raise ConfigError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not known. Write 'fp4' or 'nf4'.")
         self.bnb_4bit_compute_dtype = _dtype(self.bnb_4bit_compute_dtype, "bnb_4bit_compute_dtype")
         default = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
+        self._by_default = self.torch_dtype is None
         self.torch_dtype = default if self.torch_dtype is None else _dtype(self.torch_dtype, "torch_dtype")
         self.skip_modules = _names(self.skip_modules, "skip_modules")
         self.keep_in_fp32_modules = _names(self.keep_in_fp32_modules, "keep_in_fp32_modules")
+
+    @property
+    def unasked_dtype(self) -> torch.dtype | None:
+        """What the rest of the model becomes without being asked to; None if `torch_dtype` was given."""
+        return self.torch_dtype if self._by_default else None
 
     @property
     def target_dtype(self) -> torch.dtype | CustomDtype:

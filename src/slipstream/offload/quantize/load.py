@@ -106,6 +106,7 @@ def load_and_quantize_model(
         _replace(seats[id(layer)], scheme.convert(layer, device, config.torch_dtype or types[f"{name}.weight"]))
         del layer
     _settle_rest(model, targets, types, config.torch_dtype, kept, converted=set(taken))
+    _say_what_changed(config, types)
     if targets.single is None:
         return dispatch_model(model, places)
     model.hf_device_map = places  # type: ignore[assignment]
@@ -197,6 +198,19 @@ def _settle_rest(
                 if id(tensor) not in made:
                     made[id(tensor)] = _as(tensor, targets[name], wanted)
                 place[last] = made[id(tensor)]
+
+
+def _say_what_changed(config: QuantizationConfig, types: Mapping[str, torch.dtype]) -> None:
+    """Says that the model takes other inputs now, if nobody asked for that."""
+    made = config.unasked_dtype if isinstance(config, BnbQuantizationConfig) else None
+    before = next((dtype for dtype in types.values() if dtype.is_floating_point and dtype is not made), None)
+    if made is not None and before is not None:
+        bits = 8 if config.target_dtype is torch.int8 else 4
+        short, own = (str(dtype).partition(".")[2] for dtype in (made, before))
+        get_logger(__name__).warning(
+            f"What is not quantised was {own} and is {short} now, the default of torch_dtype beside {bits} bits: "
+            f"pass inputs in {short}, or write torch_dtype={own!r} to go on with {own} ones."
+        )
 
 
 def _as(tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype) -> torch.Tensor:
