@@ -157,7 +157,7 @@ def _split_points(
     if given is not None and given != "auto":
         return _checked(model, given, count)
     with own_forward(model):
-        batch = settled(model, Batch(args, kwargs), own_device(state))
+        batch = settled(model, Batch(args, kwargs), own_device(state), silent=True)  # it is said when the stages are built
         called = called_modules(model, batch, -(-batch.rows // _chunks(num_chunks, state)), own_device(state))
     blocks = blocks_in_order(model, whole_classes(model, no_split), at_least=count, called=called)
     return [blocks[start].name for start in cut_evenly(blocks, count)[1:]]

@@ -1,10 +1,10 @@
 """Which tensors of a call have a row for each entry of the batch, where their sizes alone do not say so.
 
 A mask of shape (T, T) looks like one with a row per entry when the batch happens to have T entries. So where several tensors have as many
-rows as the batch, the model runs on tensors without memory, with another number of rows in some of them: a tensor that may keep its rows
-while those of the others change has none of the batch's, and goes to every piece whole. `check` then holds the output for a part of the
-example against the same rows of the output for all of it, with real weights: what they do not agree on cannot be computed in pieces,
-and that is an error. Nothing here talks to another process, and no model is changed.
+rows as the batch, the model runs on tensors without memory, with another number of rows in all or some of them: readings under which it
+does not run are wrong. Where several are left, they are tried with real weights, on a part of the example: what it gives has to be the
+same rows of the output for all of it. `check` asks that of every model: what does not agree cannot be computed in pieces, and is an error.
+Nothing here talks to another process, and no model is changed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["check", "settled"]
 _ALL_TRIED = 5
 """Of so many tensors every choice is tried; of more, all but one or two."""
 _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""How far outputs may be apart, of the whole; types of fewer bits may 0.1."""
+"""How far outputs may be apart, as a part of the largest number, by the coarsest type that takes part; others than these may 0.1."""
 
 
-def settled(model: torch.nn.Module, batch: Batch, device: torch.device) -> Batch:
+def settled(model: torch.nn.Module, batch: Batch, device: torch.device, *, silent: bool = False) -> Batch:
     """The batch, with those tensors whole that have no row per entry although their first dimension is that of the batch.
 
     >>> batch = Batch((torch.ones(4, 2), torch.ones(4, 2)), None)
@@ -39,25 +39,31 @@ def settled(model: torch.nn.Module, batch: Batch, device: torch.device) -> Batch
     if sum(batch.is_cut) < 2:
         return batch
     rows = _other_number(model, batch)
-    for reading in _readings(batch):
-        tried = batch.read_as(reading)
-        if fits(model, tried, rows, device):
-            whole = [name for name, was, cut in zip(batch.labels(model), batch.is_cut, reading, strict=True) if was and not cut]
-            if whole:
-                get_logger(__name__).warning_once(
-                    f"{' and '.join(whole)}: the first dimension is {batch.rows}, as that of the batch, but has no entry per row of it: "
-                    f"{'it goes' if len(whole) == 1 else 'they go'} to every piece of the batch whole"
-                )
-            return tried
-    return batch  # none that is better: the tracer says why, or `check` does
+    fitting = [tried for tried in map(batch.read_as, _readings(batch)) if fits(model, tried, rows, device)]
+    if not fitting:
+        return batch  # none that is better: the tracer says why, or `check` does
+    if len(fitting) > 1 and not _can_run(model):
+        ways = zip(*(one.is_cut for one in fitting), strict=True)
+        names = [name for name, cut in zip(batch.labels(model), ways, strict=True) if len(set(cut)) > 1]
+        raise ConfigError(
+            f"it cannot be told whether {' and '.join(names)} has a row for each of the {batch.rows} entries of the batch: the model runs "
+            "either way, and the weights that would tell are with other processes. Prepare it with an example that has this argument."
+        )
+    chosen = next((one for one in fitting if _agrees(model, one)), fitting[0]) if len(fitting) > 1 else fitting[0]
+    whole = [name for name, was, cut in zip(batch.labels(model), batch.is_cut, chosen.is_cut, strict=True) if was and not cut]
+    if whole and not silent:
+        get_logger(__name__).warning(
+            f"{' and '.join(whole)}: the first dimension is {batch.rows}, as that of the batch, but has no entry per row of it: "
+            f"{'it goes' if len(whole) == 1 else 'they go'} to every piece of the batch whole"
+        )
+    return chosen
 
 
 def _readings(batch: Batch) -> Iterator[tuple[bool, ...]]:
-    """Which of the tensors may be cut: fewer before more, as one that can stay whole does; of a single row all, as nothing is lost."""
+    """Which of the tensors may be cut: more before fewer."""
     places = [place for place, cut in enumerate(batch.is_cut) if cut]
     count = len(places)
-    sizes = list(range(1, count + 1)) if count <= _ALL_TRIED else [1, count - 2, count - 1, count]
-    for size in reversed(sizes) if batch.rows == 1 else sizes:
+    for size in range(count, 0, -1) if count <= _ALL_TRIED else (count, count - 1, count - 2, 1):
         for chosen in combinations(places, size):
             yield tuple(place in chosen for place in range(len(batch.is_cut)))
 
@@ -79,17 +85,9 @@ def check(model: torch.nn.Module, batch: Batch) -> None:
 
     A model of which a part has no memory, or that is on several devices, is not run.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    devices = {tensor.device for tensor in tensors}
-    if batch.rows < 2 or len(devices) != 1 or devices == {torch.device("meta")}:
+    apart = _difference(model, batch) if _can_run(model) else None
+    if apart is None:
         return
-    here = tensors[0].device
-    given = [_told_apart(tensor.to(here)) if cut else tensor.to(here) for tensor, cut in zip(batch.tensors(), batch.is_cut, strict=True)]
-    part = [tensor[-(batch.rows // 2) :] if cut else tensor for tensor, cut in zip(given, batch.is_cut, strict=True)]
-    whole, rows = _outputs(model, batch, given), batch.rows // 2
-    apart = _apart([one[-rows:] for one in whole], _outputs(model, batch, part))
-    if apart is None or _apart(whole, _outputs(model, batch, given)) is not None:
-        return  # the same; or a model that gives something else each time
     names = batch.labels(model)
     cut = [name for name, is_cut in zip(names, batch.is_cut, strict=True) if is_cut]
     others = [name for name, is_cut in zip(names, batch.is_cut, strict=True) if not is_cut]
@@ -99,6 +97,35 @@ def check(model: torch.nn.Module, batch: Batch) -> None:
         f"{', '.join(others) or 'nothing'}. If that is not so, give an example whose number of rows is no other size in it; if it is, the "
         "model mixes rows of its first dimension: call it with a batch dimension in front."
     )
+
+
+def _can_run(model: torch.nn.Module) -> bool:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return len(devices) == 1 and devices != {torch.device("meta")}
+
+
+def _agrees(model: torch.nn.Module, batch: Batch) -> bool:
+    try:
+        return _difference(model, batch) is None
+    except Exception:  # of any kind: a part that does not run is no part
+        return False
+
+
+def _difference(model: torch.nn.Module, batch: Batch) -> str | None:
+    """How the output for the last half of the rows differs from these rows of the output for all; None if it does not."""
+    tensors = [*model.parameters(), *model.buffers()]
+    here, rows = tensors[0].device, batch.rows // 2
+    if not rows:
+        return None
+    given = [_told_apart(tensor.to(here)) if cut else tensor.to(here) for tensor, cut in zip(batch.tensors(), batch.is_cut, strict=True)]
+    part = [tensor[-rows:] if cut else tensor for tensor, cut in zip(given, batch.is_cut, strict=True)]
+    whole = _outputs(model, batch, given)
+    types = {one.dtype for one in (*tensors, *whole) if one.is_floating_point() or one.dtype is torch.int8}
+    close = 0.1 if torch.is_autocast_enabled(here.type) else max((_CLOSE.get(dtype, 0.1) for dtype in types), default=0.1)
+    apart = _apart([one[-rows:] for one in whole], _outputs(model, batch, part), close)
+    if apart is None or _apart(whole, _outputs(model, batch, given), close) is not None:
+        return None  # the same; or a model that gives something else each time
+    return apart
 
 
 def _told_apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +143,7 @@ def _outputs(model: torch.nn.Module, batch: Batch, tensors: Sequence[torch.Tenso
     return [leaf for leaf in tree.flatten(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _apart(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> str | None:
+def _apart(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], close: float) -> str | None:
     """How two outputs differ by more than rounding; None if they do not."""
     for one, other in zip(whole, part, strict=True):
         if one.shape != other.shape:
@@ -125,6 +152,6 @@ def _apart(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> str |
             continue
         wide = one.double().nan_to_num(0.0, 0.0, 0.0)
         difference = float((wide - other.double().nan_to_num(0.0, 0.0, 0.0)).abs().max())
-        if difference > _CLOSE.get(one.dtype, 0.1) * max(float(wide.abs().max()), 1e-12):
+        if difference > close * max(float(wide.abs().max()), 1e-12):
             return f"apart by {difference:.3g}"
     return None

@@ -329,7 +329,7 @@ def _output(output: Any, rows: int) -> tuple[Any, list[bool], list[tuple[torch.S
 def _run_as_code(stage: torch.nn.Module) -> None:
     """The parts of a stage run as the Python that was made of them; torch would walk their graphs, which takes five times as long."""
     for part in stage.modules():
-        if "_run_with_interpreter" in vars(part):
+        if "_run_with_interpreter" in vars(part) and "self" not in part._modules:  # its result would be called self in that Python
             vars(part)["_run_with_interpreter"] = False
 
 
