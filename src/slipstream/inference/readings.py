@@ -9,7 +9,7 @@ Nothing here talks to another process, and no model is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from slipstream.comm import tree
 from slipstream.errors import ConfigError
 from slipstream.inference.batches import Batch
-from slipstream.inference.tracing import fits
+from slipstream.inference.tracing import misfit
 from slipstream.logging import get_logger
 
 __all__ = ["check", "settled"]
@@ -39,7 +39,7 @@ def settled(model: torch.nn.Module, batch: Batch, device: torch.device, *, silen
     if sum(batch.is_cut) < 2:
         return batch
     rows = _other_number(model, batch)
-    fitting = [tried for tried in map(batch.read_as, _readings(batch)) if fits(model, tried, rows, device)]
+    fitting = _left(model, map(batch.read_as, _readings(batch)), lambda tried: misfit(model, tried, rows, device))
     if not fitting:
         return batch  # none that is better: the tracer says why, or `check` does
     if len(fitting) > 1 and not _can_run(model):
@@ -49,7 +49,8 @@ def settled(model: torch.nn.Module, batch: Batch, device: torch.device, *, silen
             f"it cannot be told whether {' and '.join(names)} has a row for each of the {batch.rows} entries of the batch: the model runs "
             "either way, and the weights that would tell are with other processes. Prepare it with an example that has this argument."
         )
-    chosen = next((one for one in fitting if _agrees(model, one)), fitting[0]) if len(fitting) > 1 else fitting[0]
+    agreeing = _left(model, fitting, lambda tried: _disagrees(model, tried)) if len(fitting) > 1 else fitting
+    chosen = (agreeing or fitting)[0]  # where none agrees, `check` says how
     whole = [name for name, was, cut in zip(batch.labels(model), batch.is_cut, chosen.is_cut, strict=True) if was and not cut]
     if whole and not silent:
         get_logger(__name__).warning(
@@ -57,6 +58,19 @@ def settled(model: torch.nn.Module, batch: Batch, device: torch.device, *, silen
             f"{'it goes' if len(whole) == 1 else 'they go'} to every piece of the batch whole"
         )
     return chosen
+
+
+def _left(model: torch.nn.Module, tried: Iterable[Batch], objection: Callable[[Batch], str | None]) -> list[Batch]:
+    """The readings that nothing speaks against; what speaks against the others is logged for those who want to know."""
+    left = []
+    for one in tried:
+        why = objection(one)
+        if why is None:
+            left.append(one)
+        else:
+            cut = [name for name, is_cut in zip(one.labels(model), one.is_cut, strict=True) if is_cut]
+            get_logger(__name__).debug("not read with rows in %s alone: %s", ", ".join(cut), why)
+    return left
 
 
 def _readings(batch: Batch) -> Iterator[tuple[bool, ...]]:
@@ -104,11 +118,12 @@ def _can_run(model: torch.nn.Module) -> bool:
     return len(devices) == 1 and devices != {torch.device("meta")}
 
 
-def _agrees(model: torch.nn.Module, batch: Batch) -> bool:
+def _disagrees(model: torch.nn.Module, batch: Batch) -> str | None:
+    """Why this is not how the batch is to be read."""
     try:
-        return _difference(model, batch) is None
-    except Exception:  # of any kind: a part that does not run is no part
-        return False
+        return _difference(model, batch)
+    except Exception as error:  # of any kind: a part that does not run is no part
+        return f"{type(error).__name__}: {error}"
 
 
 def _difference(model: torch.nn.Module, batch: Batch) -> str | None:

@@ -32,7 +32,7 @@ from slipstream.comm.sites import is_ours, spell
 from slipstream.errors import ConfigError
 from slipstream.inference.batches import PLAIN, Batch
 
-__all__ = ["Traced", "called_modules", "fill", "fits", "let_go", "trace"]
+__all__ = ["Traced", "called_modules", "fill", "let_go", "misfit", "trace"]
 
 _PREFIX = "model."
 _VALUE_WANTED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -113,16 +113,16 @@ def called_modules(model: torch.nn.Module, batch: Batch, rows: int, device: torc
     return called
 
 
-def fits(model: torch.nn.Module, batch: Batch, rows: int, device: torch.device) -> bool:
-    """Whether the model runs with so many rows in the tensors that are cut, and gives as many of everything; nothing is computed."""
+def misfit(model: torch.nn.Module, batch: Batch, rows: int, device: torch.device) -> str | None:
+    """Why the model does not run with so many rows in the tensors that are cut, and give as many of everything; nothing is computed."""
     given: list[Any] = []
     with _quiet(), torch.inference_mode(False), torch.no_grad(), _faked(model, device) as mode, mode:
         try:
             _Program(model, batch, given.append)(*_examples(batch, rows, device))
-        except Exception:  # of any kind: shapes that do not go together are reported in many ways, and the tracer says more
-            return False
+        except Exception as error:  # of any kind: shapes that do not go together are reported in many ways
+            return f"{type(error).__name__}: {error}"
     shapes = [leaf.shape for leaf in tree.flatten(given[-1]) if isinstance(leaf, torch.Tensor)]
-    return all(shape[:1] == (rows,) for shape in shapes)
+    return next((f"an output of shape {tuple(shape)} for {rows} rows" for shape in shapes if shape[:1] != (rows,)), None)
 
 
 def trace(model: torch.nn.Module, batch: Batch, rows: int, device: torch.device, points: Sequence[str], stage: int) -> Traced:
