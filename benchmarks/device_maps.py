@@ -28,10 +28,10 @@ from turns import Times, compared, in_turns
 
 from slipstream.errors import ConfigError
 from slipstream.offload.empty import init_empty_weights
-from slipstream.offload.places import Places
-from slipstream.offload.plan import infer_auto_device_map
-from slipstream.offload.sizes import sizer
-from slipstream.offload.units import units_of
+from slipstream.offload.planning.places import Places
+from slipstream.offload.planning.plan import infer_auto_device_map
+from slipstream.offload.planning.sizes import sizer
+from slipstream.offload.planning.units import units_of
 
 GIB = 2**30
 MACHINES: dict[str, tuple[dict[Any, int], list[str]]] = {

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
-    from slipstream.offload.plan import infer_auto_device_map as infer_auto_device_map
+    from slipstream.offload.planning.plan import infer_auto_device_map as infer_auto_device_map
     from slipstream.parallel.local_sgd import LocalSGD as LocalSGD
     from slipstream.precision.options import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
     from slipstream.runtime.batch_size import find_executable_batch_size as find_executable_batch_size
@@ -89,7 +89,7 @@ _HOMES = {
     "slipstream.offload.load": (
         "load_checkpoint_and_dispatch", "load_checkpoint_in_model",
     ),
-    "slipstream.offload.plan": ("infer_auto_device_map",),
+    "slipstream.offload.planning.plan": ("infer_auto_device_map",),
     "slipstream.parallel.local_sgd": ("LocalSGD",),
     "slipstream.precision.options": (
         "AutocastKwargs", "GradScalerKwargs",

@@ -1,13 +1,13 @@
 """Hooks around the forward of a module, by the names that users import: `from slipstream.hooks import add_hook_to_module`.
 
-What they do is in `offload/hooks.py`, `offload/attach.py` and `offload/casting.py`.
+What they do is in `offload/hooking/hooks.py`, `offload/hooking/attach.py` and `offload/hooking/casting.py`.
 """
 
 from __future__ import annotations
 
-from slipstream.offload.attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
-from slipstream.offload.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
-from slipstream.offload.hooks import (
+from slipstream.offload.hooking.attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
+from slipstream.offload.hooking.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
+from slipstream.offload.hooking.hooks import (
     AlignDevicesHook,
     CpuOffload,
     ModelHook,

@@ -138,33 +138,24 @@ if TYPE_CHECKING:
     from slipstream.errors import DistributedOperationException as DistributedOperationException
     from slipstream.files.sizes import convert_file_size_to_int as convert_file_size_to_int
     from slipstream.inference.pipeline import prepare_pippy as prepare_pippy
-    from slipstream.offload.budget import get_balanced_memory as get_balanced_memory, get_max_memory as get_max_memory
+    from slipstream.offload.hooking.tensors import (
+        align_module_device as align_module_device,
+        has_offloaded_params as has_offloaded_params,
+        set_module_tensor_to_device as set_module_tensor_to_device,
+    )
     from slipstream.offload.lanes import layer_major as layer_major
     from slipstream.offload.load import (
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
         load_state_dict as load_state_dict,
     )
-    from slipstream.offload.parked import (
-        extract_submodules_state_dict as extract_submodules_state_dict,
-        load_offloaded_weight as load_offloaded_weight,
-        load_offloaded_weights as load_offloaded_weights,
-        offload_state_dict as offload_state_dict,
-        offload_weight as offload_weight,
-        save_offload_index as save_offload_index,
-    )
-    from slipstream.offload.plan import (
+    from slipstream.offload.planning.budget import get_balanced_memory as get_balanced_memory, get_max_memory as get_max_memory
+    from slipstream.offload.planning.plan import (
         DeviceMap as DeviceMap,
         check_device_map as check_device_map,
         infer_auto_device_map as infer_auto_device_map,
     )
-    from slipstream.offload.quantize.bnb import has_4bit_bnb_layers as has_4bit_bnb_layers
-    from slipstream.offload.quantize.config import (
-        BnbQuantizationConfig as BnbQuantizationConfig,
-        TorchaoQuantizationConfig as TorchaoQuantizationConfig,
-    )
-    from slipstream.offload.quantize.load import load_and_quantize_model as load_and_quantize_model
-    from slipstream.offload.sizes import (
+    from slipstream.offload.planning.sizes import (
         CustomDtype as CustomDtype,
         calculate_maximum_sizes as calculate_maximum_sizes,
         compute_module_sizes as compute_module_sizes,
@@ -173,18 +164,27 @@ if TYPE_CHECKING:
         id_tensor_storage as id_tensor_storage,
         named_module_tensors as named_module_tensors,
     )
-    from slipstream.offload.tensors import (
-        align_module_device as align_module_device,
-        has_offloaded_params as has_offloaded_params,
-        set_module_tensor_to_device as set_module_tensor_to_device,
-    )
-    from slipstream.offload.tied import (
+    from slipstream.offload.planning.tied import (
         check_tied_parameters_in_config as check_tied_parameters_in_config,
         check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
         find_tied_parameters as find_tied_parameters,
         retie_parameters as retie_parameters,
     )
-    from slipstream.offload.weights import OffloadedWeightsLoader as OffloadedWeightsLoader, PrefixedDataset as PrefixedDataset
+    from slipstream.offload.quantize.bnb import has_4bit_bnb_layers as has_4bit_bnb_layers
+    from slipstream.offload.quantize.config import (
+        BnbQuantizationConfig as BnbQuantizationConfig,
+        TorchaoQuantizationConfig as TorchaoQuantizationConfig,
+    )
+    from slipstream.offload.quantize.load import load_and_quantize_model as load_and_quantize_model
+    from slipstream.offload.store.parked import (
+        extract_submodules_state_dict as extract_submodules_state_dict,
+        load_offloaded_weight as load_offloaded_weight,
+        load_offloaded_weights as load_offloaded_weights,
+        offload_state_dict as offload_state_dict,
+        offload_weight as offload_weight,
+        save_offload_index as save_offload_index,
+    )
+    from slipstream.offload.store.weights import OffloadedWeightsLoader as OffloadedWeightsLoader, PrefixedDataset as PrefixedDataset
     from slipstream.parallel.compile import (
         DynamoBackend as DynamoBackend,
         TorchDynamoPlugin as TorchDynamoPlugin,
@@ -297,18 +297,18 @@ _HOMES = {
     "slipstream.errors": ("DistributedOperationException",),
     "slipstream.files.sizes": ("convert_file_size_to_int",),
     "slipstream.inference.pipeline": ("prepare_pippy",),
-    "slipstream.offload.budget": (
+    "slipstream.offload.planning.budget": (
         "get_balanced_memory", "get_max_memory",
     ),
     "slipstream.offload.lanes": ("layer_major",),
     "slipstream.offload.load": (
         "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict",
     ),
-    "slipstream.offload.parked": (
+    "slipstream.offload.store.parked": (
         "extract_submodules_state_dict", "load_offloaded_weight", "load_offloaded_weights", "offload_state_dict", "offload_weight",
         "save_offload_index",
     ),
-    "slipstream.offload.plan": (
+    "slipstream.offload.planning.plan": (
         "DeviceMap", "check_device_map", "infer_auto_device_map",
     ),
     "slipstream.offload.quantize.bnb": ("has_4bit_bnb_layers",),
@@ -316,17 +316,17 @@ _HOMES = {
         "BnbQuantizationConfig", "TorchaoQuantizationConfig",
     ),
     "slipstream.offload.quantize.load": ("load_and_quantize_model",),
-    "slipstream.offload.sizes": (
+    "slipstream.offload.planning.sizes": (
         "CustomDtype", "calculate_maximum_sizes", "compute_module_sizes", "dtype_byte_size", "get_max_layer_size", "id_tensor_storage",
         "named_module_tensors",
     ),
-    "slipstream.offload.tensors": (
+    "slipstream.offload.hooking.tensors": (
         "align_module_device", "has_offloaded_params", "set_module_tensor_to_device",
     ),
-    "slipstream.offload.tied": (
+    "slipstream.offload.planning.tied": (
         "check_tied_parameters_in_config", "check_tied_parameters_on_same_device", "find_tied_parameters", "retie_parameters",
     ),
-    "slipstream.offload.weights": (
+    "slipstream.offload.store.weights": (
         "OffloadedWeightsLoader", "PrefixedDataset",
     ),
     "slipstream.parallel.compile": (

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.offload.attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
-from slipstream.offload.hooks import AlignDevicesHook, remove_hook_from_module
-from slipstream.offload.weights import PrefixedDataset
+from slipstream.offload.hooking.attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
+from slipstream.offload.hooking.hooks import AlignDevicesHook, remove_hook_from_module
+from slipstream.offload.store.weights import PrefixedDataset
 
 
 class Pair(nn.Module):

@@ -14,9 +14,9 @@ from torch import nn
 from slipstream.devices.host import host_memory
 from slipstream.devices.table import CPU, FAMILIES, Family
 from slipstream.errors import ConfigError
-from slipstream.offload import budget as budgets
-from slipstream.offload.budget import get_balanced_memory, get_max_memory
-from slipstream.offload.plan import infer_auto_device_map
+from slipstream.offload.planning import budget as budgets
+from slipstream.offload.planning.budget import get_balanced_memory, get_max_memory
+from slipstream.offload.planning.plan import infer_auto_device_map
 
 NUMBERED = next(family for family in FAMILIES if family.indexed and family.plugin is None)
 NAMED = next(family for family in FAMILIES if not family.indexed and family is not CPU)

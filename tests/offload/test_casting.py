@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.offload.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
-from slipstream.offload.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from slipstream.offload.hooking.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
+from slipstream.offload.hooking.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
 
 def model() -> nn.Sequential:

@@ -14,7 +14,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.offload.empty import init_empty_weights
-from slipstream.offload.plan import (
+from slipstream.offload.planning.plan import (
     DeviceMap,
     Places,
     check_device_map,
@@ -23,7 +23,7 @@ from slipstream.offload.plan import (
     infer_auto_device_map,
     lookup,
 )
-from slipstream.offload.sizes import compute_module_sizes
+from slipstream.offload.planning.sizes import compute_module_sizes
 
 # --- random models -----------------------------------------------------------------------------------------------------------
 

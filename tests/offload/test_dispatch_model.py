@@ -17,11 +17,11 @@ from slipstream.errors import CheckpointError, ConfigError, StateError
 from slipstream.offload import dispatch, spreading
 from slipstream.offload.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from slipstream.offload.empty import init_empty_weights
-from slipstream.offload.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from slipstream.offload.hooking.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from slipstream.offload.hooking.wrapping import hooks_of
 from slipstream.offload.load import load_checkpoint_and_dispatch
-from slipstream.offload.plan import infer_auto_device_map
-from slipstream.offload.ways import plan_for
-from slipstream.offload.wrapping import hooks_of
+from slipstream.offload.planning.plan import infer_auto_device_map
+from slipstream.offload.planning.ways import plan_for
 
 MIXED = {"scale": "cpu", "embed": "cpu", "layers.0": "disk", "layers.1": "cpu", "layers.2": "disk", "norm": "disk", "head": "disk"}
 MODULES = ["", "embed", "layers", "layers.0", "layers.1.up", "layers.2.down", "norm", "head", "scale", "head.weight"]

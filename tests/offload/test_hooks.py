@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.offload.hooks import (
+from slipstream.offload.hooking.hooks import (
     AlignDevicesHook,
     CpuOffload,
     ModelHook,

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.offload.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
-from slipstream.offload.tensors import align_module_device, check_device_same, has_offloaded_params, set_module_tensor_to_device
+from slipstream.offload.hooking.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from slipstream.offload.hooking.tensors import align_module_device, check_device_same, has_offloaded_params, set_module_tensor_to_device
 
 META = torch.device("meta")
 

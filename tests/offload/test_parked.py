@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.offload.parked import (
+from slipstream.offload.store.parked import (
     extract_submodules_state_dict,
     load_offloaded_weight,
     load_offloaded_weights,

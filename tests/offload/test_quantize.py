@@ -214,7 +214,7 @@ def test_layers_are_replaced_alone():
 
 
 def test_one_weight_is_parked_in_8_bits(tmp_path):
-    from slipstream.offload.parked import load_offloaded_weight
+    from slipstream.offload.store.parked import load_offloaded_weight
 
     model = net()
     weight = model[0].weight.detach().clone()

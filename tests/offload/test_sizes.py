@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.offload.sizes import (
+from slipstream.offload.planning.sizes import (
     CustomDtype,
     calculate_maximum_sizes,
     compute_module_sizes,

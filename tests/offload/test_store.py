@@ -16,16 +16,16 @@ from safetensors.torch import save_file
 
 from slipstream.errors import CheckpointError, ConfigError, StateError
 from slipstream.offload.dispatch import dispatch_model
+from slipstream.offload.hooking.standins import is_stand_in
+from slipstream.offload.hooking.tensors import align_module_device, has_offloaded_params
 from slipstream.offload.lanes import stores_of
-from slipstream.offload.standins import is_stand_in
 from slipstream.offload.store import store as store_module
 from slipstream.offload.store.blocks import Block
 from slipstream.offload.store.mapped import MappedFile, joined, open_file
 from slipstream.offload.store.residency import decide
 from slipstream.offload.store.store import OnPages, Store
 from slipstream.offload.store.transfer import OnDevice, Transfer
-from slipstream.offload.tensors import align_module_device, has_offloaded_params
-from slipstream.offload.weights import OffloadedWeightsLoader, PrefixedDataset
+from slipstream.offload.store.weights import OffloadedWeightsLoader, PrefixedDataset
 
 SIDE = 512  # a megabyte in float32: more than the kernel maps around a fault
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.offload.empty import init_empty_weights
-from slipstream.offload.tied import (
+from slipstream.offload.planning.tied import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     find_tied_parameters,

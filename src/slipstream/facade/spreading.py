@@ -13,7 +13,7 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.offload.dispatch import dispatch_model
-from slipstream.offload.ways import plan_for
+from slipstream.offload.planning.ways import plan_for
 
 __all__ = ["check_alone", "is_spread", "spread"]
 

@@ -19,8 +19,8 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
-from slipstream.offload.sizes import class_names
-from slipstream.offload.tied import identity_of
+from slipstream.offload.planning.sizes import class_names
+from slipstream.offload.planning.tied import identity_of
 
 __all__ = ["Block", "blocks_in_order", "cut_evenly", "generate_device_map", "whole_classes"]
 

@@ -27,7 +27,7 @@ from slipstream.inference.readings import check, settled
 from slipstream.inference.stages import Pipeline, casting, own_device, own_forward
 from slipstream.inference.tracing import called_modules, let_go
 from slipstream.logging import get_logger
-from slipstream.offload.tied import find_tied_parameters
+from slipstream.offload.planning.tied import find_tied_parameters
 from slipstream.runtime.state import AcceleratorState
 
 __all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]

@@ -23,14 +23,14 @@ from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
 from slipstream.offload.blocks import LARGEST, Part, blocks_of, user_of
 from slipstream.offload.earlier import has_offloaded_modules
-from slipstream.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
-from slipstream.offload.parts import places_of
-from slipstream.offload.plan import check_device_map
-from slipstream.offload.spelling import tell_unknown_classes
+from slipstream.offload.hooking.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
+from slipstream.offload.hooking.parts import places_of
+from slipstream.offload.hooking.wrapping import hooks_of
+from slipstream.offload.planning.plan import check_device_map
+from slipstream.offload.planning.spelling import tell_unknown_classes
 from slipstream.offload.spreading import Given, Spreading
 from slipstream.offload.store.residency import AHEAD
 from slipstream.offload.targets import DISK, HOST, Targets, device_here
-from slipstream.offload.wrapping import hooks_of
 
 __all__ = ["OWN_INDEX", "check_device_map", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "spread"]
 

@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from slipstream.offload.hooks import AlignDevicesHook
-from slipstream.offload.parts import dressed_like, places_of
-from slipstream.offload.weights import OffloadedWeightsLoader, PrefixedDataset
-from slipstream.offload.wrapping import SequentialHook, hooks_of, remove_hook_from_module
+from slipstream.offload.hooking.hooks import AlignDevicesHook
+from slipstream.offload.hooking.parts import dressed_like, places_of
+from slipstream.offload.hooking.wrapping import SequentialHook, hooks_of, remove_hook_from_module
+from slipstream.offload.store.weights import OffloadedWeightsLoader, PrefixedDataset
 
 __all__ = ["Away", "Left", "TemporaryFolder", "away_in", "has_offloaded_modules", "leave", "stay_in_memory", "take_hooks_off"]
 

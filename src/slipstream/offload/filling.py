@@ -34,9 +34,9 @@ from slipstream.checkpoint.sources import File, Source
 from slipstream.devices.memory import convert_bytes
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.logging import get_logger
-from slipstream.offload.parts import dressed_like
+from slipstream.offload.hooking.parts import dressed_like
+from slipstream.offload.store.written import Entry, Value, entry, write
 from slipstream.offload.targets import HOST, Targets
-from slipstream.offload.written import Entry, Value, entry, write
 from slipstream.track.progress import tqdm
 
 __all__ = ["Filling", "Wishes", "fill"]

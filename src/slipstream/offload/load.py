@@ -25,13 +25,13 @@ from slipstream.logging import get_logger
 from slipstream.offload.dispatch import OWN_INDEX, spread
 from slipstream.offload.earlier import has_offloaded_modules, stay_in_memory
 from slipstream.offload.filling import Filling, Wishes, fill
-from slipstream.offload.parked import save_offload_index
-from slipstream.offload.plan import check_device_map
-from slipstream.offload.sizes import class_names
-from slipstream.offload.spelling import tell_unknown_classes
+from slipstream.offload.planning.plan import check_device_map
+from slipstream.offload.planning.sizes import class_names
+from slipstream.offload.planning.spelling import tell_unknown_classes
+from slipstream.offload.planning.ways import plan_for
 from slipstream.offload.spreading import Given
+from slipstream.offload.store.parked import save_offload_index
 from slipstream.offload.targets import HOST, Targets
-from slipstream.offload.ways import plan_for
 
 __all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict"]
 

@@ -25,14 +25,14 @@ from slipstream.files.names import check_name
 from slipstream.logging import get_logger
 from slipstream.offload.blocks import Part, is_called
 from slipstream.offload.earlier import TemporaryFolder, away_in, has_offloaded_modules, leave, take_hooks_off
-from slipstream.offload.hooks import AlignDevicesHook, add_hook_to_module
-from slipstream.offload.parked import save_offload_index
-from slipstream.offload.parts import Place, dressed_like, places_of
+from slipstream.offload.hooking.hooks import AlignDevicesHook, add_hook_to_module
+from slipstream.offload.hooking.parts import Place, dressed_like, places_of
+from slipstream.offload.planning.tied import identity_of
+from slipstream.offload.store.parked import save_offload_index
 from slipstream.offload.store.residency import decide
+from slipstream.offload.store.weights import INDEX, OffloadedWeightsLoader, PrefixedDataset
+from slipstream.offload.store.written import Value, write
 from slipstream.offload.targets import HOST, Targets
-from slipstream.offload.tied import identity_of
-from slipstream.offload.weights import INDEX, OffloadedWeightsLoader, PrefixedDataset
-from slipstream.offload.written import Value, write
 
 __all__ = ["Given", "Spreading", "no_values"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from slipstream.errors import StateError
+from slipstream.offload.hooking.tensors import has_offloaded_params
 from slipstream.offload.targets import HOST, device_here
-from slipstream.offload.tensors import has_offloaded_params
 
 __all__ = ["get_state_dict_from_offload", "get_state_dict_offloaded_model"]
 

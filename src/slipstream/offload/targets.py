@@ -12,7 +12,7 @@ import torch
 
 from slipstream.devices.table import CPU, FAMILIES, best_family
 from slipstream.errors import ConfigError
-from slipstream.offload.budget import device_key
+from slipstream.offload.planning.budget import device_key
 
 __all__ = ["DISK", "HOST", "Targets", "device_here"]
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from slipstream.errors import ConfigError
+from slipstream.offload.planning.tied import find_tied_parameters
 from slipstream.offload.quantize.config import QuantizationConfig
-from slipstream.offload.tied import find_tied_parameters
 
 __all__ = ["chosen", "get_keys_to_not_convert", "names_any", "spared"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.offload.sizes import CustomDtype
+from slipstream.offload.planning.sizes import CustomDtype
 
 __all__ = ["BnbQuantizationConfig", "QuantizationConfig", "TorchaoQuantizationConfig"]
 

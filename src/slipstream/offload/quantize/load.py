@@ -19,17 +19,17 @@ from slipstream.checkpoint.sources import find
 from slipstream.devices.table import CPU, best_family, device_for
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.logging import get_logger
-from slipstream.offload.budget import get_balanced_memory
 from slipstream.offload.dispatch import dispatch_model
 from slipstream.offload.earlier import has_offloaded_modules
 from slipstream.offload.filling import Wishes, fill
-from slipstream.offload.parked import offload_weight
-from slipstream.offload.places import check_device_map
-from slipstream.offload.plan import infer_auto_device_map
+from slipstream.offload.planning.budget import get_balanced_memory
+from slipstream.offload.planning.places import check_device_map
+from slipstream.offload.planning.plan import infer_auto_device_map
 from slipstream.offload.quantize.ao import Torchao
 from slipstream.offload.quantize.bnb import Bitsandbytes, quantized_rows
 from slipstream.offload.quantize.choice import chosen, names_any, spared
 from slipstream.offload.quantize.config import BnbQuantizationConfig, QuantizationConfig, TorchaoQuantizationConfig
+from slipstream.offload.store.parked import offload_weight
 from slipstream.offload.targets import Targets
 
 __all__ = [

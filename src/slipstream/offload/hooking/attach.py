@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.offload.hooks import AlignDevicesHook, add_hook_to_module
-from slipstream.offload.parts import places_of
-from slipstream.offload.weights import PrefixedDataset
+from slipstream.offload.hooking.hooks import AlignDevicesHook, add_hook_to_module
+from slipstream.offload.hooking.parts import places_of
+from slipstream.offload.store.weights import PrefixedDataset
 
 __all__ = ["attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook"]
 

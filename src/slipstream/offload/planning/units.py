@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.offload.sizes import Sizer, parts_of
-from slipstream.offload.tied import identity_of
+from slipstream.offload.planning.sizes import Sizer, parts_of
+from slipstream.offload.planning.tied import identity_of
 
 __all__ = ["Group", "Piece", "Units", "units_of"]
 
@@ -159,7 +159,7 @@ def _cut(name: str, depth: int) -> str:
 def units_of(model: nn.Module, whole: frozenset[str], bytes_of: Sizer) -> Units:
     """The pieces of a model and how they go together; `whole` are names of classes that must not be split.
 
-    >>> from slipstream.offload.sizes import sizer
+    >>> from slipstream.offload.planning.sizes import sizer
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.ReLU(), nn.Linear(2, 4, bias=False))
     >>> model[2].weight = model[0].weight
     >>> [([piece.name for piece in group.pieces], group.size) for group in units_of(model, frozenset(), sizer()).groups]

@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
-from slipstream.offload.sizes import class_names, get_module_size_with_ties, parts_of
+from slipstream.offload.planning.sizes import class_names, get_module_size_with_ties, parts_of
 
 __all__ = ["fallback_allocate"]
 

@@ -20,14 +20,14 @@ from torch import nn
 from slipstream.devices.memory import convert_bytes
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
-from slipstream.offload.budget import Device, device_key, get_max_memory, parse_bytes
-from slipstream.offload.fallback import fallback_allocate
-from slipstream.offload.packing import Item, NoRoom, Packing, Room, loads, pack
-from slipstream.offload.places import Places, check_device_map, clean_device_map, lookup, merged
-from slipstream.offload.sizes import class_names, sizer
-from slipstream.offload.spelling import tell_unknown_classes, tell_unknown_tensors
+from slipstream.offload.planning.budget import Device, device_key, get_max_memory, parse_bytes
+from slipstream.offload.planning.fallback import fallback_allocate
+from slipstream.offload.planning.packing import Item, NoRoom, Packing, Room, loads, pack
+from slipstream.offload.planning.places import Places, check_device_map, clean_device_map, lookup, merged
+from slipstream.offload.planning.sizes import class_names, sizer
+from slipstream.offload.planning.spelling import tell_unknown_classes, tell_unknown_tensors
+from slipstream.offload.planning.units import Group, Piece, units_of
 from slipstream.offload.store.residency import AHEAD
-from slipstream.offload.units import Group, Piece, units_of
 
 __all__ = [
     "DeviceMap",

@@ -30,7 +30,7 @@ from slipstream.files.inside import Folder
 from slipstream.files.names import check_name
 from slipstream.files.strict_json import dump, parse
 from slipstream.files.trouble import remedy, told
-from slipstream.offload.tensors import set_module_tensor_to_device
+from slipstream.offload.hooking.tensors import set_module_tensor_to_device
 
 __all__ = [
     "extract_submodules_state_dict",

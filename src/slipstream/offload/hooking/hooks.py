@@ -20,9 +20,9 @@ from slipstream.comm.nested import find_device, send_to_device
 from slipstream.devices.memory import clear_device_cache
 from slipstream.devices.table import best_family, device_for
 from slipstream.errors import ConfigError
-from slipstream.offload.exchange import Bundle, Exchange, MappedBundle
-from slipstream.offload.parts import Place, as_device, dressed_like, places_of
-from slipstream.offload.wrapping import (
+from slipstream.offload.hooking.exchange import Bundle, Exchange, MappedBundle
+from slipstream.offload.hooking.parts import Place, as_device, dressed_like, places_of
+from slipstream.offload.hooking.wrapping import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,

@@ -22,8 +22,8 @@ import torch
 
 from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
-from slipstream.offload.parts import MADE, PLAIN, Place, dressed_like, parked_like, places_of, same_memory
-from slipstream.offload.standins import KEEPER, stand_in
+from slipstream.offload.hooking.parts import MADE, PLAIN, Place, dressed_like, parked_like, places_of, same_memory
+from slipstream.offload.hooking.standins import KEEPER, stand_in
 
 __all__ = ["Bundle", "Exchange", "MappedBundle", "exchanges_of"]
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.offload.budget import get_balanced_memory
-from slipstream.offload.plan import DeviceMap, infer_auto_device_map
-from slipstream.offload.sizes import class_names
+from slipstream.offload.planning.budget import get_balanced_memory
+from slipstream.offload.planning.plan import DeviceMap, infer_auto_device_map
+from slipstream.offload.planning.sizes import class_names
 
 __all__ = ["WAYS", "plan_for"]
 

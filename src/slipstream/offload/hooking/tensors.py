@@ -16,10 +16,10 @@ import torch
 from slipstream.devices.memory import clear_device_cache
 from slipstream.devices.table import family_of
 from slipstream.errors import ConfigError
-from slipstream.offload.exchange import exchanges_of
-from slipstream.offload.hooks import AlignDevicesHook
-from slipstream.offload.parts import as_device, dressed_like, places_of
-from slipstream.offload.wrapping import hooks_of
+from slipstream.offload.hooking.exchange import exchanges_of
+from slipstream.offload.hooking.hooks import AlignDevicesHook
+from slipstream.offload.hooking.parts import as_device, dressed_like, places_of
+from slipstream.offload.hooking.wrapping import hooks_of
 
 __all__ = ["align_module_device", "check_device_same", "has_offloaded_params", "set_module_tensor_to_device"]
 

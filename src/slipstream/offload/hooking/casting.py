@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.offload.hooks import ModelHook, add_hook_to_module
+from slipstream.offload.hooking.hooks import ModelHook, add_hook_to_module
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.offload.budget import device_key
-from slipstream.offload.sizes import get_non_persistent_buffers
+from slipstream.offload.planning.budget import device_key
+from slipstream.offload.planning.sizes import get_non_persistent_buffers
 
 __all__ = ["Places", "check_device_map", "clean_device_map", "lookup", "merged"]
 

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from slipstream.offload.standins import KEEPER, NAME, is_stand_in
+from slipstream.offload.hooking.standins import KEEPER, NAME, is_stand_in
 
 __all__ = ["MADE", "PLAIN", "Place", "as_device", "dressed_like", "parked_like", "places_of", "same_memory"]
 

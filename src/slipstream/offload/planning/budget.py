@@ -24,8 +24,8 @@ from slipstream.devices.table import CPU, FAMILIES, Family, best_family
 from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
-from slipstream.offload.sizes import class_names, sizer
-from slipstream.offload.units import units_of
+from slipstream.offload.planning.sizes import class_names, sizer
+from slipstream.offload.planning.units import units_of
 
 __all__ = ["Device", "device_key", "get_balanced_memory", "get_max_memory", "parse_bytes"]
 
