@@ -122,7 +122,8 @@ def saying(error: CheckpointError, folder: Path) -> bool:
         rf"could not be saved: {re.escape(str(folder))}\S* -> \S+: ({reasons})\.", text
     )
     nothing_lost = text.endswith("What was there before is untouched.") or BOTH in text or UNCONFIRMED in text
-    return named is not None and "save" in text.split("\n")[1] and nothing_lost
+    what_to_do = re.search("choose another (disk|folder|one)|use a folder below", text.split("\n")[1])
+    return named is not None and what_to_do is not None and nothing_lost
 
 
 @pytest.mark.soak

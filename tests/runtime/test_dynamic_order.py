@@ -23,7 +23,10 @@ Row = namedtuple("Row", ["id", "name"])  # noqa: PYI024
 @given(COSTS, st.integers(1, 9), st.sets(st.integers(0, 59)))
 def test_every_item_that_is_not_done_is_in_one_unit(costs: list[float], size: int, done: set[int]) -> None:
     units = Units(most_expensive_first(costs), size, without=done)
+    short_first = Units(most_expensive_first(costs), size, without=done, short_first=True)
     handed = [position for unit in units for position in unit]
+    assert [position for unit in short_first for position in unit] == handed
+    assert [len(unit) for unit in short_first][1:] == [size] * max(0, len(units) - 1)
     assert sorted(handed) == [position for position in range(len(costs)) if position not in done]
     assert [len(unit) for unit in units][:-1] == [size] * max(0, len(units) - 1)
     assert units.items == len(handed)
@@ -40,7 +43,8 @@ def test_grouping_by_length_never_pads_more_than_the_order_of_the_input(lengths:
     def padded(units: Units) -> int:
         return sum(len(unit) * max(lengths[position] for position in unit) for unit in units)
 
-    assert padded(Units(most_expensive_first([float(length) for length in lengths]), size)) <= padded(Units(range(len(lengths)), size))
+    order = most_expensive_first([float(length) for length in lengths])
+    assert padded(Units(order, size, short_first=True)) <= padded(Units(range(len(lengths)), size))
 
 
 def makespan(costs: list[float], processes: int, request: float) -> float:

@@ -130,7 +130,7 @@ def hand_out(team: Team, inputs: Any, options: Options) -> Iterator[Work]:
     order = _order(team, items, options.key)
     book = _Book(team, options.path, journal.Header(len(items), own["inputs"]), name, items)
     try:
-        units = Units(order, options.batch_size or 1, without=book.earlier)
+        units = Units(order, options.batch_size or 1, without=book.earlier, short_first=options.key is not None)
         queue = team.queue(name)
         is_main, before = team.channel.rank == 0, len(book.earlier)
         work = Work(
