@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,9 @@ def test_modes_of_the_caller_hold_in_lanes(stack: Stack) -> None:
     assert found == [(torch.bfloat16, True)] * 2
     with torch.inference_mode(False), torch.no_grad():
         assert layer_major(stack, lambda x: torch.is_grad_enabled(), [1, 2]) == [False, False]
+    variable = ContextVar("variable", default=0)
+    variable.set(3)
+    assert layer_major(stack, lambda x: variable.get(), [1, 2]) == [3, 3]
 
 
 @torch.no_grad()

@@ -11,10 +11,12 @@ drawn from a generator state of the lane's own, seeded in the order of the calls
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -186,7 +188,8 @@ class _Lane:
         self.lanes = lanes
         self.block = -1
         self.turn = threading.Event()
-        self.thread = threading.Thread(target=self._run, name=f"slipstream: lane {number}", daemon=True)
+        target = partial(contextvars.copy_context().run, self._run)  # context variables of the caller hold in lanes
+        self.thread = threading.Thread(target=target, name=f"slipstream: lane {number}", daemon=True)
         self._random: torch.Tensor | None = None
 
     def inside(self, block: Block) -> bool:
