@@ -268,11 +268,12 @@ class Agent(_Agent):
 
     def _keys(self) -> Any:
         """The part of the store that the workers of this attempt use; None while there is none."""
-        if self._meeting.raw_store is None:
+        store = self._meeting.raw_store  # asked once: it may be a connection that is made, and gone the next time
+        if store is None:
             return None
         from torch._C._distributed_c10d import PrefixStore
 
-        return PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), self._meeting.raw_store)
+        return PrefixStore(attempt_prefix(self._meeting.get_run_id(), self.attempt), store)
 
     def _counted(self, key: str) -> int:
         """A counter of the launchers in this attempt."""
