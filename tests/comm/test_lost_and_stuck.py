@@ -211,6 +211,7 @@ def test_ctrl_c_ends_a_wait(ranks: Any) -> None:
         if state.process_index == 1:
             time.sleep(3)
             return 0.0
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
