@@ -10,15 +10,14 @@ torchao is imported when something is converted, and not before.
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from slipstream.devices.quiet import quiet
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
 from slipstream.precision.options import AORecipeKwargs
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 _MULTIPLE = 16
-_NOISY_AT_IMPORT = ("torchao", "torch.utils._pytree")
 
 
 def convert(model: torch.nn.Module, recipe: AORecipeKwargs | None = None) -> torch.nn.Module:
@@ -153,26 +151,9 @@ def _why_nothing_was_converted(layers: dict[str, torch.nn.Linear], *, by_user: b
 
 def _torchao_float8() -> Any:
     try:
-        with _quiet():
+        with quiet():
             return importlib.import_module("torchao.float8")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"mixed_precision='fp8' runs through torchao, which is not installed ({error}): pip install 'slipstream[fp8]'"
         ) from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """While it is imported, torchao reports each of its kernels that is for other hardware as if something had failed."""
-
-    def refuse(record: logging.LogRecord) -> bool:
-        return record.levelno > logging.WARNING
-
-    loggers = [logging.getLogger(name) for name in _NOISY_AT_IMPORT]
-    for logger in loggers:
-        logger.addFilter(refuse)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(refuse)

@@ -28,12 +28,12 @@ from torch.nn.parameter import is_lazy
 from slipstream.checkpoint.raw import DTYPES
 from slipstream.comm.sites import is_ours
 from slipstream.config.names import nearest
+from slipstream.devices.quiet import quiet
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.offload.empty import init_empty_weights
 from slipstream.offload.estimate.measure import Inputs
 from slipstream.offload.estimate.parts import Part, Parts
 from slipstream.offload.estimate.waiting import telling
-from slipstream.offload.quiet import quiet
 
 __all__ = ["from_config", "from_entry_point", "from_hub", "parts_of", "undisturbed"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.checkpoint.raw import identity
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
@@ -26,11 +27,9 @@ __all__ = [
 
 def identity_of(parameter: torch.Tensor) -> Hashable:
     """Equal for parameters that are tied. It means nothing any more once the parameter is gone."""
-    if type(parameter) is not nn.Parameter or parameter.device.type == "meta" or not parameter.numel():
-        return id(parameter)  # other classes may hold their values somewhere else than where they seem to
-    if parameter.layout is not torch.strided or not (where := parameter.data_ptr()):
-        return id(parameter)
-    return parameter.device, where, parameter.shape, parameter.stride(), parameter.dtype
+    if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
+        return identity(parameter)  # type: ignore[no-any-return]
+    return id(parameter)  # other classes may hold their values somewhere else than where they seem to
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:

@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from slipstream.devices.quiet import quiet
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
 from slipstream.offload.quantize.config import TorchaoQuantizationConfig
-from slipstream.offload.quiet import quiet
 
 __all__ = ["Torchao"]
 

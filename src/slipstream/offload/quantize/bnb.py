@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.devices.quiet import quiet
 from slipstream.errors import ConfigError
 from slipstream.offload.quantize.config import BnbQuantizationConfig
-from slipstream.offload.quiet import quiet
 from slipstream.precision.swap import hand_over_hooks
 
 __all__ = ["Bitsandbytes", "has_4bit_bnb_layers", "quantized_rows"]

@@ -34,19 +34,16 @@ class Around:
         self._readers: ThreadPoolExecutor | None = None
         self._process = 0
 
-    def start(self, block: Block) -> bool:
-        """Begins to read a block; False if no buffer is free."""
+    def start(self, block: Block) -> None:
+        """Begins to read a block, unless it is under way or no buffer is free."""
         if self._process != os.getpid():  # threads do not survive a fork, and what they were reading never ends
             self._process, self._readers, self._filled = os.getpid(), None, {}
-        if block in self._filled:
-            return True
-        memory = self._buffer()
+        memory = self._buffer() if block not in self._filled else None
         if memory is None:
-            return False
+            return
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="slipstream: reading weights")
         self._filled[block] = self._readers.submit(block.read, memory)
-        return True
 
     def finish(self, block: Block) -> list[torch.Tensor] | None:
         """The tensors of a block when they have been read; None if no buffer was free for it."""

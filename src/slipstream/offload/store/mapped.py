@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -91,6 +92,8 @@ class MappedFile:
 
         Other threads go on meanwhile. Where the system does not know how, the pages come when they are touched.
         """
+        if sys.platform != "linux":  # elsewhere that number may mean something else
+            return
         start = span[0] // _PAGE * _PAGE
         if self._address is None:
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
