@@ -12,7 +12,7 @@ import pytest
 import torch
 from stage_models import Crossing, Lookup, Tower, fixed, same
 
-from slipstream import PartialState
+from slipstream import ConfigError, PartialState
 from slipstream.inference.pipeline import prepare_pippy
 from slipstream.testing import faults
 
@@ -183,3 +183,8 @@ def test_a_prepared_model_is_not_prepared_again_and_weights_that_are_gone_are_na
         assert "a pipeline already" in again[1]
         assert empty[0] in ("ConfigError", "MismatchError")
         assert "no memory for '" in empty[1]
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="given a"):
+        prepare_pippy(3)  # type: ignore[arg-type]

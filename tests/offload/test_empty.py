@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 
+from slipstream.errors import ConfigError
 from slipstream.offload.empty import init_empty_weights, init_on_device
 
 LARGE = 1024
@@ -139,3 +140,8 @@ def test_a_model_of_transformers_has_its_weights_tied_and_empty() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert {name: buffer.tolist() for name, buffer in model.named_buffers()} == {name: one.tolist() for name, one in real.named_buffers()}
+
+
+def test_a_device_that_is_none_is_named() -> None:
+    with pytest.raises(ConfigError, match="'gpu7'"), init_on_device("gpu7"):
+        nn.Linear(1, 1)

@@ -58,6 +58,8 @@ def prepare_pippy(
     >>> model(torch.ones(5, 3)).shape
     torch.Size([5, 2])
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"prepare_pippy was given a {type(model).__name__}. Pass a torch.nn.Module.")
     state = AcceleratorState()
     logger = get_logger(__name__)
     if model.training:

@@ -29,6 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
 
+from slipstream.errors import ConfigError
+
 __all__ = ["init_empty_weights", "init_on_device"]
 
 _FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
@@ -73,7 +75,12 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     >>> model.weight.device
     device(type='cpu')
     """
-    mover = _Mover(torch.device(device), bool(include_buffers))
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f'init_on_device({device!r}): {reason}. Write a device of torch, such as "cpu", "meta" or 0.') from None
+    mover = _Mover(where, bool(include_buffers))
     with ExitStack() as stack:
         stack.enter_context(mover.alone())
         stack.callback(register_module_parameter_registration_hook(mover.parameter).remove)
