@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
-__all__ = ["quiet"]
+from slipstream.errors import ConfigError
+
+__all__ = ["import_quietly", "quiet"]
 
 _SAID_ELSEWHERE: Final = logging.CRITICAL
 _NOISY: Final = (
@@ -35,6 +38,20 @@ def quiet() -> Iterator[None]:
                 place.addFilter(refuse)
                 after.callback(place.removeFilter, refuse)
         yield
+
+
+def import_quietly(package: str, what: str, remedy: str) -> Any:
+    """A package that `what` needs; a ConfigError with the remedy where it is not installed.
+
+    >>> import_quietly("nothing_like_that", "this", "pip install it.")
+    Traceback (most recent call last):
+    slipstream.errors.ConfigError: this, which is not installed (No module named 'nothing_like_that'): pip install it.
+    """
+    try:
+        with quiet():
+            return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what}, which is not installed ({error}): {remedy}") from None
 
 
 def _above(level: int) -> Any:

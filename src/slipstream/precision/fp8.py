@@ -9,7 +9,6 @@ torchao is imported when something is converted, and not before.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from slipstream.devices.quiet import quiet
+from slipstream.devices.quiet import import_quietly
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
 from slipstream.precision.options import AORecipeKwargs
@@ -150,10 +149,4 @@ def _why_nothing_was_converted(layers: dict[str, torch.nn.Linear], *, by_user: b
 
 
 def _torchao_float8() -> Any:
-    try:
-        with quiet():
-            return importlib.import_module("torchao.float8")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"mixed_precision='fp8' runs through torchao, which is not installed ({error}): pip install 'slipstream[fp8]'"
-        ) from None
+    return import_quietly("torchao.float8", "mixed_precision='fp8' runs through torchao", "pip install 'slipstream[fp8]'")

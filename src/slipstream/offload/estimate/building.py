@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from slipstream.checkpoint.raw import DTYPES
 from slipstream.comm.sites import is_ours
 from slipstream.config.names import nearest
-from slipstream.devices.quiet import quiet
+from slipstream.devices.quiet import import_quietly, quiet
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.offload.empty import init_empty_weights
 from slipstream.offload.estimate.measure import Inputs
@@ -323,14 +323,7 @@ def _built(transformers: Any, config: Any, trust_remote_code: bool) -> torch.nn.
 
 
 def _transformers(where: str) -> Any:
-    try:
-        with quiet():
-            return importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{where}: models of transformers are built by transformers, which is not installed ({error}).\n"
-            "Install it: pip install transformers"
-        ) from None
+    return import_quietly("transformers", f"{where}: models of transformers are built by transformers", "pip install transformers")
 
 
 def from_hub(name: str, batch_size: int, sequence_length: int | None, environ: Mapping[str, str], *, trust_remote_code: bool) -> _Built:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.devices.quiet import quiet
-from slipstream.errors import ConfigError
+from slipstream.devices.quiet import import_quietly
 from slipstream.offload.quantize.config import BnbQuantizationConfig
 from slipstream.precision.swap import hand_over_hooks
 
@@ -84,11 +82,5 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def _bitsandbytes() -> Any:
-    try:
-        with quiet():
-            return importlib.import_module("bitsandbytes")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"BnbQuantizationConfig works through bitsandbytes, which is not installed ({error}): pip install 'slipstream[bitsandbytes]'. "
-            "TorchaoQuantizationConfig does the same through torchao."
-        ) from None
+    remedy = "pip install 'slipstream[bitsandbytes]'. TorchaoQuantizationConfig does the same through torchao."
+    return import_quietly("bitsandbytes", "BnbQuantizationConfig works through bitsandbytes", remedy)
