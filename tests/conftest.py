@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
 
 pytest_plugins = ["slipstream.testing.plugin", "pytester"]
 
@@ -17,6 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("same", derandomize=True, database=None, deadline=None)
+    settings.register_profile("explore", deadline=None)
+    if not config.getoption("hypothesis_profile", None):  # every run tries the same examples; `--hypothesis-profile explore` tries others
+        settings.load_profile("same")
     config.addinivalue_line("markers", "soak: repeats something with random faults; `--soak` makes it many rounds")
 
 

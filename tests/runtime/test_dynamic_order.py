@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from slipstream.errors import ConfigError
 from slipstream.runtime.dynamic.items import Items, fingerprint
@@ -23,10 +23,10 @@ Row = namedtuple("Row", ["id", "name"])  # noqa: PYI024
 @given(COSTS, st.integers(1, 9), st.sets(st.integers(0, 59)))
 def test_every_item_that_is_not_done_is_in_one_unit(costs: list[float], size: int, done: set[int]) -> None:
     units = Units(most_expensive_first(costs), size, without=done)
-    short_first = Units(most_expensive_first(costs), size, without=done, short_first=True)
+    by_cost = Units(most_expensive_first(costs), size, without=done, costs=costs)
     handed = [position for unit in units for position in unit]
-    assert [position for unit in short_first for position in unit] == handed
-    assert [len(unit) for unit in short_first][1:] == [size] * max(0, len(units) - 1)
+    assert [position for unit in by_cost for position in unit] == handed
+    assert sorted(len(unit) for unit in by_cost) == sorted(len(unit) for unit in units), "one is short, wherever it is"
     assert sorted(handed) == [position for position in range(len(costs)) if position not in done]
     assert [len(unit) for unit in units][:-1] == [size] * max(0, len(units) - 1)
     assert units.items == len(handed)
@@ -39,12 +39,13 @@ def test_the_expensive_come_first_and_equals_keep_their_order(costs: list[float]
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=80), st.integers(1, 8))
+@example([1, 2, 2, 1], 3)
 def test_grouping_by_length_never_pads_more_than_the_order_of_the_input(lengths: list[int], size: int) -> None:
     def padded(units: Units) -> int:
         return sum(len(unit) * max(lengths[position] for position in unit) for unit in units)
 
     order = most_expensive_first([float(length) for length in lengths])
-    assert padded(Units(order, size, short_first=True)) <= padded(Units(range(len(lengths)), size))
+    assert padded(Units(order, size, costs=lengths)) <= padded(Units(range(len(lengths)), size))
 
 
 def makespan(costs: list[float], processes: int, request: float) -> float:

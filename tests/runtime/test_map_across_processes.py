@@ -82,7 +82,7 @@ def test_a_loop_gets_items_and_gather_puts_its_lists_in_order(ranks: Any, size: 
         assert [words[position].upper() for position in where] == mine
         assert state.gather(mine) == [word.upper() for word in words]
         assert state.gather_object(mine) == [word.upper() for word in words]
-        assert state.gather(torch.tensor(where)).tolist() == list(range(40))
+        assert state.gather(torch.tensor(where, dtype=torch.int64)).tolist() == list(range(40))
         assert work.results() == [len(word) for word in words]
         with Accelerator().split_between_processes(words, balance="dynamic", batch_size=3) as work:
             kept = [word for batch in work for word in batch]

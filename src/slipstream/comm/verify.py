@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Final
 
 __all__ = ["HEADER_SIZE", "Call", "Headers", "explain_mismatch", "inline_length"]
 
@@ -85,6 +86,11 @@ class Headers:
         return [int.from_bytes(raw[_LENGTH_AT : _LENGTH_AT + 8], "little") for raw in self._raw]
 
 
+_EMPTY_ADVICE: Final = (
+    "An empty list became float32: write torch.tensor(values, dtype=...), so that a process without values has the type of the others."
+)
+
+
 def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
     """The message for ranks that called different things, with ranks that did the same on one line.
 
@@ -94,6 +100,8 @@ def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
       rank 1: reduce(sum) int64(2,) at a.py:9
     Every process has to make the same call at the same line, with the same structure, types and shapes, in the same order.
     Look for a call under a condition that is not true everywhere.
+    >>> explain_mismatch(["gather int64(2,) at a.py:1", "gather float32(0,) at a.py:1"], 4).splitlines()[-1]
+    'An empty list became float32: write torch.tensor(values, dtype=...), so that a process without values has the type of the others.'
     """
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
@@ -106,6 +114,7 @@ def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
             *lines,
             "Every process has to make the same call at the same line, with the same structure, types and shapes, in the same order.",
             "Look for a call under a condition that is not true everywhere.",
+            *([_EMPTY_ADVICE] if any(" float32(0,)" in text for text in texts) else ()),
         ]
     )
 

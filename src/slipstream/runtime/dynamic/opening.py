@@ -127,10 +127,11 @@ def hand_out(team: Team, inputs: Any, options: Options) -> Iterator[Work]:
     except Exception as error:  # whatever an iterable of the user's raises: the others must hear of it
         raise _first_error(team, error) from None
     name = _agree(team, own, items)
-    order = _order(team, items, options.key)
+    costs = _costs(team, items, options.key)
+    order = range(len(items)) if costs is None else most_expensive_first(costs)
     book = _Book(team, options.path, journal.Header(len(items), own["inputs"]), name, items)
     try:
-        units = Units(order, options.batch_size or 1, without=book.earlier, short_first=options.key is not None)
+        units = Units(order, options.batch_size or 1, without=book.earlier, costs=costs)
         queue = team.queue(name)
         is_main, before = team.channel.rank == 0, len(book.earlier)
         work = Work(
@@ -227,9 +228,10 @@ def _together(team: Team, act: Callable[[], T]) -> list[T]:
     return [one["value"] for one in told]
 
 
-def _order(team: Team, items: Items, key: Callable[[Any], float] | None) -> Any:
+def _costs(team: Team, items: Items, key: Callable[[Any], float] | None) -> list[float] | None:
+    """What every item costs, each process having asked for its share; None without a key."""
     if key is None:
-        return range(len(items))
+        return None
 
     def costs() -> list[float]:
         share = split(range(len(items)), team.channel.rank, team.channel.world_size).value
@@ -244,7 +246,7 @@ def _order(team: Team, items: Items, key: Callable[[Any], float] | None) -> Any:
             remark(error, f"({team.operation}: raised by key, which says what an item costs, {where})")
             raise
 
-    return most_expensive_first([cost for part in _together(team, costs) for cost in part])
+    return [cost for part in _together(team, costs) for cost in part]
 
 
 class _Book:

@@ -4,7 +4,7 @@
   that is begun last is what everybody waits for; and neighbours in that order cost nearly the same, so a batch of them needs little
   padding. Equal costs keep the order of the input.
 * A **unit** is what is handed out at once to the user's code: one item, or a batch. Units are cut from the order, all of the same size
-  but the last; with costs but the first, where a short batch saves the most padding.
+  but one: the last, or with costs the one whose shortness saves the most padding (`thriftiest_cut`).
 * A **claim** is how many units a process takes in one request. `Pace` makes it worth about ten milliseconds of work, fifty times what
   a request takes, or one percent of the time that has passed, whatever is most; so requests cost little where items are tiny, and
   claims are single units where they are not. It is never more than its share of half of what is left, so that claims shrink to single
@@ -21,7 +21,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError
 
-__all__ = ["Pace", "Units", "checked_cost", "most_expensive_first"]
+__all__ = ["Pace", "Units", "checked_cost", "most_expensive_first", "thriftiest_cut"]
 
 
 def checked_cost(value: Any, position: int) -> float:
@@ -51,6 +51,26 @@ def most_expensive_first(costs: Sequence[float]) -> list[int]:
     return sorted(range(len(costs)), key=lambda position: -costs[position])
 
 
+def thriftiest_cut(costs: Sequence[float], size: int) -> int:
+    """Which unit should be the short one, where these costs (falling) are cut into units of `size` that are padded to their first.
+
+    >>> thriftiest_cut([9.0, 5.0, 5.0], 2), thriftiest_cut([2.0, 2.0, 1.0, 1.0], 3)
+    (0, 1)
+    """
+    count, missing = -(-len(costs) // size), -len(costs) % size
+    if not missing:
+        return 0
+    behind = sum(size * costs[number * size - missing] for number in range(1, count))
+    best, least, before = 0, math.inf, 0.0
+    for number in range(count):
+        padded = before + (size - missing) * costs[number * size] + behind
+        if padded < least:
+            best, least = number, padded
+        before += size * costs[number * size]
+        behind -= size * costs[(number + 1) * size - missing] if number + 1 < count else 0
+    return best
+
+
 class Units(Sequence[Sequence[int]]):
     """The positions of the input in the order of handing out, cut into units of so many.
 
@@ -59,14 +79,17 @@ class Units(Sequence[Sequence[int]]):
     ([[4, 2], [0, 1], [3]], 5)
     >>> Units(range(4), 3, without={1}).order
     [0, 2, 3]
-    >>> list(Units([4, 2, 0, 1, 3], 2, short_first=True))
+    >>> list(Units([4, 2, 0, 1, 3], 2, costs=[7.0, 7.0, 8.0, 6.0, 9.0]))
     [[4], [2, 0], [1, 3]]
     """
 
-    def __init__(self, order: Sequence[int], size: int = 1, without: Collection[int] = (), *, short_first: bool = False) -> None:
+    def __init__(
+        self, order: Sequence[int], size: int = 1, without: Collection[int] = (), *, costs: Sequence[float] | None = None
+    ) -> None:
         self.order: Sequence[int] = [position for position in order if position not in without] if without else order
         self.size = size
-        self._missing = -len(self.order) % size if short_first else 0
+        self._missing = -len(self.order) % size
+        self._short = len(self) - 1 if costs is None else thriftiest_cut([costs[position] for position in self.order], size)
 
     @property
     def items(self) -> int:
@@ -77,8 +100,8 @@ class Units(Sequence[Sequence[int]]):
         return -(-len(self.order) // self.size)
 
     def __getitem__(self, number: Any) -> Any:
-        start = number * self.size - self._missing
-        found = self.order[max(0, start) : start + self.size]
+        start = number * self.size - (self._missing if number > self._short else 0)
+        found = self.order[start : start + self.size - (self._missing if number == self._short else 0)]
         if not found:
             raise IndexError(number)
         return found
