@@ -9,11 +9,12 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from slipstream.cli.env import command, report
+from slipstream.cli.env import command
+from slipstream.runs.environment import environment_report as report
 
 
 def test_it_imports_no_torch() -> None:
-    code = "import sys\nfrom slipstream.cli.env import report\nreport({})\nassert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
+    code = "import sys\nfrom slipstream.runs.environment import environment_report\nenvironment_report({})\nassert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.cli.health.redact import HIDDEN, redact, redact_text
+from slipstream.config.redact import HIDDEN, redact, redact_text
 
 
 @pytest.mark.parametrize(
