@@ -27,6 +27,10 @@ class Clipper:
         self._optimizers = optimizers
         self._clip = clip
         self._last: dict[tuple[int, ...], torch.Tensor] = {}
+        self.before: Callable[[list[PreparedModel]], None] | None = None
+        """What looks at gradients before they are clipped, as one that is not finite spreads to all: see `step/guards/`."""
+        self.after: Callable[[torch.Tensor], None] | None = None
+        """Where norms go."""
 
     def norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients together to `max_norm`, and gives the norm that they had; between updates, that of the last one."""
@@ -37,13 +41,20 @@ class Clipper:
         key = tuple(map(id, models))
         if not self._complete(group, models):
             return self._last.get(key, torch.zeros(()))
+        if self.before is not None:
+            self.before(models)
         self._last[key] = norm = self._clip(group, max_norm, norm_type)
+        if self.after is not None:
+            self.after(norm)
         return norm
 
     def value(self, parameters: Any, clip_value: float) -> None:
         """Clips each entry of the gradients to at most `clip_value`; between updates, nothing is done."""
         group = _listed(parameters)
-        if self._complete(group, self._stepper.owners(group)[0]):
+        models = self._stepper.owners(group)[0]
+        if self._complete(group, models):
+            if self.before is not None:
+                self.before(models)
             torch.nn.utils.clip_grad_value_(group, clip_value)
 
     def unscale(self, optimizer: Any = None) -> None:

@@ -6,6 +6,7 @@ Which models it belongs to is found out when it first steps, so optimizers and m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,9 @@ _is_profiled = torch._C._autograd._profiler_enabled
 class Linked:
     """What a step needs, in one place: an optimizer as prepared has `__getattr__`, with which every look-up on it is a slow one."""
 
-    __slots__ = ("check", "clears_as_torch", "inner", "models", "scales", "stepper", "updates", "windows")
+    __slots__ = (
+        "check", "clears_as_torch", "due", "inner", "look", "may_skip", "models", "refuses", "scales", "stepper", "updates", "windows",
+    )  # fmt: skip
 
     def __init__(self, optimizer: AcceleratedOptimizer, models: tuple[PreparedModel, ...]) -> None:
         self.inner, self.stepper, self.check = optimizer.optimizer, optimizer.stepper, optimizer._check
@@ -43,6 +46,13 @@ class Linked:
         # torch's own marks itself for a profiler, which takes longer than clearing: left out where nobody looks
         self.clears_as_torch = type(self.inner).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(self.inner)
         self.windows = tuple(model.window for model in models)
+        guards = optimizer.stepper.guards
+        self.refuses: Callable[..., bool] | None = None if guards is None else guards.refuses
+        """Whether an update is to be left out, where that is looked at before each of them."""
+        self.look: Callable[[AcceleratedOptimizer, Linked], float] | None = None if guards is None else guards.look
+        self.due: float = math.inf if guards is None else guards.first_look
+        """With how many updates the weights are looked at next."""
+        self.may_skip = self.scales or self.refuses is not None
 
     @property
     def closing(self) -> bool:
@@ -73,7 +83,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.stepper = stepper
         self.scaler: Scaler = stepper.scaler
         self.step_was_skipped = False
-        """Whether the last step was left out because gradients overflowed."""
+        """Whether the last step was left out because gradients overflowed, or were not finite (`on_nan="skip"`)."""
         self._check = check
         self._linked: Linked | None = None
         self._updates_before = 0
@@ -109,12 +119,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             for model in linked.models:
                 linked.check(model.prepared)
         linked.stepper.loose = False
+        if linked.refuses is not None:
+            self.step_was_skipped = skipped = linked.refuses(self, linked, closure)
+            if skipped:
+                return None
+        result = None
         if linked.scales:
             self.step_was_skipped = skipped = not self.scaler.step(self.optimizer, closure)
             linked.updates += not skipped
-            return None
-        linked.updates += 1
-        return linked.inner.step(closure) if closure is not None else linked.inner.step()
+        else:
+            linked.updates += 1
+            result = linked.inner.step(closure) if closure is not None else linked.inner.step()
+        if linked.updates >= linked.due and linked.look is not None:
+            linked.due = linked.look(self, linked)
+        return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients, unless they belong to an update that is still to come."""

@@ -1,7 +1,7 @@
 """`AcceleratedScheduler`: a learning-rate scheduler that moves with updates, the same on any number of processes.
 
 Written after every batch, `scheduler.step()` moves once for each update of its optimizers: not while gradients are added up, and not
-when a step was left out because of an overflow. `per_process` is the rule of the relative: as many moves per update as there
+when a step was left out because of an overflow, or of gradients that are not finite. `per_process` is the rule of the relative: as many moves per update as there
 are processes (none more with split batches), for schedules whose length was counted in batches of one process.
 """
 
@@ -73,7 +73,7 @@ class AcceleratedScheduler:
                 if self._state.plugin.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
                     self.scheduler._step_count += 1
                 return
-            if linked.scales and optimizer.step_was_skipped:
+            if linked.may_skip and optimizer.step_was_skipped:
                 return
         if way.usual:
             way.inner.step(*args, **kwargs)

@@ -162,8 +162,11 @@ class Stepper:
         """The window that was begun last."""
         self.loose = False
         """Whether there was a backward pass outside of `accumulate` since an optimizer stepped."""
-        self.joined = False
-        """Whether ranks may run out of data at different times, so that none may wait for all of them."""
+        self._joined = False
+        self.parted = False
+        """Whether ranks were ever allowed to make different numbers of updates."""
+        self.guards: Any = None
+        """What looks at updates, where somebody does: see `step/guards/`."""
         self._rank = rank
         self._world_size = world_size
         self._total = total
@@ -171,6 +174,15 @@ class Stepper:
         self.sections: dict[tuple[torch.nn.Module, ...], Section] = {}
         """The blocks of `accumulate` by their models."""
         self._warned: set[str] = set()
+
+    @property
+    def joined(self) -> bool:
+        """Whether ranks may run out of data at different times, so that none may wait for all of them."""
+        return self._joined
+
+    @joined.setter
+    def joined(self, joined: bool) -> None:
+        self._joined, self.parted = joined, self.parted or joined
 
     # -- models ---------------------------------------------------------------------------------------------------
 
