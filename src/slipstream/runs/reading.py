@@ -1,0 +1,360 @@
+"""A run as it is read, at the end or while it goes on: `Run(path)`, then `refresh()` as often as one likes.
+
+Each call reads what is new since the last and nothing twice. What is torn, is no JSON or is of a kind that this version does not know is
+left out and counted, and `skipped` says so; a file that was replaced is read anew. Numbers are kept in arrays, and everything else has
+a limit, so that no file makes this process large. Nothing is written, no link is followed, and no name in a file leads out of the folder.
+An object of this kind belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from math import inf, isfinite, nan
+from pathlib import Path
+from typing import Any, Final
+
+from slipstream.errors import CheckpointError, MissingCheckpointError
+from slipstream.files.inside import Folder
+from slipstream.files.names import check_name
+from slipstream.runs.intervals import Intervals, columns, tidy_interval
+from slipstream.runs.lines import Lines
+from slipstream.runs.series import Series
+
+__all__ = ["Run"]
+
+_MOST_SERIES: Final = 4096
+_MOST_EVENTS: Final = 4096
+_MOST_IMAGES: Final = 200
+_MOST_NAMES: Final = 500
+_MOST_CELLS: Final = 20_000
+_LONGEST_TEXT: Final = 2000
+_LONGEST_NAME: Final = 500
+_LARGEST_JSON: Final = 8 << 20
+_MOST_POINTS: Final = 400_000
+
+_NOT_NUMBERS: Final[Mapping[str, float]] = {"nan": nan, "inf": inf, "-inf": -inf}
+
+_decode: Final = json.JSONDecoder().raw_decode
+
+
+class Run:
+    """One run: `series`, `ledger`, `events`, `images`, `tables`, `texts`, and what its JSON files say.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     _ = Path(path, "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "values": {"loss": 0.5}}\\n{"step": 2, "ti')
+    ...     run = Run(path)
+    ...     run.refresh(), run.refresh(), run.series["loss"].values
+    (True, False, array('d', [0.5]))
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.name = self.path.name or self.path.resolve().name
+        self.info: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {}
+        self.fresh_ledger: list[dict[str, Any]] = []
+        """The lines of the ledger that the last `refresh` found."""
+        self.fresh_events: list[dict[str, Any]] = []
+        """The events that the last `refresh` found."""
+        self._documents: dict[str, tuple[int, ...]] = {}
+        self._unreadable: dict[str, str] = {}
+        self._metrics, self._ledger_lines, self._event_lines = Lines("metrics.jsonl"), Lines("ledger.jsonl"), Lines("events.jsonl")
+        self._begin_metrics()
+        self._begin_ledger()
+        self._begin_events()
+
+    def _begin_metrics(self) -> None:
+        self.series: dict[str, Series] = {}
+        self.images: dict[str, list[dict[str, Any]]] = {}
+        self.tables: dict[str, dict[str, Any]] = {}
+        self.texts: dict[str, dict[str, Any]] = {}
+        self._logged = 0
+        self._metrics_skipped: Counter[str] = Counter()
+
+    def _begin_ledger(self) -> None:
+        self._intervals = Intervals()
+        self._ledger_skipped: Counter[str] = Counter()
+
+    def _begin_events(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._events_skipped: Counter[str] = Counter()
+
+    @property
+    def ledger(self) -> list[dict[str, Any]]:
+        """The intervals of the ledger; those of a long run stand for more than a second each, see `intervals.py`."""
+        return self._intervals.list
+
+    @property
+    def beginnings(self) -> int:
+        """How often a file was begun anew, so that what was told of it before does not hold any more."""
+        return self._metrics.beginnings + self._ledger_lines.beginnings + self._event_lines.beginnings
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """What was left out and why, with how often; a file that is not read at all counts once."""
+        found: dict[str, int] = {}
+        sources = (
+            (self._metrics, self._metrics_skipped),
+            (self._ledger_lines, self._ledger_skipped),
+            (self._event_lines, self._events_skipped),
+        )
+        for lines, reasons in sources:
+            counted = {"lines that are too long": lines.too_long, "lines that are no text": lines.no_text, **reasons}
+            found.update({f"{lines.name}: {why}": count for why, count in counted.items() if count})
+            if lines.refused is not None:
+                found[lines.refused] = 1
+        return {**found, **dict.fromkeys(self._unreadable.values(), 1)}
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def refresh(self, blocks: int | None = None) -> bool:
+        """Reads what is new, all of it or so many blocks (of about 256 KB) of each file; whether there was anything."""
+        self.fresh_ledger, self.fresh_events = [], []
+        try:
+            with Folder(self.path) as folder:
+                changed = [
+                    self._document(folder, "run.json", "info"),
+                    self._document(folder, "config.json", "config"),
+                    self._document(folder, "environment.json", "environment"),
+                    self._new_lines(folder, self._metrics, self._begin_metrics, self._read_metrics, blocks),
+                    self._new_lines(folder, self._ledger_lines, self._begin_ledger, self._read_ledger, blocks),
+                    self._new_lines(folder, self._event_lines, self._begin_events, self._read_events, blocks),
+                ]
+        except MissingCheckpointError:  # not there yet, or not any more: what was read stays
+            return False
+        except CheckpointError as error:
+            self._unreadable[""] = str(error)
+            return False
+        self._unreadable.pop("", None)
+        return any(changed)
+
+    def _new_lines(
+        self, folder: Folder, lines: Lines, begin: Callable[[], None], take: Callable[[Iterable[str]], None], blocks: int | None
+    ) -> bool:
+        changed = False
+        while blocks is None or blocks > 0:
+            before = lines.beginnings
+            found = lines.read(folder)
+            if lines.beginnings != before:
+                begin()
+                changed = True
+            if found:
+                take(found)
+                changed = True
+            if not lines.more:
+                break
+            blocks = None if blocks is None else blocks - 1
+        return changed
+
+    def _document(self, folder: Folder, name: str, attribute: str) -> bool:
+        """A JSON file that is replaced as a whole, read again when it is another one."""
+        try:
+            file = folder.open(name)
+            try:
+                status = os.fstat(file)
+            finally:
+                os.close(file)
+            mark = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if self._documents.get(name) == mark:
+                return False
+            value = _plain(json.loads(folder.read(name, _LARGEST_JSON)), deepest=20)
+        except MissingCheckpointError:
+            return False
+        except (CheckpointError, ValueError, RecursionError) as error:
+            self._unreadable[name] = str(error) if isinstance(error, CheckpointError) else f"{name} is no JSON"
+            return False
+        self._unreadable.pop(name, None)
+        self._documents[name] = mark
+        setattr(self, attribute, value if isinstance(value, dict) else {})
+        return True
+
+    # -- metrics.jsonl --------------------------------------------------------------------------------------------
+
+    def _read_metrics(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            record = _record(line, self._metrics_skipped)
+            if record is None:
+                continue
+            step, time = record.get("step"), record.get("time")
+            values = record.get("values")
+            if type(values) is dict and (step is None or type(step) is int or type(step) is float):
+                self._add_values(step, time if type(time) is float else _time(time), values)
+            elif type(record.get("images")) is dict:
+                self._add_images(step, _time(time), record["images"])
+            elif type(record.get("table")) is dict:
+                self._add_table(step, _time(time), record["table"])
+            elif "run" in record or "started" in record:
+                for series in self.series.values():
+                    series.restart()
+            else:
+                self._metrics_skipped["lines of an unknown kind"] += 1
+
+    def _add_values(self, step: float | None, time: float, values: dict[str, Any]) -> None:
+        place = _float(self._logged if step is None else step)
+        if not isfinite(place):
+            self._metrics_skipped["steps that are no numbers"] += 1
+            return
+        self._logged += 1
+        for name, value in values.items():
+            if type(value) is not float:
+                if isinstance(value, str) and value not in _NOT_NUMBERS:
+                    self._keep(self.texts, name, {"step": _plain(step), "time": _plain(time), "text": value[:_LONGEST_TEXT]})
+                    continue
+                if value is not None and not isinstance(value, (str, int)):
+                    self._metrics_skipped["values that are neither numbers nor texts"] += 1
+                    continue
+                value = _float(value)
+            series = self.series.get(name)
+            if series is None:
+                if len(self.series) >= _MOST_SERIES or len(name) > _LONGEST_NAME:
+                    self._metrics_skipped[f"points of too many names ({_MOST_SERIES}) or of too long ones"] += 1
+                    continue
+                series = self.series[name] = Series()
+            series.add(place, time, value)
+
+    def _add_images(self, step: Any, time: float, images: dict[str, Any]) -> None:
+        for name, paths in images.items():
+            safe = [one for one in paths if _in_media(one)] if isinstance(paths, list) else []
+            if not isinstance(paths, list) or len(safe) != len(paths):
+                self._metrics_skipped["pictures whose names lead elsewhere than to media/"] += 1
+            if not safe or (name not in self.images and len(self.images) >= _MOST_NAMES):
+                continue
+            kept = self.images.setdefault(name, [])
+            kept.append({"step": _plain(step), "time": _plain(time), "paths": safe})
+            if len(kept) > _MOST_IMAGES:  # the first one stays: it shows where the run began
+                del kept[1 : 1 + _MOST_IMAGES // 4]
+
+    def _add_table(self, step: Any, time: float, table: dict[str, Any]) -> None:
+        titles, rows = table.get("columns"), table.get("rows")
+        if not isinstance(titles, list) or not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+            self._metrics_skipped["tables without columns and rows"] += 1
+            return
+        shown = rows[: max(1, _MOST_CELLS // max(1, len(titles)))]
+        held = {"step": _plain(step), "time": _plain(time), "columns": _plain(titles), "rows": _plain(shown), "count": len(rows)}
+        self._keep(self.tables, str(table.get("name")), held)
+
+    def _keep(self, where: dict[str, dict[str, Any]], name: str, value: dict[str, Any]) -> None:
+        """The latest of a name."""
+        if name in where or (len(where) < _MOST_NAMES and len(name) <= _LONGEST_NAME):
+            where[name] = value
+        else:
+            self._metrics_skipped[f"texts or tables of too many names ({_MOST_NAMES}) or of too long ones"] += 1
+
+    # -- ledger.jsonl and events.jsonl ----------------------------------------------------------------------------
+
+    def _read_ledger(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            record = _record(line, self._ledger_skipped)
+            if record is None:
+                continue
+            if type(record.get("phases")) is not dict:
+                self._ledger_skipped["lines of an unknown kind"] += 1
+                continue
+            interval = tidy_interval(record)
+            self._intervals.add(interval)
+            self.fresh_ledger.append(interval)
+
+    def _read_events(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            record = _record(line, self._events_skipped)
+            if record is None:
+                continue
+            if not isinstance(record.get("kind"), str):
+                self._events_skipped["lines of an unknown kind"] += 1
+                continue
+            event = _plain(record)
+            self.events.append(event)
+            self.fresh_events.append(event)
+            if len(self.events) > _MOST_EVENTS:
+                del self.events[1 : 1 + _MOST_EVENTS // 4]
+                self._events_skipped["older events"] += _MOST_EVENTS // 4
+
+    # -- showing --------------------------------------------------------------------------------------------------
+
+    def view(
+        self, names: Iterable[str] | None = None, points: int = 2000, low: float | None = None, high: float | None = None
+    ) -> dict[str, Any]:
+        """All that the page shows of this run, as plain values that JSON knows.
+
+        `series` are those named, or all, each thinned to at most `points` between the steps `low` and `high`; with very many series
+        it is fewer points for each. A series is `steps`, `times` (seconds since 1970), `values` (None where there is no number) and
+        `count`, how many points there are in all. `ledger` is columns (see `intervals.columns`).
+        """
+        chosen = [name for name in (self.series if names is None else names) if name in self.series]
+        each = min(points, max(50, _MOST_POINTS // max(1, len(chosen))))
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "info": self.info,
+            "config": self.config,
+            "environment": self.environment,
+            "series": {name: self.series[name].view(each, low, high) for name in chosen},
+            "ledger": columns(self.ledger),
+            "events": self.events,
+            "images": self.images,
+            "tables": self.tables,
+            "texts": self.texts,
+            "skipped": self.skipped,
+        }
+
+
+def _record(line: str, skipped: Counter[str]) -> dict[str, Any] | None:
+    """A line as the object that it is; a blank one is nothing, and anything else is counted."""
+    try:
+        record, end = _decode(line)
+        if end != len(line):
+            record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = _carefully(line, skipped)
+    if type(record) is dict:
+        return record
+    if record is not None:
+        skipped["lines of an unknown kind"] += 1
+    return None
+
+
+def _carefully(line: str, skipped: Counter[str]) -> Any:
+    if not line.strip():
+        return None
+    try:
+        return json.loads(line)  # white space in front is all that this knows and the quick way does not
+    except (ValueError, RecursionError):
+        skipped["lines that are no JSON"] += 1
+        return None
+
+
+def _float(value: Any) -> float:
+    """A number, or one of the texts that stand for none."""
+    try:
+        return float(value) if value is not None else nan
+    except OverflowError:
+        return inf if value > 0 else -inf
+
+
+def _time(value: Any) -> float:
+    return _float(value) if isinstance(value, (int, float)) else nan
+
+
+def _plain(value: Any, deepest: int = 4) -> Any:
+    """What JSON can say, within limits: no nan, no infinity, no endless text, no endless depth."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, str):
+        return value[:_LONGEST_TEXT]
+    if isinstance(value, (dict, list)) and not deepest:
+        return "..."
+    if isinstance(value, dict):
+        return {name[:_LONGEST_NAME]: _plain(one, deepest - 1) for name, one in value.items()}
+    return [_plain(one, deepest - 1) for one in value] if isinstance(value, list) else value
+
+
+def _in_media(path: Any) -> bool:
+    try:
+        return str(check_name(path, "metrics.jsonl")).startswith("media/")
+    except CheckpointError:
+        return False
