@@ -238,33 +238,27 @@ def test_pictures_that_lead_elsewhere_are_left_out(tmp_path: Path) -> None:
 # -- runs that go on, and long ones ---------------------------------------------------------------------------------------
 
 
-def test_after_a_restart_the_steps_done_again_take_the_place_of_the_first_ones(tmp_path: Path) -> None:
-    write(tmp_path, "metrics.jsonl", {"run": "a", "started": 1.0}, *(values(step, loss=1.0, rate=0.1) for step in range(10)))
+def test_steps_that_are_done_again_after_a_restart_follow_the_first_ones(tmp_path: Path) -> None:
+    write(tmp_path, "metrics.jsonl", {"run": "a", "started": 1.0}, *(values(step, loss=1.0) for step in range(10)))
     run = read(tmp_path)
     write(tmp_path, "metrics.jsonl", {"run": "a", "started": 2.0}, *(values(step, loss=2.0) for step in range(6, 12)))
     run.refresh()
-    assert list(run.series["loss"].steps) == list(range(12))
-    assert list(run.series["loss"].values) == [1.0] * 6 + [2.0] * 6
-    assert run.series["loss"].superseded == 4
-    assert list(run.series["rate"].steps) == list(range(10)), "one that is not logged again stays"
-
-
-def test_steps_that_go_back_without_a_restart_are_kept_and_shown_in_order(tmp_path: Path) -> None:
-    write(tmp_path, "metrics.jsonl", *(values(step, loss=float(step)) for step in (3, 1, 2, 2)))
-    series = read(tmp_path).series["loss"]
-    assert list(series.steps) == [3, 1, 2, 2]
-    assert series.view(100)["steps"] == [1, 2, 2, 3]
-    assert series.view(100, low=2.5)["steps"] == [2, 3]
-    write(tmp_path, "metrics.jsonl", {"run": "a", "started": 2.0}, values(2, loss=9.0))
-    again = read(tmp_path).series["loss"]
-    assert again.view(100)["values"] == [9.0]
+    series = run.series["loss"]
+    assert list(series.steps) == [*range(10), *range(6, 12)]
+    assert list(series.turns) == [10]
+    assert series.view(100, low=8, high=9)["steps"] == [7, 8, 9, 7, 8, 9, 10], "both attempts"
+    assert series.view(100, low=10, high=12)["values"] == [2.0, 2.0, 2.0]
+    assert series.view(100, low=0, high=4)["steps"] == [0, 1, 2, 3, 4, 5]
+    assert len(series.view(5, low=6, high=10)["steps"]) <= 5
+    assert run.skipped == {}
 
 
 def test_a_long_ledger_becomes_short_and_loses_nothing() -> None:
     def interval(second: int) -> dict[str, Any]:
         return {
             "time": float(second), "seconds": 1.0, "first": second * 3, "last": second * 3 + 2, "steps": 3,
-            "samples": 48 if second % 2 else None, "tokens": None, "flops": 2.0, "phases": {name: [0.125, None if second < 50 else 0.25] for name in PHASES}, "slowest": [1, 2],
+            "samples": 48 if second % 2 else None, "tokens": None, "flops": 2.0,
+            "phases": {name: [0.125, None if second < 50 else 0.25] for name in PHASES}, "slowest": [1, 2],
             "memory": {"host": [second, 7], "device": None}, "mfu": 0.5 if second < 100 else 0.25,
         }  # fmt: skip
 

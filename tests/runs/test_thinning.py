@@ -65,7 +65,8 @@ def test_a_window_has_a_neighbour_on_each_side() -> None:
     assert window(xs, None, None) == (0, 100)
     assert [xs[one] for one in range(*window(xs, 95, 125))] == [90, 100, 110, 120, 130]
     assert list(thin(xs, list(map(float, xs)), 50, 100, 100)[0]) == [90, 100, 110]
-    assert list(thin(xs, list(map(float, xs)), 50, 5000, 6000)[0]) == [990]
-    assert list(thin(xs, list(map(float, xs)), 50, -20, -10)[0]) == [0]
-    assert list(thin(xs, list(map(float, xs)), 50, 20, 10)[0]) == [10, 20]
+    assert list(thin(xs, list(map(float, xs)), 50, 5000, 6000)[0]) == []
+    assert list(thin(xs, list(map(float, xs)), 50, -20, -10)[0]) == []
+    assert list(thin(xs, list(map(float, xs)), 50, 20, 10)[0]) == []
+    assert list(thin(xs, list(map(float, xs)), 50, 101, 102)[0]) == [100, 110], "a line that passes through"
     assert list(thin([], [], 50, 1, 2)[0]) == []

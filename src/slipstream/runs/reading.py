@@ -188,10 +188,7 @@ class Run:
                 self._add_images(step, _time(time), record["images"])
             elif type(record.get("table")) is dict:
                 self._add_table(step, _time(time), record["table"])
-            elif "run" in record or "started" in record:
-                for series in self.series.values():
-                    series.restart()
-            else:
+            elif "run" not in record:  # that one says where the run began, or began again
                 self._metrics_skipped["lines of an unknown kind"] += 1
 
     def _add_values(self, step: float | None, time: float, values: dict[str, Any]) -> None:

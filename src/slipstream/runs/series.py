@@ -1,14 +1,13 @@
-"""A series: the numbers that were logged under one name, as three arrays of equal length.
+"""A series: the numbers that were logged under one name, as three arrays of equal length, in the order in which they were logged.
 
-A number takes 24 bytes here and no more. After a restart, the points of steps that the run does once more make room for the new ones, as
-the training itself forgot them; `superseded` counts them. Nothing here reads a file.
+A number takes 24 bytes here and no more. Steps may go back, as they do after a restart from a checkpoint: nothing is dropped or sorted
+here, and who draws the curve decides which attempt is the line. Nothing here reads a file.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import Any
 
@@ -18,7 +17,7 @@ __all__ = ["Series", "plain_steps", "plain_times", "plain_values"]
 
 
 class Series:
-    """The points of one name, in the order in which they were logged.
+    """The points of one name.
 
     >>> series = Series()
     >>> for step in range(4):
@@ -27,17 +26,14 @@ class Series:
     (4, [0.0, 0.3333333, 0.6666667, 1.0])
     """
 
-    __slots__ = ("_again", "_order", "rising", "steps", "superseded", "times", "values")
+    __slots__ = ("steps", "times", "turns", "values")
 
     def __init__(self) -> None:
         self.steps: array[float] = array("d")
         self.times: array[float] = array("d")
         self.values: array[float] = array("d")
-        self.superseded = 0
-        self.rising = True
-        """Whether no step is smaller than the one before it."""
-        self._again = False
-        self._order: Sequence[int] = range(0)
+        self.turns: array[int] = array("q")
+        """The places of the points whose step is smaller than the one before."""
 
     def __len__(self) -> int:
         return len(self.values)
@@ -45,36 +41,29 @@ class Series:
     def add(self, step: float, time: float, value: float) -> None:
         """One more point."""
         steps = self.steps
-        if steps and step <= steps[-1]:
-            if self._again:
-                self._forget(step)
-            elif step < steps[-1]:
-                self.rising = False
-        self._again = False
+        if steps and step < steps[-1]:
+            self.turns.append(len(steps))
         steps.append(step)
         self.times.append(time)
         self.values.append(value)
 
-    def restart(self) -> None:
-        """The next point may be one of a step that was done before; it and those after it then take the place of the earlier ones."""
-        self._again = True
-
-    def _forget(self, step: float) -> None:
-        first = bisect_left(self.steps, step) if self.rising else next(place for place, one in enumerate(self.steps) if one >= step)
-        self.superseded += len(self.steps) - first
-        self._order = range(0)
-        del self.steps[first:], self.times[first:], self.values[first:]
-
     def view(self, points: int, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-        """At most `points` of it between two steps as plain lists, sorted by step; `count` says how many there are in all."""
-        if self.rising:
-            start, stop = window(self.steps, low, high)
+        """At most `points` of it between two steps as plain lists; `count` says how many there are in all."""
+        shown = [range(0, len(self))] if low is None and high is None else list(self._between(low, high))
+        if len(shown) <= 1:
+            start, stop = (shown[0].start, shown[0].stop) if shown else (0, 0)
             places: Sequence[int] = kept(self.values, start, stop, points)
         else:
-            order = self._sorted()
-            start, stop = window([self.steps[one] for one in order], low, high)
-            places = [order[one] for one in kept([self.values[one] for one in order], start, stop, points)]
+            order = [place for one in shown for place in one]
+            places = [order[one] for one in kept([self.values[place] for place in order], 0, len(order), points)]
         return {**self.part(places), "count": len(self)}
+
+    def _between(self, low: float | None, high: float | None) -> Iterator[range]:
+        """What lies between two steps, of each stretch over which steps do not fall."""
+        for first, end in zip([0, *self.turns], [*self.turns, len(self)], strict=True):
+            start, stop = window(self.steps, low, high, first, end)
+            if stop > start:
+                yield range(start, stop)
 
     def part(self, places: Sequence[int]) -> dict[str, Any]:
         """Some of the points as plain lists."""
@@ -84,11 +73,6 @@ class Series:
         else:
             columns = ([self.steps[one] for one in places], [self.times[one] for one in places], [self.values[one] for one in places])
         return {"steps": plain_steps(columns[0]), "times": plain_times(columns[1]), "values": plain_values(columns[2])}
-
-    def _sorted(self) -> Sequence[int]:
-        if len(self._order) != len(self):
-            self._order = array("q", sorted(range(len(self)), key=self.steps.__getitem__))
-        return self._order
 
 
 def plain_values(values: Sequence[float]) -> list[float | None]:

@@ -27,8 +27,8 @@ def thin(
 ) -> tuple[array[float], array[float]]:
     """At most `count` of the points, those that show: first, last, and the smallest and largest of every bucket.
 
-    `xs` do not fall. With `low` and `high` only the points between them are taken, and the neighbour on each side, so that a line
-    reaches the edge of the picture. What is no number in `ys` stays as a gap. Counts below `FEWEST` are taken for it.
+    `xs` do not fall (`kept` does without). With `low` and `high` only the points between them are taken, and the neighbour on
+    each side, so that a line reaches the edge of the picture. What is no number in `ys` stays as a gap. Counts below `FEWEST` are taken for it.
 
     >>> xs = range(10_000)
     >>> ys = [0.0] * 5_000 + [1.0] + [0.0] * 4_999
@@ -41,15 +41,21 @@ def thin(
     return array("d", [xs[one] for one in taken]), array("d", [ys[one] for one in taken])
 
 
-def window(xs: Sequence[float], low: float | None, high: float | None) -> tuple[int, int]:
-    """From which point to which (not included) a curve shows between two limits, with a neighbour on each side.
+def window(xs: Sequence[float], low: float | None, high: float | None, first: int = 0, end: int | None = None) -> tuple[int, int]:
+    """From which point to which (not included) a curve shows between two limits, with a neighbour on each side to draw a line to.
 
-    >>> window([0, 10, 20, 30, 40], 15, 25)
-    (1, 4)
+    Of points that all lie on one side of the limits nothing shows. `first` and `end` are the part of `xs` that is looked at.
+
+    >>> window([0, 10, 20, 30, 40], 15, 25), window([0, 10, 20, 30, 40], 50, 60)
+    ((1, 4), (5, 5))
     """
-    start = 0 if low is None else max(bisect_left(xs, low) - 1, 0)
-    stop = len(xs) if high is None else min(bisect_right(xs, high) + 1, len(xs))
-    return min(start, stop), stop
+    end = len(xs) if end is None else end
+    start = first if low is None else bisect_left(xs, low, first, end)
+    stop = end if high is None else bisect_right(xs, high, first, end)
+    turned = low is not None and high is not None and low > high
+    if start >= end or stop <= first or turned:
+        return end, end
+    return max(start - 1, first), min(stop + 1, end)
 
 
 def kept(ys: Sequence[float], start: int, stop: int, count: int) -> Sequence[int]:
