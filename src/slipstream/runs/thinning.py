@@ -28,7 +28,8 @@ def thin(
     """At most `count` of the points, those that show: first, last, and the smallest and largest of every bucket.
 
     `xs` do not fall (`kept` does without). With `low` and `high` only the points between them are taken, and the neighbour on
-    each side, so that a line reaches the edge of the picture. What is no number in `ys` stays as a gap. Counts below `FEWEST` are taken for it.
+    each side, so that a line reaches the edge of the picture. What is no number in `ys` stays as a gap. Counts below `FEWEST`
+    are taken for it.
 
     >>> xs = range(10_000)
     >>> ys = [0.0] * 5_000 + [1.0] + [0.0] * 4_999
