@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from slipstream.runtime.mapping import map_across_processes as map_across_processes
     from slipstream.runtime.rng import synchronize_rng_states as synchronize_rng_states
     from slipstream.runtime.state import AcceleratorState as AcceleratorState, PartialState as PartialState
-    from slipstream.step.profile import ProfileKwargs as ProfileKwargs
+    from slipstream.step.profiling.options import ProfileKwargs as ProfileKwargs
     from slipstream.strategies.options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 
 __version__ = "0.1.0"
@@ -101,7 +101,7 @@ _HOMES = {
     "slipstream.runtime.state": (
         "AcceleratorState", "PartialState",
     ),
-    "slipstream.step.profile": ("ProfileKwargs",),
+    "slipstream.step.profiling.options": ("ProfileKwargs",),
     "slipstream.strategies.options": ("DistributedDataParallelKwargs",),
 }
 

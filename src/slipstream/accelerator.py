@@ -26,7 +26,8 @@ from slipstream.facade.settings import Settings
 from slipstream.facade.training import Training
 from slipstream.parallel.compile import TorchDynamoPlugin
 from slipstream.runtime.state import AcceleratorState
-from slipstream.step.profile import ProfileKwargs, profiling
+from slipstream.step.profiling.block import profiling
+from slipstream.step.profiling.options import ProfileKwargs
 from slipstream.track.registry import resolve
 from slipstream.track.trackers import Trackers
 
@@ -166,8 +167,8 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
     # -- the rest -------------------------------------------------------------------------------------------------
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """A block that torch's profiler watches; see `step/profile.py`."""
-        return profiling(profile_handler or self._handlers.profile, self.state.process_index)
+        """A block that torch's profiler watches; see `step/profiling/block.py`."""
+        return profiling(profile_handler or self._handlers.profile, self.state.runtime)
 
     def end_training(self) -> None:
         """Waits for a checkpoint that is being written, ends the trackers and closes the process group: for the end of a run."""

@@ -239,7 +239,7 @@ if TYPE_CHECKING:
     )
     from slipstream.runtime.mapping import map_across_processes as map_across_processes
     from slipstream.runtime.rng import synchronize_rng_state as synchronize_rng_state, synchronize_rng_states as synchronize_rng_states
-    from slipstream.step.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME, ProfileKwargs as ProfileKwargs
+    from slipstream.step.profiling.options import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME, ProfileKwargs as ProfileKwargs
     from slipstream.strategies.options import (
         DDPCommunicationHookType as DDPCommunicationHookType,
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
@@ -359,7 +359,7 @@ _HOMES = {
     "slipstream.runtime.rng": (
         "synchronize_rng_state", "synchronize_rng_states",
     ),
-    "slipstream.step.profile": (
+    "slipstream.step.profiling.options": (
         "PROFILE_PATTERN_NAME", "ProfileKwargs",
     ),
     "slipstream.strategies.options": (

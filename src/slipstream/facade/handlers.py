@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.config.handlers import InitProcessGroupKwargs
 from slipstream.errors import ConfigError
 from slipstream.precision.options import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
-from slipstream.step.profile import ProfileKwargs
+from slipstream.step.profiling.options import ProfileKwargs
 from slipstream.strategies.options import DistributedDataParallelKwargs
 
 __all__ = ["Handlers", "sort_handlers"]

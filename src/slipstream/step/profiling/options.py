@@ -1,28 +1,21 @@
-"""Torch's profiler as an option of the run: what it records, and one trace file for each process.
+"""What torch's profiler records: `ProfileKwargs`, checked when it is made, so that a mistake shows before the run and not after it.
 
-`ProfileKwargs` is checked when it is made, so that a mistake shows before the run and not after it; `profiling` is the block that
-`Accelerator.profile()` gives. With `output_trace_dir` every process writes a trace of its own, for chrome://tracing or Perfetto, whenever a
-recording ends: at the end of the block, or, with a schedule, after each cycle of it (the last one stays).
+It writes nothing: the block that records is in `block.py`, and one file of all ranks is made by `traces.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from slipstream.config.handlers import KwargsHandler
 from slipstream.errors import ConfigError
-from slipstream.logging import get_logger
 
-__all__ = ["PROFILE_PATTERN_NAME", "ProfileKwargs", "profiling"]
+__all__ = ["PROFILE_PATTERN_NAME", "ProfileKwargs"]
 
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 """The name of a trace file; the suffix is the rank."""
@@ -48,7 +41,7 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
-    """The folder for the traces; it is made if there is none."""
+    """The folder for the traces, one file for each process and one of all; it is made if there is none."""
 
     def __post_init__(self) -> None:
         if self.activities is not None and not self.activities:
@@ -62,9 +55,10 @@ class ProfileKwargs(KwargsHandler):
 
     def build(self) -> profile:
         """Torch's profiler, to be entered with `with`."""
-        return self._built(self.on_trace_ready)
+        return self.building(self.on_trace_ready)
 
-    def _built(self, on_trace_ready: Callable[..., Any] | None) -> profile:
+    def building(self, on_trace_ready: Callable[..., Any] | None) -> profile:
+        """The same with another function to call when a recording ends."""
         return profile(
             activities=None if self.activities is None else {_present(_activity(given)): None for given in self.activities}.keys(),
             schedule=None if self.schedule_option is None else schedule(**self.schedule_option),
@@ -111,62 +105,3 @@ def _check_schedule(options: dict[str, int]) -> None:
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (name == "active"):
             raise ConfigError(f"{where}: {name} counts calls of profiler.step(), so it is a whole number from {int(name == 'active')}")
-
-
-@contextmanager
-def profiling(handler: ProfileKwargs | None, process_index: int = 0) -> Iterator[profile]:
-    """A block that torch's profiler watches; with `output_trace_dir`, `profile_<rank>.json` is there when it ends.
-
-    >>> import torch
-    >>> with profiling(ProfileKwargs(activities=["cpu"])) as profiler:
-    ...     _ = torch.ones(3).sum()
-    >>> any(event.key == "aten::sum" for event in profiler.key_averages())
-    True
-    """
-    handler = handler or ProfileKwargs()
-    if handler.output_trace_dir is None:
-        with handler.build() as profiler:
-            yield profiler
-        return
-    trace = _TraceFile(_folder(handler.output_trace_dir) / PROFILE_PATTERN_NAME.format(suffix=process_index), handler.on_trace_ready)
-    with handler._built(trace.write) as profiler:
-        yield profiler
-    if not trace.written:
-        get_logger(__name__).warning(
-            "nothing was recorded, so there is no %s: with a schedule, call profiler.step() after every step, until a cycle has begun",
-            trace.path,
-            main_process_only=False,
-        )
-
-
-def _folder(given: str) -> Path:
-    """The folder for traces, made if need be; an error now and not after the run if nothing can be written there."""
-    folder = Path(given)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise ConfigError(
-            f"ProfileKwargs(output_trace_dir={os.fspath(given)!r}): no trace can be written there ({error.strerror}); name another folder"
-        ) from error
-
-
-class _TraceFile:
-    """Writes the trace of every recording that ends, after the user's own function has seen it."""
-
-    def __init__(self, path: Path, also: Callable[..., Any] | None) -> None:
-        self.path = path
-        self.written = False
-        self._also = also
-
-    def write(self, profiler: profile) -> None:
-        if self._also is not None:
-            self._also(profiler)
-        try:
-            profiler.export_chrome_trace(str(self.path))
-        except RuntimeError as error:
-            if "already saved" not in str(error):
-                raise
-            get_logger(__name__).warning_once(f"on_trace_ready has saved the trace itself, so {self.path} is not written again")
-        self.written = True
