@@ -27,6 +27,7 @@ _COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "test": "Check that processes here can work together, and train.",
         "merge-weights": "Make one file of weights that lie in several.",
         "checkpoint": "Look into checkpoints: list, verify, show, compare.",
+        "report": "Make a page of curves, times and settings of one or several runs.",
         "estimate": "Say how much memory a model takes, before it is loaded.",
         "doctor": "Look for what commonly goes wrong on a machine, with remedies.",
     }

@@ -1,0 +1,28 @@
+// The charts of what was logged, grouped by what stands before the first slash of a name.
+
+function groupOf(name) {
+  const at = name.indexOf("/");
+  return at > 0 ? name.slice(0, at) : "";
+}
+
+function curves(page) {
+  const names = new Set(page.runs.flatMap((run) => [...run.series.keys()]));
+  const groups = new Map();
+  for (const name of names) {
+    const group = groupOf(name);
+    if (!groups.has(group)) groups.set(group, []);
+    groups.get(group).push(name);
+  }
+  const order = [...groups.keys()].sort((one, other) => (one === "" ? -1 : other === "" ? 1 : one.localeCompare(other)));
+  const parts = order.map((group) => {
+    const charts = groups.get(group).map((name) => {
+      const title = group ? name.slice(group.length + 1) || name : name;
+      return page.add(new Lines(page, title, (run, axis) => run.line(name, axis), { name }));
+    });
+    const grid = make("div", { class: "charts" }, charts.map((chart) => chart.element));
+    if (order.length === 1 && !group) return grid;
+    return make("details", { class: "group", open: true, "data-group": group }, make("summary", {}, make("h3", {}, group || "without a prefix"), make("span", { class: "count" }, counted(charts.length, "chart"))), grid);
+  });
+  const none = make("p", { class: "empty" }, page.live ? "Nothing has been logged yet." : "Nothing was logged.");
+  return section("curves", "Curves", names.size ? parts : none);
+}
