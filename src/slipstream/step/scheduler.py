@@ -1,8 +1,8 @@
 """`AcceleratedScheduler`: a learning-rate scheduler that moves with updates, the same on any number of processes.
 
 Written after every batch, `scheduler.step()` moves once for each update of its optimizers: not while gradients are added up, and not
-when a step was left out because of an overflow, or of gradients that are not finite. `per_process` is the rule of the relative: as many moves per update as there
-are processes (none more with split batches), for schedules whose length was counted in batches of one process.
+when a step was left out because of an overflow, or of gradients that are not finite. `per_process` is the rule of the relative: as many
+moves per update as there are processes (none more with split batches), for schedules whose length was counted in batches of one process.
 """
 
 from __future__ import annotations

@@ -195,6 +195,8 @@ class Stepper:
                 model.prepared, model.owned = prepared, owned
                 model.window.reset()
                 return model
+        if self.guards is not None:
+            self.guards.begin(original)
         self.models.append(PreparedModel(original, prepared, owned=owned))
         return self.models[-1]
 

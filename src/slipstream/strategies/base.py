@@ -15,6 +15,7 @@ A strategy overrides what it does differently, and no more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -75,6 +76,9 @@ class Strategy:
 
     def step(self, model: torch.nn.Module) -> None:
         return None
+
+    def watch_buckets(self, look: Callable[[Any], None], *, leaves_out: bool) -> None:
+        """Shows this rank's own gradients to somebody before they are averaged; `leaves_out`: updates may be left out because of them."""
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -23,6 +23,7 @@ from slipstream.comm.channel import Limits
 from slipstream.errors import ConfigError, StateError
 from slipstream.runtime.runtime import Runtime
 from slipstream.strategies.base import Strategy
+from slipstream.strategies.buckets import Shown, show
 from slipstream.strategies.options import DistributedDataParallelKwargs
 
 __all__ = ["DDP", "Replicated", "join_models", "trigger_sync"]
@@ -120,7 +121,7 @@ class Replicated(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        for name in ("_is_current", "_forward_watch", "_buffer_watch"):
+        for name in ("_is_current", "_forward_watch", "_buffer_watch", "_shown"):
             state.pop(name, None)
         return state
 
@@ -197,6 +198,19 @@ class Replicated(DistributedDataParallel):
         except RuntimeError as error:
             raise self.explained(error) from None
 
+    def show_buckets(self, look: Callable[[Any], None]) -> None:
+        """Shows gradients before they are averaged; see `buckets.py`."""
+        shown = self.__dict__["_shown"] = Shown(look, self.process_group)
+        super().register_comm_hook(shown, lambda shown, bucket: show(shown, bucket))  # torch reads annotations, of its own kinds only
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """As torch's own; where buckets are shown to somebody, that comes first."""
+        shown: Shown | None = self.__dict__.get("_shown")
+        if shown is not None and shown.is_usual:
+            shown.put(state, hook)
+        else:
+            super().register_comm_hook(state, hook)
+
     def explained(self, error: RuntimeError) -> RuntimeError:
         """The error with names of parameters, if it is about parameters without gradients; else as it was."""
         found = re.search(r"did not receive grad for rank \d+:([\d ,]*)", str(error).replace("\n", " "))
@@ -249,6 +263,7 @@ class DDP(Strategy):
         self._in_forward = runtime.watch("forward", limits), runtime.watch("forward", limits)
         self._replicas: weakref.WeakSet[Replicated] = weakref.WeakSet()
         self._in_prepare = runtime.watch("prepare", limits)
+        self._look: Callable[[Any], None] | None = None
 
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
         super().check(model, device)
@@ -272,6 +287,8 @@ class DDP(Strategy):
                 model, _Generation(self._runtime), self._in_forward, device_ids=devices, **self._options.to_kwargs()
             )
         self._replicas.add(replicated)
+        if self._look is not None:
+            replicated.show_buckets(self._look)
         self._options.register_comm_hook(replicated)
         return replicated
 
@@ -301,6 +318,14 @@ class DDP(Strategy):
                 f"{type(model).__name__} had no parameter that takes gradients when it was prepared, and now has some that are not "
                 "averaged over the ranks: prepare the model again"
             )
+
+    def watch_buckets(self, look: Callable[[Any], None], *, leaves_out: bool) -> None:
+        if leaves_out and "power" in self._options.comm_hook.value:
+            raise ConfigError(
+                f"on_nan='skip' with DistributedDataParallelKwargs(comm_hook={self._options.comm_hook.value!r}): what that hook loses it "
+                "adds to the gradients of the next update, so a NaN would stay in all of them. Write on_nan='raise', or leave out the hook."
+            )
+        self._look = look
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model

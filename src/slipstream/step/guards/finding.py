@@ -1,0 +1,87 @@
+"""What a guard found, and how it is said: a warning with the step, the rank and the remedy, a few times and then no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.logging import get_logger
+
+__all__ = ["Finding", "NonFiniteError", "Voice"]
+
+_TIMES = 3
+_DISTANCE = 100
+"""Steps between the first time that something is said and the second; ten times as many before the third."""
+
+
+class NonFiniteError(SlipstreamError, FloatingPointError):
+    """A gradient is NaN or infinite, and `on_nan="raise"` was asked for; the message names the step, the ranks and the parameters."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that goes wrong in a run.
+
+    >>> print(Finding("spike", 120, 1, "the loss rose from 2.1 to 35", "lower the learning rate"))
+    step 120, rank 1: the loss rose from 2.1 to 35. What to do: lower the learning rate.
+    """
+
+    kind: str
+    """Which guard found it: "nan", "spike", "drift", "schedule", "starving", "straggler"."""
+    step: int | None
+    rank: int | None
+    """Where, if it is one rank's."""
+    text: str
+    remedy: str
+    details: dict[str, Any] = field(default_factory=dict)
+    """More for the event, as plain values."""
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{name} {value}" for name, value in (("step", self.step), ("rank", self.rank)) if value is not None)
+        return f"{where}{': ' if where else ''}{self.text}. What to do: {self.remedy}."
+
+    def event(self) -> dict[str, Any]:
+        """As a line of events.jsonl, without its time.
+
+        >>> Finding("drift", 10, None, "replicas differ", "prepare again", {"ranks": [1]}).event()["guard"]
+        'drift'
+        """
+        event = {"kind": "guard", "guard": self.kind, "step": self.step, "rank": self.rank, "text": self.text, "remedy": self.remedy}
+        return {**event, **self.details}
+
+
+class Voice:
+    """Says findings: each kind at most three times, with a growing number of steps in between."""
+
+    def __init__(self, tell: Callable[[dict[str, Any]], None] | None = None, is_main: bool = True) -> None:
+        self._is_main = is_main
+        self.tell = tell
+        """Where events go, besides the log."""
+        self.said: list[Finding] = []
+        self._logger = get_logger("slipstream.guards")
+        self._times: dict[str, int] = {}
+        self._next: dict[str, int] = {}
+        self._kept: dict[str, int] = {}
+
+    def say(self, finding: Finding, *, shared: bool = False) -> bool:
+        """Says a finding, unless its kind was said often or a short while ago; whether it did.
+
+        `shared`: every rank has found the same, so only the main process says it aloud.
+        """
+        kind, step = finding.kind, finding.step or 0
+        times = self._times.get(kind, 0)
+        if times >= _TIMES or step < self._next.get(kind, step):
+            self._kept[kind] = self._kept.get(kind, 0) + 1
+            return False
+        self._times[kind] = times + 1
+        self._next[kind] = step + _DISTANCE * 10**times
+        self.said.append(finding)
+        kept = self._kept.pop(kind, 0)
+        more = f" (Found {kept} times more since it was said last.)" if kept else ""
+        last = " (Not said again in this run.)" if times + 1 == _TIMES else ""
+        self._logger.warning("%s%s%s", finding, more, last, main_process_only=shared)
+        if self.tell is not None and (self._is_main or not shared):
+            self.tell(finding.event())
+        return True

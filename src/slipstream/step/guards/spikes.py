@@ -1,0 +1,109 @@
+"""Losses that jump: above everything that is usual for this curve, however noisy it is.
+
+The usual is the median of the last values and their median deviation from it, both of which a few wild values leave alone. Losses above
+zero are compared as logarithms, in which batch losses lie about evenly around their median; others as they are. A loss has jumped when,
+of two steps in a row, both are `limit` deviations above the median and above everything in the memory; or when a single one is three
+times as far up as either. A curve with hardly any noise is taken to have a deviation of two hundredths of its size, so that its ordinary
+wobble is no finding; nor is a loss that is still below a hundredth of where the curve began. Nothing is said about the first 64 steps,
+and a jump that lasts is said once: its values become the usual.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+from slipstream.step.guards.finding import Finding
+
+__all__ = ["Spikes"]
+
+_MEMORY = 256
+_FIRST = 64
+_EVERY = 32
+"""After how many values the usual is computed anew."""
+_NORMAL = 1.4826
+"""The standard deviation of a normal distribution, in median deviations."""
+_LEAST = 0.02
+_SMALL = 0.01
+
+
+class Spikes:
+    """Watches one loss curve.
+
+    >>> spikes = Spikes(limit=10.0)
+    >>> found = [spikes.look(step, 2.0 + 0.1 * (step % 7)) for step in range(200)]
+    >>> found += [spikes.look(200, 9.0), spikes.look(201, 9.5)]
+    >>> print(next(one for one in found if one))
+    step 201, rank 0: the loss jumped to 9.5 (usually 2.3, between 2 and 2.6 in the last 200 steps). What to do: if it stays up, go back \
+to the last checkpoint with a lower learning rate, a longer warm-up or accelerator.clip_grad_norm_; look at the batches of steps 200 to 201.
+    """
+
+    def __init__(self, limit: float, rank: int = 0) -> None:
+        self._limit = limit
+        self._rank = rank
+        self._values: deque[float] = deque(maxlen=_MEMORY)
+        self._new = 0
+        self._logs = True
+        self._bounds = (math.inf, math.inf)
+        self._began: float | None = None
+        self._above: tuple[int, str] | None = None
+        """The first step of a jump, and what was usual before."""
+
+    def look(self, step: int, loss: float) -> Finding | None:
+        """Takes the next loss in; what is wrong with it, if something is. Values that are not finite are another guard's."""
+        if not math.isfinite(loss):
+            return None
+        if self._logs and loss <= 0.0:
+            self._leave_logarithms()
+        value = math.log(loss) if self._logs else loss
+        bound, far = self._bounds
+        if value <= bound:
+            self._above = None
+            self._take(value)
+            return None
+        first, usual = self._above or (step, self._usual())
+        lasts, self._above = self._above is not None, (first, usual)
+        self._take(min(value, far))
+        if not lasts and value <= far:
+            return None
+        self._above, self._bounds = None, (math.inf, math.inf)  # until the usual is computed anew
+        return self._finding(step, first, f"the loss jumped to {loss:.4g} ({usual})")
+
+    def _take(self, value: float) -> None:
+        self._values.append(value)
+        self._new += 1
+        if self._new >= _EVERY and len(self._values) >= _FIRST:
+            self._new = 0
+            self._compute()
+
+    def _compute(self) -> None:
+        middle = median(self._values)
+        deviation = _NORMAL * median(abs(value - middle) for value in self._values)
+        deviation = max(deviation, _LEAST if self._logs else _LEAST * abs(middle), 1e-12)
+        highest = max(self._values) - middle
+        rise = max(self._limit * deviation, highest)
+        if self._began is None:
+            self._began = math.exp(middle) if self._logs else abs(middle)
+        least = math.log(_SMALL * self._began) if self._logs else -math.inf
+        self._bounds = max(middle + rise, least), max(middle + 3.0 * rise, least)
+
+    def _leave_logarithms(self) -> None:
+        self._logs = False
+        self._values = deque((math.exp(value) for value in self._values), maxlen=_MEMORY)
+        self._bounds, self._new = (math.inf, math.inf), 0
+        if len(self._values) >= _FIRST:
+            self._compute()
+
+    def _usual(self) -> str:
+        shown = [math.exp(value) if self._logs else value for value in self._values]
+        low, high = min(shown), max(shown)
+        return f"usually {median(shown):.4g}, between {low:.4g} and {high:.4g} in the last {len(shown)} steps"
+
+    def _finding(self, step: int, first: int, text: str) -> Finding:
+        batches = f"the batch of step {step}" if first == step else f"the batches of steps {first} to {step}"
+        remedy = (
+            "if it stays up, go back to the last checkpoint with a lower learning rate, a longer warm-up or accelerator.clip_grad_norm_; "
+            f"look at {batches}"
+        )
+        return Finding("spike", step, self._rank, text, remedy)
