@@ -1,0 +1,138 @@
+"""The meter: how long this process has been doing what, since the last step ended. Marks all over the step add to it.
+
+There is one present phase, and the moment at which it began. Whoever begins something else first adds the time until now to the
+present phase, and whoever is done goes back to the phase that was there before: so phases nest, every nanosecond belongs to exactly
+one of them, and their sum is the time that has passed. A mark is written out where it stands, since a call would cost as much again:
+
+    now = meter.clock()
+    before = meter.phase
+    meter.spent[before] += now - meter.since
+    meter.since, meter.phase = now, FORWARD
+    try:
+        ...
+    finally:
+        now = meter.clock()
+        meter.spent[meter.phase] += now - meter.since
+        meter.since, meter.phase = now, before
+
+`enter` and `leave` are the same as calls, for what happens seldom. What becomes of the numbers is the business of `step/ledger/`;
+nothing here keeps a loader, a model or another process waiting. Marks are made by the thread that trains.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+__all__ = [
+    "BACKWARD",
+    "CHECKPOINT",
+    "COLUMNS",
+    "DATA",
+    "EVALUATION",
+    "EXPOSED",
+    "FORWARD",
+    "OPTIMIZER",
+    "OTHER",
+    "PHASES",
+    "SAMPLES",
+    "SETUP",
+    "TOKENS",
+    "Meter",
+]
+
+DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, EVALUATION, OTHER = range(8)
+"""Phases. `EXPOSED` is communication, and waiting for others in it: what a rank does when it has nothing left to compute."""
+PHASES = 8
+SAMPLES, TOKENS = 8, 9
+"""Counts, kept beside the phases: what was handed out."""
+COLUMNS = 10
+"""How many numbers a step has."""
+SETUP = 10
+"""The phase before training begins, which no step counts."""
+_LOSSES = 4096
+"""How many losses are kept at most, where no step ever ends."""
+
+
+def _nothing(now: int) -> None:
+    return None
+
+
+class Meter:
+    """Where the time of the present step has gone so far, in nanoseconds.
+
+    >>> meter = Meter()
+    >>> meter.begin()
+    >>> before = meter.enter(DATA)
+    >>> meter.leave(before)
+    >>> meter.phase == OTHER and meter.spent[DATA] > 0
+    True
+    """
+
+    __slots__ = (
+        "__weakref__", "clock", "counting", "end_step", "losses", "phase", "since", "spent", "step", "thread", "token_counter", "trained",
+        "updated", "without_optimizer",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], int] = perf_counter_ns
+        self.spent: list[int] = [0] * (COLUMNS + 1)
+        """Nanoseconds by phase, then counts, of the present step; always the same list."""
+        self.phase = SETUP
+        self.since = perf_counter_ns()
+        """When the present phase began."""
+        self.step = 0
+        """The number of the present step, from 0."""
+        self.updated = False
+        """Whether this step has had its update, so that it ends when the next batch is asked for."""
+        self.trained = 0
+        """Backward passes and updates so far: a pass over a loader without any is an evaluation."""
+        self.without_optimizer = True
+        """Whether no optimizer was prepared: then a backward pass counts as the update."""
+        self.losses: deque[tuple[int, Any]] = deque(maxlen=_LOSSES)
+        """(step, loss) of the backward passes since somebody looked; without their graphs."""
+        self.counting: Any = None
+        """Counts floating-point operations while it is there: see `step/ledger/flops.py`."""
+        self.end_step: Callable[[int], None] = _nothing
+        """Called with the time when a step ends, after that time was added."""
+        self.token_counter: Callable[[Any], Callable[[Any], int] | None] = _none_counted
+        """Finds out from the first batch of a pass how the tokens of all of them are counted."""
+        self.thread = get_ident()
+        """The thread that trains."""
+
+    def begin(self) -> None:
+        """Training begins, if it has not: time counts from here."""
+        if self.phase == SETUP:
+            self.enter(OTHER)
+
+    def enter(self, phase: int) -> int:
+        """Begins a phase; gives back the one before, for `leave`."""
+        now, before = self.clock(), self.phase
+        self.spent[before] += now - self.since
+        self.since, self.phase = now, phase
+        return before
+
+    def leave(self, before: int) -> None:
+        """Ends the present phase, and goes back to the one before."""
+        now = self.clock()
+        self.spent[self.phase] += now - self.since
+        self.since, self.phase = now, before
+
+    def wait(self) -> int:
+        """As `enter(EXPOSED)`, unless the present phase keeps its waits to itself or another thread is asking; then -1."""
+        return -1 if self.phase in _KEEP_THEIR_WAITS or self.thread != get_ident() else self.enter(EXPOSED)
+
+    def done_waiting(self, before: int) -> None:
+        """The end of `wait`."""
+        if before >= 0:
+            self.leave(before)
+
+
+_KEEP_THEIR_WAITS = (CHECKPOINT, SETUP)
+
+
+def _none_counted(batch: Any) -> None:
+    return None

@@ -1,0 +1,300 @@
+"""`Ledger`: takes the times of steps from the meter, and once in a while makes something of them. One for each Accelerator.
+
+A step costs a row in a list. Once per interval, on the thread that trains and between two steps, `settle` lets examiners look at the
+rows, tells them to rank 0 through the store, and on rank 0 joins what all ranks told to intervals, which go to `sinks`. There is no
+thread, no collective and no wait, except for a moment on rank 0 at the very end.
+
+What it promises: the phases of a rank add up to the time that passed. A rank that is late, stopped or gone leaves gaps, and stops nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import numpy
+import torch
+
+from slipstream.comm.meter import COLUMNS, OTHER, PHASES, SAMPLES, SETUP, Meter
+from slipstream.devices.peaks import device_peak, host_peak, timing_events
+from slipstream.logging import get_logger
+from slipstream.step.ledger.device import DeviceClock
+from slipstream.step.ledger.exchange import Exchange
+from slipstream.step.ledger.flops import Counting, measured_peak
+from slipstream.step.ledger.joining import Joiner
+from slipstream.step.ledger.options import LedgerKwargs
+from slipstream.step.ledger.report import LedgerReport
+from slipstream.step.ledger.rows import Message, Window, pack, seconds, unpack
+from slipstream.step.ledger.totals import Totals
+
+__all__ = ["Ledger"]
+
+_ZERO = [0] * (COLUMNS + 1)
+_FREE = 16
+"""Up to how many processes rank 0 asks all of them every interval; with more it asks as many per second."""
+_PATIENCE = 5.0
+"""Intervals after which a rank that tells nothing is left out."""
+_KEPT = 100_000
+"""Steps that a rank keeps while rank 0 does not take them."""
+_LAST_WORD = 2.0
+"""Seconds that rank 0 waits for the others at the end."""
+_COUNTED_STEP = 1
+"""The step whose operations are counted: in the first one much happens once."""
+
+
+def _no_store() -> None:
+    return None
+
+
+class Ledger:
+    """Where the time of one Accelerator's loop goes.
+
+    >>> ledger = Ledger(LedgerKwargs())
+    >>> ledger.report().steps
+    0
+    """
+
+    def __init__(
+        self,
+        options: LedgerKwargs | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        store: Callable[[], Any] = _no_store,
+        number: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.options = options or LedgerKwargs()
+        self.rank, self.world_size = rank, world_size
+        self.meter: Meter | None = Meter() if self.options.enabled else None
+        """Where marks go; None if the ledger is off."""
+        self.examiners: list[Callable[[Window], None]] = []
+        """Called on every rank with the steps since the last time, before they are told to others."""
+        self.sinks: list[Callable[[dict[str, Any]], None]] = []
+        """Called on rank 0 with every interval: a line of `ledger.jsonl`."""
+        self.event_sinks: list[Callable[[dict[str, Any]], None]] = []
+        """Called on rank 0 with everything that any rank told by `tell`: a line of `events.jsonl`."""
+        self.events: list[dict[str, Any]] = []
+        """What this rank has told, and rank 0 has not taken yet."""
+        self.interval = self.options.interval * max(1.0, world_size / _FREE)
+        self._device, self._dtype = torch.device(device), dtype
+        self._exchange = Exchange(store, number, rank, world_size)
+        self._joiner = Joiner(world_size, _PATIENCE * self.interval)
+        self._totals = Totals(world_size)
+        self._intervals: deque[dict[str, Any]] = deque(maxlen=3600)
+        self._flat: list[int] = []
+        self._untold = numpy.zeros((0, COLUMNS))
+        self._drained = 0
+        """Steps that were taken out of `_flat`."""
+        self._due = 0
+        self._clock: DeviceClock | None = None
+        self._counting = Counting() if self.options.count_flops else None
+        self._finished: LedgerReport | None = None
+        if self.meter is not None:
+            self._start(self.meter)
+
+    def _start(self, meter: Meter) -> None:
+        meter.end_step = self._end_step
+        meter.token_counter = partial(_token_counter, self.options.tokens)
+        events = timing_events(self._device)
+        if events is not None:
+            meter.clock = self._clock = DeviceClock(meter, events)
+        self._due = meter.since + int(self.interval * 1e9)
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The number of the step under way, from 0."""
+        return 0 if self.meter is None else self.meter.step
+
+    @property
+    def losses(self) -> list[tuple[int, torch.Tensor]]:
+        """(step, loss) of the backward passes that no examiner has seen yet."""
+        return [] if self.meter is None else list(self.meter.losses)
+
+    def _end_step(self, now: int) -> None:
+        meter = self.meter
+        assert meter is not None
+        self._flat += meter.spent
+        meter.spent[:] = _ZERO
+        meter.updated = False
+        meter.step += 1
+        if self._clock is not None:
+            self._clock.end_step()
+        if meter.phase == SETUP:
+            meter.phase = OTHER
+        if self._counting is not None:
+            self._count(meter)
+        if now >= self._due:
+            self.settle()
+
+    def _count(self, meter: Meter) -> None:
+        if meter.step == _COUNTED_STEP:
+            meter.counting = self._counting
+        elif meter.step > _COUNTED_STEP and self._counting is not None:
+            samples = self._flat[-(COLUMNS + 1) + SAMPLES]
+            self._totals.flops_per_step = float(self._counting.total)
+            self._totals.flops_per_sample = self._counting.total / samples if samples else None
+            meter.counting = self._counting = None
+
+    # -- now and then ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Has the steps since the last time examined, tells them, and on rank 0 hears what the others told. Waits for nobody."""
+        meter = self.meter
+        if meter is None:
+            return
+        meter.thread = get_ident()
+        before = meter.enter(SETUP if meter.phase == SETUP else OTHER)
+        try:
+            window = self._drain(meter)
+            self._due = meter.since + int(self.interval * 1e9)
+            for examine in self.examiners:
+                examine(window)
+            self._tell()
+        finally:
+            meter.leave(before)
+
+    def _drain(self, meter: Meter) -> Window:
+        """Takes the rows of steps that have ended."""
+        done = len(self._flat) if self._clock is None else self._clock.settle(self._flat)
+        rows, first = seconds(self._flat[:done]), self._drained
+        del self._flat[:done]
+        self._drained += len(rows)
+        self._untold = numpy.concatenate([self._untold, rows])[-_KEPT:] if len(self._untold) else rows
+        losses = list(meter.losses)
+        meter.losses.clear()
+        if not first and len(rows):
+            self._totals.began = time.time() - float(rows[:, :PHASES].sum())
+        return Window(len(rows), first, rows, losses)
+
+    def _tell(self) -> None:
+        if self.rank == 0:
+            self._hear(self.rank, self._message())
+            for other, message in self._exchange.collect().items():
+                self._hear(other, unpack(message))
+            self._join()
+        elif self._exchange.can_publish():
+            self._exchange.publish(pack(self._message()))
+
+    def _message(self, tail: list[float] | None = None) -> Message:
+        """What this rank has to tell; it counts as told."""
+        rows, self._untold = self._untold, self._untold[:0]
+        events, self.events = self.events, []
+        if self.rank:
+            self._totals.add_alone(self.rank, rows)
+        return Message(self._drained - len(rows), rows, (host_peak(), device_peak(self._device)), events, tail)
+
+    def _hear(self, rank: int, message: Message) -> None:
+        self._joiner.add(rank, message.first, message.rows)
+        self._totals.remember(rank, message.memory)
+        for event in message.events:
+            self._deliver(self.event_sinks, event)
+
+    def _join(self, *, patient: bool = True) -> None:
+        first = self._joiner.next
+        taken = self._joiner.take(patient=patient)
+        if taken is not None:
+            self._find_peak()
+            entry = self._totals.add(taken, first)
+            self._intervals.append(entry)
+            self._deliver(self.sinks, entry)
+
+    def _find_peak(self) -> None:
+        totals, options = self._totals, self.options
+        totals.flops_per_sample = totals.flops_per_sample or options.flops_per_sample
+        if totals.peak is None and (totals.flops_per_sample or totals.flops_per_step):
+            totals.peak = options.peak_flops or measured_peak(self._device, self._dtype)
+
+    def _deliver(self, sinks: list[Callable[[dict[str, Any]], None]], entry: dict[str, Any]) -> None:
+        for sink in list(sinks):
+            try:
+                sink(entry)
+            except OSError as error:  # a full disk is no reason to stop training
+                sinks.remove(sink)
+                get_logger(__name__).warning(f"the ledger is not written any more: {error}")
+
+    # -- asked and told -------------------------------------------------------------------------------------------
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """An event for `events.jsonl`, from any rank: it reaches rank 0's `event_sinks` at once there, with the next interval elsewhere.
+
+        `time` and `rank` are filled in where they are missing.
+        """
+        told = {"time": time.time(), "rank": self.rank, **event}
+        if self.rank == 0:
+            self._deliver(self.event_sinks, told)
+        elif len(self.events) < _KEPT:
+            self.events.append(told)
+
+    def report(self) -> LedgerReport:
+        """What is known now: see `LedgerReport`. Not collective; on rank 0 with all that the others have told so far."""
+        if self._finished is not None:
+            return self._finished
+        self.settle()
+        return self._report(self._tail())
+
+    def finish(self) -> LedgerReport:
+        """The end of the run: tells the last steps and what came after them; rank 0 waits a moment for the others. Once."""
+        if self._finished is not None or self.meter is None:
+            return self._finished or self._report(None)
+        self.settle()
+        if self._clock is not None and self._flat:  # the device has not finished, and there is no next time
+            self._flat, flat = [], self._flat
+            self._drained += len(flat) // (COLUMNS + 1)
+            self._untold = numpy.concatenate([self._untold, seconds(flat)])
+        tail = self._tail()
+        message = self._message(tail)
+        if self.rank:
+            self._exchange.publish_last(pack(message))
+            self._finished = self._report(tail)
+            return self._finished
+        self._hear(0, message)
+        tails: dict[int, list[float] | None] = {0: tail}
+        for other, words in self._exchange.collect_last(_LAST_WORD if self.world_size > 1 else 0.0).items():
+            for word in map(unpack, words):
+                self._hear(other, word)
+                tails[other] = word.tail
+        self._join(patient=False)
+        self._finished = self._report(tail, tails)
+        return self._finished
+
+    def _tail(self) -> list[float]:
+        """The row of what came after the last step, which goes on."""
+        meter = self.meter
+        if meter is None:
+            return [0.0] * COLUMNS
+        meter.leave(meter.phase)
+        return [value * 1e-9 for value in meter.spent[:PHASES]] + [float(value) for value in meter.spent[PHASES:COLUMNS]]
+
+    def _report(self, tail: list[float] | None, tails: dict[int, list[float] | None] | None = None) -> LedgerReport:
+        totals = self._totals.copy()
+        if self.rank == 0:
+            pending = self._joiner.waiting_for()
+            if pending.shape[1]:
+                totals.add(pending, self._joiner.next)
+        else:
+            totals.add_alone(self.rank, self._untold)
+        if tail is not None:
+            totals.add_tails(tails or {self.rank: tail})
+        totals.remember(self.rank, (host_peak(), device_peak(self._device)))
+        return totals.report(self.rank, self._joiner.late, list(self._intervals))
+
+
+def _token_counter(wanted: str | Callable[[Any], int] | None, batch: Any) -> Callable[[Any], int] | None:
+    """How the tokens of a loader's batches are counted, found out from the first; None where it has none."""
+    if callable(wanted):
+        return wanted
+    name = wanted or "input_ids"
+    found = batch.get(name) if isinstance(batch, Mapping) else None
+    if not isinstance(found, torch.Tensor):
+        return None
+    return lambda batch: int(batch[name].numel())
+
+
