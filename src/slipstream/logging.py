@@ -14,6 +14,9 @@ root logger. Levels: with `log_level` (the argument, else the option `log_level`
 logger is set. Python would still drop everything below WARNING as long as no handler is installed anywhere, so such a logger also
 gets a handler that prints to stderr, but only while there is no other: after `logging.basicConfig` or the like it keeps silent,
 and nothing is printed twice.
+
+With the option `log_format` "json" (also SLIPSTREAM_LOG_FORMAT) each record of these loggers is one line of JSON: the handler above prints
+it, and so do handlers of the program that would print plain text to the terminal. `JsonFormatter` is the same for handlers of your own.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import for_worker
+from slipstream.config.schema import Safety
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
+from slipstream.launch.jsonlines import JsonLines, handlers_of, speak_json
 from slipstream.runtime.clusters import detect
 from slipstream.runtime.process import Process
 
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
 else:
     _Adapter = logging.LoggerAdapter
 
-__all__ = ["MultiProcessAdapter", "get_logger"]
+__all__ = ["JsonFormatter", "MultiProcessAdapter", "get_logger"]
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
@@ -46,13 +51,41 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
     >>> logger.isEnabledFor(logging.INFO), logger.isEnabledFor(logging.DEBUG)
     (True, False)
     """
-    level = _level(log_level) if log_level is not None else _configured_level()
+    options = _configured()
+    given = log_level if log_level is not None else options.log_level
     logger = logging.getLogger(name)
-    if level is not None:
-        logger.setLevel(level)
-        if not any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
-            logger.addHandler(_FallbackHandler())
-    return MultiProcessAdapter(logger, {})
+    formatter = JsonFormatter() if options.log_format == "json" else None
+    if given is not None:
+        logger.setLevel(_level(given))
+    if (given is not None or formatter) and not any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
+        logger.addHandler(_FallbackHandler())
+    if formatter is not None:
+        speak_json(handlers_of(logger), formatter)
+    adapter = MultiProcessAdapter(logger, {})
+    adapter.formatter = formatter
+    return adapter
+
+
+class JsonFormatter(JsonLines):
+    """A formatter for handlers of your own: each record becomes one line of JSON, with the rank of the process, and without secrets.
+
+    Keys: time (UTC), level, logger, rank, world, host, message, file ("train.py:7"); and exception, stack and extra where there are any.
+
+    >>> import io, json
+    >>> handler = logging.StreamHandler(io.StringIO())
+    >>> handler.setFormatter(JsonFormatter())
+    >>> logger = logging.getLogger("doctest.json")
+    >>> logger.addHandler(handler)
+    >>> logger.warning("loss %.1f", 0.5, extra={"step": 3})
+    >>> found = json.loads(handler.stream.getvalue())
+    >>> found["level"], found["rank"], found["message"], found["extra"]
+    ('WARNING', 0, 'loss 0.5', {'step': 3})
+    """
+
+    def __init__(self, fmt: None = None, datefmt: None = None, style: str = "%") -> None:
+        if fmt is not None or datefmt is not None:
+            raise ConfigError(f"JsonFormatter was given the format {fmt or datefmt!r}, but its lines have one form. Give it none.")
+        super().__init__(_rank_and_world, environment())
 
 
 class MultiProcessAdapter(_Adapter):
@@ -64,6 +97,8 @@ class MultiProcessAdapter(_Adapter):
 
     def __init__(self, logger: logging.Logger, extra: dict[str, object] | None = None) -> None:
         super().__init__(logger, extra or {})
+        self.formatter: logging.Formatter | None = None
+        """For handlers that would print plain text to the terminal; None leaves them alone."""
         self._said: set[str] = set()
 
     def log(  # type: ignore[override]  # the two keywords more
@@ -100,6 +135,8 @@ class MultiProcessAdapter(_Adapter):
                 runtime.wait_for_everyone()
 
     def _emit(self, level: int, msg: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        if self.formatter is not None:  # the program may have installed handlers since the last time
+            speak_json(handlers_of(self.logger), self.formatter)
         msg, keywords = self.process(msg, {**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
         self.logger.log(level, msg, *args, **keywords)
 
@@ -145,18 +182,9 @@ class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def handle(self, record: logging.LogRecord) -> Any:
         """Only if nobody else on the way to the root would, and, of several like this one, only the nearest."""
-        handlers = _handlers_of(logging.getLogger(record.name))
+        handlers = list(handlers_of(logging.getLogger(record.name)))
         nearest = next(iter(handlers), None)
         return nearest is self and all(isinstance(handler, _FallbackHandler) for handler in handlers) and super().handle(record)
-
-
-def _handlers_of(logger: logging.Logger) -> list[logging.Handler]:
-    found: list[logging.Handler] = []
-    current: logging.Logger | None = logger
-    while current is not None:
-        found += current.handlers
-        current = current.parent if current.propagate else None
-    return found
 
 
 def _runtime() -> Runtime | None:
@@ -175,13 +203,18 @@ def _process_by_variables() -> Process:
         return Process()
 
 
-def _configured_level() -> int | None:
-    """The level of the option. A broken configuration is reported when a state is made, not by every logger."""
+def _rank_and_world() -> tuple[int, int]:
+    runtime = _runtime()
+    process = runtime.process if runtime is not None else _process_by_variables()
+    return process.rank, process.world_size
+
+
+def _configured() -> Safety:
+    """The options about logging. A broken configuration is reported when a state is made, not by every logger."""
     try:
-        level = for_worker().safety.log_level
+        return for_worker().safety
     except ConfigError:
-        return None
-    return None if level is None else _level(level)
+        return Safety()
 
 
 def _level(given: str | int) -> int:

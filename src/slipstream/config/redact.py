@@ -1,6 +1,7 @@
 """Keeps secrets out of reports: by the name of a variable, by the form of its value, and by what a URL carries.
 
-Rather too much is hidden than too little: a report is posted in public. Nothing here reads the environment.
+Rather too much is hidden than too little: a report is posted in public. Log records are another matter: there "tokens=4096" and the hash
+of a commit are what the line is about, so `message_redactor` hides only what is a secret for certain. Nothing here reads the environment.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Final
 
-__all__ = ["HIDDEN", "redact", "redact_text"]
+__all__ = ["HIDDEN", "message_redactor", "redact", "redact_text"]
 
 HIDDEN: Final = "[redacted]"
 _LONGEST: Final = 2000
@@ -31,6 +33,36 @@ _KNOWN_TOKEN: Final = re.compile(
 )
 _LONG: Final = re.compile(r"[A-Za-z0-9_\-]{20,}")
 _BASE64: Final = re.compile(r"(?<![\w/.~\-])(?=[^\s]*[+/=])[A-Za-z0-9+/_\-]{24,}={0,2}(?![\w/.])")
+
+_CERTAIN_NAME: Final = re.compile(r"(?:^|_)(?:\w*KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$", re.IGNORECASE)
+_SHORTEST: Final = 8
+"""Characters that the value of a variable must have to be looked for in messages."""
+_PRIVATE_KEY: Final = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+_CERTAIN_ASSIGNMENT: Final = re.compile(
+    r"(?P<name>\b[\w\-]{0,40}(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|secret[_-]?key|(?:auth|access|refresh)[_-]?token|"
+    r"authorization)[\"']?\s*[=:]\s*(?:bearer\s+|basic\s+)?)(?:\"[^\"]*\"|'[^']*'|[^\s&,;}]+)|"
+    r"(?P<query>[?&](?:x-amz-[\w\-]+|sig|signature|token|key)=)[^\s&]+|(?P<scheme>\bbearer\s+)[\w.\-+/=]{16,}",
+    re.IGNORECASE,
+)
+
+
+def message_redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
+    """A function that takes out of a message what is certainly a secret: known forms, and the values of these secret variables.
+
+    >>> shown = message_redactor({"WANDB_API_KEY": "0123abcd0123"})
+    >>> shown("key 0123abcd0123 at s3://me:pass@store, password=x, 4096 tokens, token=7")
+    'key [redacted] at s3://[redacted]@store, password=[redacted], 4096 tokens, token=7'
+    """
+    values = {value for name, value in environ.items() if len(value) >= _SHORTEST and _CERTAIN_NAME.search(name)}
+    known = re.compile("|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)) or r"(?!)")
+
+    def shown(text: str) -> str:
+        text = known.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, text))
+        text = _USER_INFORMATION.sub(lambda match: f"{match['scheme']}{HIDDEN}@", text)
+        text = _CERTAIN_ASSIGNMENT.sub(lambda match: f"{match['name'] or match['query'] or match['scheme']}{HIDDEN}", text)
+        return _KNOWN_TOKEN.sub(lambda match: HIDDEN if any(map(str.isdigit, match[0])) else match[0], text)
+
+    return shown
 
 
 def redact(name: str, value: str) -> str:

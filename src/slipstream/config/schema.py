@@ -184,10 +184,16 @@ class Launch:
         check=_complaint_tee,
         short="-t",
         example="3",
-        help="Output that goes to the terminal as well as to files in log_dir: 0 none, 1 stdout, 2 stderr, 3 both, "
-        "or by local rank, as in 0:3,1:1.",
+        help="Output that goes to the terminal with the rank before every line: 0 none, 1 stdout, 2 stderr, 3 both, or by local rank, "
+        "as in 0:3,1:1. The rest goes to files only where there is a log_dir, and to the terminal as it is where there is none.",
     )
-    log_dir: str | None = declare(None, check=_complaint_blank, example="logs", help="Folder for the output files of the processes.")
+    log_dir: str | None = declare(
+        None,
+        check=_complaint_blank,
+        example="logs",
+        help="Folder where every process writes its output to files of its own: RUN/attempt_N/RANK/stdout.log and stderr.log. "
+        "The terminal shows what tee says, and everything without tee.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +277,17 @@ class Safety:
         help="Seconds of waiting after which a table of what every process is doing is printed; 0 never prints it.",
     )
     log_level: str | None = declare(None, choices=_LOG_LEVELS, example="INFO", help="Lowest level that loggers of get_logger let through.")
+    log_format: str = declare(
+        "text",
+        choices=("text", "json"),
+        example="json",
+        help="How log records are printed: as text, or each as one line of JSON with time, level, logger, rank, host, message and place.",
+    )
+    all_warnings: bool = declare(
+        False,
+        help="Show a warning of Python or of a library from every process. Without it, processes of one machine that give the same "
+        "warning at the same place are heard once.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

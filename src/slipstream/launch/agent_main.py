@@ -43,6 +43,8 @@ def main(folder: Path) -> int:
         log_dir=job["log_dir"],
         quiet=job["quiet"],
         console=job["console"],
+        log_format=job["log_format"],
+        all_warnings=job["all_warnings"],
     )
     try:
         result = run_agent(plan)

@@ -13,6 +13,7 @@ another attempt only if one of the others failed too.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -23,13 +24,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+from slipstream.launch.chorus import VOICE, Voice
 from slipstream.launch.contract import ALARM_KEY, FOLLOWED_KEY, LOST_KEY, ExitNotice, attempt_prefix, bearing_key, exit_key
 from slipstream.launch.foreign import ForeignRendezvous
+from slipstream.launch.jsonlines import announce, as_json_line
 from slipstream.launch.logs import Folder, Outlet, Tee
 from slipstream.launch.plan import Plan
 from slipstream.launch.processes import KILL_AFTER, Crew, End
 from slipstream.launch.rendezvous import OwnRendezvous
-from slipstream.launch.report import Failure, lost_machine, read_confession, render, user_stack
+from slipstream.launch.report import Failure, first_of_all, lost_machine, read_confession, render, user_stack
 from slipstream.launch.signals import Requests
 from slipstream.launch.system import memory_kills, open_files
 from slipstream.launch.worker import CONFESSION, STACK, Worker
@@ -179,6 +182,7 @@ class Agent(_Agent):
         environment = {**self._environment, **self._rank_environment(rank, group)}
         environment[CONFESSION], environment[STACK] = str(outlet.confession), str(outlet.stack)
         silent = self._plan.console == "main" and rank.global_rank != 0
+        environment[VOICE] = self._voice(outlet).dump()
         stdout, stderr = (_create(path or os.devnull) if path or silent else None for path in (outlet.stdout, outlet.stderr))
         if self._plan.start_method == "fork":
             self._crew.fork(rank.local_rank, self._forked(environment, stdout, stderr).live)
@@ -187,8 +191,15 @@ class Agent(_Agent):
         for path, file, terminal in ((outlet.stdout, stdout, 1), (outlet.stderr, stderr, 2)):
             if file is not None:
                 os.close(file)
-            if path is not None and not silent:
-                self._tee.follow(path, f"[{self._plan.role}{rank.global_rank}]:", terminal)
+            if path is not None and not silent and outlet.followed & terminal:
+                prefix, hidden = f"[{self._plan.role}{rank.global_rank}]:", outlet.hidden.with_suffix(f".{terminal}")
+                self._tee.follow(path, prefix, terminal, hidden=hidden, json_lines=self._plan.as_json)
+
+    def _voice(self, outlet: Outlet) -> Voice:
+        """Only those whose output is seen may speak for the others."""
+        together = self._plan.local_processes > 1 and not self._plan.all_warnings and self._plan.console == "all" and outlet.is_shown
+        claims = str(outlet.claims) if together else ""
+        return Voice(json=self._plan.as_json, claims=claims, hidden=str(outlet.hidden), files=outlet.files)
 
     def _forked(self, environment: dict[str, str], stdout: int | None, stderr: int | None) -> Worker:
         return Worker(
@@ -343,7 +354,9 @@ class Agent(_Agent):
         self._shutdown()
         self._append_tracebacks()
         if restarting:
-            print(render(self.everybody(), world_size=group.workers[0].world_size), file=sys.stderr, flush=True)
+            told, world = self.everybody(), group.workers[0].world_size
+            first = first_of_all(told).rank
+            announce(render(told, world_size=world), as_json=self._plan.as_json, level=logging.ERROR, rank=first, world=world)
             self._note(f"slipstream: starting all processes again: attempt {self.attempt + 2} of {self._plan.max_restarts + 1}")
 
     def _append_tracebacks(self) -> None:
@@ -351,7 +364,11 @@ class Agent(_Agent):
         for failure in self.failures:
             if failure.log and failure.confession and failure.confession.traceback:
                 with contextlib.suppress(OSError), open(failure.log, "a", encoding="utf-8", errors="replace") as file:
-                    file.write(failure.confession.traceback)
+                    file.write(self._as_written(failure.rank, failure.confession.traceback))
+
+    def _as_written(self, rank: int, traceback: str) -> str:
+        """A traceback for the log of a rank: there, too, JSON has one line for it."""
+        return as_json_line(traceback, logging.ERROR, rank, self._plan.num_processes) if self._plan.as_json else traceback
 
     def _all_finished(self) -> bool:
         if not self._reported_done:

@@ -94,11 +94,18 @@ class Plan:
     quiet: bool = False
     console: Literal["all", "main"] = "all"
     """Whose output the terminal shows: that of all processes, or of rank 0 alone."""
+    log_format: str = "text"
+    all_warnings: bool = False
 
     @property
     def single(self) -> bool:
         """One process takes the launcher's place; nothing stays behind to watch it."""
         return self.start_method == "exec"
+
+    @property
+    def as_json(self) -> bool:
+        """Log records, and what the launcher says, are lines of JSON."""
+        return self.log_format == "json"
 
     @property
     def num_processes(self) -> int:
@@ -146,6 +153,8 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
         tee=_tee(config),
         log_dir=config.launch.log_dir,
         quiet=config.command.quiet,
+        log_format=config.safety.log_format,
+        all_warnings=config.safety.all_warnings,
     )
 
 
@@ -191,6 +200,7 @@ def _local_processes(config: Config, accelerators: Accelerators) -> int:
 def _start_method(config: Config, target: Target, machine: Machine, local_processes: int) -> tuple[StartMethod, str]:
     wanted = config.launch.start_method
     needs_launcher = [name for name in ("max_restarts", "log_dir", "tee") if config.value(name) not in (0, None, "0")]
+    needs_launcher += ["log_format"] if config.safety.log_format == "json" else []
     if local_processes * config.launch.num_machines == 1 and not needs_launcher and config.launch.rdzv_backend == "static":
         return "exec", "one process takes the launcher's place"
     if target.kind == "executable":

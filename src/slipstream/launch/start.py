@@ -12,6 +12,7 @@ import gc
 import importlib
 import io
 import json
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from slipstream.config import Config
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError, LaunchError
 from slipstream.launch.foreign import ForeignRendezvous
+from slipstream.launch.jsonlines import announce
 from slipstream.launch.logs import Folder, parse_tee
 from slipstream.launch.plan import Machine, Plan, make_plan
 from slipstream.launch.processes import end_descendants
@@ -49,6 +51,8 @@ class Result:
     report: str = ""
     """For the user; empty when all went well."""
     failures: Sequence[Failure] = field(default=())
+    rank: int | None = None
+    """The first that failed, if one did."""
 
 
 def launch(plan: Plan, preload: Sequence[str] = ()) -> int:
@@ -60,8 +64,7 @@ def launch(plan: Plan, preload: Sequence[str] = ()) -> int:
         _replace_this_process(plan)
     result = run_agent(plan, preload)
     if result.report:
-        sys.stdout.flush()
-        print(result.report, file=sys.stderr, flush=True)
+        announce(result.report, as_json=plan.as_json, level=logging.ERROR, rank=result.rank, world=plan.num_processes)
     return result.exit_code
 
 
@@ -90,8 +93,9 @@ def run_agent(plan: Plan, preload: Sequence[str] = ()) -> Result:
         listener = _early_meeting(plan)
         if listener is not None:
             closing.enter_context(listener[0])
-        folder = Folder(plan.log_dir, f"run-{os.getpid()}", tee)
+        folder = Folder(plan.log_dir, f"run-{os.getpid()}", tee, direct=(0,) if plan.console == "main" else ())
         closing.callback(folder.remove)
+        _say_what_is_not_shown(plan, folder)
         take_on(plan.environment)  # before torch is imported: the number of threads is read then
         plan = _import_torch(plan, preload)
         adopt_orphans()
@@ -103,6 +107,14 @@ def run_agent(plan: Plan, preload: Sequence[str] = ()) -> Result:
             left = end_descendants()
             if left:
                 _note(plan)(f"slipstream: ended what the processes had left behind: {', '.join(left)}")
+
+
+def _say_what_is_not_shown(plan: Plan, folder: Folder) -> None:
+    """Output that goes to files only must not look lost."""
+    ranks = folder.not_shown() if plan.console == "all" else []
+    if ranks:
+        whose = f"local rank {', '.join(map(str, ranks))}" if len(ranks) < plan.local_processes else "the processes"
+        _note(plan)(f"slipstream: the terminal does not show all output of {whose} (tee={plan.tee}); it is in {folder.path}")
 
 
 def _early_meeting(plan: Plan) -> tuple[socket.socket, Place] | None:
@@ -121,8 +133,7 @@ def _early_meeting(plan: Plan) -> tuple[socket.socket, Place] | None:
 def _note(plan: Plan) -> Callable[[str], None]:
     def note(text: str) -> None:
         if not plan.quiet:
-            sys.stdout.flush()
-            print(text, file=sys.stderr, flush=True)
+            announce(text, as_json=plan.as_json, world=plan.num_processes)
 
     return note
 
@@ -171,7 +182,8 @@ def _run(plan: Plan, requests: Requests, folder: Folder, inherited: frozenset[in
     attempts = agent.attempt + 1
     report = render(told, world_size=plan.num_processes, attempts=attempts)
     failures = [failure for failures in told for failure in failures]
-    return Result(outcome(first_of_all(told).exit_code), report, failures)
+    first = first_of_all(told)
+    return Result(outcome(first.exit_code), report, failures, first.rank)
 
 
 def _meeting(
@@ -249,7 +261,7 @@ def _job(plan: Plan, console: str) -> dict[str, Any]:
     """What the launcher's process is told: the parts of the plan that it cannot know, and how imports work here."""
     names = ("local_processes", "start_method", "forced", "max_restarts", "monitor_interval", "role", "tee", "log_dir", "quiet")
     return {
-        **{name: getattr(plan, name) for name in names},
+        **{name: getattr(plan, name) for name in (*names, "log_format", "all_warnings")},
         "console": console,
         "parent": os.getpid(),
         "environment": dict(plan.environment),

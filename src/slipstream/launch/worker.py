@@ -4,7 +4,7 @@ A forked worker enters through `Worker.live`, a fresh interpreter through `pytho
 from there on both are the same. A failure is written down for the launcher, which prints it once for the whole job, so a
 worker prints no traceback itself unless that is impossible or the user has installed an `excepthook` of their own.
 
-It never looks at ranks, never talks to another process, and does not import torch.
+It never talks to another process but through what it prints (`chorus.py`), and does not import torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from slipstream.errors import ConfigError, PeerLostError
+from slipstream.launch.chorus import VOICE, join
 from slipstream.launch.report import Confession, write_confession
 from slipstream.launch.system import die_with_parent
 from slipstream.launch.target import Target, end_interpreter, run, user_traceback
@@ -83,6 +84,7 @@ def live(target: Target) -> NoReturn:
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     _watch_for_crashes(os.environ.pop(STACK, ""))
     confession_path = os.environ.pop(CONFESSION, "")
+    join(os.environ.pop(VOICE, ""), os.environ)
     code = 0
     try:
         run(target)
@@ -123,6 +125,7 @@ def _exit_code(request: SystemExit, confession_path: str) -> int:
 def _failed(error: BaseException, confession_path: str) -> int:
     """Write down an exception that nobody caught; returns the exit code that belongs to it."""
     when = time.time()
+    sys.last_type = type(error)  # as the interpreter leaves it, for what runs at exit
     error.__traceback__ = user_traceback(error)
     if _is_the_users(sys.excepthook):
         sys.excepthook(type(error), error, error.__traceback__)

@@ -1,0 +1,216 @@
+"""What several processes of one machine say alike is heard once: warnings of Python, and warnings that libraries log.
+
+The launcher tells each worker in one variable (`Voice`) how its output is handled; the worker takes it up before the user's program
+runs. From then on whoever is the first to give a warning claims it, by making a file named after its text and place in the launcher's
+private folder, and is heard, with its rank; the same warning of the others is dropped. Where a process writes to a file of its own, its
+copy still goes there: it is the terminal that leaves it out, because the worker writes it down for the launcher before it prints it.
+
+What is never dropped: errors, a warning that only one process gives, the repetitions of whoever was first, records of the user's own
+code, warnings with a traceback, and anything if claims cannot be made. Warnings are left alone while the user has a `showwarning` of
+their own, asks for "always" or "error" (a filter, or -W), or runs under pytest. It costs nothing before there is a warning.
+
+With the format json, text that handlers would print to the terminal, and warnings, become lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, TextIO
+
+from slipstream.launch.jsonlines import JsonLines, handlers_of, message_of, on_console, speak_json
+
+__all__ = ["VOICE", "Chorus", "Voice", "join"]
+
+VOICE: Final = "SLIPSTREAM_INTERNAL_VOICE"
+"""The variable with the `Voice` of a worker."""
+_MOST: Final = 1000
+"""Claims of one process; a program that has so many different warnings is told all of them."""
+_STDOUT: Final = 1
+_STDERR: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voice:
+    """How the output of one worker is handled.
+
+    >>> Voice.load(Voice(json=True).dump()) == Voice(json=True)
+    True
+    """
+
+    json: bool = False
+    claims: str = ""
+    """The folder where this machine's processes claim warnings; empty: each gives all of its own."""
+    hidden: str = ""
+    """Where a worker writes down what the terminal shall leave out: this path, a dot, and the number of the stream."""
+    files: int = 0
+    """The streams that are files of this worker, with the rank put before every line by the launcher: 1 stdout, 2 stderr, 3 both."""
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Voice:
+        return cls(**json.loads(text))
+
+
+def join(text: str, environ: Mapping[str, str]) -> None:
+    """Take up what the launcher wrote into the variable, in a worker that is about to run the user's program."""
+    voice = Voice.load(text) if text else Voice()
+    if voice.json or voice.claims:
+        Chorus(voice, int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")), environ).install()
+
+
+class Chorus:
+    """The part of one process in what all of them say."""
+
+    def __init__(self, voice: Voice, rank: int, world: int, environ: Mapping[str, str]) -> None:
+        self._voice = voice
+        self._rank = rank
+        self._formatter = JsonLines(lambda: (rank, world), environ) if voice.json else None
+        self._claimed: dict[str, bool] = {}
+        self._installed = frozenset({os.path.normcase(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")})
+
+    def install(self) -> None:
+        """From now on: every warning of this process, and every record that is logged, comes past here."""
+        made = logging.getLogRecordFactory()
+
+        def make(name: str, *rest: Any, **keywords: Any) -> logging.LogRecord:
+            known = logging.Logger.manager.loggerDict.get(name)
+            self._meet(list(handlers_of(known if isinstance(known, logging.Logger) else logging.root)))
+            return made(name, *rest, **keywords)
+
+        logging.setLogRecordFactory(make)
+        if logging.lastResort is not None:
+            self._meet([logging.lastResort])
+        if getattr(warnings.showwarning, "__module__", "") in ("warnings", "_py_warnings"):
+            warnings.showwarning = self._show
+
+    def _meet(self, handlers: Sequence[logging.Handler]) -> None:
+        """Handlers that print to the terminal ask before they print a warning, and speak JSON where that is wanted."""
+        if self._formatter is not None:
+            speak_json(handlers, self._formatter)
+        for handler in handlers if self._voice.claims else ():
+            if on_console(handler) and not any(isinstance(found, _Ear) for found in handler.filters):
+                handler.addFilter(_Ear(self, handler))
+
+    # warnings of Python
+
+    def _show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """In the place of `warnings.showwarning`."""
+        stream: Any = sys.stderr if file is None else file
+        if stream is None:  # a process without a terminal
+            return
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        if file is None and self._formatter is not None:
+            said = f"{category.__name__}: {message}"
+            record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (said,), None)
+            text = self._formatter.format(record) + "\n"
+        if file is None and not _asked_for(category, str(message)):
+            if not self.first(category.__qualname__, str(message), filename, lineno) and not self._only_in_file(text, stream):
+                return
+            text = self.label(stream) + text
+        with contextlib.suppress(OSError):  # as Python does it: a terminal that is gone is no reason to fail
+            stream.write(text)
+
+    # both
+
+    def first(self, *what: object) -> bool:
+        """Whether this process is the one that is heard with this; also every time that it says it again."""
+        if not self._voice.claims:
+            return True
+        name = hashlib.sha256(repr(what).encode(errors="backslashreplace")).hexdigest()
+        if name not in self._claimed:
+            if len(self._claimed) >= _MOST:
+                return True
+            self._claimed[name] = self._claim(name)
+        return self._claimed[name]
+
+    def _claim(self, name: str) -> bool:
+        try:
+            os.close(os.open(os.path.join(self._voice.claims, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:  # the folder is gone, or the disk is full: rather too often than not at all
+            return True
+        return True
+
+    def _file(self, stream: object) -> int:
+        """The number of a stream that is a file, else 0."""
+        return self._voice.files & (_STDOUT if stream is sys.stdout or stream is sys.__stdout__ else _STDERR)
+
+    def _only_in_file(self, text: str, stream: Any) -> bool:
+        """Whether the text may still be written: to a file, after the launcher was told to leave it out on the terminal."""
+        number = self._file(stream)
+        if not number or not text.endswith("\n"):
+            return False
+        try:
+            data = text.encode(getattr(stream, "encoding", None) or "utf-8", getattr(stream, "errors", None) or "strict")
+            file = os.open(f"{self._voice.hidden}.{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except (OSError, ValueError):
+            return True
+        try:
+            os.write(file, b"%d\n%s" % (data.count(b"\n"), data))
+        finally:
+            os.close(file)
+        return True
+
+    def label(self, stream: object) -> str:
+        """What tells whose warning it is, where nothing else does."""
+        named = self._rank == 0 or self._formatter is not None or not self._voice.claims or self._file(stream) > 0
+        return "" if named else f"[RANK {self._rank}] "
+
+    def lets_through(self, record: logging.LogRecord, handler: logging.Handler) -> bool:
+        """Whether a handler that prints to the terminal prints this record."""
+        if not logging.WARNING <= record.levelno < logging.ERROR or record.exc_info or not self._is_installed(record.pathname):
+            return True
+        text, stream = message_of(record), getattr(handler, "stream", None)
+        if text.startswith("[RANK "):  # a message of every process on purpose, or one that another handler has shown already
+            return True
+        if self.first(record.name, record.levelno, text, record.pathname, record.lineno):
+            label = self.label(stream)
+            record.msg = f"{label}{record.msg}" if label else record.msg
+            return True
+        return self._only_in_file(handler.format(record) + getattr(handler, "terminator", "\n"), stream)
+
+    def _is_installed(self, path: str) -> bool:
+        """The file of a library, or of Python itself; the user's own files are elsewhere."""
+        path = os.path.normcase(path)
+        return "site-packages" in path or "dist-packages" in path or path.startswith(tuple(self._installed))
+
+
+class _Ear:
+    """The filter of one handler."""
+
+    def __init__(self, chorus: Chorus, handler: logging.Handler) -> None:
+        self._chorus = chorus
+        self._handler = handler
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._chorus.lets_through(record, self._handler)
+
+
+def _asked_for(category: type[Warning], text: str) -> bool:
+    """The user, or pytest, wants to see every single one."""
+    if "_pytest" in sys.modules or any(option.startswith(("a", "e")) for option in sys.warnoptions):
+        return True
+    return any(
+        action in ("always", "all") and issubclass(category, kind) and (pattern is None or pattern.match(text))
+        for action, pattern, kind, *_ in warnings.filters
+    )
