@@ -1,31 +1,47 @@
-"""A tracker that needs nothing: one line of JSON for each call, in a file of the run.
+"""A tracker that needs nothing: lines of JSON in the folder of the run, one for each call, readable while the run goes on.
 
-The first line of a run is `{"run": ..., "started": ..., "config": {...}}`, every other one `{"step": ..., "time": ..., "values": {...}}`.
-Lines are written through at once, so that a run which is killed keeps them. A run of the same name goes on in the same file, with
-a first line of its own.
+    <logging_dir>/runs/<name>/metrics.jsonl
+    {"run": "my-project", "started": 1760000000.0, "config": {...}}              at each start
+    {"step": 1, "time": 1760000001.0, "values": {"loss": 0.5, "lr": 0.001}}      numbers and texts; nan and inf are texts
+    {"step": 1, "time": 1760000002.0, "images": {"sample": ["media/2-0-sample.png"]}}
+    {"step": 1, "time": 1760000003.0, "table": {"name": "answers", "columns": [...], "rows": [...]}}
+
+A line is with the system before `log` returns, so a run that is killed keeps all of them but the one that it was writing. A call with
+plain numbers costs some microseconds: its line is spelled here, and nothing is looked up.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from slipstream.errors import ConfigError
+from slipstream.runs.folder import RunFolder
+from slipstream.runs.journal import Journal
 from slipstream.track.base import GeneralTracker, on_main_process
 from slipstream.track.plain import plain
+from slipstream.track.values import refuse, sort_values, table_of
 
 __all__ = ["LocalTracker"]
 
+_MANY_NAMES = 10_000
+"""Names of metrics whose spelling is kept; more than these are no names that come again."""
+
 
 class LocalTracker(GeneralTracker):
-    """JSON lines in `<logging_dir>/<run_name>.jsonl`.
+    """`metrics.jsonl` and pictures in `<logging_dir>/runs/<name>`, or in a folder of a run that is given.
+
+    `run_name` is the project. Without a `name` the run is called after project and time. A name that is taken is an error, unless
+    `resume=True` says that the run goes on there.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     tracker = LocalTracker("demo", folder)
+    ...     tracker = LocalTracker("demo", folder, name="first")
     ...     tracker.start()
     ...     tracker.store_init_configuration({"lr": 0.1})
     ...     tracker.log({"loss": 2.5}, step=1)
@@ -37,51 +53,164 @@ class LocalTracker(GeneralTracker):
     name = "local"
     requires_logging_directory = True
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        run_name: str,
+        logging_dir: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        resume: bool = False,
+        folder: RunFolder | None = None,
+    ) -> None:
         super().__init__()
+        if folder is not None and name is not None and name != folder.name:
+            raise ConfigError(f"the local tracker has the name {name!r} and a folder of the run {folder.name!r}: give one of them")
         self.run_name = run_name
-        self.path = Path(logging_dir) / f"{run_name.replace(os.sep, '-')}.jsonl"
-        self._file: IO[str] | None = None
+        self.logging_dir = Path(logging_dir)
+        self.folder = folder
+        self._wanted, self._resume = name, resume
+        self._owns = folder is None
+        self._journal: Journal | None = None
         self._begun = False
+        self._spelled: dict[str, str] = {}
 
     @property
     def tracker(self) -> Path:
-        """The file."""
-        return self.path
+        """The folder of the run."""
+        if self.folder is None:
+            raise ConfigError(f"the local tracker of {self.run_name!r} has no folder yet: call start() first")
+        return self.folder.path
+
+    @property
+    def path(self) -> Path:
+        """The file of lines."""
+        return self.tracker / "metrics.jsonl"
 
     @on_main_process
     def start(self) -> None:
-        """Makes the folder and opens the file."""
+        """Makes or finds the folder of the run, and opens the file."""
+        if self.folder is None:
+            self.folder = RunFolder.create(self.logging_dir, self._wanted, project=self.run_name, resume=self._resume)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._journal = self.folder.journal("metrics.jsonl", indexed=True)
         except OSError as error:
             raise ConfigError(
                 f"the local tracker cannot write {self.path} ({error.strerror}): pass a folder of yours as project_dir or logging_dir"
             ) from error
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Writes the first line of the run, with its settings."""
-        self._write({"run": self.run_name, "started": time.time(), "config": plain(values)})
+        """Writes the first line of this start, with its settings; and, in a folder of its own, config.json."""
+        journal = self._open()
+        if journal is None:
+            return
+        settings, now = plain(values), time.time()
+        journal.append({"run": self.run_name, "started": now, "config": settings}, time=now)
         self._begun = True
+        if self._owns and self.folder is not None:
+            self.folder.write_json("config.json", {"settings": settings, "options": {}})
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Writes one line; keywords become part of it."""
-        if not self._begun:
-            self.store_init_configuration({})
-        self._write({"step": step, "time": time.time(), "values": plain(values), **plain(kwargs)})
+        journal = self._journal
+        if journal is None or not self._begun or kwargs:
+            return self._log_with(values, step, kwargs)
+        spelled, parts = self._spelled, []
+        for name, value in values.items():
+            kind = type(value)
+            if (kind is not float or value - value != 0.0) and kind is not int:
+                return self._log_with(values, step, kwargs)
+            parts.append(f"{spelled.get(name) or self._spell(name)}{value!r}")
+        if step is not None and type(step) is not int:
+            return self._log_with(values, step, kwargs)
+        now = time.time()
+        shown = "null" if step is None else step
+        return journal.line(f'{{"step":{shown},"time":{now:.3f},"values":{{{",".join(parts)}}}}}', step=step, time=now)
+
+    def _spell(self, name: str) -> str:
+        text = json.dumps(str(name), ensure_ascii=False) + ":"
+        if len(self._spelled) < _MANY_NAMES:
+            self._spelled[name] = text
+        return text
+
+    def _log_with(self, values: dict[str, Any], step: Any, kwargs: dict[str, Any]) -> None:
+        """The same for values of any kind."""
+        journal = self._beginning()
+        if journal is None:
+            return
+        found = sort_values(values)
+        numbers = {name: value if math.isfinite(value) else str(float(value)) for name, value in found.numbers.items()}
+        if numbers or found.texts or not found.others:
+            self._append(journal, step, {"values": {**numbers, **found.texts}, **plain(kwargs)})
+        refuse(self.name, found.others)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Writes pictures as PNG files into `media/`, and a line that names them; see `track/pictures.py` for what a picture is."""
+        journal = self._beginning()
+        if journal is None:
+            return
+        from slipstream.track.pictures import pictures, png
+
+        made = {name: pictures(given) for name, given in values.items()}
+        media = self.tracker / "media"
+        media.mkdir(exist_ok=True)
+        places: dict[str, list[str]] = {}
+        for name, several in made.items():
+            slug = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:60]
+            for number, one in enumerate(several):
+                place = media / f"{journal.lines}-{len(places)}-{number}-{slug}.png"
+                _write_whole(place, png(one))
+                places.setdefault(name, []).append(f"media/{place.name}")
+        self._append(journal, step, {"images": places, **plain(kwargs)})
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes a table, of rows with `columns` or of a data frame, as one line."""
+        journal = self._beginning()
+        if journal is not None:
+            table = table_of(table_name, columns, data, dataframe)
+            self._append(journal, step, {"table": {"name": table_name, "columns": table.columns, "rows": table.rows}, **plain(kwargs)})
 
     @on_main_process
     def finish(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Closes the file, and ends the run where the folder is its own."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal, self._begun = None, False
+            if self._owns and self.folder is not None:
+                self.folder.end("finished")
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._file is None:
-            raise ConfigError(f"the local tracker of {self.run_name!r} is not started: call start() first")
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+    def _append(self, journal: Journal, step: Any, record: dict[str, Any]) -> None:
+        now = time.time()
+        place = None if step is None else int(step)
+        journal.append({"step": place, "time": round(now, 3), **record}, step=place, time=now)
+
+    def _beginning(self) -> Journal | None:
+        """The file, with the first line of this start in it."""
+        journal = self._open()
+        if journal is not None and not self._begun:
+            self.store_init_configuration({})
+        return journal
+
+    def _open(self) -> Journal | None:
+        """The file; None on processes that keep nothing."""
+        if self._journal is None:
+            self._check_started()
+        return self._journal
+
+    @on_main_process
+    def _check_started(self) -> None:
+        raise ConfigError(f"the local tracker of {self.run_name!r} is not started: call start() first")
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """A file that a reader sees as a whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_bytes(content)
+    os.replace(beside, path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
+import types
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -35,8 +37,10 @@ def _plain(value: Any, above: tuple[int, ...]) -> Any:
     if id(value) in above:
         return "(the same again)"
     above = (*above, id(value))
-    if isinstance(value, argparse.Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return {name: _plain(one, above) for name, one in vars(value).items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name, None), above) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(_plain(key, above)): _plain(one, above) for key, one in value.items()}
     if isinstance(value, set | frozenset):
@@ -56,10 +60,26 @@ def _from_array(value: Any, above: tuple[int, ...]) -> Any:
     """Tensors and arrays, and numbers of numpy, as their elements; anything else as its text."""
     count = _count(value)
     if count is None:
-        return value.__qualname__ if isinstance(value, type) else str(value)
+        return _text(value)
     if count > _MANY:
         return f"{type(value).__name__} of {tuple(value.shape)}"
-    return _plain(value.tolist(), above)
+    try:
+        elements = value.tolist()
+    except Exception:  # without data (the meta device), or of a kind whose elements cannot be had
+        return f"{type(value).__name__} of {tuple(value.shape)}"
+    return _plain(elements, above)
+
+
+def _text(value: Any) -> str:
+    """What stands for an object: the name of a class or function, which is the same in every run; else what str() says."""
+    if isinstance(value, functools.partial):
+        return f"partial of {_text(value.func)}"
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
+        return value.__qualname__
+    try:
+        return str(value)
+    except Exception as error:  # an object of the user's whose text is broken; the settings of a run are no place to find out
+        return f"({type(value).__name__}, whose text fails with {type(error).__name__})"
 
 
 def _count(value: Any) -> int | None:

@@ -1,22 +1,25 @@
 """Which trackers there are, and what `log_with` means.
 
-Names of trackers that this version has not, that are unknown, or whose package is not installed are refused with what to write or to
-install. A class of the user's is known by its name from the moment that it is defined: the subclasses of `GeneralTracker` are the register.
+Names that are unknown, or whose package is not installed, are refused with what to write or to install. A class of the user's is known by
+its name from the moment that it is defined: the subclasses of `GeneralTracker` are the register. `"all"` are those that are installed; one
+of them that talks to a service takes part where an account or its offline mode is set up, and never asks for one.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from slipstream.devices.packages import PACKAGES, installed
 from slipstream.errors import ConfigError
 from slipstream.track.base import GeneralTracker, NullTracker
 
-__all__ = ["LoggerType", "filter_trackers", "get_available_trackers", "register_tracker_class", "resolve"]
+__all__ = ["Chosen", "LoggerType", "filter_trackers", "get_available_trackers", "missing_account", "register_tracker_class", "resolve"]
 
 
 class LoggerType(str, Enum):
@@ -46,12 +49,73 @@ _HOMES = {
     LoggerType.LOCAL: ("slipstream.track.local", "LocalTracker"),
     LoggerType.TENSORBOARD: ("slipstream.track.tensorboard", "TensorBoardTracker"),
     LoggerType.WANDB: ("slipstream.track.wandb", "WandBTracker"),
+    LoggerType.TRACKIO: ("slipstream.track.trackio", "TrackioTracker"),
+    LoggerType.COMETML: ("slipstream.track.comet", "CometMLTracker"),
+    LoggerType.AIM: ("slipstream.track.aim", "AimTracker"),
+    LoggerType.MLFLOW: ("slipstream.track.mlflow", "MLflowTracker"),
+    LoggerType.CLEARML: ("slipstream.track.clearml", "ClearMLTracker"),
+    LoggerType.DVCLIVE: ("slipstream.track.dvclive", "DVCLiveTracker"),
+    LoggerType.SWANLAB: ("slipstream.track.swanlab", "SwanLabTracker"),
 }
 """The trackers of this version, imported when they are asked for."""
-_LATER = frozenset(LoggerType) - {LoggerType.ALL} - set(_HOMES)
+
+
+@dataclass(frozen=True)
+class _Account:
+    """Where a service keeps that somebody is known to it, or that it shall stay offline: any of these will do."""
+
+    variables: tuple[str, ...]
+    files: tuple[str, ...]
+    remedy: str
+
+
+_ACCOUNTS = {
+    LoggerType.WANDB: _Account(
+        ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"),
+        ("~/.netrc", "~/_netrc"),
+        "wandb login, or WANDB_MODE=offline",
+    ),
+    LoggerType.COMETML: _Account(
+        ("COMET_API_KEY", "COMET_START_ONLINE", "COMET_CONFIG"),
+        ("~/.comet.config", ".comet.config"),
+        "comet login, or COMET_START_ONLINE=0",
+    ),
+    LoggerType.CLEARML: _Account(
+        ("CLEARML_API_ACCESS_KEY", "CLEARML_OFFLINE_MODE", "CLEARML_CONFIG_FILE"),
+        ("~/clearml.conf",),
+        "clearml-init, or CLEARML_OFFLINE_MODE=1",
+    ),
+    LoggerType.SWANLAB: _Account(("SWANLAB_API_KEY", "SWANLAB_MODE"), ("~/.swanlab/.netrc",), "swanlab login, or SWANLAB_MODE=offline"),
+}
+"""The trackers whose runs go to a service unless they are told otherwise."""
 
 _Given = str | LoggerType | GeneralTracker | type[GeneralTracker]
 _Tracker = GeneralTracker | type[GeneralTracker]
+
+
+class Chosen(list[_Tracker]):
+    """What `log_with` means, in order; `optional` are the names that nobody wrote, because they stand for "all"."""
+
+    def __init__(self, trackers: Iterable[_Tracker] = (), optional: Iterable[str] = ()) -> None:
+        super().__init__(trackers)
+        self.optional = frozenset(optional)
+
+
+def missing_account(name: str, environ: Mapping[str, str]) -> str | None:
+    """Why a tracker cannot run without asking somebody for an account; None where it can, and for those that need none.
+
+    >>> missing_account("wandb", {"WANDB_MODE": "offline"}), missing_account("local", {})
+    (None, None)
+    >>> missing_account("wandb", {"HOME": "/nowhere"})
+    'no account is set up (wandb login, or WANDB_MODE=offline)'
+    """
+    account = _ACCOUNTS.get(LoggerType(name)) if name in LoggerType._value2member_map_ else None
+    if account is None or any(environ.get(variable) for variable in account.variables):
+        return None
+    home = environ.get("HOME") or environ.get("USERPROFILE") or ""
+    if any(Path(file.replace("~", home, 1)).is_file() for file in account.files):
+        return None
+    return f"no account is set up ({account.remedy})"
 
 
 def get_available_trackers() -> list[LoggerType]:
@@ -84,9 +148,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
     return tracker_class
 
 
-def resolve(
-    log_with: _Given | Sequence[_Given] | None, logging_dir: str | os.PathLike[str] | None
-) -> list[GeneralTracker | type[GeneralTracker]]:
+def resolve(log_with: _Given | Sequence[_Given] | None, logging_dir: str | os.PathLike[str] | None) -> Chosen:
     """The trackers that `log_with` names, each once and in order: instances of the user's as they are, and classes to be made.
 
     >>> [tracker.name for tracker in resolve(["local", LoggerType.LOCAL], "runs")]
@@ -94,17 +156,19 @@ def resolve(
     """
     given = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
     found: list[_Tracker] = []
+    named: set[str] = set()
     for one in given:
-        for tracker in _find(one):
-            if tracker not in found:
-                found.append(tracker)
+        several = _find(one)
+        found.extend(tracker for tracker in several if tracker not in found)
+        if not isinstance(one, str) or str(one).lower() != LoggerType.ALL:
+            named.update(tracker.name for tracker in several)
     for tracker in found:
         if isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None:
             raise ConfigError(f'log_with="{tracker.name}" needs a folder to write to: pass project_dir="..." to the Accelerator')
     names = [tracker.name for tracker in found]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"log_with has several trackers of the name {', '.join(sorted(twice))}: leave all but one out, or rename them")
-    return found
+    return Chosen(found, set(names) - named)
 
 
 def filter_trackers(
@@ -137,13 +201,13 @@ def _find(given: Any) -> list[_Tracker]:
 
 
 def _own(kind: LoggerType) -> type[GeneralTracker]:
-    if kind in _LATER:
-        raise ConfigError(
-            f"log_with={kind.value!r}: this version has no tracker for it yet; write one of {_known()}, or derive one from GeneralTracker"
-        )
     if not _is_installed(kind):
-        remedy = PACKAGES[kind.value].distributions[0]
-        raise ConfigError(f"log_with={kind.value!r} needs a package that is not installed: pip install {remedy}")
+        row = PACKAGES[kind.value]
+        older = f" before version {row.below}" if row.below else ""
+        raise ConfigError(
+            f"log_with={kind.value!r} needs the package {row.distributions[0]}{older}, which is not installed: "
+            f"pip install 'slipstream[{kind.value}]', or pip install {row.distributions[0]}"
+        )
     module, name = _HOMES[kind]
     tracker: type[GeneralTracker] = getattr(importlib.import_module(module), name)
     return tracker

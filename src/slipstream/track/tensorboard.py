@@ -12,7 +12,8 @@ import yaml
 
 from slipstream.devices.packages import version_of
 from slipstream.track.base import GeneralTracker, on_main_process
-from slipstream.track.plain import flat, number, plain
+from slipstream.track.plain import flat, plain
+from slipstream.track.values import refuse, sort_values, table_of
 
 __all__ = ["TensorBoardTracker"]
 
@@ -53,26 +54,53 @@ class TensorBoardTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers as scalars, texts as text, a dict of numbers as one chart with several lines."""
-        for name, given in values.items():
-            value = number(given)
-            if isinstance(value, bool | int | float):
-                self.writer.add_scalar(name, value, global_step=step, **kwargs)
-            elif isinstance(value, str):
-                self.writer.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, Mapping):
-                self.writer.add_scalars(name, {key: number(one) for key, one in value.items()}, global_step=step, **kwargs)
-            else:
-                raise TypeError(
-                    f"{name} is a {type(value).__name__}, which TensorBoard has no chart for: log a number, a text or a dict of numbers, "
-                    "or use get_tracker('tensorboard', unwrap=True)"
-                )
+        found = sort_values({name: given for name, given in values.items() if not isinstance(given, Mapping)})
+        for name, value in found.numbers.items():
+            self.writer.add_scalar(name, value, global_step=step, **kwargs)
+        for name, text in found.texts.items():
+            self.writer.add_text(name, text, global_step=step, **kwargs)
+        others = dict(found.others)
+        for name, several in values.items():
+            if isinstance(several, Mapping):
+                inner = sort_values(several)
+                self.writer.add_scalars(name, inner.numbers, global_step=step, **kwargs)
+                others |= {f"{name}/{key}": one for key, one in (inner.texts | inner.others).items()}
         self.writer.flush()
+        refuse(self.name, others)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs batches of images by name; keywords go to `add_images`."""
-        for name, images in values.items():
-            self.writer.add_images(name, images, global_step=step, **kwargs)
+        """Logs pictures by name: one, several, or a batch; keywords go to `add_images`, which with `dataformats` gets them as they are."""
+        import numpy
+
+        from slipstream.track.pictures import pictures
+
+        for name, given in values.items():
+            if "dataformats" in kwargs:
+                self.writer.add_images(name, given, global_step=step, **kwargs)
+                continue
+            several = pictures(given)
+            if len({one.shape for one in several}) == 1:
+                self.writer.add_images(name, numpy.stack(several), global_step=step, dataformats="NHWC", **kwargs)
+            else:
+                for number, one in enumerate(several):
+                    self.writer.add_image(f"{name}/{number}", one, global_step=step, dataformats="HWC", **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Logs a table as a text that TensorBoard shows as one; keywords go to `add_text`."""
+        table = table_of(table_name, columns, data, dataframe)
+        self.writer.add_text(table_name, table.markdown(), global_step=step, **kwargs)
+        self.writer.flush()
 
     @on_main_process
     def finish(self) -> None:

@@ -1,12 +1,18 @@
-"""Weights & Biases: one run of the package `wandb`, made on the main process by `start` and not before."""
+"""Weights & Biases: one run of the package `wandb`, made on the main process by `start` and not before.
+
+`mode="offline"` among the keywords (or WANDB_MODE=offline) keeps it in a folder `wandb`, to be sent later with `wandb sync`. Settings are
+added to the one run that there is, offline too. wandb itself takes steps in order alone: values of a step that has passed are its warning.
+"""
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from slipstream.track.base import GeneralTracker, on_main_process
-from slipstream.track.plain import number, plain
+from slipstream.track.plain import flat, number, plain
+from slipstream.track.values import table_of
 
 __all__ = ["WandBTracker"]
 
@@ -40,14 +46,14 @@ class WandBTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs values; objects of wandb's own pass as they are."""
-        self.run.log({name: number(value) for name, value in values.items()}, step=step, **kwargs)
+        """Logs numbers and whatever else wandb draws: texts, lists, histograms, objects of its own; nested names get slashes."""
+        self.run.log({name: number(value) for name, value in flat(values).items()}, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs lists of images by name; keywords go to `wandb.Image`."""
+        """Logs pictures by name, also as files and as objects of wandb; keywords go to `wandb.Image`."""
         image = importlib.import_module("wandb").Image
-        self.run.log({name: [image(one, **kwargs) for one in images] for name, images in values.items()}, step=step)
+        self.run.log({name: [image(one, **kwargs) for one in _pictures(given)] for name, given in values.items()}, step=step)
 
     @on_main_process
     def log_table(
@@ -60,8 +66,13 @@ class WandBTracker(GeneralTracker):
         **kwargs: Any,
     ) -> None:
         """Logs a table, of rows with `columns` or of a data frame; keywords go to the call that logs it."""
-        table = importlib.import_module("wandb").Table(columns=columns, data=data, dataframe=dataframe)
-        self.run.log({table_name: table}, step=step, **kwargs)
+        kind = importlib.import_module("wandb").Table
+        if dataframe is None and data is not None and any(type(cell).__module__.startswith("wandb") for row in data for cell in row):
+            made = kind(columns=columns, data=data)  # pictures and the like in cells are wandb's own business
+        else:
+            table = table_of(table_name, columns, data, dataframe)
+            made = kind(columns=table.columns, data=table.rows)
+        self.run.log({table_name: made}, step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
@@ -69,3 +80,13 @@ class WandBTracker(GeneralTracker):
         if self.run is not None:
             self.run.finish()
             self.run = None
+
+
+def _pictures(given: Any) -> list[Any]:
+    """Pictures as arrays; what wandb alone knows (a file, an object of its own) as it is."""
+    from slipstream.track.pictures import pictures
+
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    if any(isinstance(one, str | Path) or type(one).__module__.startswith("wandb") for one in several):
+        return several
+    return list(pictures(given))

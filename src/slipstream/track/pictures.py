@@ -1,0 +1,114 @@
+"""Pictures of any kind as arrays of (height, width, channels) bytes, and as PNG files; numpy is all that is needed.
+
+A picture is one of PIL, a figure of matplotlib, or an array or tensor: (H, W), (H, W, C) or (C, H, W) with 1 to 4 channels. Where both
+ends could be the channels, a tensor has them first and an array last. Whole numbers are 0 to 255, truth values black and white, and
+floats 0 to 1 (0 to 255 where one is above 2); what is outside is cut off. Several are a list, or an array with one axis more in front.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+__all__ = ["Picture", "picture", "pictures", "png"]
+
+Picture = NDArray[numpy.uint8]
+"""Height, width, channels (1 to 4)."""
+
+_CHANNELS = (1, 2, 3, 4)
+_COLOR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
+"""Channels of a picture, as PNG numbers them."""
+
+
+def pictures(given: Any) -> list[Picture]:
+    """One picture, a list of them, or a batch, as a list.
+
+    >>> [one.shape for one in pictures(numpy.zeros((5, 8, 9, 3)))], len(pictures([numpy.zeros((4, 4))] * 2))
+    ([(8, 9, 3), (8, 9, 3), (8, 9, 3), (8, 9, 3), (8, 9, 3)], 2)
+    """
+    if isinstance(given, list | tuple):
+        return [picture(one) for one in given]
+    if len(getattr(given, "shape", ())) == 4:
+        return [picture(one) for one in given]
+    return [picture(given)]
+
+
+def picture(given: Any) -> Picture:
+    """One picture as bytes.
+
+    >>> picture(numpy.ones((2, 2), dtype=bool)).tolist()
+    [[[255], [255]], [[255], [255]]]
+    """
+    if hasattr(given, "getbands") and hasattr(given, "convert"):
+        return _bytes(_of_pillow(given), first=False, what=given)
+    if hasattr(given, "savefig"):
+        return _of_figure(given)
+    if hasattr(given, "detach"):
+        tensor = given.detach().cpu()
+        values = tensor.float() if tensor.dtype.is_floating_point else tensor
+        return _bytes(values.numpy(), first=True, what=given)
+    if hasattr(given, "__array__"):
+        return _bytes(numpy.asarray(given), first=False, what=given)
+    raise TypeError(
+        f"a {type(given).__name__} is no picture: give one of PIL, a figure of matplotlib, or an array or tensor of (H, W), (H, W, C) "
+        "or (C, H, W), or a list of those"
+    )
+
+
+def _of_pillow(image: Any) -> NDArray[Any]:
+    known = {"L": "L", "1": "L", "LA": "LA", "RGBA": "RGBA", "PA": "RGBA", "RGB": "RGB"}
+    mode = "RGBA" if image.mode == "P" and "transparency" in image.info else known.get(image.mode, "RGB")
+    return numpy.asarray(image.convert(mode))
+
+
+def _of_figure(figure: Any) -> Picture:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="rgba", dpi=figure.dpi)
+    width, height = (int(side) for side in figure.bbox.bounds[2:])
+    return numpy.frombuffer(buffer.getvalue(), dtype=numpy.uint8).reshape(height, width, 4)
+
+
+def _bytes(values: NDArray[Any], *, first: bool, what: Any) -> Picture:
+    """An array of some layout and type as a picture; `first` says where the channels are if both ends could be."""
+    if values.ndim == 2:
+        values = values[:, :, None]
+    if values.ndim != 3 or not {values.shape[0], values.shape[2]} & set(_CHANNELS) or values.size == 0:
+        shape = tuple(values.shape)
+        raise TypeError(f"a {type(what).__name__} of {shape} is no picture: give (H, W), (H, W, C) or (C, H, W) of 1 to 4 channels")
+    ends = values.shape[0] in _CHANNELS, values.shape[2] in _CHANNELS
+    if ends == (True, False) or (all(ends) and first and what is not None and len(what.shape) == 3):
+        values = values.transpose(1, 2, 0)
+    if values.dtype == numpy.bool_:
+        values = values.astype(numpy.uint8) * 255
+    if numpy.issubdtype(values.dtype, numpy.integer):
+        whole: Picture = numpy.clip(values, 0, 255).astype(numpy.uint8, copy=False)
+        return whole
+    if not numpy.issubdtype(values.dtype, numpy.floating):
+        raise TypeError(f"a picture of {values.dtype} is not known: give whole numbers, floats or truth values")
+    values = numpy.nan_to_num(values.astype(numpy.float32), nan=0.0, posinf=1.0, neginf=0.0)
+    scale = 1.0 if values.max() > 2.0 else 255.0
+    shown: Picture = numpy.clip(numpy.rint(values * scale), 0, 255).astype(numpy.uint8)
+    return shown
+
+
+def png(image: Picture) -> bytes:
+    """A picture as the content of a PNG file.
+
+    >>> png(picture(numpy.zeros((2, 3, 3))))[:8]
+    b'\\x89PNG\\r\\n\\x1a\\n'
+    """
+    height, width, channels = image.shape
+    rows = numpy.zeros((height, 1 + width * channels), dtype=numpy.uint8)  # each begins with a 0: no filter
+    rows[:, 1:] = image.reshape(height, width * channels)
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
+    body = zlib.compress(rows.tobytes(), 6)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", body) + _chunk(b"IEND", b"")
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

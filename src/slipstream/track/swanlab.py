@@ -1,0 +1,75 @@
+"""SwanLab: one run of the package `swanlab`, made on the main process by `start` and not before.
+
+`mode="offline"` or `"local"` among the keywords (or SWANLAB_MODE) keeps it in a folder `swanlog`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from slipstream.track.base import GeneralTracker, on_main_process
+from slipstream.track.plain import plain
+from slipstream.track.values import refuse, sort_values
+
+__all__ = ["SwanLabTracker"]
+
+
+class SwanLabTracker(GeneralTracker):
+    """A run of swanlab; keywords go to `swanlab.init`, and `run_name` is its project."""
+
+    name = "swanlab"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The run of swanlab."""
+        return self.run
+
+    @on_main_process
+    def start(self) -> None:
+        """Makes the run."""
+        self.run = importlib.import_module("swanlab").init(**{"project": self.run_name, **self.init_kwargs})
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Adds the settings to the run's configuration."""
+        self.run.config.update(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers as scalars, texts as texts, objects of swanlab's own as they are."""
+        package = importlib.import_module("swanlab")
+        found = sort_values(values)
+        own = {name: one for name, one in found.others.items() if type(one).__module__.split(".")[0] == "swanlab"}
+        texts = {name: package.Text(text) for name, text in found.texts.items()}
+        if found.numbers or texts or own:
+            self.run.log({**found.numbers, **texts, **own}, step=step, **kwargs)
+        refuse(self.name, {name: one for name, one in found.others.items() if name not in own})
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs pictures by name; keywords go to `swanlab.Image`."""
+        from slipstream.track.pictures import pictures
+
+        image = importlib.import_module("swanlab").Image
+        shown = {name: [image(_three(one), **kwargs) for one in pictures(given)] for name, given in values.items()}
+        self.run.log(shown, step=step)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Ends the run; what is not sent or written yet is waited for."""
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+
+def _three(picture: Any) -> Any:
+    """Grey pictures with three channels, which every version takes."""
+    return picture.repeat(3, axis=2) if picture.shape[2] == 1 else picture

@@ -1,0 +1,89 @@
+"""Trackio: one run of the package `trackio`, in a database of the user's cache folder (TRACKIO_DIR), shown by `trackio show`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from slipstream.track.base import GeneralTracker, on_main_process
+from slipstream.track.plain import plain
+from slipstream.track.values import refuse, sort_values, table_of
+
+__all__ = ["TrackioTracker"]
+
+
+class TrackioTracker(GeneralTracker):
+    """A run of trackio; keywords go to `trackio.init`, and `run_name` is its project."""
+
+    name = "trackio"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The run of trackio."""
+        return self.run
+
+    @on_main_process
+    def start(self) -> None:
+        """Makes the run."""
+        self.run = importlib.import_module("trackio").init(**{"project": self.run_name, **self.init_kwargs})
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Adds the settings to the run's configuration, which goes out with the first values."""
+        self.run.config.update(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers and texts, and objects of trackio's own as they are."""
+        found = sort_values(values)
+        own = {name: one for name, one in found.others.items() if type(one).__module__.split(".")[0] == "trackio"}
+        if found.numbers or found.texts or own:
+            self.run.log({**found.numbers, **found.texts, **own}, step=step, **kwargs)
+        refuse(self.name, {name: one for name, one in found.others.items() if name not in own})
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs pictures by name; keywords go to `trackio.Image`."""
+        from slipstream.track.pictures import pictures
+
+        image = importlib.import_module("trackio").Image
+        shown: dict[str, Any] = {}
+        for name, given in values.items():
+            several = pictures(given)
+            for number, one in enumerate(several):
+                shown[name if len(several) == 1 else f"{name}/{number}"] = image(_three(one), **kwargs)
+        self.run.log(shown, step=step)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Logs a table, of rows with `columns` or of a data frame; keywords go to `trackio.Table`."""
+        table = table_of(table_name, columns, data, dataframe)
+        made = importlib.import_module("trackio").Table(columns=table.columns, data=table.rows, **kwargs)
+        self.run.log({table_name: made}, step=step)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Ends the run; what is not written yet is waited for."""
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+
+def _three(picture: Any) -> Any:
+    """Grey pictures with three channels, which every version takes."""
+    return picture.repeat(3, axis=2) if picture.shape[2] == 1 else picture
