@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from slipstream.logging import get_logger
 from slipstream.step.guards.finding import Finding
 
 __all__ = ["Drift", "fingerprint"]
@@ -76,24 +77,31 @@ class Drift:
         self._world_size = world_size
         self._key = key
         self._serial = 0
+        self._lost = False
+        """Whether the store does not answer any more."""
         self._own: deque[tuple[int, int, list[str], bytes]] = deque()
 
     def look(self, updates: int, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Leaves the fingerprints of these parameters, which are compared after so many updates; all ranks call it alike."""
-        store = self._store()
+        store = None if self._lost else self._store()
         if store is None:
             return
         self._serial += 1
         data = struct.pack("<q", updates) + fingerprint([parameter for _, parameter in named])
         if self._rank:
-            store.set(self._name(self._serial, self._rank), data)
+            self._ask(lambda: store.set(self._name(self._serial, self._rank), data))
             return
         self._own.append((self._serial, updates, [name for name, _ in named], data))
         if len(self._own) > _PENDING:
-            self._drop(store, self._own.popleft()[0])
+            dropped = self._own.popleft()[0]
+            self._ask(lambda: self._drop(store, dropped))
 
     def compare(self) -> Finding | None:
         """On the main process: the first comparison for which every rank has left its part and that fails, if any."""
+        found: Finding | None = self._ask(self._compare)
+        return found
+
+    def _compare(self) -> Finding | None:
         store = self._store() if self._own else None
         while self._own and store is not None:
             serial, updates, names, own = self._own[0]
@@ -106,6 +114,17 @@ class Drift:
             if len(set(parts)) > 1 and (finding := _compared(parts, names, updates)):
                 return finding
         return None
+
+    def _ask(self, what: Callable[[], Any]) -> Any:
+        if self._lost:
+            return None
+        try:
+            return what()
+        except RuntimeError as error:  # torch's errors of stores: closed, not reached, too late
+            self._lost = True
+            told = next(iter(str(error).splitlines()), type(error).__name__)
+            get_logger("slipstream.guards").warning(f"weights are not compared between ranks any more: {told}", main_process_only=False)
+            return None
 
     def _name(self, serial: int, rank: int) -> str:
         return f"guards/drift/{self._key}/{serial}/{rank}"

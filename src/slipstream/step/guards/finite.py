@@ -66,16 +66,14 @@ def spell_value(value: float) -> str:
 
 
 def to_numbers(values: Sequence[Any]) -> list[float]:
-    """Tensors with one value, or numbers, as numbers; those on a device are fetched together.
+    """Tensors, or numbers, as numbers: the mean of one with several values. Those on a device are fetched together.
 
-    >>> to_numbers([torch.tensor(1.0), 2.5])
-    [1.0, 2.5]
+    >>> to_numbers([torch.tensor(1.0), 2.5, torch.tensor([1.0, 2.0])])
+    [1.0, 2.5, 1.5]
     """
-    tensors = [value.detach().reshape(-1)[:1] for value in values if isinstance(value, torch.Tensor)]
-    if len({(one.device, one.dtype) for one in tensors}) > 1:
-        tensors = [one.to("cpu", torch.float64) for one in tensors]
-    fetched = iter(torch.cat(tensors).tolist() if tensors else ())
-    return [next(fetched) if isinstance(value, torch.Tensor) else float(value) for value in values]
+    distant = [value for value in values if isinstance(value, torch.Tensor) and not value.is_cpu]
+    fetched = iter(torch.stack([_one_value(value).double() for value in distant]).tolist() if distant else ())
+    return [next(fetched) if isinstance(value, torch.Tensor) and not value.is_cpu else float(_one_value(value)) for value in values]
 
 
 class BackwardOrder:
@@ -108,6 +106,10 @@ class BackwardOrder:
     def named(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters, the one nearest to the loss first; those that had no gradient last."""
         return sorted(reversed(list(model.named_parameters())), key=lambda entry: self._came.get(entry[0], math.inf))
+
+
+def _one_value(value: Any) -> Any:
+    return value if not isinstance(value, torch.Tensor) or value.ndim == 0 else value.detach().mean()
 
 
 def _note(came: dict[str, int], name: str, parameter: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slipstream.logging import get_logger
 from slipstream.step.clip import Clipper
 from slipstream.step.guards.drift import Drift
 from slipstream.step.guards.finding import Finding, Voice
@@ -91,10 +92,18 @@ class Guards:
             return
         self._ledger = ledger
         self.voice.tell = ledger.tell
-        ledger.examiners.append(self.examine)
-        if self._rank == 0:
-            ledger.sinks.append(self.interval)
         self._stepper.guards = self
+        if ledger.meter is None:
+            self.first_look = math.inf  # nobody would compare
+            if self.options != GuardKwargs(on_nan=self.options.on_nan):
+                get_logger("slipstream.guards").warning(
+                    "LedgerKwargs(enabled=False) turns off the guards too, which look at what the ledger has: of GuardKwargs only "
+                    "on_nan='skip' and 'raise' have an effect. Leave the ledger on, or leave out the other settings."
+                )
+        else:
+            ledger.examiners.append(self.examine)
+            if self._rank == 0:
+                ledger.sinks.append(self.interval)
         if self._updates is not None:
             strategy.watch_buckets(self._updates.look_at_bucket, leaves_out=self.options.on_nan == "skip")
             if not self._stepper.scaler.scales:
@@ -124,12 +133,14 @@ class Guards:
             self._norms.append((self._step(), norm))
 
     def _step(self) -> int | None:
-        step: int | None = getattr(self._ledger, "step", None)
-        return step
+        meter = None if self._ledger is None else self._ledger.meter
+        return None if meter is None else int(meter.step)
 
     def _last_loss(self) -> float | None:
-        losses = getattr(self._ledger, "losses", None)
-        return to_numbers([losses[-1][1]])[0] if losses else None
+        """The loss of the step under way on this rank: of several, the first that is not finite."""
+        step = self._step()
+        losses = to_numbers([loss for at, loss in self._ledger.losses if at == step]) if step is not None else []
+        return next((loss for loss in losses if not math.isfinite(loss)), losses[-1] if losses else None)
 
     # -- when the ledger settles ----------------------------------------------------------------------------------
 

@@ -1,11 +1,13 @@
 """Losses that jump: above everything that is usual for this curve, however noisy it is.
 
 The usual is the median of the last values and their median deviation from it, both of which a few wild values leave alone. Losses above
-zero are compared as logarithms, in which batch losses lie about evenly around their median; others as they are. A loss has jumped when,
-of two steps in a row, both are `limit` deviations above the median and above everything in the memory; or when a single one is three
-times as far up as either. A curve with hardly any noise is taken to have a deviation of two hundredths of its size, so that its ordinary
-wobble is no finding; nor is a loss that is still below a hundredth of where the curve began. Nothing is said about the first 64 steps,
-and a jump that lasts is said once: its values become the usual.
+zero are compared as logarithms, in which batch losses lie about evenly around their median; others as they are. A loss has jumped when it
+is above everything in the memory for some steps in a row: for five, if it is half of `limit` deviations above the median; for two, if
+it is `limit` of them; and for one if it is three times as many.
+
+A curve with hardly any noise is taken to have a deviation of two hundredths of its size, so that its ordinary wobble is no finding; nor is
+a loss that is still below a hundredth of where the curve began. Nothing is said about the first 64 steps, and a jump that lasts is said
+once: its values become the usual.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _NORMAL = 1.4826
 """The standard deviation of a normal distribution, in median deviations."""
 _LEAST = 0.02
 _SMALL = 0.01
+_NEVER = (math.inf, math.inf, math.inf)
 
 
 class Spikes:
@@ -45,7 +48,8 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         self._values: deque[float] = deque(maxlen=_MEMORY)
         self._new = 0
         self._logs = True
-        self._bounds = (math.inf, math.inf)
+        self._bounds = _NEVER
+        self._score = 0
         self._began: float | None = None
         self._above: tuple[int, str] | None = None
         """The first step of a jump, and what was usual before."""
@@ -57,17 +61,16 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         if self._logs and loss <= 0.0:
             self._leave_logarithms()
         value = math.log(loss) if self._logs else loss
-        bound, far = self._bounds
-        if value <= bound:
-            self._above = None
+        if value <= self._bounds[0]:
+            self._above, self._score = None, 0
             self._take(value)
             return None
-        first, usual = self._above or (step, self._usual())
-        lasts, self._above = self._above is not None, (first, usual)
-        self._take(min(value, far))
-        if not lasts and value <= far:
+        self._above = first, usual = self._above or (step, self._usual())
+        self._score += next(points for bound, points in zip(reversed(self._bounds), (5, 3, 1), strict=True) if value > bound)
+        self._take(min(value, self._bounds[-1]))
+        if self._score < 5:
             return None
-        self._above, self._bounds = None, (math.inf, math.inf)  # until the usual is computed anew
+        self._above, self._score, self._bounds = None, 0, _NEVER  # until the usual is computed anew
         return self._finding(step, first, f"the loss jumped to {loss:.4g} ({usual})")
 
     def _take(self, value: float) -> None:
@@ -79,19 +82,20 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
 
     def _compute(self) -> None:
         middle = median(self._values)
-        deviation = _NORMAL * median(abs(value - middle) for value in self._values)
+        apart = [abs(value - middle) for value in self._values]
+        deviation = max(_NORMAL * median(apart), sum(apart) / len(apart) / 2)  # the second, where most values are the same
         deviation = max(deviation, _LEAST if self._logs else _LEAST * abs(middle), 1e-12)
         highest = max(self._values) - middle
-        rise = max(self._limit * deviation, highest)
+        rises = max(self._limit / 2 * deviation, highest), max(self._limit * deviation, 1.25 * highest)
         if self._began is None:
             self._began = math.exp(middle) if self._logs else abs(middle)
         least = math.log(_SMALL * self._began) if self._logs else -math.inf
-        self._bounds = max(middle + rise, least), max(middle + 3.0 * rise, least)
+        self._bounds = max(middle + rises[0], least), max(middle + rises[1], least), max(middle + 3.0 * rises[1], least)
 
     def _leave_logarithms(self) -> None:
         self._logs = False
         self._values = deque((math.exp(value) for value in self._values), maxlen=_MEMORY)
-        self._bounds, self._new = (math.inf, math.inf), 0
+        self._bounds, self._new = _NEVER, 0
         if len(self._values) >= _FIRST:
             self._compute()
 

@@ -37,6 +37,10 @@ _Seen = tuple[list[int], Any]
 """The identities of parameters of a bucket, and what was seen: a word for each, or their norms, still on the device."""
 
 
+def _nothing() -> None:
+    return None
+
+
 class Updates:
     """Looks at updates before they are made; one for each Accelerator."""
 
@@ -48,8 +52,8 @@ class Updates:
         rank: int = 0,
         averages: bool = False,
         exchange: Callable[[Any], list[Any]] = lambda value: [value],
-        step: Callable[[], int | None] = lambda: None,
-        loss: Callable[[], float | None] = lambda: None,
+        step: Callable[[], int | None] = _nothing,
+        loss: Callable[[], float | None] = _nothing,
     ) -> None:
         self._raises = mode == "raise"
         self._voice = voice
@@ -111,7 +115,7 @@ class Updates:
                 if (order := self._orders.get(model.original)) is not None:
                     order.end()
             return False
-        finding = self._trace(models)
+        finding = self._trace(models, linked.updates + self.skipped)
         self._forget(models)
         self.skipped += 1
         if self._raises:
@@ -121,7 +125,7 @@ class Updates:
         self._voice.say(finding, shared=self._averaged(models))
         return True
 
-    def _trace(self, models: Sequence[PreparedModel]) -> Finding:
+    def _trace(self, models: Sequence[PreparedModel], tried: int) -> Finding:
         averaged = self._averaged(models)
         own = self._own_part(models) if averaged else self._clipped or self._first(models)
         loss = self._loss()
@@ -130,6 +134,7 @@ class Updates:
         culprits = [(rank, found, loss) for rank, found, loss in reports if found is not None]
         done = "" if self._raises else "; this update is left out, with its optimizer and scheduler as they were"
         step = self._step()
+        step = tried if step is None else step
         if not culprits:
             text = f"gradients are not finite after averaging, although those of every rank are: they overflow when they are added up{done}"
             return Finding("nan", step, None, text, _REMEDY)
