@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from itertools import pairwise
 from math import inf, isfinite, isnan, nan
 
 from hypothesis import given, settings, strategies as st
 
-from slipstream.runs.thinning import FEWEST, kept, thin, window
+from slipstream.runs.thinning import FEWEST, Blocks, kept, thin, window
 
 VALUES = st.lists(st.one_of(st.floats(-1e300, 1e300), st.sampled_from([nan, inf, -inf])), min_size=1, max_size=300)
 
@@ -44,6 +45,35 @@ def test_every_bucket_keeps_its_extremes(ys: list[float], count: int, start: int
         between = [value for value in ys[one + 1 : other] if isfinite(value)]
         around = [ys[place] for place in places if isfinite(ys[place]) and abs(place - one) <= 2 * (stop - start) // (count // 5) + 2]
         assert not between or (min(around) <= min(between) and max(between) <= max(around))
+
+
+@settings(max_examples=60)
+@given(
+    number=st.integers(0, 10**6),
+    length=st.integers(600, 3000),
+    known=st.integers(0, 3000),
+    bounds=st.tuples(st.integers(0, 3000), st.integers(0, 3000)),
+    count=st.integers(5, 16),
+    gaps=st.sampled_from([0, 1, 40]),
+)
+def test_known_blocks_change_the_speed_and_nothing_that_is_promised(
+    number: int, length: int, known: int, bounds: tuple[int, int], count: int, gaps: int
+) -> None:
+    seed = random.Random(number)
+    ys = array("d", [seed.random() for _ in range(length)])
+    for _ in range(gaps):
+        ys[seed.randrange(length)] = seed.choice([nan, inf, -inf])
+    blocks = Blocks()
+    blocks.follow(ys[:known])
+    start, stop = sorted(min(one, length) for one in bounds)
+    places = list(kept(ys, start, stop, count, blocks))
+    assert places == sorted(set(places))
+    assert len(places) <= count
+    numbers = [value for value in ys[start:stop] if isfinite(value)]
+    few = [ys[place] for place in places if isfinite(ys[place])]
+    assert (min(numbers, default=0), max(numbers, default=0)) == (min(few, default=0), max(few, default=0))
+    assert (places[0], places[-1]) == (start, stop - 1) if stop > start else places == []
+    assert len(numbers) == stop - start or len(few) < len(places), "a gap stays a gap"
 
 
 def test_a_spike_between_any_two_points_is_kept() -> None:

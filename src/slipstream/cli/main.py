@@ -28,6 +28,7 @@ _COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "merge-weights": "Make one file of weights that lie in several.",
         "checkpoint": "Look into checkpoints: list, verify, show, compare.",
         "report": "Make a page of curves, times and settings of one or several runs.",
+        "watch": "Show runs while they go on, in a browser or in the terminal.",
         "estimate": "Say how much memory a model takes, before it is loaded.",
         "doctor": "Look for what commonly goes wrong on a machine, with remedies.",
     }

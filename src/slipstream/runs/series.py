@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import Any
 
-from slipstream.runs.thinning import kept, window
+from slipstream.runs.thinning import Blocks, kept, window
 
 __all__ = ["Series", "plain_steps", "plain_times", "plain_values"]
 
@@ -26,7 +26,7 @@ class Series:
     (4, [0.0, 0.3333333, 0.6666667, 1.0])
     """
 
-    __slots__ = ("steps", "times", "turns", "values")
+    __slots__ = ("_blocks", "steps", "times", "turns", "values")
 
     def __init__(self) -> None:
         self.steps: array[float] = array("d")
@@ -34,6 +34,7 @@ class Series:
         self.values: array[float] = array("d")
         self.turns: array[int] = array("q")
         """The places of the points whose step is smaller than the one before."""
+        self._blocks = Blocks()
 
     def __len__(self) -> int:
         return len(self.values)
@@ -52,7 +53,8 @@ class Series:
         shown = [range(0, len(self))] if low is None and high is None else list(self._between(low, high))
         if len(shown) <= 1:
             start, stop = (shown[0].start, shown[0].stop) if shown else (0, 0)
-            places: Sequence[int] = kept(self.values, start, stop, points)
+            self._blocks.follow(self.values)
+            places: Sequence[int] = kept(self.values, start, stop, points, self._blocks)
         else:
             order = [place for one in shown for place in one]
             places = [order[one] for one in kept([self.values[place] for place in order], 0, len(order), points)]

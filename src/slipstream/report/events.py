@@ -1,0 +1,272 @@
+"""Runs that are being watched, and the news of them for whoever listens.
+
+One thread looks at all runs about twice a second, reads what is new in each, and hands it to every listener as one message that was
+spelled once. A listener has a short queue; one that does not keep up is let go, and its page fetches everything when it comes back. Runs
+that appear beside the ones watched are watched too. Every message about a run has a number (`at`), and so has every view: a page that
+holds a view numbered 7 needs the messages from 8 on, and nothing is lost or counted twice between the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from slipstream.errors import ConfigError
+from slipstream.runs.folder import find_runs, is_run, read_info
+from slipstream.runs.reading import Run
+from slipstream.runs.thinning import kept
+
+__all__ = ["Listener", "Watch", "Watched", "message"]
+
+_INTERVAL: Final = 0.5
+_MOST_RUNS: Final = 64
+"""So many of the newest runs of a folder are watched; others when they are named."""
+_MOST_LISTENERS: Final = 64
+_QUEUE: Final = 256
+_MOST_NEW: Final = 1000
+"""Points of one series in one message; more are thinned to this."""
+
+
+def message(kind: str, value: Any) -> bytes:
+    r"""A server-sent event.
+
+    >>> message("update", {"run": "first"})
+    b'event: update\ndata: {"run":"first"}\n\n'
+    """
+    return f"event: {kind}\ndata: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+
+
+class Watched:
+    """One run that is watched; every method may be called from any thread."""
+
+    def __init__(self, key: str, path: Path) -> None:
+        self.key = key
+        """The name of the run, with more words where two runs have one name."""
+        self.path = path
+        self._run = Run(path)
+        self._lock = threading.Lock()
+        self._whole = False
+        """Whether everything that was there at first has been read."""
+        self._at = 0
+        self._told: dict[str, int] = {}
+        self._beginnings = 0
+        self._said: dict[str, Any] = {}
+
+    def view(
+        self, names: Iterable[str] | None = None, points: int = 2000, low: float | None = None, high: float | None = None
+    ) -> dict[str, Any]:
+        """What `Run.view` gives, with the number of the last message that is in it."""
+        with self._lock:
+            if not self._whole:
+                self._run.refresh()
+                self._mark()
+                self._at += 1
+                self._whole = True
+            found = {**self._run.view(names, points, low, high), "name": self.key, "at": self._at}
+            return {**found, **self._others(), "events": list(self._run.events)}
+
+    def summary(self) -> dict[str, Any]:
+        """What a list of runs says about it."""
+        try:
+            info = self._run.info or read_info(self.path)
+        except ConfigError:  # it was there a moment ago; its folder is being moved or deleted
+            info = {}
+        return {"name": self.key, "path": str(self.path), **{one: info.get(one) for one in ("project", "state", "started", "ended")}}
+
+    def news(self) -> dict[str, Any] | None:
+        """Reads the next block of what is new and gives it back as a message; None if there is nothing more."""
+        with self._lock:
+            if not self._run.refresh(blocks=1):
+                self._whole = True
+                return None
+            run = self._run
+            self._at += 1
+            found: dict[str, Any] = {"run": self.key, "at": self._at}
+            if run.beginnings != self._beginnings:
+                found["reload"] = True
+            else:
+                series = {name: self._new_points(name) for name, one in run.series.items() if len(one) > self._told.get(name, 0)}
+                found.update({"series": series, "ledger": run.fresh_ledger, "events": run.fresh_events})
+                found.update({name: value for name, value in self._others().items() if value != self._said.get(name)})
+            self._mark()
+            return found
+
+    def _new_points(self, name: str) -> dict[str, Any]:
+        series = self._run.series[name]
+        places = kept(series.values, self._told.get(name, 0), len(series), _MOST_NEW)
+        return {**series.part(places), "count": len(series)}
+
+    def _others(self) -> dict[str, Any]:
+        """What is told again as a whole when it has changed."""
+        run = self._run
+        found = {"info": run.info, "config": run.config, "skipped": run.skipped}
+        return {**found, "images": self._images(), "tables": dict(run.tables), "texts": dict(run.texts)}
+
+    def _images(self) -> dict[str, Any]:
+        return {name: list(one) for name, one in self._run.images.items()}
+
+    def _mark(self) -> None:
+        self._told = {name: len(series) for name, series in self._run.series.items()}
+        self._beginnings = self._run.beginnings
+        self._said = self._others()
+
+
+class Listener:
+    """One page that wants the news. `next` waits for a message; None says that there will be no more."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUE)
+        self.ended = False
+
+    def put(self, data: bytes) -> bool:
+        """Hands a message over; False if the queue is full, and then this listener has ended."""
+        try:
+            self._queue.put_nowait(data)
+        except queue.Full:
+            self.end()
+            return False
+        return True
+
+    def end(self) -> None:
+        """No more messages, not even those in the queue."""
+        self.ended = True
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            self._queue.get_nowait()
+            self._queue.put_nowait(None)
+
+    def next(self, seconds: float) -> bytes | None:
+        """The next message; an empty one after so many seconds without."""
+        try:
+            found = self._queue.get(timeout=seconds)
+        except queue.Empty:
+            return b""
+        return None if self.ended else found
+
+
+class Watch:
+    """All runs that are watched, at the places given: runs, or folders that have runs in them."""
+
+    def __init__(self, places: Sequence[str | os.PathLike[str]], *, interval: float = _INTERVAL) -> None:
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._runs: dict[str, Watched] = {}
+        self._paths: set[Path] = set()
+        self._parents: list[Path] = []
+        self._listeners: list[Listener] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.left_out = 0
+        """Older runs of a folder that are not watched, because there are too many."""
+        for place in places:
+            found = find_runs(place)
+            if found != [Path(place)]:
+                self._parents.extend({one.parent: None for one in found if one.parent not in self._parents})
+                self.left_out += len(found[:-_MOST_RUNS])
+                self._paths.update(found[:-_MOST_RUNS])
+            self._add(found)
+
+    def runs(self) -> list[Watched]:
+        """All runs, in the order in which they were found."""
+        with self._lock:
+            return list(self._runs.values())
+
+    def run(self, key: str) -> Watched | None:
+        """The run of this name."""
+        with self._lock:
+            return self._runs.get(key)
+
+    def listen(self) -> Listener | None:
+        """One more listener; None where there are too many, or it is over."""
+        with self._lock:
+            if len(self._listeners) >= _MOST_LISTENERS or self._stop.is_set():
+                return None
+            listener = Listener()
+            self._listeners.append(listener)
+            return listener
+
+    def forget(self, listener: Listener) -> None:
+        """A listener that is gone."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    @property
+    def listeners(self) -> int:
+        """How many there are."""
+        with self._lock:
+            return len(self._listeners)
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._thread = threading.Thread(target=self._work, name="slipstream watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and all listeners; twice does no harm."""
+        self._stop.set()
+        with self._lock:
+            listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener.end()
+        if self._thread is not None:
+            self._thread.join()
+
+    def look(self) -> None:
+        """Looks once: for new runs, and for what is new in each. The thread does this again and again."""
+        if self._discover():
+            self._publish(message("runs", [one.summary() for one in self.runs()]))
+        for one in self.runs():
+            while not self._stop.is_set() and (found := one.news()) is not None:
+                if self.listeners:
+                    self._publish(message("update", found))
+                time.sleep(0.001)  # whoever waits for this run gets a turn
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            self.look()
+            self._stop.wait(self._interval)
+
+    def _publish(self, data: bytes) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            if not listener.put(data):
+                self.forget(listener)
+
+    def _discover(self) -> bool:
+        new: list[Path] = []
+        for parent in self._parents:
+            try:
+                with os.scandir(parent) as entries:
+                    names = [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False)]
+            except OSError:  # the folder was moved or deleted; it may come back
+                continue
+            new.extend(path for path in sorted(names) if path not in self._paths and is_run(path))
+        self._add(new)
+        return bool(new)
+
+    def _add(self, paths: Iterable[Path]) -> None:
+        with self._lock:
+            for path in paths:
+                if path not in self._paths:
+                    self._paths.add(path)
+                    watched = Watched(self._key(path), path)
+                    self._runs[watched.key] = watched
+
+    def _key(self, path: Path) -> str:
+        real = Path(os.path.realpath(path))
+        project = real.parent.parent.name if real.parent.name == "runs" else real.parent.name
+        for key in (real.name, f"{real.name} ({project})"):
+            if key not in self._runs:
+                return key
+        return next(key for number in range(2, len(self._runs) + 3) if (key := f"{real.name} ({project} {number})") not in self._runs)
