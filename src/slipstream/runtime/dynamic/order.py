@@ -79,7 +79,7 @@ class Units(Sequence[Sequence[int]]):
     ([[4, 2], [0, 1], [3]], 5)
     >>> Units(range(4), 3, without={1}).order
     [0, 2, 3]
-    >>> list(Units([4, 2, 0, 1, 3], 2, costs=[7.0, 7.0, 8.0, 6.0, 9.0]))
+    >>> list(Units([4, 2, 0, 1, 3], 2, costs=[7.0, 7.0, 8.0, 6.0, 20.0]))
     [[4], [2, 0], [1, 3]]
     """
 
