@@ -65,7 +65,7 @@ def _serve(server: Server, show: bool, asked: bool) -> None:
             err=True,
         )
     if server.watch.left_out:
-        click.echo(f"{server.watch.left_out} older runs are left out; name the folder of a run to see it.", err=True)
+        click.echo(f"{len(server.watch.left_out)} older runs are left out; name the folder of a run to see it.", err=True)
     count = len(server.watch.runs())
     click.echo(f"Watching {count} run{'' if count == 1 else 's'} at {server.url} (Ctrl-C ends it)")
     sys.stdout.flush()

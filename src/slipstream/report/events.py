@@ -163,15 +163,15 @@ class Watch:
         self._listeners: list[Listener] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.left_out = 0
+        self.left_out: set[Path] = set()
         """Older runs of a folder that are not watched, because there are too many."""
         for place in places:
             found = find_runs(place)
             if found != [Path(place)]:
                 self._parents.extend({one.parent: None for one in found if one.parent not in self._parents})
-                self.left_out += len(found[:-_MOST_RUNS])
-                self._paths.update(found[:-_MOST_RUNS])
-            self._add(found)
+                self.left_out.update(found[:-_MOST_RUNS])
+            self._add(found[-_MOST_RUNS:])
+        self.left_out -= self._paths
 
     def runs(self) -> list[Watched]:
         """All runs, in the order in which they were found."""
@@ -251,7 +251,7 @@ class Watch:
                     names = [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False)]
             except OSError:  # the folder was moved or deleted; it may come back
                 continue
-            new.extend(path for path in sorted(names) if path not in self._paths and is_run(path))
+            new.extend(path for path in sorted(names) if path not in self._paths | self.left_out and is_run(path))
         self._add(new)
         return bool(new)
 

@@ -358,7 +358,7 @@ class _Answer(BaseHTTPRequestHandler):
         ending = {"Connection": "close"} if self.close_connection else {}
         for name, value in {
             "Content-Type": kind,
-            "Content-Security-Policy": policy,
+            "Content-Security-Policy": allowed,
             **_HEADERS,
             **length,
             **ending,
