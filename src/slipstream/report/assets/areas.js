@@ -102,8 +102,10 @@ class Areas extends Plot {
       brush.lineTo(this.toX(group[at].low), y);
     }
     brush.closePath();
-    Object.assign(brush, { fillStyle: color, strokeStyle: this.colors.card, lineWidth: 0.75 });
+    brush.fillStyle = color;
     brush.fill();
+    if (group.length > (this.right - this.left) / 8) return; // between narrow bars, lines would be all that one sees
+    Object.assign(brush, { strokeStyle: this.colors.card, lineWidth: 0.75 });
     brush.stroke();
     brush.lineWidth = 1;
   }

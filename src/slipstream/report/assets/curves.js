@@ -17,7 +17,7 @@ function curves(page) {
   const parts = order.map((group) => {
     const charts = groups.get(group).map((name) => {
       const title = group ? name.slice(group.length + 1) || name : name;
-      return page.add(new Lines(page, title, (run, axis) => run.line(name, axis), { name }));
+      return page.add(new Lines(page, title, (run, axis, whole) => run.line(name, axis, whole), { name }));
     });
     const grid = make("div", { class: "charts" }, charts.map((chart) => chart.element));
     if (order.length === 1 && !group) return grid;

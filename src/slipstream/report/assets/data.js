@@ -105,6 +105,7 @@ class Run {
     this.tables = view.tables || {};
     this.texts = view.texts || {};
     this.skipped = view.skipped || {};
+    this.at = view.at ?? 0;
     this.version = (this.version || 0) + 1;
     this.detail = null;
     this.totals = null;
@@ -124,7 +125,7 @@ class Run {
     fresh = fresh || (rows.length > 0 && !this.ledger.length);
     this.ledger.push(...rows);
     this.events.push(...(news.events || []));
-    for (const name of ["info", "config", "environment"]) if (news[name]) this[name] = news[name];
+    for (const name of ["info", "config", "environment", "skipped"]) if (news[name]) this[name] = news[name];
     for (const name of ["images", "tables", "texts"]) {
       if (!news[name]) continue;
       this[name] = news[name];
@@ -150,8 +151,9 @@ class Run {
     return most;
   }
 
-  line(name, axis) {
-    const series = this.detail?.series.get(name) || this.series.get(name);
+  /** The line of a name; the whole of it, or the part that is zoomed to with more points where the server gave them. */
+  line(name, axis, whole = false) {
+    const series = (!whole && this.detail?.series.get(name)) || this.series.get(name);
     return series ? series.line(axis, this.started) : null;
   }
 

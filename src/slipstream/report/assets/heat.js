@@ -68,7 +68,7 @@ class Heat extends Plot {
       const part = clamp(cell.above[rank] / SLOWER, -1, 1);
       const far = part >= 0 ? (dark ? [255, 138, 76] : [196, 62, 10]) : dark ? [70, 150, 220] : [43, 120, 185];
       const near = dark ? [38, 44, 52] : [238, 240, 243];
-      return blend(near, far, Math.abs(part) ** 0.8);
+      return blend(near, far, Math.abs(part));
     }
     const part = clamp((cell.own[rank] - this.scale[0]) / (this.scale[1] - this.scale[0] || 1), 0, 1);
     return dark ? blend([34, 42, 54], [255, 196, 110], part) : blend([232, 239, 246], [12, 58, 105], part);

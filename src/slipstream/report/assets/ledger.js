@@ -101,7 +101,7 @@ function time(page) {
     clear(words, verdicts(page.focused()).map((text) => make("li", {}, text)));
     clear(sums, totals(page));
   });
-  const unit = choices("Height of the areas", [["step", "Seconds of a step"], ["share", "Share"]], "step", (value) => page.state.set({ perStep: value === "step" }));
+  const unit = choices("Height of the areas", [["step", "Seconds of a step"], ["share", "Share"]], page.state.perStep ? "step" : "share", (value) => page.state.set({ perStep: value === "step" }));
   return section("time", "Where the time went", make("div", { class: "row" }, focusing(page), unit), words, areas.element, sums, make("div", { class: "charts" }, rates(page)));
 }
 
@@ -110,7 +110,7 @@ function ranks(page) {
   const heat = page.add(new Heat(page, "Work of each rank, without waiting"));
   const table = make("div");
   page.refreshers.push(() => clear(table, rankTable(page.focused())));
-  const scale = choices("Colours of the ranks", [["median", "Against the median"], ["seconds", "Seconds of a step"]], "median", (value) => page.state.set({ relative: value === "median" }));
+  const scale = choices("Colours of the ranks", [["median", "Against the median"], ["seconds", "Seconds of a step"]], page.state.relative ? "median" : "seconds", (value) => page.state.set({ relative: value === "median" }));
   return section("ranks", "Ranks", make("div", { class: "row" }, focusing(page), scale), heat.element, make("details", {}, make("summary", {}, "Sums of each rank"), table));
 }
 

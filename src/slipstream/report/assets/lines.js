@@ -1,15 +1,16 @@
 // Curves: one line for each run that is shown, smoothed or as logged, with gaps where there was no number.
 
 class Lines extends Plot {
-  /** `source(run, axis)` gives {x, y, old} or null. Options: floor (the y axis begins at it), plain (never smoothed), runsOf (which runs). */
+  /** `source(run, axis, whole)` gives {x, y, old} or null; `whole` asks for all of it, not only for what is zoomed to. Options: floor (the y axis begins at it), plain (never smoothed), runsOf (which runs). */
   constructor(page, title, source, options = {}) {
     super(page, title, options);
     Object.assign(this, { source, floor: options.floor ?? null, plain: options.plain ?? false, lowest: options.lowest ?? null });
     this.cache = new Map();
+    this.marksBehind = true;
   }
 
   runs() {
-    return this.page.runs.filter((run) => run.shown && this.source(run, this.state.axis)?.x.length);
+    return this.page.runs.filter((run) => run.shown && this.source(run, this.state.axis, true)?.x.length);
   }
 
   /** Lines of the runs shown; `y` is what is drawn, `raw` what was logged. */
@@ -19,7 +20,8 @@ class Lines extends Plot {
       const weight = this.plain ? 0 : this.state.smoothing;
       let kept = this.cache.get(run);
       if (!kept || kept.raw !== line.y || kept.weight !== weight) {
-        kept = { raw: line.y, weight, y: smoothed(line.y, weight) };
+        const { x } = this.source(run, this.state.axis, true);
+        kept = { raw: line.y, weight, y: smoothed(line.x, line.y, weight, (x[x.length - 1] - x[0]) / 1000) };
         this.cache.set(run, kept);
       }
       return { run, x: line.x, raw: line.y, y: kept.y, old: line.old, weight, color: this.page.theme.run(run) };
@@ -29,7 +31,7 @@ class Lines extends Plot {
   extent(axis) {
     let [low, high] = [Infinity, -Infinity];
     for (const run of this.runs()) {
-      const { x, old } = this.source(run, axis);
+      const { x, old } = this.source(run, axis, true);
       low = Math.min(low, x[0]);
       high = Math.max(high, x[x.length - 1]);
       if (old) high = Math.max(high, old.x[old.x.length - 1]);
@@ -76,6 +78,7 @@ class Lines extends Plot {
 
   paint(brush) {
     const lines = this.lines();
+    this.drawMarks(brush);
     brush.lineJoin = "round";
     this.drawn = 0;
     for (const line of lines) {
@@ -92,7 +95,8 @@ class Lines extends Plot {
     const [from, to] = ordered ? this.window(x, this.x) : [0, x.length];
     const count = Math.min(WIDEST, Math.max(50, Math.ceil(this.right - this.left)));
     const shown = ordered ? columns(x, y, from, to, this.x[0], this.x[1], count) : { x, y };
-    Object.assign(brush, { globalAlpha: alpha, lineWidth: width, strokeStyle: line.color, fillStyle: line.color });
+    const dense = shown.x.length > this.right - this.left;
+    Object.assign(brush, { globalAlpha: alpha, lineWidth: dense ? Math.min(1.2, width) : width, strokeStyle: line.color, fillStyle: line.color });
     brush.setLineDash(this.page.theme.dash(line.run));
     brush.beginPath();
     let length = 0;

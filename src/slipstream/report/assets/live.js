@@ -1,30 +1,41 @@
 // The page while a run goes on: views from the server, news as server-sent events, detail when one zooms in, and a word when the connection is lost.
+// Views and messages are numbered (`at`): a view holds all messages up to its number, so none is lost or taken twice between the two.
 
 class Live {
   constructor(page) {
-    this.page = page;
-    this.points = 2000;
-    this.asked = 0;
+    Object.assign(this, { page, points: 2000, asked: 0, loading: false, waiting: [] });
     page.state.listen((changed) => {
       if (changed.includes("range") || changed.includes("axis")) this.later();
     });
   }
 
-  async start() {
-    await this.load();
-    this.listen();
+  /** The stream comes first: what it tells while the views are on their way is kept for after them. */
+  start() {
+    this.say("waiting", "Connecting");
+    const source = new EventSource("/api/events");
+    source.addEventListener("open", () => this.load());
+    source.addEventListener("error", () => {
+      this.say("lost", "Connection lost; trying again");
+      if (source.readyState === EventSource.CLOSED) setTimeout(() => this.start(), 2000);
+    });
+    source.addEventListener("update", (event) => this.update(JSON.parse(event.data)));
+    source.addEventListener("runs", (event) => this.listed(JSON.parse(event.data)));
   }
 
   async load() {
+    if (this.loading) return;
+    this.loading = true;
     try {
-      const runs = await this.ask("/api/runs");
-      const names = (Array.isArray(runs) ? runs : runs.runs || []).map((one) => (typeof one === "string" ? one : one.name));
-      const views = await Promise.all(names.map((name) => this.view(name)));
-      this.page.replace(views);
+      const names = (await this.ask("/api/runs")).map((one) => one.name);
+      this.page.replace(await Promise.all(names.map((name) => this.view(name))));
       this.say("live", "Live");
     } catch {
       this.say("lost", "Connection lost; trying again");
     }
+    this.loading = false;
+    const waiting = this.waiting;
+    this.waiting = [];
+    for (const news of waiting) this.update(news);
   }
 
   async ask(path) {
@@ -40,31 +51,25 @@ class Live {
     return this.ask(`/api/view?${query}`);
   }
 
-  listen() {
-    const source = new EventSource("/api/events");
-    let lost = false;
-    source.addEventListener("open", () => {
-      if (lost) this.load(); // what was missed in between
-      lost = false;
-      this.say("live", "Live");
-    });
-    source.addEventListener("error", () => {
-      lost = true;
-      this.say("lost", "Connection lost; trying again");
-      if (source.readyState === EventSource.CLOSED) setTimeout(() => this.listen(), 2000);
-    });
-    source.addEventListener("update", (event) => this.update(JSON.parse(event.data)));
+  /** One more run has begun. */
+  listed(runs) {
+    if (!this.loading && runs.some((one) => !this.page.runs.some((known) => known.name === one.name))) this.load();
   }
 
   update(news) {
     const { page } = this;
-    const run = page.runs.find((one) => one.name === news.run);
-    if (!run || news.reload) {
-      this.load();
+    if (this.loading) {
+      this.waiting.push(news);
       return;
     }
-    const fresh = run.append(news);
-    if (fresh) page.build();
+    const run = page.runs.find((one) => one.name === news.run);
+    if (!run || news.at <= run.at) return;
+    if (news.reload || news.at > run.at + 1) {
+      this.load(); // a file was begun anew, or a message was missed
+      return;
+    }
+    run.at = news.at;
+    if (run.append(news)) page.build();
     else page.news();
     if (page.state.range) this.later();
   }

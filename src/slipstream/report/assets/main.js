@@ -109,6 +109,7 @@ class Page {
     const hidden = new Set(this.runs.filter((run) => !run.shown).map((run) => run.name));
     this.runs = views.map((view, place) => new Run(view, place));
     for (const run of this.runs) run.shown = !hidden.has(run.name);
+    if (this.runs.length === 1) document.title = this.heading.textContent = this.runs[0].label;
     this.build();
   }
 

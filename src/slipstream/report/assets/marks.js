@@ -24,15 +24,19 @@ function gathered(plot) {
   return marks;
 }
 
+function looks(mark) {
+  return MARKS[mark.kind] || MARKS.trace;
+}
+
 function glyph(brush, shape, x, y, color, paper) {
   const paths = {
-    flag: [[-3, -4], [4, -2], [-3, 0.5], [-3, 5]],
+    flag: [[-4.5, -4], [4.5, -4], [0, 4]],
     diamond: [[0, -5], [4.5, 0], [0, 5], [-4.5, 0]],
     triangle: [[0, -5], [5, 4], [-5, 4]],
     square: [[-4, -4], [4, -4], [4, 4], [-4, 4]],
   };
   brush.beginPath();
-  if (shape === "turn") brush.arc(x, y, 3.5, 0.6, 5.6);
+  if (shape === "turn") brush.arc(x, y, 3.6, -0.4, 4.4);
   else if (shape === "circle") brush.arc(x, y, 3, 0, 7);
   else if (paths[shape]) paths[shape].forEach(([right, down], at) => (at ? brush.lineTo(x + right, y + down) : brush.moveTo(x + right, y + down)));
   else return;
@@ -40,6 +44,10 @@ function glyph(brush, shape, x, y, color, paper) {
   if (shape === "turn") {
     brush.strokeStyle = color;
     brush.stroke();
+    brush.beginPath();
+    [[-4, -5.5], [1.2, -3.6], [-3.2, -0.4]].forEach(([right, down], at) => (at ? brush.lineTo(x + right, y + down) : brush.moveTo(x + right, y + down)));
+    brush.fillStyle = color;
+    brush.fill();
   } else {
     brush.closePath();
     brush.fillStyle = color;

@@ -21,18 +21,24 @@ function nearestPlace(sorted, x) {
   return x - sorted[at - 1] <= sorted[at] - x ? at - 1 : at;
 }
 
-/** An exponential moving average, corrected for its beginning; what is no number stays a gap and does not enter. */
-function smoothed(values, weight) {
-  if (!weight) return values;
+/**
+ * An exponential moving average, corrected for its beginning. The weight is that of one `unit`, a thousandth of the whole line, so that it means the
+ * same for a curve of many points and for one of few, thinned or not. What is no number stays a gap and does not enter.
+ */
+function smoothed(x, values, weight, unit) {
+  if (!weight || values.length < 3) return values;
   const result = new Float64Array(values.length);
   let average = 0;
   let seen = 0;
+  let before = x[0] - (x[x.length - 1] - x[0]) / (x.length - 1);
   for (let at = 0; at < values.length; at++) {
     const value = values[at];
     if (Number.isFinite(value)) {
-      average = weight * average + (1 - weight) * value;
-      seen = weight * seen + (1 - weight);
-      result[at] = average / seen;
+      const kept = weight ** ((x[at] - before) / (unit || 1));
+      average = kept * average + (1 - kept) * value;
+      seen = kept * seen + (1 - kept);
+      result[at] = seen ? average / seen : value;
+      before = x[at];
     } else result[at] = NaN;
   }
   return result;

@@ -65,10 +65,10 @@ function controls(page) {
   const { state } = page;
   const amount = make("output", { class: "amount" }, "0");
   const slider = make("input", {
-    type: "range", id: "smoothing", min: "0", max: "0.99", step: "0.01", value: "0",
+    type: "range", id: "smoothing", min: "0", max: "0.995", step: "0.005", value: "0",
     oninput: (event) => {
       const weight = Number(event.target.value);
-      amount.textContent = weight ? weight.toFixed(2) : "0";
+      amount.textContent = weight ? trimmed(weight.toFixed(3)) : "0";
       state.set({ smoothing: weight });
     },
   });
@@ -95,5 +95,6 @@ function header(page, title) {
   const links = make("nav", { "aria-label": "Sections", class: "sections" });
   page.links = links;
   page.status = status;
-  return make("header", { class: "top" }, make("h1", {}, title), status, links, themed);
+  page.heading = make("h1", {}, title);
+  return make("header", { class: "top" }, page.heading, status, links, themed);
 }

@@ -125,9 +125,11 @@ class Plot {
     brush.beginPath();
     brush.rect(this.left, 0, this.right - this.left, this.bottom + 1);
     brush.clip();
+    this.marks = this.state.marks ? gathered(this) : [];
     this.paint(brush);
-    this.drawMarks(brush);
+    if (!this.marksBehind) this.drawMarks(brush);
     brush.restore();
+    for (const mark of this.marks) glyph(brush, looks(mark).shape, mark.x, this.top - 9, this.colors[looks(mark).tone], this.colors.card);
     this.over(brush);
     this.canvas.setAttribute("aria-label", `${this.name}. ${this.summary()}`);
     this.drawOver();
@@ -218,16 +220,14 @@ class Plot {
   // ---- events on the axis
 
   drawMarks(brush) {
-    this.marks = this.state.marks ? gathered(this) : [];
     for (const mark of this.marks) {
-      const { tone, shape } = MARKS[mark.kind] || MARKS.trace;
+      const { tone, shape } = looks(mark);
       const color = this.colors[tone];
-      brush.globalAlpha = 0.5;
+      brush.globalAlpha = 0.45;
       brush.setLineDash(tone === "good" ? [2, 3] : shape === "turn" ? [] : [4, 3]);
       this.rule(brush, Math.round(mark.x) + 0.5, this.top - 4, Math.round(mark.x) + 0.5, this.bottom, color);
       brush.setLineDash([]);
       brush.globalAlpha = 1;
-      glyph(brush, shape, mark.x, this.top - 9, color, this.colors.card);
     }
   }
 
