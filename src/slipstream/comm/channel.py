@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any, NoReturn, Protocol
@@ -21,6 +21,7 @@ import numpy
 import torch
 
 from slipstream.comm.beacon import Beacon
+from slipstream.comm.meter import Meter
 from slipstream.comm.verify import HEADER_SIZE, Call, Headers, explain_mismatch
 from slipstream.comm.vigil import Limits, Vigil
 from slipstream.comm.wire import ConnectionLost, Look, Wire
@@ -159,6 +160,8 @@ class GroupChannel:
         """Why torch's collectives no longer match between the ranks, while ours do; the next watched section opens another generation."""
         self.fit = True
         """Whether it is neither broken nor spoilt."""
+        self.meters: Iterable[Meter] = ()
+        """Where the time inside of calls is marked."""
         self.beacon = beacon
         self._wire = wire
         self._open_control = control
@@ -346,9 +349,12 @@ class _GroupTurn:
 
     def __enter__(self) -> _GroupTurn:
         self.channel.begin(self.call)
+        self._marks = [(meter, meter.wait()) for meter in self.channel.meters]
         return self
 
     def __exit__(self, *details: object) -> None:
+        for meter, before in self._marks:
+            meter.done_waiting(before)
         self.channel.end()
 
     def wait(self, work: Any) -> None:

@@ -15,14 +15,15 @@ one of them, and their sum is the time that has passed. A mark is written out wh
         meter.spent[meter.phase] += now - meter.since
         meter.since, meter.phase = now, before
 
-`enter` and `leave` are the same as calls, for what happens seldom. What becomes of the numbers is the business of `step/ledger/`;
+`marked` is the same as a block, for what happens seldom. What becomes of the numbers is the business of `step/ledger/`;
 nothing here keeps a loader, a model or another process waiting. Marks are made by the thread that trains.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = [
     "SETUP",
     "TOKENS",
     "Meter",
+    "marked",
 ]
 
 DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, EVALUATION, OTHER = range(8)
@@ -136,3 +138,16 @@ _KEEP_THEIR_WAITS = (CHECKPOINT, SETUP)
 
 def _none_counted(batch: Any) -> None:
     return None
+
+
+@contextmanager
+def marked(meter: Meter | None, phase: int) -> Iterator[None]:
+    """A block that belongs to a phase, for what happens seldom; without a meter, just the block."""
+    if meter is None:
+        yield
+        return
+    before = meter.enter(phase)
+    try:
+        yield
+    finally:
+        meter.leave(before)

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from slipstream.comm.nested import send_to_device
 from slipstream.data.clock import Clock, Loaded, Pass
 from slipstream.data.describe import describe
+from slipstream.data.metered import metered
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import inner_samplers
 from slipstream.data.place import Place
@@ -153,7 +154,11 @@ class PreparedLoader(DataLoader[Any]):
         turn.resumed = start > 0 and not self._skipping
         if earlier is not None:
             turn.begin = earlier.begin
-        return self._run(turn)
+        meter, batches = self.gradient_state.meter, self._run(turn)
+        if meter is None:
+            return batches
+        rank = self.place.rank
+        return metered(batches, meter, self, rank, None if self.original.batch_size is None else self._given[rank])
 
     def _skipped_to(self, epoch: int) -> int:
         """Where a pass begins that skips: so many batches as they are now, or the position that was loaded, if it is meant."""

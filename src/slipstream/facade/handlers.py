@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config.handlers import InitProcessGroupKwargs
 from slipstream.errors import ConfigError
 from slipstream.precision.options import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
+from slipstream.step.guards.options import GuardKwargs
+from slipstream.step.ledger.options import LedgerKwargs
 from slipstream.step.profiling.options import ProfileKwargs
 from slipstream.strategies.options import DistributedDataParallelKwargs
 
@@ -25,6 +27,20 @@ class Handlers:
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
     fp8: AORecipeKwargs | None = None
+    ledger: LedgerKwargs | None = None
+    guards: GuardKwargs | None = None
+
+    def guarding(self, on_nan: str | None) -> Handlers:
+        """Itself, with what `Accelerator(on_nan=...)` says of guards; an error where a handler says it too.
+
+        >>> Handlers().guarding("raise").guards.on_nan
+        'raise'
+        """
+        if on_nan is None:
+            return self
+        if self.guards is not None:
+            raise ConfigError(f"Accelerator(on_nan={on_nan!r}, kwargs_handlers=[GuardKwargs(...)]): write GuardKwargs(on_nan={on_nan!r}, ...)")
+        return replace(self, guards=GuardKwargs(on_nan=on_nan))
 
     def fitting(self, mixed_precision: str) -> Handlers:
         """Itself; an error for a handler that has no effect in this precision."""
@@ -44,6 +60,8 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (AutocastKwargs, "autocast"),
     (ProfileKwargs, "profile"),
     (AORecipeKwargs, "fp8"),
+    (LedgerKwargs, "ledger"),
+    (GuardKwargs, "guards"),
 )
 
 

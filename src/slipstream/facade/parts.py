@@ -18,9 +18,11 @@ from slipstream.errors import ConfigError
 from slipstream.facade.handlers import Handlers
 from slipstream.facade.precision import Precision
 from slipstream.parallel.compile import TorchDynamoPlugin, completed
+from slipstream.precision.policy import policy_for
 from slipstream.runtime.gradient_state import GradientState
 from slipstream.runtime.state import AcceleratorState
 from slipstream.step.clip import Clipper
+from slipstream.step.ledger.ledger import Ledger
 from slipstream.step.optimizer import AcceleratedOptimizer
 from slipstream.step.scheduler import AcceleratedScheduler
 from slipstream.step.stepper import Stepper
@@ -66,6 +68,7 @@ class Parts:
     stepper: Stepper
     clipper: Clipper
     registry: Registry
+    ledger: Ledger
     loading: DataLoaderConfiguration
     dynamo: TorchDynamoPlugin | None
     place: Place
@@ -93,9 +96,10 @@ def assemble(
             f"DistributedDataParallelKwargs(static_graph=True) with {accumulation.num_steps} batches per update: torch cannot leave out "
             "the averaging of a static graph (it fails inside). Leave out static_graph, or accumulate over one batch."
         )
-    gradient_state, registry = GradientState(accumulation), Registry()
+    gradient_state, registry, ledger = GradientState(accumulation), Registry(), _ledger(state, handlers)
+    gradient_state.meter = ledger.meter
     distributed = state.use_distributed
-    strategy = DDP(state.runtime, state.limits, state.device, handlers.ddp) if distributed else Strategy()
+    strategy = DDP(state.runtime, state.limits, state.device, handlers.ddp, ledger.meter) if distributed else Strategy()
     precision = Precision(
         state.mixed_precision, strategy.realise(state.device), handlers, outputs_to_fp32=outputs_to_fp32, distributed=distributed
     )
@@ -114,12 +118,29 @@ def assemble(
         stepper=stepper,
         clipper=Clipper(stepper, lambda: registry.optimizers, strategy.clip),
         registry=registry,
+        ledger=ledger,
         loading=loading,
         dynamo=dynamo,
         place=Place(state.process_index, state.num_processes, state.channel, state.limits, compares=True),
         rng_types=rng_types,
         **settings,
     )
+
+
+def _ledger(state: AcceleratorState, handlers: Handlers) -> Ledger:
+    runtime = state.runtime
+    ledger = Ledger(
+        handlers.ledger,
+        rank=state.process_index,
+        world_size=state.num_processes,
+        store=lambda: state.runtime.store,
+        number=next(runtime.ledgers),
+        device=state.device,
+        dtype=policy_for(state.mixed_precision).autocast_dtype,
+    )
+    if ledger.meter is not None:
+        runtime.meters.add(ledger.meter)
+    return ledger
 
 
 # -- arguments that can be said in two ways ---------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from slipstream.parallel.unwrap import extract_model_from_parallel
 from slipstream.runtime.rng import synchronize_rng_states
 from slipstream.step.optimizer import AcceleratedOptimizer
 from slipstream.step.scheduler import AcceleratedScheduler
+from slipstream.step.stepper import watch_forward
 from slipstream.strategies.ddp import Replicated, join_models
 
 __all__ = ["Preparation"]
@@ -89,6 +90,7 @@ class Preparation:
         known = parts.stepper.find(model)
         original = model.module if isinstance(model, Replicated) else settle(model) if known is None else known.original
         known = known or parts.stepper.find(original)
+        watch_forward(original, None)
         apart = is_spread(original)
         if apart:
             check_alone(original, 1 if evaluation_mode else parts.place.world_size)
@@ -102,6 +104,7 @@ class Preparation:
             compile_model(original, parts.dynamo)
         before = None if known is None else known.prepared
         prepared = original if evaluation_mode else parts.strategy.prepare(original, before)
+        watch_forward(prepared, parts.ledger.meter)
         if evaluation_mode:
             return prepared  # nothing to train: a record of its training, if there is one, stays as it is
         if known is None or prepared is not before:
@@ -148,6 +151,8 @@ class Preparation:
             optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
         prepared = AcceleratedOptimizer(optimizer, parts.stepper, parts.strategy.step if parts.strategy.averages else None)
         parts.registry.optimizers.append(prepared)
+        if parts.ledger.meter is not None:
+            parts.ledger.meter.without_optimizer = False
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:

@@ -19,6 +19,7 @@ from slipstream.checkpoint.save import write
 from slipstream.checkpoint.snapshot import Arena, Snapshot
 from slipstream.checkpoint.store import is_url, local_path, redacted
 from slipstream.checkpoint.weights import parse_size
+from slipstream.comm.meter import CHECKPOINT, marked
 from slipstream.config.handlers import ProjectConfiguration
 from slipstream.errors import ConfigError
 from slipstream.facade.parts import Parts
@@ -138,6 +139,10 @@ class Saver:
 
     def save(self, output_dir: str | os.PathLike[str] | None, options: Options) -> str:
         """Saves; the path of the checkpoint."""
+        with marked(self.parts.ledger.meter, CHECKPOINT):
+            return self._save(output_dir, options)
+
+    def _save(self, output_dir: str | os.PathLike[str] | None, options: Options) -> str:
         if not self.parts.strategy.replicated:
             return save_together(self, output_dir, options)
         self.background.wait()

@@ -17,7 +17,7 @@ from slipstream.checkpoint.weights import split
 from slipstream.devices import rng
 from slipstream.errors import CheckpointError
 from slipstream.facade.parts import Parts
-from slipstream.step.stepper import PreparedModel
+from slipstream.step.prepared import PreparedModel
 
 __all__ = ["numbered", "present_receipt", "state_dicts", "step_of", "take"]
 

@@ -178,7 +178,7 @@ def is_compiled_module(module: Any) -> bool:
     """Whether a module is compiled, by `torch.compile(module)` or in place."""
     from torch._dynamo import OptimizedModule
 
-    return isinstance(module, OptimizedModule) or (isinstance(module, torch.nn.Module) and module._compiled_call_impl is not None)
+    return isinstance(module, OptimizedModule) or (isinstance(module, torch.nn.Module) and _compiled(module) is not None)
 
 
 def has_compiled_regions(module: Any) -> bool:
@@ -228,7 +228,8 @@ _CONTAINERS = (*_LISTS, torch.nn.ModuleDict)
 
 
 def _compiled(module: torch.nn.Module) -> Any:
-    return module._compiled_call_impl
+    found = module._compiled_call_impl
+    return getattr(found, "beneath", found)  # the marks of a ledger stand before it
 
 
 def _outermost_blocks(module: torch.nn.Module, seen: set[int]) -> list[torch.nn.Module]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slipstream.comm.meter import Meter
 from slipstream.config.handlers import GradientAccumulationPlugin
 
 __all__ = ["ActiveLoader", "GradientState", "Shares"]
@@ -78,6 +79,8 @@ class GradientState:
         """The innermost loader that is being read."""
         self.nested = False
         """Whether one loader is being read while another is."""
+        self.meter: Meter | None = None
+        """Where loops on this state mark what they are doing; see `step/ledger/`."""
         self.told: set[str] = set()
         """What was warned of, each thing once."""
         self.listed: set[tuple[str, tuple[str, ...]]] = set()

@@ -6,19 +6,25 @@ objects that were given them, not to the runtime, so that one object never chang
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.comm.channel import Channel, GroupChannel, Limits, Solo
 from slipstream.comm.engine import Unwatched, Watch
+from slipstream.comm.meter import Meter
 from slipstream.devices.table import best_family
 from slipstream.errors import ConfigError, StateError
 from slipstream.runtime.group import Group, GroupSettings
 from slipstream.runtime.notes import Notes
 from slipstream.runtime.process import Process
 from slipstream.runtime.turns import wait_for_everyone
+
+if TYPE_CHECKING:
+    from slipstream.runtime.memory.watch import MemoryWatch
 
 __all__ = ["Runtime"]
 
@@ -45,6 +51,12 @@ class Runtime:
         self.pid = os.getpid()
         self.replicas: dict[str, _Replica] = {}
         """What `debug` compares between ranks at every barrier."""
+        self.memory_watches: list[MemoryWatch] = []
+        """Who knows what tensors are called, and where a snapshot of memory goes; see `runtime/memory/watch.py`."""
+        self.meters: weakref.WeakSet[Meter] = weakref.WeakSet()
+        """Where time in collectives is marked: one for each ledger."""
+        self.ledgers = itertools.count()
+        """Numbers for ledgers: the first of each rank belong together, and so on."""
         self._solo = Solo()
         self._lock = threading.Lock()
         self._group: Group | None = None
@@ -93,10 +105,12 @@ class Runtime:
             if self._group is None:
                 self._group = Group(self.process, settings or _default_settings())
         try:
-            return self._group.channel(limits or self.limits, fit=fit)
+            channel = self._group.channel(limits or self.limits, fit=fit)
         except ConfigError:
             self._group = None  # with settings that cannot be used, nothing is open
             raise
+        channel.meters = self.meters
+        return channel
 
     def wait_for_everyone(self) -> None:
         """A barrier with the default limits; see `runtime/turns.py`."""

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from slipstream.comm.meter import OPTIMIZER, marked
 from slipstream.errors import ConfigError
 from slipstream.step.optimizer import AcceleratedOptimizer
-from slipstream.step.stepper import PreparedModel, Stepper
+from slipstream.step.prepared import PreparedModel
+from slipstream.step.stepper import Stepper
 
 __all__ = ["Clipper"]
 
@@ -34,9 +36,24 @@ class Clipper:
 
     def norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients together to `max_norm`, and gives the norm that they had; between updates, that of the last one."""
-        group = _listed(parameters)
         if not max_norm >= 0:
             raise ValueError(f"clip_grad_norm_(max_norm={max_norm!r}): the largest norm is a number from 0")
+        meter = self._stepper.meter
+        if meter is None:
+            return self._norm(parameters, max_norm, norm_type)
+        now = meter.clock()
+        before = meter.phase
+        meter.spent[before] += now - meter.since
+        meter.since, meter.phase = now, OPTIMIZER
+        try:
+            return self._norm(parameters, max_norm, norm_type)
+        finally:
+            now = meter.clock()
+            meter.spent[meter.phase] += now - meter.since
+            meter.since, meter.phase = now, before
+
+    def _norm(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+        group = _listed(parameters)
         models, _ = self._stepper.owners(group)
         key = tuple(map(id, models))
         if not self._complete(group, models):
@@ -50,6 +67,10 @@ class Clipper:
 
     def value(self, parameters: Any, clip_value: float) -> None:
         """Clips each entry of the gradients to at most `clip_value`; between updates, nothing is done."""
+        with marked(self._stepper.meter, OPTIMIZER):
+            self._value(parameters, clip_value)
+
+    def _value(self, parameters: Any, clip_value: float) -> None:
         group = _listed(parameters)
         models = self._stepper.owners(group)[0]
         if self._complete(group, models):

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
+from slipstream.comm.meter import OPTIMIZER
 from slipstream.comm.nested import recursively_apply
 from slipstream.errors import ConfigError, StateError
-from slipstream.step.stepper import PreparedModel, Scaler, Stepper
+from slipstream.step.engines import Scaler
+from slipstream.step.prepared import PreparedModel
+from slipstream.step.stepper import Stepper
 
 __all__ = ["AcceleratedOptimizer", "Linked", "move_to_device"]
 
@@ -35,11 +38,13 @@ class Linked:
     """What a step needs, in one place: an optimizer as prepared has `__getattr__`, with which every look-up on it is a slow one."""
 
     __slots__ = (
-        "check", "clears_as_torch", "due", "inner", "look", "may_skip", "models", "refuses", "scales", "stepper", "updates", "windows",
+        "check", "clears_as_torch", "due", "inner", "look", "may_skip", "meter", "models", "refuses", "scales", "stepper", "updates",
+        "windows",
     )  # fmt: skip
 
     def __init__(self, optimizer: AcceleratedOptimizer, models: tuple[PreparedModel, ...]) -> None:
         self.inner, self.stepper, self.check = optimizer.optimizer, optimizer.stepper, optimizer._check
+        self.meter = optimizer.stepper.meter
         self.scales = optimizer.scaler.scales
         self.models = models
         self.updates = optimizer._updates_before
@@ -115,23 +120,23 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                     "loss.backward()); for a batch that is to be left out, on the loss times 0, or clear the gradients."
                 )
             window.touched = True
-        if linked.check is not None:
-            for model in linked.models:
-                linked.check(model.prepared)
-        linked.stepper.loose = False
-        if linked.refuses is not None:
-            self.step_was_skipped = skipped = linked.refuses(self, linked, closure)
-            if skipped:
-                return None
-        result = None
-        if linked.scales:
-            self.step_was_skipped = skipped = not self.scaler.step(self.optimizer, closure)
-            linked.updates += not skipped
-        else:
-            linked.updates += 1
-            result = linked.inner.step(closure) if closure is not None else linked.inner.step()
-        if linked.updates >= linked.due and linked.look is not None:
-            linked.due = linked.look(self, linked)
+        meter = linked.meter
+        if meter is None:
+            return _update(self, linked, closure)
+        now = meter.clock()
+        before = meter.phase
+        meter.spent[before] += now - meter.since
+        meter.since, meter.phase = now, OPTIMIZER
+        try:
+            result = _update(self, linked, closure)
+            meter.updated = True
+            meter.trained += 1
+        finally:
+            now = meter.clock()
+            meter.spent[meter.phase] += now - meter.since
+            meter.since, meter.phase = now, before
+        if linked.stepper.state.active is None:  # no loader is being read whose next batch would end the step
+            meter.end_step(now)
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -144,16 +149,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 return
             if window.kind is not None:
                 window.cleared()
-        if linked.scales:
-            self.scaler.cleared(self.optimizer)
-        if set_to_none is None and linked.clears_as_torch and not _is_profiled():
-            for group in linked.inner.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        elif set_to_none is None:
-            linked.inner.zero_grad()
-        else:
-            linked.inner.zero_grad(set_to_none)
+        meter = linked.meter
+        if meter is None:
+            _clear(self, linked, set_to_none)
+            return
+        now = meter.clock()
+        before = meter.phase
+        meter.spent[before] += now - meter.since
+        meter.since, meter.phase = now, OPTIMIZER
+        try:
+            _clear(self, linked, set_to_none)
+        finally:
+            now = meter.clock()
+            meter.spent[meter.phase] += now - meter.since
+            meter.since, meter.phase = now, before
 
     def unscale(self) -> None:
         """Divides gradients by the loss scale, where there is one, once per update."""
@@ -257,3 +266,39 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         change = getattr(self.optimizer, name, None)
         if callable(change):
             change()
+
+
+def _update(optimizer: AcceleratedOptimizer, linked: Linked, closure: Any) -> Any:
+    """An update that is due."""
+    if linked.check is not None:
+        for model in linked.models:
+            linked.check(model.prepared)
+    linked.stepper.loose = False
+    if linked.refuses is not None:
+        optimizer.step_was_skipped = skipped = linked.refuses(optimizer, linked, closure)
+        if skipped:
+            return None
+    result = None
+    if linked.scales:
+        optimizer.step_was_skipped = skipped = not optimizer.scaler.step(linked.inner, closure)
+        linked.updates += not skipped
+    else:
+        linked.updates += 1
+        result = linked.inner.step(closure) if closure is not None else linked.inner.step()
+    if linked.updates >= linked.due and linked.look is not None:
+        linked.due = linked.look(optimizer, linked)
+    return result
+
+
+def _clear(optimizer: AcceleratedOptimizer, linked: Linked, set_to_none: bool | None) -> None:
+    """Clears gradients that nobody needs any more."""
+    if linked.scales:
+        optimizer.scaler.cleared(linked.inner)
+    if set_to_none is None and linked.clears_as_torch and not _is_profiled():
+        for group in linked.inner.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    elif set_to_none is None:
+        linked.inner.zero_grad()
+    else:
+        linked.inner.zero_grad(set_to_none)

@@ -9,79 +9,27 @@ over the ranks; so a rank's part is weighed here, and only where ranks or batche
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from slipstream.comm.meter import BACKWARD, EVALUATION, FORWARD, Meter
 from slipstream.comm.sites import call_site
 from slipstream.errors import StateError
 from slipstream.runtime.gradient_state import ActiveLoader, GradientState
+from slipstream.step.engines import Engine, Scaler
 from slipstream.step.gradients import check_gradients, open_gradients, set_gradients
 from slipstream.step.loop_state import check_state
+from slipstream.step.notices import notice_alone, notice_division, number_of
+from slipstream.step.prepared import PreparedModel
 from slipstream.step.window import Change, Window
 
-__all__ = ["PreparedModel", "Scaler", "Section", "Stepper"]
+__all__ = ["ForwardPass", "Section", "Stepper", "watch_forward"]
 
-
-@dataclass(eq=False)
-class PreparedModel:
-    """A model as the user gave it, as `prepare` gave it back, and its window."""
-
-    original: torch.nn.Module
-    prepared: torch.nn.Module
-    window: Window = field(default_factory=Window)
-    owned: frozenset[int] = frozenset()
-    """Identities of the parameters, for finding the model of an optimizer."""
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients that are there now."""
-        return [parameter.grad for parameter in self.original.parameters() if parameter.grad is not None]
-
-    def rescale(self, factor: float) -> None:
-        """Multiplies the gradients that are there."""
-        gradients = self.gradients()
-        dense = [one for one in gradients if one.layout == torch.strided]
-        if dense:
-            torch._foreach_mul_(dense, factor)
-        for one in gradients:
-            if one.layout != torch.strided:
-                one.mul_(factor)
-
-
-class Scaler(Protocol):
-    """What stepping needs of the loss scaling of a precision; see `precision/scaler.py`."""
-
-    @property
-    def scales(self) -> bool:
-        """Whether losses are scaled at all."""
-
-    @property
-    def due(self) -> bool:
-        """Whether the scale is to be updated before the next loss is scaled."""
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
-
-    def flush(self, want_ratio: bool = False) -> float: ...
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-    def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool: ...
-
-
-class _Engine(Protocol):
-    """What stepping needs of a strategy."""
-
-    averages: bool
-
-    def set_sync(self, model: torch.nn.Module, reduces: bool) -> bool: ...
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None: ...
+_is_compiling = torch.compiler.is_dynamo_compiling
+_takes_gradients = torch.is_grad_enabled
 
 
 class Section:
@@ -143,7 +91,7 @@ class Stepper:
     def __init__(
         self,
         state: GradientState,
-        engine: _Engine,
+        engine: Engine,
         scaler: Scaler,
         *,
         rank: int = 0,
@@ -151,6 +99,7 @@ class Stepper:
         total: Callable[[float], float] = float,
     ) -> None:
         self.state = state
+        self.meter: Meter | None = state.meter
         self.engine = engine
         self.scaler = scaler
         self.models: list[PreparedModel] = []
@@ -261,6 +210,32 @@ class Stepper:
 
     def backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         """The gradients of a loss; see the head of this module for what they are divided by."""
+        meter = self.meter
+        if meter is None:
+            self._backward(loss, weight, kwargs)
+            return
+        now = meter.clock()
+        before = meter.phase
+        meter.spent[before] += now - meter.since
+        meter.since, meter.phase = now, BACKWARD
+        try:
+            if meter.counting is None:
+                self._backward(loss, weight, kwargs)
+            else:
+                with meter.counting.block():
+                    self._backward(loss, weight, kwargs)
+            meter.trained += 1
+            meter.losses.append((meter.step, loss.detach()))
+        finally:
+            now = meter.clock()
+            meter.spent[meter.phase] += now - meter.since
+            meter.since, meter.phase = now, before
+        if meter.without_optimizer:  # which would end the step
+            meter.updated = True
+            if self.state.active is None:
+                meter.end_step(now)
+
+    def _backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"backward got a {type(loss).__name__}: pass the loss, a tensor with one value")
         section = self.section
@@ -297,8 +272,8 @@ class Stepper:
         if change.existing != 1.0:
             for model in self.concerned(section):
                 model.rescale(change.existing)
-        if window.expected > 1.0 and weight is None:
-            self._notice_division(loss, window.expected)
+        if window.expected > 1.0 and weight is None and "division" not in self._warned:
+            notice_division(self._warned, loss, window.expected)
         if weight is not None:
             part = float(part > 0.0)
         self._run(loss, part, change.divisor, window.closing or self.state.plugin.sync_each_batch, kwargs)
@@ -312,7 +287,7 @@ class Stepper:
         return self._world_size * shares.real[self._rank] / shares.full, shares.total / shares.full
 
     def _weighted(self, window: Window, part: float, weight: Any) -> Change:
-        total = window.add_sum(_number(weight) if part > 0.0 else 0.0, alike=self.state.plugin.sync_each_batch)
+        total = window.add_sum(number_of(weight) if part > 0.0 else 0.0, alike=self.state.plugin.sync_each_batch)
         return window.settle_sum(self._everywhere(total) if window.closing else 0.0)
 
     def _everywhere(self, weight: float) -> float:
@@ -332,16 +307,17 @@ class Stepper:
         self.state.sync_gradients, self.latest, self.loose = True, None, True
         steps = self._steps()
         if steps > 1:
-            self._warn(
+            notice_alone(
+                self._warned,
                 f"backward at {call_site()} is outside of `with accelerator.accumulate(model):`, so gradients of {steps} batches are "
                 f"asked for, but where an update ends is not known here: each loss is divided by {steps}, and every optimizer.step() acts"
             )
-            self._notice_division(loss, float(steps))
+            notice_division(self._warned, loss, float(steps))
         part, count = self._share()
         if weight is None:
             self._run(loss, part / count if count else 0.0, float(steps), True, kwargs)
             return
-        total = self._everywhere(_number(weight) if part > 0.0 else 0.0)
+        total = self._everywhere(number_of(weight) if part > 0.0 else 0.0)
         self._run(loss, float(part > 0.0), (total or 1.0) * steps, True, kwargs)
 
     def _run(self, loss: torch.Tensor, part: float, divisor: float, reduces: bool, kwargs: dict[str, Any]) -> None:
@@ -401,44 +377,52 @@ class Stepper:
         """Puts gradients back; parameters without one here have none afterwards."""
         set_gradients([model.original for model in self.models], gradients)
 
-    # -- notices --------------------------------------------------------------------------------------------------
-
-    def _notice_division(self, loss: torch.Tensor, steps: float) -> None:
-        if "division" in self._warned:
-            return
-        self._warned.add("division")
-        if _divided_by(loss, steps):
-            warnings.warn(
-                f"the loss at {call_site()} was divided by {steps:g}, the number of batches per update, and backward divides by it too: "
-                f"the gradient is {steps:g} times too small. Pass the loss as it is.",
-                stacklevel=6,
-            )
-
-    def _warn(self, text: str) -> None:
-        if "alone" not in self._warned:
-            self._warned.add("alone")
-            warnings.warn(text, stacklevel=5)
-
 
 def _is_open(window: Window) -> bool:
     return window.pending and not window.closing
 
 
-def _number(weight: Any) -> float:
-    number = float(weight)
-    if not number >= 0.0 or number == float("inf"):
-        raise ValueError(f"backward(loss, weight={weight!r}): the weight is the count of samples or tokens in the loss: a number from 0")
-    return number
+class ForwardPass:
+    """What stands before the passes of a prepared model, in the place where torch keeps a compiled call: it marks how long they take.
+
+    The model stays what it is: its class, its `forward`, its state and its hooks. A copy of it, or what is read from a pickle of it, is
+    without.
+    """
+
+    __slots__ = ("_meter", "_module", "beneath")
+
+    def __init__(self, module: torch.nn.Module, meter: Meter, beneath: Callable[..., Any] | None) -> None:
+        self._module = weakref.ref(module)  # which holds this: a cycle would keep it until garbage is collected
+        self._meter = meter
+        self.beneath = beneath
+        """The compiled call of the model, if it is compiled."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.beneath or self._module()._call_impl  # type: ignore[union-attr]  # it is being called
+        if _is_compiling():  # this is being compiled: a clock cannot be
+            return call(*args, **kwargs)
+        meter = self._meter
+        now = meter.clock()
+        before = meter.phase
+        meter.spent[before] += now - meter.since
+        meter.since, meter.phase = now, FORWARD if _takes_gradients() else EVALUATION
+        try:
+            if meter.counting is None:
+                return call(*args, **kwargs)
+            with meter.counting.block():
+                return call(*args, **kwargs)
+        finally:
+            now = meter.clock()
+            meter.spent[meter.phase] += now - meter.since
+            meter.since, meter.phase = now, before
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
-def _divided_by(loss: torch.Tensor, steps: float) -> bool:
-    """Whether the graph of a loss ends in a division by this number, or in a product with its inverse."""
-    node: Any = loss.grad_fn
-    name = node.name() if node is not None else ""
-    if name not in ("DivBackward0", "MulBackward0"):
-        return False
-    other = getattr(node, "_saved_other", None)
-    if other is None or other.numel() != 1:
-        return False
-    expected = steps if name == "DivBackward0" else 1.0 / steps
-    return abs(float(other) - expected) < 1e-6
+def watch_forward(model: torch.nn.Module, meter: Meter | None) -> None:
+    """Marks the passes of a model on this meter, and on no other; on none at all without one."""
+    own = vars(model)  # past the `__setattr__` of wrappers
+    present = own.get("_compiled_call_impl")
+    beneath = present.beneath if isinstance(present, ForwardPass) else present
+    own["_compiled_call_impl"] = beneath if meter is None else ForwardPass(model, meter, beneath)

@@ -20,10 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.comm.agree import check_agreement
 from slipstream.comm.channel import Limits
+from slipstream.comm.meter import Meter
 from slipstream.errors import ConfigError, StateError
 from slipstream.runtime.runtime import Runtime
 from slipstream.strategies.base import Strategy
 from slipstream.strategies.buckets import Shown, show
+from slipstream.strategies.local_end import LocalEnd, Waiting
 from slipstream.strategies.options import DistributedDataParallelKwargs
 
 __all__ = ["DDP", "Replicated", "join_models", "trigger_sync"]
@@ -253,6 +255,7 @@ class DDP(Strategy):
         limits: Limits,
         device: torch.device,
         options: DistributedDataParallelKwargs | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._runtime = runtime
         self._limits = limits
@@ -260,7 +263,9 @@ class DDP(Strategy):
         self._options = options or DistributedDataParallelKwargs()
         # Waits in torch's own collectives are watched: see `comm/engine.py`.
         self._in_backward = runtime.watch("backward", limits)
-        self._in_forward = runtime.watch("forward", limits), runtime.watch("forward", limits)
+        buffers = runtime.watch("forward", limits)
+        self._in_forward = runtime.watch("forward", limits), buffers if meter is None else Waiting(buffers, meter)
+        self._local_end = None if meter is None else LocalEnd(meter)
         self._replicas: weakref.WeakSet[Replicated] = weakref.WeakSet()
         self._in_prepare = runtime.watch("prepare", limits)
         self._look: Callable[[Any], None] | None = None
@@ -287,6 +292,8 @@ class DDP(Strategy):
                 model, _Generation(self._runtime), self._in_forward, device_ids=devices, **self._options.to_kwargs()
             )
         self._replicas.add(replicated)
+        if self._local_end is not None:
+            self._local_end.watch(replicated)
         if self._look is not None:
             replicated.show_buckets(self._look)
         self._options.register_comm_hook(replicated)
@@ -308,7 +315,10 @@ class DDP(Strategy):
         with self._in_backward:
             for replicated in self._replicas:
                 replicated.ready(loss)
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            if self._local_end is None:
+                loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            else:
+                self._local_end.backward(loss, kwargs)
 
     def step(self, model: torch.nn.Module) -> None:
         if isinstance(model, Replicated):

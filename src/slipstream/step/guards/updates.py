@@ -22,7 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.step.guards.finding import Finding, NonFiniteError, Voice
 from slipstream.step.guards.finite import BackwardOrder, all_finite, bad_word, first_bad
 from slipstream.step.optimizer import AcceleratedOptimizer, Linked
-from slipstream.step.stepper import PreparedModel
+from slipstream.step.prepared import PreparedModel
 
 __all__ = ["STREAK", "Updates", "scaled_finding"]
 
