@@ -92,7 +92,9 @@ def test_main_process_only_and_in_order_together_wait_for_nobody(logger: MultiPr
     assert records.messages == []
 
 
-@pytest.mark.parametrize("broken", [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"SLIPSTREAM_LOG_LEVEL": "loud"}])
+@pytest.mark.parametrize(
+    "broken", [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"SLIPSTREAM_LOG_LEVEL": "loud"}, {"SLIPSTREAM_LOG_FORMAT": "xml"}]
+)
 def test_broken_variables_lose_no_message(broken: dict[str, str], records: Records, monkeypatch: pytest.MonkeyPatch, logger: Any) -> None:
     for name, value in broken.items():
         monkeypatch.setenv(name, value)
@@ -105,6 +107,50 @@ def test_a_logger_costs_no_torch_and_makes_no_state() -> None:
     program = "import sys; from slipstream.logging import get_logger; get_logger('x').warning('hello'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("False\n", "hello\n")
+
+
+def log_in_a_child(queue: Any) -> None:
+    """As in a worker of a DataLoader that has a state of its own: nobody can wait for it, so it does not wait for anybody."""
+    from slipstream import PartialState
+
+    assert PartialState().num_processes == 2
+    handler = Records()
+    logger = get_logger("test.child", "INFO")
+    logger.logger.addHandler(handler)
+    logger.info("ordered", in_order=True)
+    queue.put(handler.messages)
+
+
+def start_a_child() -> list[str]:
+    import multiprocessing
+
+    from slipstream import PartialState
+
+    rank = PartialState().process_index
+    if rank == 0:
+        return []
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=log_in_a_child, args=(queue,))
+    child.start()
+    said: list[str] = queue.get(timeout=60)
+    child.join()
+    return said
+
+
+def test_a_child_of_a_rank_logs_in_order_without_waiting(ranks: Any) -> None:
+    assert ranks(2).run(start_a_child) == [[], ["[RANK 1] ordered"]]
+
+
+def test_a_logger_outlives_the_state(logger: MultiProcessAdapter, records: Records) -> None:
+    from slipstream import PartialState
+    from slipstream.runtime.current import reset
+
+    PartialState()
+    logger.info("with", in_order=True)
+    reset()
+    logger.info("without", in_order=True)
+    assert records.messages == ["with", "without"]
 
 
 # Where a record came from

@@ -123,8 +123,8 @@ class MultiProcessAdapter(_Adapter):
             return
         if process.world_size > 1:
             msg = f"[RANK {process.rank}] {msg}"
-        if not in_order or process.world_size == 1:
-            self._emit(level, msg, args, kwargs)
+        if not in_order or process.world_size == 1 or (runtime is not None and runtime.child_of is not None):
+            self._emit(level, msg, args, kwargs)  # a worker of a DataLoader has no place in the order of the ranks
         elif runtime is None:
             self._emit(level, msg, args, kwargs)
             self._explain_no_order(process)

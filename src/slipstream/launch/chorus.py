@@ -77,7 +77,9 @@ class Chorus:
         self._rank = rank
         self._formatter = JsonLines(lambda: (rank, world), environ) if voice.json else None
         self._claimed: dict[str, bool] = {}
-        self._installed = frozenset({os.path.normcase(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")})
+        here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        folders = (here, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+        self._installed = tuple(os.path.normcase(folder) + os.sep for folder in folders)
 
     def install(self) -> None:
         """From now on: every warning of this process, and every record that is logged, comes past here."""
@@ -190,9 +192,9 @@ class Chorus:
         return self._only_in_file(handler.format(record) + getattr(handler, "terminator", "\n"), stream)
 
     def _is_installed(self, path: str) -> bool:
-        """The file of a library, or of Python itself; the user's own files are elsewhere."""
+        """The file of a library, ours included, or of Python itself; the user's own files are elsewhere."""
         path = os.path.normcase(path)
-        return "site-packages" in path or "dist-packages" in path or path.startswith(tuple(self._installed))
+        return "site-packages" in path or "dist-packages" in path or path.startswith(self._installed)
 
 
 class _Ear:

@@ -24,6 +24,7 @@ __all__ = ["JsonLines", "announce", "as_json_line", "handlers_of", "message_of",
 
 _STANDARD: Final = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"})
 """What every record has; the rest is what the call gave as `extra`."""
+_TRACEBACK: Final = "Traceback (most recent call last):\n"
 _PLAIN_FORMATTERS: Final = ("logging", "torch")
 """Packages whose formatters print text for people."""
 
@@ -55,7 +56,7 @@ class JsonLines(logging.Formatter):
             "world": world,
             "host": self._host,
             "message": self._shown(message_of(record).removeprefix(f"[RANK {rank}] ")),
-            "file": f"{record.pathname}:{record.lineno}",
+            "file": f"{record.pathname}:{record.lineno}" if record.lineno else None,
         }
         if record.exc_info and record.exc_info[0] is not None:
             found["exception"] = self._shown(self.formatException(record.exc_info))
@@ -128,9 +129,10 @@ def announce(text: str, *, as_json: bool, level: int = logging.INFO, rank: int |
 
 
 def as_json_line(text: str, level: int, rank: int | None, world: int) -> str:
-    """A text of the launcher as a whole line; what begins with a traceback is an exception."""
-    record = logging.LogRecord("slipstream.launch", level, __file__, 0, "%s", (text.removeprefix("slipstream: "),), None)
-    if text.startswith("Traceback "):
-        lines = text.rstrip().splitlines()
-        record.args, record.exc_text = (lines[-1],), text.rstrip()
+    """A text of the launcher as a whole line; a traceback in it is the exception of the record."""
+    before, found, after = text.removeprefix("slipstream: ").rstrip().partition(_TRACEBACK)
+    traceback, output, where = after.partition("\nIts output: ")  # the end of a report
+    message = (before.rstrip() or traceback.rpartition("\n")[2]) + output + where
+    record = logging.LogRecord("slipstream.launch", level, "", 0, "%s", (message,), None)
+    record.exc_text = found + traceback if found else None
     return JsonLines(lambda: (rank, world), environment()).format(record) + "\n"
