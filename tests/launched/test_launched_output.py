@@ -1,0 +1,111 @@
+"""What a launched job prints: warnings once per machine, JSON in one piece, files of every rank, and the cause of a failure once."""
+
+# ruff: noqa: F401, F811 - the fixtures come from launching.py by name
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import command, launch, script
+
+pytestmark = pytest.mark.launched
+
+LOUD = """
+import logging
+logger = logging.getLogger("loud")
+logger.propagate = False
+logger.addHandler(logging.StreamHandler())
+"""
+WARN = """
+import logging, os, sys, warnings
+sys.path.insert(0, os.path.join(os.environ["NOTES"], "site-packages"))
+import loud
+rank = os.environ["RANK"]
+exec(compile("def complain(text): logger.warning(text)\\ndef fail(text): logger.error(text)", loud.__file__, "exec"), vars(loud))
+warnings.warn("from all")
+for _ in range(2):
+    loud.complain("library of all")
+loud.fail("error of all")
+logging.warning("own code of all")
+if rank == "1":
+    warnings.warn("from one")
+    loud.complain("library of one")
+with warnings.catch_warnings():
+    warnings.simplefilter("always")
+    warnings.warn("always")
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("default")
+    warnings.warn("recorded")
+print("recorded", len(found))
+print("out", rank)
+"""
+TWO = ("--cpu", "--num_processes", "2")
+
+
+@pytest.fixture
+def warn(script, tmp_path):
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "loud.py").write_text(LOUD)
+    return lambda more="": script(WARN + more)
+
+
+def counts(text: str, *words: str) -> dict[str, int]:
+    return {word: sum(word in line for line in text.splitlines() if "warnings.warn(" not in line) for word in words}
+
+
+SAID = ("from all", "library of all", "error of all", "own code of all", "from one", "library of one", "UserWarning: always")
+
+
+def test_what_all_ranks_warn_of_is_shown_once_and_what_one_warns_of_with_its_rank(launch, warn):
+    finished = launch(*TWO, warn("warnings.showwarning = lambda *_: print('mine', file=sys.stderr)\nwarnings.warn('x')"))
+    assert finished.code == 0, finished
+    assert list(counts(finished.err, *SAID, "mine").values()) == [1, 2, 2, 2, 1, 1, 2, 2], finished.err
+    assert sorted(finished.out.splitlines()) == ["out 0", "out 1", "recorded 1", "recorded 1"]
+    lines = finished.err.splitlines()
+    assert "[RANK 1] library of one" in lines
+    assert [line.startswith("[RANK 1] ") for line in lines if "UserWarning: from one" in line] == [True]
+
+
+FAIL = """
+logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+logging.info("plain line\\nof two, key topsecret123")
+if rank == "1":
+    raise ValueError("the real " + "cause")
+"""
+
+
+def test_json_lines_stay_whole_and_the_cause_comes_last_and_once(launch, warn, tmp_path):
+    finished = launch(*TWO, "--log_format", "json", "--log_dir", "logs", warn(FAIL), MY_API_KEY="topsecret123")
+    assert finished.code == 1, finished
+    records = [json.loads(line) for line in finished.err.splitlines()]
+    said = "\n".join(json.dumps(one) for one in records)
+    assert list(counts(said, *SAID).values()) == [1, 2, 2, 2, 1, 1, 2], finished.err
+    assert sorted(one["rank"] for one in records if one["message"] == "plain line\nof two, key [redacted]") == [0, 1]
+    assert said.count("the real cause") == 1
+    assert records[-1]["exception"].splitlines()[-1] == "ValueError: the real cause"
+    assert (records[-1]["rank"], records[-1]["level"]) == (1, "ERROR")
+    assert "[default0]:out 0" in finished.out.splitlines()
+    folder = next((tmp_path / "logs").glob("*/attempt_0"))
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
+    for rank in ("0", "1"):
+        own = [json.loads(line) for line in (folder / rank / "stderr.log").read_text().splitlines()]
+        assert sum("from all" in one["message"] for one in own) == 1
+        assert {one["rank"] for one in own} == {int(rank)}
+    assert own[-1]["exception"].splitlines()[-1] == "ValueError: the real cause"
+    assert records[-1]["message"].endswith(f"Its output: {folder / '1' / 'stderr.log'}")
+
+
+def test_a_rank_that_the_terminal_does_not_show_has_its_files_and_the_launcher_says_so(launch, warn, tmp_path):
+    finished = launch(*TWO, "--log_dir", "logs", "--tee", "0:3", "--all_warnings", "--start_method", "spawn", warn())
+    assert finished.code == 0, finished
+    note, *rest = finished.err.splitlines()
+    folder = next((tmp_path / "logs").iterdir())
+    assert note == f"slipstream: the terminal does not show all output of local rank 1 (tee=0:3); it is in {folder}"
+    assert all(line.startswith("[default0]:") for line in rest)
+    assert finished.out.splitlines() == ["[default0]:recorded 1", "[default0]:out 0"]
+    for rank in (0, 1):
+        own = (folder / "attempt_0" / str(rank) / "stderr.log").read_text()
+        assert list(counts(own, *SAID).values()) == [1, 2, 1, 1, rank, rank, 1]
+        assert (folder / "attempt_0" / str(rank) / "stdout.log").read_text() == f"recorded 1\nout {rank}\n"
