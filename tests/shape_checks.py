@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 
 Check = Callable[[str, str], Iterable[str]]
 
@@ -64,6 +65,12 @@ MAY_NAME_DEVICES = {
     "devices/table.py": "the table itself",
     "utils.py": "public names that scripts import, such as is_npu_available; what they mean is defined by the table",
 }
+GO_THROUGH_A_SHELL = {
+    "system": "os.system",
+    "popen": "os.popen",
+    "getoutput": "subprocess.getoutput",
+    "getstatusoutput": "subprocess.getstatusoutput",
+}
 MAY_HOLD_STATE = {"runtime/current.py": "the one place where the runtime of this process is kept"}
 
 
@@ -74,7 +81,7 @@ def file_length(path: str, text: str) -> Iterator[str]:
 
 
 def function_length(path: str, text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES:
@@ -100,7 +107,7 @@ def variables(path: str, text: str) -> Iterator[str]:
     if path in MAY_TOUCH_VARIABLES:
         return
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name) and node.value.id == "os":
             yield f"line {node.lineno}: os.{node.attr}; take a mapping as an argument (config/sources.py reads it)"
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -112,7 +119,7 @@ def variables(path: str, text: str) -> Iterator[str]:
 def torch_at_import(path: str, text: str) -> Iterator[str]:
     if room(path) not in TORCH_FREE:
         return
-    for node in at_import(ast.parse(text)):
+    for node in at_import(tree_of(text)):
         found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         found += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
         if any(name.split(".")[0] == "torch" for name in found):
@@ -121,7 +128,7 @@ def torch_at_import(path: str, text: str) -> Iterator[str]:
 
 def exports(path: str, text: str) -> Iterator[str]:
     """`__all__` names what a reader would take for public: no more, no less."""
-    tree = ast.parse(text)
+    tree = tree_of(text)
     defined, imported, declared, lazy = _bindings(tree)
     if declared is None:
         if defined:
@@ -142,9 +149,8 @@ def exports(path: str, text: str) -> Iterator[str]:
 def device_names(path: str, text: str) -> Iterator[str]:
     if path in MAY_NAME_DEVICES:
         return
-    tree = ast.parse(text)
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
-    for node in ast.walk(tree):
+    prose = {id(node.value) for node in nodes_of(text) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    for node in nodes_of(text):
         if id(node) in prose:
             continue
         for word in _words(node):
@@ -156,27 +162,27 @@ def mutable_state(path: str, text: str) -> Iterator[str]:
     """Module or class level containers that code could change, and `global`."""
     if path in MAY_HOLD_STATE:
         return
-    tree = ast.parse(text)
-    for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+    tree = tree_of(text)
+    for scope in [tree, *(node for node in nodes_of(text) if isinstance(node, ast.ClassDef))]:
         for statement in scope.body:
             for name, value in _assignments(statement):
                 if _is_mutable(value) and not name.isupper() and not name.lstrip("_").isupper() and not name.startswith("__"):
                     yield f"line {statement.lineno}: {name} is state that outlives a call; pass it in, or keep it in runtime/current.py"
-    for node in ast.walk(tree):
+    for node in nodes_of(text):
         if isinstance(node, ast.Global):
             yield f"line {node.lineno}: global {', '.join(node.names)}"
 
 
 def silent_except(path: str, text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and all(_does_nothing(one) for one in node.body):
             yield f"line {node.lineno}: a broad except that hides the error"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and any(map(_is_broad, node.args)):
+        elif isinstance(node, ast.Call) and _last_name(node.func).endswith("suppress") and any(map(_is_broad, node.args)):
             yield f"line {node.lineno}: suppresses every exception"
 
 
 def documented(path: str, text: str) -> Iterator[str]:
-    tree = ast.parse(text)
+    tree = tree_of(text)
     _, _, declared, _ = _bindings(tree)
     if tree.body and ast.get_docstring(tree) is None:
         yield "the module says nothing about itself: what it is, what it promises, what it never does"
@@ -187,9 +193,9 @@ def documented(path: str, text: str) -> Iterator[str]:
 
 
 def no_shell(path: str, text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Call):
-            if ast.unparse(node.func) in ("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"):
+            if _last_name(node.func) in GO_THROUGH_A_SHELL and ast.unparse(node.func) in GO_THROUGH_A_SHELL.values():
                 yield f"line {node.lineno}: {ast.unparse(node.func)} goes through a shell; use subprocess with a list"
             if any(one.arg == "shell" and not (isinstance(one.value, ast.Constant) and one.value.value is False) for one in node.keywords):
                 yield f"line {node.lineno}: shell=...; use a list of arguments"
@@ -233,6 +239,18 @@ def cycles(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
+@cache
+def tree_of(text: str) -> ast.Module:
+    """The syntax tree, of which every check reads the same."""
+    return ast.parse(text)
+
+
+@cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """Every node of the tree, in the order of `ast.walk`."""
+    return tuple(ast.walk(tree_of(text)))
+
+
 def room(path: str) -> str:
     """The top-level folder or module of a path below the package."""
     return path.split("/")[0].removesuffix(".py")
@@ -240,10 +258,9 @@ def room(path: str) -> str:
 
 def imports(path: str, text: str) -> Iterator[tuple[int, str]]:
     """Line and target (dotted, below the package) of every import of our own modules, except those for type checkers."""
-    tree = ast.parse(text)
     folder = path.split("/")[:-1]
-    unseen = {id(inner) for node in ast.walk(tree) if _for_type_checkers(node) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
+    unseen = {id(inner) for node in nodes_of(text) if _for_type_checkers(node) for inner in ast.walk(node)}
+    for node in nodes_of(text):
         if id(node) in unseen:
             continue
         if isinstance(node, ast.Import):
@@ -270,6 +287,11 @@ def at_import(tree: ast.AST) -> Iterator[ast.stmt]:
 
 def _for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _last_name(function: ast.expr) -> str:
+    """`suppress` of `contextlib.suppress`; nothing where the function that is called has no name."""
+    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
 
 
 def _dotted(path: str) -> str:
