@@ -12,6 +12,7 @@ import torch
 from fakes import FakeMetal, FakeNamespace, fake
 
 from slipstream.devices import memory, table
+from slipstream.devices.allocators import allocator_statistics
 from slipstream.devices.host import cores, host_memory, memory_limit
 from slipstream.devices.memory import available_memory, clear_device_cache, convert_bytes, release_memory, should_reduce_batch_size
 
@@ -153,3 +154,19 @@ def test_a_quota_of_one_and_a_half_cores_is_two_cores_at_most(tmp_path: Path) ->
 
 def test_without_control_groups_the_affinity_counts(tmp_path: Path) -> None:
     assert cores(tmp_path) == len(psutil.Process().cpu_affinity())
+
+
+def test_allocators_tell_what_they_can_of_devices_that_are_in_use() -> None:
+    class Counting(FakeNamespace):
+        def memory_allocated(self, index: int) -> int:
+            return 10 * index
+
+        def max_memory_allocated(self, index: int) -> int:
+            return 20 * index
+
+        def memory_stats(self, index: int) -> dict[str, int]:
+            return {"num_ooms": index, "active_bytes.all.current": 3}
+
+    pooled, unused = Counting(initialised=True), Counting()
+    families = (table.CPU, fake("cuda", pooled), fake("xpu", unused))
+    assert allocator_statistics(families=families) == {"cuda:1": {"allocated": 10, "most_allocated": 20, "failures": 1}}

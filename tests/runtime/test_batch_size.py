@@ -91,10 +91,25 @@ def test_when_nothing_fits_the_error_names_the_sizes_and_the_last_cause() -> Non
 def test_each_reduction_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         find_executable_batch_size(fitting(3, []), 8)()
-    assert [record.getMessage() for record in caplog.records] == [
+    said, alive = zip(*(record.getMessage().split(". Alive were ") for record in caplog.records), strict=True)
+    assert said == (
         "batch size 8 did not fit (OutOfMemoryError: no room for 8); trying 4",
         "batch size 4 did not fit (OutOfMemoryError: no room for 4); trying 2",
-    ]
+    )
+    assert all("tensor" in text for text in alive)
+
+
+def test_what_was_alive_when_it_did_not_fit_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> int:
+        activations = torch.ones(batch_size, 5_000_000)  # larger than what other tests have left
+        if batch_size > 2:
+            raise MemoryError
+        return len(activations)
+
+    with caplog.at_level(logging.WARNING):
+        assert train() == 2
+    assert "the largest 76.29 MB: float32 [4, 5000000] on cpu" in caplog.text
 
 
 def test_other_errors_are_raised_as_they_are() -> None:
@@ -226,7 +241,8 @@ def test_the_line_names_the_rank_and_is_said_once(ranks: Any) -> None:
         find_executable_batch_size(fitting(5 if state.process_index == 1 else 9, []), 8)()
 
     main, other = ranks(2).outcomes(run)
-    assert main.output == "batch size 8 did not fit (rank 1: OutOfMemoryError: no room for 8); trying 4\n"
+    (line,) = main.output.splitlines()
+    assert line.startswith("batch size 8 did not fit (rank 1: OutOfMemoryError: no room for 8); trying 4. Alive were rank 1: ")
     assert other.output == ""
 
 

@@ -127,12 +127,21 @@ def _failed(error: BaseException, confession_path: str) -> int:
     when = time.time()
     sys.last_type = type(error)  # as the interpreter leaves it, for what runs at exit
     error.__traceback__ = user_traceback(error)
-    if _is_the_users(sys.excepthook):
-        sys.excepthook(type(error), error, error.__traceback__)
+    _show_to_hooks(error)
     kind, code = _kind_and_code(error)
     text = "" if kind in ("interrupt", "peer") else "".join(traceback.format_exception(error))
     _confess(Confession(kind=kind, type=_qualified(type(error)), message=str(error), traceback=text, when=when), confession_path)
     return code
+
+
+def _show_to_hooks(error: BaseException) -> None:
+    """Hooks of ours look at the error and print nothing of it; one of the user's prints it as it likes."""
+    hook: Any = sys.excepthook
+    while hasattr(hook, "look_at_failure"):  # see runtime/memory/watch.py
+        hook.look_at_failure(error)
+        hook = hook.previous
+    if _is_the_users(hook):
+        hook(type(error), error, error.__traceback__)
 
 
 def _is_the_users(hook: Any) -> bool:

@@ -37,6 +37,7 @@ from slipstream.comm.verify import Call
 from slipstream.devices.memory import clear_device_cache, should_reduce_batch_size
 from slipstream.errors import DistributedOperationException, MismatchError, PeerLostError, StateError, WaitTimeoutError
 from slipstream.runtime.current import current
+from slipstream.runtime.memory.watch import alive_in_a_line
 from slipstream.runtime.runtime import Runtime
 from slipstream.runtime.sizes import Sizes
 
@@ -180,6 +181,8 @@ class _Attempt:
     """Why it does not fit, with the rank where there are several; nothing if this process was called away from its try."""
     cause: BaseException | None = None
     """The out-of-memory error of this process, with emptied frames."""
+    alive: str = ""
+    """What tensors there were when memory ran out."""
 
 
 class _Search:
@@ -210,8 +213,9 @@ class _Search:
         except Exception as error:
             if should_reduce_batch_size(error):
                 self._runtime.notes.leave(self._try)
+                alive = alive_in_a_line()
                 _empty_frames(error)
-                return _Attempt(fits=False, text=_one_line(error), cause=error)
+                return _Attempt(fits=False, text=_one_line(error), cause=error, alive=alive)
             if not self._is_called_away(error):
                 self._hint()
                 raise
@@ -236,7 +240,7 @@ class _Search:
                 "Use a smaller model or sample, activation checkpointing, or a device with more memory"
             ) from attempt.cause
         if self._runtime.process.is_main:
-            _logger.warning("batch size %s did not fit (%s); trying %s", size, attempt.text, next_size)
+            _logger.warning("batch size %s did not fit (%s); trying %s. Alive were %s", size, attempt.text, next_size, attempt.alive)
 
     # -- several processes ----------------------------------------------------------------------------------------
 
@@ -256,12 +260,14 @@ class _Search:
         told = self._exchange(own)
         if own.text:
             self._runtime.notes.take_back(self._try)  # everybody is here, so everybody has seen it
-        if all(fits for fits, _ in told):
+        if all(fits for fits, *_ in told):
             return own
-        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
-        return _Attempt(fits=False, text="; ".join(failed[:3]), cause=own.cause)
+        failed = [(rank, text, alive) for rank, (_, text, alive) in enumerate(told) if text][:3]
+        texts = "; ".join(f"rank {rank}: {text}" for rank, text, _ in failed)
+        alive = "; ".join(f"rank {rank}: {alive}" for rank, _, alive in failed)
+        return _Attempt(fits=False, text=texts, cause=own.cause, alive=alive)
 
-    def _exchange(self, own: _Attempt) -> list[tuple[bool, str]]:
+    def _exchange(self, own: _Attempt) -> list[tuple[bool, str, str]]:
         """What every process says of its try. Ends the present group if one does not come, and meets the others in the next."""
         limits, notes = self._runtime.limits, self._runtime.notes
         used = self._runtime.generation if self._runtime.is_open else None
@@ -311,9 +317,9 @@ def _is_between_processes(error: BaseException) -> bool:
     return error.__cause__ is not None and _is_between_processes(error.__cause__)
 
 
-def _tell(channel: Channel, limits: Limits, call: Call, own: _Attempt, *, patient: bool) -> list[tuple[bool, str]]:
+def _tell(channel: Channel, limits: Limits, call: Call, own: _Attempt, *, patient: bool) -> list[tuple[bool, str, str]]:
     body = Body()
-    body.add(numpy.frombuffer(json.dumps([own.fits, own.text]).encode(), dtype=numpy.uint8))
+    body.add(numpy.frombuffer(json.dumps([own.fits, own.text, own.alive]).encode(), dtype=numpy.uint8))
     with channel.turn(call, limits, patient=patient) as turn:
         return [tuple(json.loads(data.tobytes())) for data in turn.exchange(body)]
 
