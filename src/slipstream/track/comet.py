@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 from typing import Any
 
 from slipstream.track.base import GeneralTracker, on_main_process
@@ -57,14 +58,14 @@ class CometMLTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs pictures by name; keywords go to `log_image`."""
-        from slipstream.track.pictures import pictures
+        from slipstream.track.pictures import pictures, png
 
         for name, given in values.items():
             several = pictures(given)
             for number, one in enumerate(several):
                 shown = name if len(several) == 1 else f"{name}/{number}"
-                image = one[:, :, 0] if one.shape[2] == 1 else one
-                self.experiment.log_image(image, **{"name": shown, "step": step, **kwargs})
+                file = io.BytesIO(png(one))  # of an array Comet makes a file with matplotlib, which is not always there
+                self.experiment.log_image(file, **{"name": f"{shown}.png", "step": step, **kwargs})
 
     @on_main_process
     def log_table(

@@ -52,7 +52,8 @@ class DVCLiveTracker(GeneralTracker):
             self.live.step = step
         for name, value in {**found.numbers, **found.texts}.items():
             self.live.log_metric(name, value, **kwargs)
-        self.live.next_step()
+        if found.numbers or found.texts:
+            self.live.next_step()
         refuse(self.name, found.others)
 
     @on_main_process

@@ -29,7 +29,8 @@ _LONGEST = 6000
 class MLflowTracker(GeneralTracker):
     """A run of mlflow below an experiment, which is made where there is none; `logging_dir` is then the place of its artifacts.
 
-    What is not given comes from MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN.
+    MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID go before what is given, because MLflow sets them for jobs that it starts; MLFLOW_TAGS (JSON)
+    and MLFLOW_NESTED_RUN count where nothing is given.
     """
 
     name = "mlflow"
@@ -65,12 +66,16 @@ class MLflowTracker(GeneralTracker):
     def start(self) -> None:
         """Finds or makes the experiment, and begins the run in it."""
         mlflow = importlib.import_module("mlflow")
-        experiment_id = None
-        if self.experiment_name is not None:
-            found = mlflow.get_experiment_by_name(self.experiment_name)
-            place = None if self.logging_dir is None else os.fspath(self.logging_dir)
-            made = mlflow.create_experiment(self.experiment_name, artifact_location=place) if found is None else found.experiment_id
-            experiment_id = str(made)
+        try:
+            experiment_id = self._experiment(mlflow)
+        except Exception as error:
+            if mlflow.is_tracking_uri_set():
+                raise
+            first = str(error).strip().split(". ")[0]
+            raise ConfigError(
+                f"mlflow has no place to keep runs ({first}): set MLFLOW_TRACKING_URI to a server, or install the whole of mlflow "
+                "(pip install mlflow), which keeps them in a local database"
+            ) from error
         self.active_run = mlflow.start_run(
             run_id=self.run_id,
             experiment_id=experiment_id,
@@ -79,6 +84,16 @@ class MLflowTracker(GeneralTracker):
             tags=self.tags,
             description=self.description,
         )
+
+    def _experiment(self, mlflow: Any) -> str | None:
+        """The number of the experiment, which is made where there is none."""
+        if self.experiment_name is None:
+            return None
+        found = mlflow.get_experiment_by_name(self.experiment_name)
+        if found is not None:
+            return str(found.experiment_id)
+        place = None if self.logging_dir is None else os.fspath(self.logging_dir)
+        return str(mlflow.create_experiment(self.experiment_name, artifact_location=place))
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -206,7 +206,7 @@ def _own(kind: LoggerType) -> type[GeneralTracker]:
         older = f" before version {row.below}" if row.below else ""
         raise ConfigError(
             f"log_with={kind.value!r} needs the package {row.distributions[0]}{older}, which is not installed: "
-            f"pip install 'slipstream[{kind.value}]', or pip install {row.distributions[0]}"
+            f"pip install 'slipstream[{kind.value.split('_')[0]}]', or pip install {row.distributions[0]}"
         )
     module, name = _HOMES[kind]
     tracker: type[GeneralTracker] = getattr(importlib.import_module(module), name)
