@@ -67,23 +67,26 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
             return None
         self._above = first, usual = self._above or (step, self._usual())
         self._score += next(points for bound, points in zip(reversed(self._bounds), (5, 3, 1), strict=True) if value > bound)
-        self._take(min(value, self._bounds[-1]))
-        if self._score < 5:
+        far = self._bounds[-1]
+        found = self._score >= 5
+        if found:
+            self._above, self._score, self._bounds, self._new = None, 0, _NEVER, 0  # until the usual is computed anew
+        self._take(min(value, far))
+        if not found:
             return None
-        self._above, self._score, self._bounds = None, 0, _NEVER  # until the usual is computed anew
         return self._finding(step, first, f"the loss jumped to {loss:.4g} ({usual})")
 
     def _take(self, value: float) -> None:
         self._values.append(value)
         self._new += 1
-        if self._new >= _EVERY and len(self._values) >= _FIRST:
+        if self._new >= _EVERY and len(self._values) >= _FIRST and not self._score:  # a jump that begins is not the usual
             self._new = 0
             self._compute()
 
     def _compute(self) -> None:
         middle = median(self._values)
         apart = [abs(value - middle) for value in self._values]
-        deviation = max(_NORMAL * median(apart), sum(apart) / len(apart) / 2)  # the second, where most values are the same
+        deviation = max(_NORMAL * median(apart), sum(apart) / len(apart))  # the second, where most values are the same
         deviation = max(deviation, _LEAST if self._logs else _LEAST * abs(middle), 1e-12)
         highest = max(self._values) - middle
         rises = max(self._limit / 2 * deviation, highest), max(self._limit * deviation, 1.25 * highest)

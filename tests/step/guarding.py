@@ -1,0 +1,57 @@
+"""An Accelerator whose guards are the test's own, joined as `Accelerator` does it, and what it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream import Accelerator
+from slipstream.comm.gather import gather_objects
+from slipstream.step.guards.guards import Guards
+from slipstream.step.guards.options import GuardKwargs
+
+
+def guarded(options: GuardKwargs, **settings: Any) -> tuple[Accelerator, Guards]:
+    accelerator = Accelerator(cpu=True, **settings)
+    parts = accelerator._parts
+    state, registry = parts.state, parts.registry
+    guards = Guards(
+        options,
+        parts.stepper,
+        rank=state.process_index,
+        world_size=state.num_processes,
+        optimizers=lambda: registry.optimizers,
+        schedulers=lambda: registry.schedulers,
+        loaders=lambda: registry.loaders,
+        exchange=lambda value: gather_objects(state.channel(), state.limits, value, operation="on_nan"),
+        store=lambda: state.runtime.store,
+    )
+    guards.attach(parts.ledger, parts.clipper, parts.strategy)
+    return accelerator, guards
+
+
+def network(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).to(dtype)
+
+
+def batch(number: int, rank: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * number + rank), dtype=torch.float64).to(dtype)
+
+
+class Poison:
+    """Makes the gradient of one parameter NaN in the backward passes that are named."""
+
+    def __init__(self, parameter: torch.nn.Parameter, passes: Any, value: float = float("nan")) -> None:
+        self.passes, self.value, self.count = set(passes), value, -1
+        parameter.register_hook(self)
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count not in self.passes:
+            return gradient
+        spoilt = gradient.clone()
+        spoilt.view(-1)[0] = self.value
+        return spoilt

@@ -1,0 +1,308 @@
+"""Guards that look while a run goes on: curves, rates, times, and replicas that drift apart."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from guarding import batch, guarded, network
+from hypothesis import given, settings, strategies as st
+
+from slipstream import ConfigError
+from slipstream.parallel.local_sgd import LocalSGD
+from slipstream.step.guards.finding import Finding, Voice
+from slipstream.step.guards.options import GuardKwargs
+from slipstream.step.guards.schedule import Course, Schedule
+from slipstream.step.guards.spikes import Spikes
+from slipstream.step.guards.starving import Starving, Straggler
+from slipstream.step.ledger.rows import Window
+
+STEPS = 20_000
+
+
+def window(losses: Any, first: int = 0) -> Window:
+    return Window(len(losses), first, numpy.zeros((len(losses), 10)), [(first + at, torch.tensor(loss)) for at, loss in enumerate(losses)])
+
+
+# -- loss curves ------------------------------------------------------------------------------------------------------
+
+
+def curves() -> dict[str, Any]:
+    """Ordinary ones, each in its own way unruly."""
+    random = numpy.random.default_rng(0)
+    fall = 2 + 8 * numpy.exp(-numpy.arange(STEPS) / 2000)
+    normal = random.standard_normal(STEPS)
+    return {
+        "smooth": fall,
+        "hardly any noise": fall * (1 + 1e-4 * normal),
+        "small batches": fall * numpy.exp(0.5 * normal),
+        "very small batches": fall * numpy.exp(normal),
+        "squares": normal**2,
+        "rewards around zero": random.laplace(0, 1, STEPS),
+        "heavy tails": random.standard_t(5, STEPS),
+        "a hard batch in a hundred": numpy.where(random.random(STEPS) < 0.01, 6, 2) + 0.1 * normal,
+        "an easier half of every epoch": fall * (1 + 0.1 * normal) * (1 - 0.15 * (numpy.arange(STEPS) % 500 > 250)),
+        "learnt by heart": numpy.exp(-numpy.arange(STEPS) / 1000 + 0.3 * normal),
+        "half of them zero": numpy.where(random.random(STEPS) < 0.5, 0, random.exponential(1, STEPS)),
+        "constant": numpy.zeros(STEPS),
+    }
+
+
+@pytest.mark.parametrize("name", list(curves()))
+def test_ordinary_curves_are_no_finding(name: str) -> None:
+    spikes = Spikes(10.0)
+    found = [finding for step, loss in enumerate(curves()[name].tolist()) if (finding := spikes.look(step, loss))]
+    assert not found, found[0]
+
+
+@settings(max_examples=30)
+@given(
+    noise=st.floats(0.0, 0.1),
+    at=st.integers(150, 700),
+    times=st.floats(4.0, 1000.0),
+    lasting=st.integers(2, 40),
+    scale=st.floats(1e-3, 1e3),
+)
+def test_a_jump_is_found_where_it_is_and_said_once(noise: float, at: int, times: float, lasting: int, scale: float) -> None:
+    random = numpy.random.default_rng(at)
+    losses = scale * numpy.exp(noise * random.standard_normal(1000))
+    losses[at : at + lasting] *= times
+    spikes = Spikes(10.0, rank=3)
+    found = [finding for step, loss in enumerate(losses.tolist()) if (finding := spikes.look(step, loss))]
+    assert [finding.rank for finding in found] == [3]
+    assert at <= (found[0].step or 0) <= at + 1
+
+
+def test_one_value_out_of_this_world_is_found_and_a_fall_is_not() -> None:
+    spikes = Spikes(10.0)
+    losses = [2.0 + 0.01 * (step % 5) for step in range(100)] + [2e6] + [2.0] * 100 + [1e-3] * 50
+    assert [finding.step for step, loss in enumerate(losses) if (finding := spikes.look(step, loss))] == [100]
+
+
+# -- what is not finite, as it is told when nothing is looked at in a step --------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_step_and_the_parameter() -> None:
+    accelerator, guards = guarded(GuardKwargs())
+    net = network()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(net(batch(0)).mean())
+    net[0].bias.grad[0] = math.inf
+    guards.examine(window([1.0, 0.9, math.nan, 0.8], first=40))
+    [finding] = guards.voice.said
+    assert (finding.kind, finding.step, finding.rank) == ("nan", 42, 0)
+    assert "the loss is nan; the gradient nearest to the loss that is infinite now is 0.bias (1 of 4 are)" in finding.text
+    guards.examine(window([math.nan] * 50, first=44))
+    assert len(guards.voice.said) == 1
+
+
+def test_a_norm_that_is_not_finite_is_told_before_the_loss_is() -> None:
+    accelerator, guards = guarded(GuardKwargs())
+    net = network()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(net(batch(0)).mean())
+    net[0].weight.grad[0] = math.nan
+    accelerator.clip_grad_norm_(net.parameters(), 1.0)
+    guards.examine(window([1.0, math.nan]))
+    [finding] = guards.voice.said
+    assert finding.step == 0
+    assert "the norm of the gradients is nan, and the loss was finite until then" in finding.text
+    assert "every gradient is nan" in finding.text
+
+
+def test_an_ordinary_run_is_left_in_peace() -> None:
+    accelerator, guards = guarded(GuardKwargs())
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    losses = curves()["small batches"]
+    for first in range(0, STEPS, 500):
+        optimizer.updates = scheduler.scheduler.last_epoch = first
+        for group, rate in zip(optimizer.param_groups, scheduler.scheduler._get_closed_form_lr(), strict=True):
+            group["lr"] = rate
+        guards.examine(window(losses[first : first + 500].tolist(), first))
+        times = {"data": [0.2], "forward": [0.3], "backward": [0.4], "waiting": [0.0]}
+        guards.interval({"seconds": 1.0, "first": first, "last": first + 499, "steps": 500, "phases": times, "slowest": [500]})
+    assert not guards.voice.said
+
+
+# -- how it is said ---------------------------------------------------------------------------------------------------
+
+
+def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[dict[str, Any]] = []
+    voice = Voice(told.append)
+    said = [step for step in range(5000) if voice.say(Finding("spike", step, 0, "it jumped", "look"))]
+    assert said == [0, 100, 1100]
+    assert voice.say(Finding("drift", 7, None, "apart", "look", {"ranks": [1]}))
+    assert [(one["guard"], one["step"]) for one in told] == [("spike", 0), ("spike", 100), ("spike", 1100), ("drift", 7)]
+    assert told[3] == {"kind": "guard", "guard": "drift", "step": 7, "rank": None, "text": "apart", "remedy": "look", "ranks": [1]}
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[1] == "step 100, rank 0: it jumped. What to do: look. (Found 99 times more since it was said last.)"
+    assert lines[2].endswith("(Not said again in this run.)")
+
+
+# -- learning rates ---------------------------------------------------------------------------------------------------
+
+
+def scheduled(make: Any, per_update: int, updates: int) -> list[Finding]:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    scheduler = make(optimizer)
+    schedule, found = Schedule(processes=per_update), []
+    for update in range(1, updates + 1):
+        optimizer.step()
+        for _ in range(per_update):
+            scheduler.step()
+        if update % 7 == 0:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            found.append(schedule.look(update, rates, moves=scheduler.last_epoch, course=Course.of(scheduler), per_process=True))
+    return [finding for finding in found if finding]
+
+
+def linear(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda move: min(move / 20, max(0.0, (400 - move) / 380)))
+
+
+def test_a_rate_that_ended_early_is_told_with_the_reason() -> None:
+    found = scheduled(linear, per_update=4, updates=400)
+    assert "has been 0 since about update 105, and training goes on (the scheduler has moved 504 times in 126 updates)" in found[0].text
+    assert "it moves 4 times per update, once for each process" in found[0].remedy
+    [finding, *_] = scheduled(lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 100, eta_min=0.01), 1, 200)
+    assert "rises again" in finding.text
+    assert "as long as training" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        linear,
+        lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 400),
+        lambda one: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(one, 50),
+        lambda one: torch.optim.lr_scheduler.CyclicLR(one, 0.0, 0.1, step_size_up=50),
+        lambda one: torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=401),
+        lambda one: torch.optim.lr_scheduler.StepLR(one, 100),
+        lambda one: torch.optim.lr_scheduler.ConstantLR(one, 0.5, 10),
+        lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda move: 0.0),
+    ],
+)
+def test_rates_that_last_are_no_finding(make: Any) -> None:
+    assert not scheduled(make, per_update=1, updates=400)
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def interval(**phases: list[float]) -> dict[str, Any]:
+    return {"seconds": 1.0, "first": 0, "last": 9, "steps": 10, "phases": phases, "slowest": [9, 1]}
+
+
+def test_steps_that_starve_are_told_with_the_number_of_workers_to_try() -> None:
+    starving = Starving(0.3, processors=16, local_ranks=2)
+    hungry, fed = interval(data=[0.7, 0.1]), interval(data=[0.1, 0.1])
+    assert not any(starving.look(hungry) for _ in range(6)), "the first intervals are left out, and one alone says nothing"
+    finding = starving.look(hungry, workers=2, pinned=False)
+    assert finding is not None
+    assert (finding.rank, finding.details["share"]) == (0, 0.7)
+    assert finding.remedy == "num_workers=7 instead of 2, and prefetch_factor=4, pin_memory=True"
+    remedy = getattr(starving.look(hungry, workers=4), "remedy", "")
+    assert "4 workers are too few and 14 would be more than the 8 processors" in remedy
+    assert [starving.look(fed, workers=2) for _ in range(5)][-1] is None
+
+
+def test_a_rank_that_is_always_the_last_is_named_with_what_takes_it_longer() -> None:
+    straggler = Straggler(0.3)
+    slow = interval(waiting=[0.0, 0.5], data=[0.6, 0.1], forward=[0.2, 0.2])
+    finding = [straggler.look(slow) for _ in range(7)][-1]
+    assert finding is not None
+    assert finding.rank == 0
+    assert "its data takes 0.6 of each second and that of the others 0.1" in finding.remedy
+    changing = {**slow, "slowest": [5, 5]}
+    assert not any(Straggler(0.3).look(changing) for _ in range(10))
+    straggler = Straggler(0.3)
+    assert not any([straggler.look(interval(waiting=[0.0, 0.2])) for _ in range(10)])
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_that_drift_apart_are_told_with_the_parameter_and_the_rank(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator, guards = guarded(GuardKwargs(drift_every=3, schedule=False))
+        net = network()
+        net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+        said = []
+        for number in range(7):
+            accelerator.backward(net(batch(number, accelerator.process_index)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 4 and accelerator.process_index == 1:
+                with torch.no_grad():
+                    net[2].weight[0, 1] += 1e-12
+            accelerator.wait_for_everyone()
+            guards.examine(window([]))
+            said.append([(one.kind, one.step, one.rank, one.text) for one in guards.voice.said])
+        return said
+
+    main, other = ranks(2).run(run)
+    assert main[4] == []
+    [(kind, step, rank, text)] = main[5]
+    assert (kind, step, rank) == ("drift", 6, 1)
+    assert "2.weight of rank 1 is not that of rank 0 (1 of 4 parameters differ)" in text
+    assert not any(other)
+
+
+def test_replicas_that_may_differ_are_not_compared(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator, guards = guarded(GuardKwargs(drift_every=1, schedule=False))
+        net = network()
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def step(number: int) -> None:
+            accelerator.backward(net(batch(number, accelerator.process_index)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            guards.examine(window([]))
+
+        with LocalSGD(accelerator, net, local_sgd_steps=4) as local:
+            for number in range(4):
+                step(number)
+                local.step()
+        with accelerator.join_uneven_inputs([net]):
+            for number in range(2 + accelerator.process_index):
+                step(number)
+        for number in range(3):
+            step(number)
+        accelerator.wait_for_everyone()
+        guards.examine(window([]))
+        return guards.voice.said, optimizer.updates
+
+    assert ranks(2).run(run) == [([], 9), ([], 10)]
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_nan": "ignore"}, "on_nan='ignore'.*'warn', 'skip', 'raise', 'off'"),
+        ({"on_nan": None}, "on_nan=None"),
+        ({"loss_spike": 1}, "loss_spike=1.*from 3"),
+        ({"loss_spike": math.inf}, "loss_spike=inf"),
+        ({"loss_spike": "10"}, "loss_spike='10'"),
+        ({"drift_every": 0}, "drift_every=0.*from 1.*None"),
+        ({"drift_every": True}, "drift_every=True"),
+        ({"drift_every": 2.5}, "drift_every=2.5"),
+        ({"starving": 30}, "starving=30.*between 0 and 1"),
+        ({"straggler": 0}, "straggler=0.*between 0 and 1"),
+        ({"straggler": math.nan}, "straggler=nan"),
+        ({"schedule": 1}, "schedule=1"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GuardKwargs(**options)
