@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,7 @@ from slipstream.config.handlers import GradientAccumulationPlugin, ProjectConfig
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.devices.table import RNGType
 from slipstream.facade.checkpoints import Checkpoints
-from slipstream.facade.checks import check_arguments, random_kinds
+from slipstream.facade.checks import check_arguments, given_arguments, random_kinds
 from slipstream.facade.handlers import sort_handlers
 from slipstream.facade.parts import accumulation_of, assemble, dynamo_of, loading_of, project_of
 from slipstream.facade.preparation import Preparation
@@ -24,8 +25,10 @@ from slipstream.facade.processes import Processes
 from slipstream.facade.saving import Saver
 from slipstream.facade.settings import Settings
 from slipstream.facade.training import Training
+from slipstream.facade.watching import Watch, guard, with_local
 from slipstream.parallel.compile import TorchDynamoPlugin
 from slipstream.runtime.state import AcceleratorState
+from slipstream.step.ledger.report import LedgerReport
 from slipstream.step.profiling.block import profiling
 from slipstream.step.profiling.options import ProfileKwargs
 from slipstream.track.registry import resolve
@@ -102,10 +105,12 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         outputs_to_fp32: bool = False,
         scheduler_steps_per_process: bool = False,
         async_save: bool = False,
+        on_nan: str | None = None,
         **options: Any,
     ) -> None:
         check_arguments(locals(), Accelerator.__init__)
-        asked = sort_handlers(kwargs_handlers)
+        told = given_arguments(locals(), Accelerator.__init__)
+        asked = sort_handlers(kwargs_handlers).guarding(on_nan)
         if asked.init is not None:
             options = {**asked.init.to_kwargs(), **options}
         self.state = AcceleratorState(mixed_precision, cpu, gradient_accumulation_steps=gradient_accumulation_steps, **options)
@@ -126,9 +131,13 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         )
         self._saver = Saver(self._parts, self.project_configuration, async_save)
         self._saver.begin_numbering()
+        chosen = resolve(log_with, self.logging_dir)
+        self._log_with = [tracker.name for tracker in chosen]
         self._trackers = Trackers(
-            resolve(log_with, self.logging_dir), self.logging_dir, is_main_process=self.state.is_main_process
+            with_local(chosen, self.project_configuration), self.logging_dir, is_main_process=self.state.is_main_process
         )
+        self._guards = guard(self._parts, self._handlers.guards)
+        self._watch = Watch(self._parts, self.project_configuration, self._trackers, told)
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_YET:
@@ -145,7 +154,7 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
     @property
     def log_with(self) -> list[str]:
         """The names of the trackers that were chosen."""
-        return self._trackers.names
+        return self._log_with
 
     @property
     def trackers(self) -> list[Any]:
@@ -153,8 +162,11 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         return self._trackers.started
 
     def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None) -> None:
-        """Starts the trackers of `log_with`, on the main process."""
-        self._trackers.start(project_name, config, init_kwargs)
+        """Begins a run, on the main process: its folder below `project_dir`, and the trackers of `log_with`.
+
+        The folder is named after project and time; `init_kwargs={"local": {"name": "first"}}` names it, and `"resume": True` goes on there.
+        """
+        self._watch.begin(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by name; with `unwrap`, the package's own run object."""
@@ -164,6 +176,36 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         """Sends values to every tracker, from the main process."""
         self._trackers.log(values, step, log_kwargs)
 
+    def log_images(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Sends pictures by name, one or a list or a batch each, to every tracker that keeps pictures."""
+        self._trackers.log_images(values, step, log_kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Sends a table, rows with `columns` or a data frame, to every tracker that keeps tables."""
+        self._trackers.log_table(table_name, columns, data, dataframe, step, log_kwargs)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The folder of the run that is under way; None before it, without a `project_dir`, and on other processes than the main one."""
+        return self._watch.run_dir
+
+    def ledger(self) -> LedgerReport:
+        """Where the time of the steps went so far: on the main process of all processes, elsewhere of this one. Waits for nobody.
+
+        >>> accelerator = Accelerator(cpu=True)
+        >>> accelerator.ledger().steps
+        0
+        """
+        return self._parts.ledger.report()
+
     # -- the rest -------------------------------------------------------------------------------------------------
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
@@ -171,9 +213,11 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         return profiling(profile_handler or self._handlers.profile, self.state.runtime)
 
     def end_training(self) -> None:
-        """Waits for a checkpoint that is being written, ends the trackers and closes the process group: for the end of a run."""
+        """For the end of a run: waits for a checkpoint that is being written, ends the trackers, says where the time went, writes the
+        report, and closes the process group.
+        """
         try:
             self._saver.background.wait()
         finally:
-            self._trackers.finish()
+            self._watch.end()
             self.state.destroy_process_group()

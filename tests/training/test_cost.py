@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slipstream
 from slipstream import Accelerator
+from slipstream.step.ledger.options import LedgerKwargs
 
 PACKAGE = str(Path(slipstream.__file__).parent)
 
@@ -53,7 +54,8 @@ def entered(calls: Any) -> set[str]:
 
 
 def test_a_step_enters_at_most_five_modules_reads_no_variable_and_looks_up_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, net, optimizer, loader, scheduler = prepared(steps=2)
+    settles_later = LedgerKwargs(interval=3600.0)  # once per interval the ledger looks at its rows, between two steps
+    accelerator, net, optimizer, loader, scheduler = prepared(steps=2, kwargs_handlers=[settles_later])
     batches = iter(loader)
     step(accelerator, net, optimizer, next(batches)[0], scheduler)
     step(accelerator, net, optimizer, next(batches)[0], scheduler)

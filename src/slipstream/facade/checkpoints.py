@@ -11,10 +11,12 @@ from torch.utils.hooks import RemovableHandle
 
 from slipstream.checkpoint.models import save_model
 from slipstream.checkpoint.single import save
+from slipstream.checkpoint.store import redacted
 from slipstream.errors import ConfigError
 from slipstream.facade.parts import Parts
 from slipstream.facade.restoring import Wishes, restore
 from slipstream.facade.saving import Options, Saver
+from slipstream.facade.watching import Watch
 from slipstream.logging import get_logger
 
 __all__ = ["Checkpoints"]
@@ -27,6 +29,7 @@ class Checkpoints:
 
     _parts: Parts
     _saver: Saver
+    _watch: Watch
 
     def save_state(
         self,
@@ -71,7 +74,10 @@ class Checkpoints:
             raise ConfigError(f"save_state(metric={metric!r}): it is one number, which says how good the checkpoint is, e.g. the loss")
         behind = self._saver.behind if async_save is None else async_save
         number = None if metric is None else float(metric)
-        return self._saver.save(output_dir, Options(behind, dedup, number, max_shard_size))
+        with self._watch.timed("checkpoint") as details:
+            path = self._saver.save(output_dir, Options(behind, dedup, number, max_shard_size))
+            details.update(path=redacted(path), text=os.path.basename(path), behind=behind)
+        return path
 
     def load_state(
         self,
@@ -111,7 +117,10 @@ class Checkpoints:
             )
         if given.get("weights_only") is False:
             allow_pickle = True
-        return restore(self._saver, input_dir, Wishes(strict, allow_pickle, resume))
+        with self._watch.timed("restore") as details:
+            path = restore(self._saver, input_dir, Wishes(strict, allow_pickle, resume))
+            details.update(path=redacted(path), text=os.path.basename(path))
+        return path
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects to what `save_state` saves and `load_state` loads, by their `state_dict` and `load_state_dict`.

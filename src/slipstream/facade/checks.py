@@ -14,7 +14,7 @@ from slipstream.devices.table import RNGType
 from slipstream.errors import ConfigError
 from slipstream.parallel.compile import TorchDynamoPlugin
 
-__all__ = ["check_arguments", "random_kinds"]
+__all__ = ["check_arguments", "given_arguments", "random_kinds"]
 
 _OPTIONS = ("backend", "barrier_timeout", "debug", "hang_warning", "init_method", "timeout")
 
@@ -54,6 +54,13 @@ def check_arguments(given: Mapping[str, Any], constructor: Any) -> None:
     handlers = given["kwargs_handlers"]
     if handlers is not None and not isinstance(handlers, list | tuple):
         raise ConfigError(f"Accelerator(kwargs_handlers={type(handlers).__name__}(...)): write a list, [{type(handlers).__name__}(...)]")
+
+
+def given_arguments(given: Mapping[str, Any], constructor: Any) -> dict[str, Any]:
+    """The arguments of a call that differ from their defaults, for the record of the run."""
+    parameters = inspect.signature(constructor).parameters
+    changed = {name: given[name] for name, one in parameters.items() if name not in ("self", "options") and given[name] is not one.default}
+    return {**changed, **given["options"]}
 
 
 def _check_names(options: Mapping[str, Any], constructor: Any) -> None:

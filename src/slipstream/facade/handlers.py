@@ -39,7 +39,7 @@ class Handlers:
         if on_nan is None:
             return self
         if self.guards is not None:
-            raise ConfigError(f"Accelerator(on_nan={on_nan!r}, kwargs_handlers=[GuardKwargs(...)]): write GuardKwargs(on_nan={on_nan!r}, ...)")
+            raise ConfigError(f"Accelerator(on_nan={on_nan!r}) and a GuardKwargs: write GuardKwargs(on_nan={on_nan!r}, ...) alone")
         return replace(self, guards=GuardKwargs(on_nan=on_nan))
 
     def fitting(self, mixed_precision: str) -> Handlers:

@@ -156,10 +156,14 @@ class RunFolder:
         return Journal(self.path / name, indexed=indexed)
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, rank: int | None = None, **details: Any) -> None:
-        """Notes what happened, for the time axis of the report."""
+        """Notes what happens now, for the time axis of the report."""
+        self.add_event({"time": self._now(), "kind": kind, "step": step, "rank": rank, "text": text, **details})
+
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        """The same for what was noted elsewhere, with the time that it has."""
         if self._events is None:
             self._events = self.journal("events.jsonl")
-        self._events.append({"time": self._now(), "kind": kind, "step": step, "rank": rank, "text": text, **details})
+        self._events.append(dict(event))
 
 
 # -- names ----------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from slipstream.comm.differentiable import gather_with_gradient
 from slipstream.comm.gather import Arrange
 from slipstream.comm.sites import call_site
 from slipstream.config import Config, for_worker
+from slipstream.config.checks import Choice
 from slipstream.config.schema import Compute
 from slipstream.config.sources import environment
 from slipstream.devices import rng
@@ -303,6 +304,11 @@ class AcceleratorState(PartialState):
     def compute(self) -> Compute:
         """What this object was told about computing: precision, accumulation, compilation."""
         return self._config.compute
+
+    @property
+    def options(self) -> dict[str, Choice]:
+        """Every option with its value and where that came from."""
+        return self._config.choices()
 
     @property
     def runtime(self) -> Runtime:

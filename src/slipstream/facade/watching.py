@@ -1,0 +1,285 @@
+"""What a run tells of itself, joined for one Accelerator: its folder, trackers, ledger, guards, and the report at the end.
+
+With a `project_dir` the main process keeps `<project_dir>/runs/<NAME>/`: `init_trackers` makes it, or, in a script without that call, the
+first thing that there is to write. Everything that happens before is kept until then. Other processes, and runs without a `project_dir`,
+write nothing: what they have to tell goes to the main process by the ledger's side channel, or to the terminal.
+
+What it never does: take part in a collective, or end a training because of something that it could not write.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slipstream.checkpoint.store import is_url, redacted
+from slipstream.comm.gather import gather_objects
+from slipstream.config.handlers import ProjectConfiguration
+from slipstream.config.redact import redact, redact_text
+from slipstream.config.sources import environment
+from slipstream.devices.packages import version_of
+from slipstream.facade.parts import Parts
+from slipstream.logging import get_logger
+from slipstream.runs.environment import environment_report
+from slipstream.runs.folder import RunFolder, git_state
+from slipstream.runs.journal import Journal
+from slipstream.runtime.memory.naming import Named, named_tensors
+from slipstream.runtime.memory.snapshot import MemorySnapshot
+from slipstream.runtime.memory.watch import watch_memory
+from slipstream.step.guards.guards import Guards
+from slipstream.step.guards.options import GuardKwargs
+from slipstream.track.local import LocalTracker
+from slipstream.track.plain import plain
+from slipstream.track.registry import Chosen
+from slipstream.track.trackers import Trackers, settings_of
+
+__all__ = ["Watch", "guard", "with_local"]
+
+_NOTE = "folder of the run"
+_KEPT = 1000
+"""Events and intervals that wait for a folder."""
+
+
+class Watch:
+    """The folder of the run of one Accelerator, and what goes into it."""
+
+    def __init__(self, parts: Parts, project: ProjectConfiguration, trackers: Trackers, told: Mapping[str, Any]) -> None:
+        self._parts = parts
+        self._project = project
+        self._trackers = trackers
+        self._told = told
+        """The arguments of the Accelerator that were given."""
+        self.folder: RunFolder | None = None
+        self._ledger: Journal | None = None
+        self._waiting: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT)
+        self._said: set[str] = set()
+        self._ended = False
+        self._left: weakref.finalize[..., Any] | None = None
+        self._memory = watch_memory(self._tensors, self._place_of_snapshots, self._tell_snapshot)
+        weakly = weakref.WeakMethod
+        parts.ledger.sinks.append(partial(_if_alive, weakly(self.interval)))
+        parts.ledger.event_sinks.append(partial(_if_alive, weakly(self.event)))
+
+    # -- beginning ------------------------------------------------------------------------------------------------
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The folder of the run that is under way."""
+        return None if self.folder is None else self.folder.path
+
+    @property
+    def root(self) -> Path | None:
+        """Where runs are kept; None where nothing is, and on processes that do not write."""
+        given = self._project.project_dir
+        if given is None or not self._parts.state.is_main_process:
+            return None
+        if is_url(given):
+            self._say(f"project_dir={redacted(given)} is no folder of this machine, so this run gets none: no report is written")
+            return None
+        return Path(os.path.expanduser(given))
+
+    def begin(self, project: str, config: Any, init_kwargs: Mapping[str, Any] | None) -> None:
+        """Begins a run under its own name: the folder, then the trackers."""
+        if self.folder is not None and not self._trackers.started:
+            self._close("finished")  # one that was made without a name, before this call
+        if self.root is not None and not self._trackers.started:
+            local = dict((init_kwargs or {}).get("local", {}))
+            self._open(project, local.get("name"), resume=bool(local.get("resume", False)), config=config)
+        try:
+            self._trackers.start(project, config, init_kwargs, folder=self.folder)
+        except BaseException:
+            self._close("failed")
+            raise
+
+    def _open(self, project: str, name: str | None = None, *, resume: bool = False, config: Any = None) -> None:
+        root, process = self.root, self._parts.state.runtime.process
+        assert root is not None
+        self.folder = RunFolder.create(
+            root,
+            name,
+            project=project,
+            resume=resume,
+            run_id=process.run_id,
+            restarted=process.attempt > 0,
+            details={
+                "command": [redact_text(one) for one in sys.argv],
+                "git": git_state(),
+                "versions": {one: version_of(one) for one in ("slipstream", "torch")} | {"python": sys.version.split()[0]},
+            },
+            attempt={"world_size": process.world_size, "host": process.host},
+        )
+        self._ended = False
+        options = {name: {"value": shown, "origin": origin} for name, shown, origin in self._options()}
+        settings = {name: _shown(name, value) for name, value in (plain(settings_of(config)) or {}).items()}
+        self.folder.write_json("config.json", {"settings": settings, "options": options})
+        report = environment_report(environment())
+        told = {f"{part}: {name}": str(value) for part, every in report.items() for name, value in every.items()}
+        self.folder.write_json("environment.json", told)
+        self._parts.state.runtime.notes.agree(_NOTE, str(self.folder.path.absolute()))
+        self._ledger = self.folder.journal("ledger.jsonl")
+        self._left = weakref.finalize(self, _left_alone, self.folder, self._ledger)
+        while self._waiting:
+            kind, record = self._waiting.popleft()
+            self._write(kind, record)
+
+    def _options(self) -> list[tuple[str, Any, str]]:
+        choices = self._parts.state.options
+        told = [(name, plain(value), f"from Accelerator({name}=...)") for name, value in self._told.items() if name not in choices]
+        return [*((name, _shown(name, plain(choice.value)), str(choice.origin)) for name, choice in choices.items()), *told]
+
+    # -- what happens ---------------------------------------------------------------------------------------------
+
+    def interval(self, interval: dict[str, Any]) -> None:
+        """Where the time of an interval went, on all processes."""
+        self._write("interval", interval)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """What happened somewhere: kind, text, and whatever belongs to it."""
+        self._write("event", {"time": time.time(), "step": None, "rank": None, "text": "", **event})
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[dict[str, Any]]:
+        """A block whose end is an event, with the seconds that it took and what is put into the dict."""
+        details: dict[str, Any] = {}
+        began = time.perf_counter()
+        yield details
+        self.event({"kind": kind, "step": self._parts.ledger.step, "seconds": round(time.perf_counter() - began, 6), **details})
+
+    def _write(self, kind: str, record: dict[str, Any]) -> None:
+        if self._ended or self.root is None:
+            return
+        if self.folder is None:
+            self._waiting.append((kind, record))
+            if kind == "interval":  # the script trains and has not named its run
+                self._safely("made", lambda: self._open(Path(sys.argv[0]).stem or "run"))
+            return
+        self._safely("written", lambda: self._put(kind, record))
+
+    def _put(self, kind: str, record: dict[str, Any]) -> None:
+        assert self.folder is not None
+        if kind == "event":
+            self.folder.add_event(plain(record))
+        elif self._ledger is not None:
+            self._ledger.append(plain(record))
+
+    def _safely(self, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # a full disk, a folder taken away: the training is worth more than its records
+            self._say(f"the folder of the run could not be {what} ({type(error).__name__}: {error}); the training goes on without it")
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            get_logger(__name__).warning(text)
+
+    # -- memory that ran out (runtime/memory/) --------------------------------------------------------------------
+
+    def _tensors(self) -> Iterable[Named]:
+        models = [model.original for model in self._parts.stepper.models]
+        return named_tensors(models, [one.optimizer for one in self._parts.registry.optimizers])
+
+    def _place_of_snapshots(self) -> Path | None:
+        """The folder of the run; other processes ask the main one's note."""
+        if self.folder is not None:
+            return self.folder.path
+        notes = self._parts.state.runtime.notes
+        return Path(notes.agree(_NOTE, "")) if notes.has(_NOTE) else None
+
+    def _tell_snapshot(self, path: Path, snapshot: MemorySnapshot) -> None:
+        self._parts.ledger.tell({"kind": "memory", "text": "memory ran out", "path": path.name, "step": self._parts.ledger.step})
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def end(self, state: str = "finished") -> Path | None:
+        """Ends ledger, trackers and run, and says where the time went; the path of the report that was written."""
+        report = self._parts.ledger.finish()
+        if report.steps and self._parts.ledger.options.summary and self._parts.state.is_main_process:
+            print(f"\n{report.table()}", file=sys.stderr, flush=True)
+        self._memory.close()
+        self._trackers.finish()
+        if self.folder is None and self._waiting and self.root is not None:
+            self._safely("made", lambda: self._open(Path(sys.argv[0]).stem or "run"))
+        folder = self.folder
+        if folder is None:
+            return None
+        self._close(state)
+        return self._report(folder)
+
+    def _close(self, state: str) -> None:
+        folder, ledger = self.folder, self._ledger
+        self.folder = self._ledger = None
+        if self._left is not None:
+            self._left.detach()
+        if folder is not None:
+            self._safely("written", lambda: folder.event("end", state))
+            self._safely("closed", lambda: folder.end(state))
+        if ledger is not None:
+            ledger.close()
+
+    def _report(self, folder: RunFolder) -> Path | None:
+        from slipstream.report import write
+
+        written: list[Path] = []
+        self._safely("shown", lambda: written.append(write([folder.path], folder.path / "report.html")))
+        return written[0] if written else None
+
+
+def _shown(name: str, value: Any) -> Any:
+    """A value that may stand in a report: what is named like a secret is not shown."""
+    if isinstance(value, Mapping):
+        return {key: _shown(f"{name}.{key}", one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_shown(name, one) for one in value]
+    return redact(name, value) if isinstance(value, str) else value
+
+
+def guard(parts: Parts, options: GuardKwargs | None) -> Guards:
+    """The guards of an Accelerator, hung in where they look."""
+    state, registry = parts.state, parts.registry
+
+    def exchange(value: Any) -> list[Any]:
+        return gather_objects(state.channel(), state.limits, value, operation="guards") or []
+
+    guards = Guards(
+        options or GuardKwargs(),
+        parts.stepper,
+        rank=state.process_index,
+        world_size=state.num_processes,
+        local_ranks=state.runtime.process.local_world_size,
+        optimizers=lambda: registry.optimizers,
+        schedulers=lambda: registry.schedulers,
+        loaders=lambda: registry.loaders,
+        exchange=exchange,
+        store=lambda: state.runtime.store,
+    )
+    guards.attach(parts.ledger, parts.clipper, parts.strategy)
+    return guards
+
+
+def with_local(chosen: Chosen, project: ProjectConfiguration) -> Chosen:
+    """The trackers of `log_with`, and the local one besides where the run has a folder."""
+    if project.project_dir is None or is_url(project.project_dir) or any(one.name == LocalTracker.name for one in chosen):
+        return chosen
+    return Chosen([*chosen, LocalTracker], chosen.optional)
+
+
+def _if_alive(method: weakref.WeakMethod[Callable[[dict[str, Any]], None]], record: dict[str, Any]) -> None:
+    alive = method()
+    if alive is not None:
+        alive(record)
+
+
+def _left_alone(folder: RunFolder, ledger: Journal) -> None:
+    """A script that ends, or forgets its Accelerator, without end_training: its run has ended too."""
+    ledger.close()
+    with suppress(OSError):
+        folder.end("failed" if hasattr(sys, "last_type") else "finished")
