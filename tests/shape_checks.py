@@ -43,6 +43,7 @@ LAYERS = {
     "__init__": 10,
     "utils": 10,
     "hooks": 10,
+    "tracking": 10,
     "integrations": 10,
     "cli": 11,
     "testing": 11,
