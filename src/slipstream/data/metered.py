@@ -6,8 +6,10 @@ data, and its forward passes, are counted as such when it is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
+
+import torch
 
 from slipstream.comm.meter import DATA, EVALUATION, FORWARD, SAMPLES, TOKENS, Meter
 from slipstream.comm.nested import ignorant_find_batch_size
@@ -26,7 +28,7 @@ class _Loader(Protocol):
 def metered(batches: Iterator[Any], meter: Meter, loader: _Loader, rank: int, size: int | None) -> Iterator[Any]:
     """The same batches. `size` is how many samples a full one has on this rank; None if only a batch can tell."""
     meter.begin()
-    before, count, is_first = -1, None, True
+    before, count, measure, is_first = -1, None, _size, True
     spent, trained, at_first = meter.spent, meter.trained, meter.spent[:]
     try:
         while True:
@@ -41,14 +43,14 @@ def metered(batches: Iterator[Any], meter: Meter, loader: _Loader, rank: int, si
             meter.phase = DATA
             batch = next(batches)  # its StopIteration, and any other exception, ends the pass below
             if is_first:
-                is_first, count = False, meter.token_counter(batch)
+                is_first, count, measure = False, meter.token_counter(batch), _size_of(batch)
             now = meter.clock()
             spent[meter.phase] += now - meter.since
             meter.since, meter.phase, before = now, before, -1
-            shares = loader.shares
             if size is None:
-                spent[SAMPLES] += ignorant_find_batch_size(batch) or 1
+                spent[SAMPLES] += measure(batch)
             else:
+                shares = loader.shares
                 spent[SAMPLES] += size if shares is None else shares.real[rank]
             if count is not None:
                 spent[TOKENS] += count(batch)
@@ -61,6 +63,19 @@ def metered(batches: Iterator[Any], meter: Meter, loader: _Loader, rank: int, si
         batches.close()  # type: ignore[attr-defined]  # a generator
         if meter.trained == trained:
             _was_evaluation(spent, at_first)
+
+
+def _size_of(batch: Any) -> Callable[[Any], int]:
+    """How the samples of batches like this one are counted: by the first tensor in it, wherever that is."""
+    if isinstance(batch, torch.Tensor) and batch.ndim:
+        return len
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list | tuple) else ()
+    key, first = next(iter(entries), (None, None))
+    return (lambda batch: len(batch[key])) if isinstance(first, torch.Tensor) and first.ndim else _size
+
+
+def _size(batch: Any) -> int:
+    return ignorant_find_batch_size(batch) or 1
 
 
 def _was_evaluation(spent: list[int], at_first: list[int]) -> None:
