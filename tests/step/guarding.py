@@ -1,4 +1,4 @@
-"""An Accelerator whose guards are the test's own, joined as `Accelerator` does it, and what it trains."""
+"""An Accelerator with its guards, and what it trains."""
 
 from __future__ import annotations
 
@@ -7,28 +7,13 @@ from typing import Any
 import torch
 
 from slipstream import Accelerator
-from slipstream.comm.gather import gather_objects
 from slipstream.step.guards.guards import Guards
 from slipstream.step.guards.options import GuardKwargs
 
 
-def guarded(options: GuardKwargs, **settings: Any) -> tuple[Accelerator, Guards]:
-    accelerator = Accelerator(cpu=True, **settings)
-    parts = accelerator._parts
-    state, registry = parts.state, parts.registry
-    guards = Guards(
-        options,
-        parts.stepper,
-        rank=state.process_index,
-        world_size=state.num_processes,
-        optimizers=lambda: registry.optimizers,
-        schedulers=lambda: registry.schedulers,
-        loaders=lambda: registry.loaders,
-        exchange=lambda value: gather_objects(state.channel(), state.limits, value, operation="on_nan"),
-        store=lambda: state.runtime.store,
-    )
-    guards.attach(parts.ledger, parts.clipper, parts.strategy)
-    return accelerator, guards
+def guarded(options: GuardKwargs, kwargs_handlers: Any = (), **settings: Any) -> tuple[Accelerator, Guards]:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options, *kwargs_handlers], **settings)
+    return accelerator, accelerator._guards
 
 
 def network(dtype: torch.dtype = torch.float64) -> torch.nn.Module:

@@ -212,7 +212,10 @@ class Watch:
         if folder is None:
             return None
         self._close(state)
-        return self._report(folder)
+        written = self._report(folder)
+        if written is not None and self._parts.ledger.options.summary:
+            print(f"report: {written}", file=sys.stderr, flush=True)
+        return written
 
     def _close(self, state: str) -> None:
         folder, ledger = self.folder, self._ledger
@@ -255,9 +258,7 @@ def guard(parts: Parts, options: GuardKwargs | None) -> Guards:
         rank=state.process_index,
         world_size=state.num_processes,
         local_ranks=state.runtime.process.local_world_size,
-        optimizers=lambda: registry.optimizers,
-        schedulers=lambda: registry.schedulers,
-        loaders=lambda: registry.loaders,
+        registry=registry,
         exchange=exchange,
         store=lambda: state.runtime.store,
     )

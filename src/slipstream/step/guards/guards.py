@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,7 +27,7 @@ from slipstream.step.optimizer import AcceleratedOptimizer, Linked
 from slipstream.step.scheduler import AcceleratedScheduler
 from slipstream.step.stepper import Stepper
 
-__all__ = ["Guards"]
+__all__ = ["Guards", "Registry"]
 
 _NORMS = 4096
 """How many norms are kept between two looks."""
@@ -37,8 +37,12 @@ def _nothing() -> None:
     return None
 
 
-def _none() -> Iterable[Any]:
-    return ()
+class Registry(Protocol):
+    """What was prepared."""
+
+    optimizers: list[AcceleratedOptimizer]
+    schedulers: list[AcceleratedScheduler]
+    loaders: list[Any]
 
 
 class Guards:
@@ -52,18 +56,17 @@ class Guards:
         rank: int = 0,
         world_size: int = 1,
         local_ranks: int = 1,
-        optimizers: Callable[[], Iterable[AcceleratedOptimizer]] = _none,
-        schedulers: Callable[[], Iterable[AcceleratedScheduler]] = _none,
-        loaders: Callable[[], Iterable[Any]] = _none,
+        registry: Registry,
         exchange: Callable[[Any], list[Any]] = lambda value: [value],
         store: Callable[[], Any] = _nothing,
     ) -> None:
         self.options = options
         self.voice = Voice(is_main=rank == 0)
-        self._stepper = stepper
+        # both lead to models, and to this: a cycle would keep them until garbage is collected
+        self._stepper, self._registry = weakref.ref(stepper), weakref.ref(registry)
+        self._scales = stepper.scaler.scales
         self._rank = rank
         self._world_size = world_size
-        self._optimizers, self._schedulers, self._loaders = optimizers, schedulers, loaders
         self._store = store
         self._ledger: Any = None
         self._norms: list[tuple[int | None, torch.Tensor]] = []
@@ -92,7 +95,9 @@ class Guards:
             return
         self._ledger = ledger
         self.voice.tell = ledger.tell
-        self._stepper.guards = self
+        stepper = self._stepper()
+        assert stepper is not None
+        stepper.guards = self
         if ledger.meter is None:
             self.first_look = math.inf  # nobody would compare
             if self.options != GuardKwargs(on_nan=self.options.on_nan):
@@ -106,9 +111,9 @@ class Guards:
                 ledger.sinks.append(self.interval)
         if self._updates is not None:
             strategy.watch_buckets(self._updates.look_at_bucket, leaves_out=self.options.on_nan == "skip")
-            if not self._stepper.scaler.scales:
+            if not self._scales:
                 clipper.before = self._updates.before_clipping
-        elif self.options.on_nan == "warn" and not self._stepper.scaler.scales:
+        elif self.options.on_nan == "warn" and not self._scales:
             clipper.after = self._keep_norm
 
     def begin(self, model: torch.nn.Module) -> None:
@@ -119,7 +124,7 @@ class Guards:
     def look(self, optimizer: AcceleratedOptimizer, linked: Linked) -> float:
         """Takes fingerprints of the weights after an update; with how many updates it is to be called again."""
         every = self.options.drift_every
-        if every is None or self._stepper.parted:
+        if every is None or linked.stepper.parted:
             return math.inf
         if all(getattr(model.prepared, "require_backward_grad_sync", True) for model in linked.models):
             drift = self._drifts.get(optimizer)
@@ -141,6 +146,9 @@ class Guards:
         step = self._step()
         losses = to_numbers([loss for at, loss in self._ledger.losses if at == step]) if step is not None else []
         return next((loss for loss in losses if not math.isfinite(loss)), losses[-1] if losses else None)
+
+    def _prepared(self, kind: str) -> list[Any]:
+        return list(getattr(self._registry(), kind, ()))
 
     # -- when the ledger settles ----------------------------------------------------------------------------------
 
@@ -170,7 +178,7 @@ class Guards:
             self._tell_bad(bad_norm[0], f"the norm of the gradients is {spell_value(bad_norm[1])}, and the loss was finite until then")
         elif bad_loss is not None:
             self._tell_bad(bad_loss[0], f"the loss is {spell_value(bad_loss[1])}")
-        elif self._stepper.scaler.scales and self._updates is None:
+        elif self._scales and self._updates is None:
             self._examine_scaled(steps[-1] if steps else None)
 
     def _tell_bad(self, step: int | None, text: str) -> None:
@@ -182,7 +190,7 @@ class Guards:
 
     def _where(self) -> str:
         """Which parameters are not finite now, as far as that says something."""
-        named = [entry for model in self._stepper.models for entry in reversed(list(model.original.named_parameters()))]
+        named = [entry for model in getattr(self._stepper(), "models", ()) for entry in reversed(list(model.original.named_parameters()))]
         gradients = [(name, one.grad) for name, one in named if one.grad is not None]
         weights: list[tuple[str, torch.Tensor]] = [(name, one.detach()) for name, one in named]
         for what, entries in (("gradient", gradients), ("weight", weights)):
@@ -198,7 +206,7 @@ class Guards:
         """A loss scaler that leaves out one update after the other, by the updates that were made since the last look."""
         if step is None:
             return
-        for optimizer in self._optimizers():
+        for optimizer in self._prepared("optimizers"):
             updates, since = self._stuck.get(optimizer, (-1, step))
             if optimizer.updates != updates:
                 self._stuck[optimizer] = (optimizer.updates, step)
@@ -206,8 +214,8 @@ class Guards:
                 self.voice.say(scaled_finding(step, step - since), shared=self._world_size > 1)
 
     def _examine_schedules(self) -> None:
-        schedulers = {id(one.scheduler.optimizer): one for one in self._schedulers() if hasattr(one.scheduler, "optimizer")}
-        for optimizer in self._optimizers():
+        schedulers = {id(one.scheduler.optimizer): one for one in self._prepared("schedulers") if hasattr(one.scheduler, "optimizer")}
+        for optimizer in self._prepared("optimizers"):
             schedule = self._schedules.get(optimizer)
             if schedule is None:
                 schedule = self._schedules[optimizer] = Schedule(self._world_size)
@@ -228,7 +236,7 @@ class Guards:
     def interval(self, interval: Mapping[str, Any]) -> None:
         """Looks at where the time of all ranks went; on the main process."""
         if self._starving is not None:
-            loader = next(iter(self._loaders()), None)
+            loader = next(iter(self._prepared("loaders")), None)
             workers = getattr(loader, "num_workers", None)
             pinned = bool(getattr(loader, "pin_memory", True)) or getattr(getattr(loader, "device", None), "type", "cpu") == "cpu"
             if finding := self._starving.look(interval, workers=workers, pinned=pinned):
