@@ -24,7 +24,7 @@ test: lint
 	$(BIN)/python -m pytest --durations=15 --durations-min=2
 
 quick: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not ranks and not launched and not netns"
+	$(BIN)/python -m pytest -m "not ranks and not launched and not netns and not browser"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

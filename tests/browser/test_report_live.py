@@ -1,0 +1,93 @@
+"""The live page in a real browser, fed by the real server: new points appear, and a lost connection is told and found again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.report.server import Server
+from slipstream.runs.folder import RunFolder
+
+
+def point(step: int, **values: float) -> dict[str, object]:
+    return {"step": step, "time": 1000.0 + step, "values": values}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "first", project="spirals")
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    running: list[tuple[Server, threading.Thread]] = []
+
+    def start(port: int = 0) -> Server:
+        server = Server([tmp_path], port=port, interval=0.05)
+        thread = threading.Thread(target=server.serve, name="server")
+        thread.start()
+        running.append((server, thread))
+        return server
+
+    yield start
+    for server, thread in running:
+        if thread.is_alive():
+            server.close()
+            thread.join()
+
+
+def test_points_names_and_runs_appear_by_themselves(look, run, serve, tmp_path):
+    journal = run.journal("metrics.jsonl")
+    for step in range(10):
+        journal.append(point(step, loss=1 / (step + 1)))
+    page = look(serve().url)
+    page.until("document.getElementById('status').textContent === 'Live'")
+    page.until("slipstream.model('loss')?.lines?.[0]?.points === 10")
+    journal.append(point(10, loss=0.5))
+    page.until("slipstream.model('loss').lines[0].points === 11")
+    journal.append(point(11, loss=0.25, accuracy=0.75))
+    page.until("slipstream.model('accuracy')?.lines[0].last === 0.75")
+    page.until("slipstream.model('loss').lines[0].points === 12")
+    run.event("checkpoint", "checkpoint_0", step=5)
+    page.until("slipstream.page.runs[0].events.some((one) => one.kind === 'checkpoint')")
+    journal.close()
+    second = RunFolder.create(tmp_path, "second", project="spirals")
+    with_points = second.journal("metrics.jsonl")
+    with_points.append(point(3, loss=2.0))
+    with_points.close()
+    page.until("slipstream.page.runs.length === 2 && slipstream.model('loss').lines.length === 2")
+
+
+def test_zooming_in_brings_the_points_that_were_thinned_away(look, run, serve):
+    journal = run.journal("metrics.jsonl")
+    for step in range(20_000):
+        journal.append(point(step, loss=step % 7))
+    journal.close()
+    page = look(serve().url)
+    page.until("slipstream.model('loss')?.lines?.[0]?.points > 0")
+    assert page.model("loss")["lines"][0]["points"] <= 2000
+    page.driver.execute_script("slipstream.page.state.set({range: [5000, 5500]})")
+    page.until("slipstream.page.plots[0].lines()[0].x.filter((one) => one >= 5000 && one <= 5500).length === 501")
+    assert page.ask("slipstream.page.plots[0].extent('step')") == [0, 19_999]
+    page.driver.execute_script("slipstream.page.state.set({range: null})")
+    page.until("slipstream.page.runs[0].detail === null")
+
+
+def test_a_lost_connection_is_told_and_found_again(look, run, serve):
+    journal = run.journal("metrics.jsonl")
+    journal.append(point(0, loss=1.0))
+    server = serve()
+    page = look(server.url)
+    page.may_complain = True  # about the server that is not there
+    page.until("slipstream.model('loss')?.lines?.[0]?.points === 1")
+    server.close()
+    page.until("document.getElementById('status').textContent.startsWith('Connection lost')")
+    journal.append(point(1, loss=0.5))
+    journal.close()
+    again = serve(server.server_port)
+    assert again.url == server.url
+    page.until("document.getElementById('status').textContent === 'Live'")
+    page.until("slipstream.model('loss')?.lines?.[0]?.points === 2")

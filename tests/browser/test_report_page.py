@@ -1,0 +1,313 @@
+"""The report in a real browser: curves are drawn, zoom and the choice of runs work with mouse and keyboard, and no text becomes markup."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from looking import PLOT
+from made_up import make_run
+from selenium.webdriver.common.keys import Keys
+
+from slipstream.report import write
+
+LOSS = "train/loss"
+STEPS = 600
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("project")
+    first = make_run(folder / "runs" / "first", steps=STEPS)
+    second = make_run(folder / "runs" / "second", steps=STEPS, seed=1, rate=1e-3)
+    return {
+        "one": write(first),
+        "two": write([first, second], folder / "two.html"),
+        "hostile": write(hostile_run(folder / "runs" / "third")),
+    }
+
+
+def hostile_run(folder: Path) -> Path:
+    """A run whose every text is markup, and whose every text is long."""
+    make_run(folder, steps=60, ranks=2)
+    bad = HOSTILE + "x" * 100
+    lines = [{"step": step, "time": 100.0 + step, "values": {f"{bad}/{bad}": step / 2, bad: "text" + bad}} for step in range(20)]
+    lines += [{"step": 20, "time": 120.0, "table": {"name": bad, "columns": [bad], "rows": [[bad]]}}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    event = {"time": 110.0, "kind": "guard", "step": 10, "rank": 0, "text": bad, "remedy": bad}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "project": bad, "command": [bad], "started": 100.0, "versions": {bad: bad}}))
+    config = {"settings": {bad: {bad: bad}}, "options": {bad: {"value": bad, "origin": bad}}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "environment.json").write_text(json.dumps({bad: bad}))
+    return folder
+
+
+def pixels(looker: Any, name: str, color: str) -> int:
+    """How many pixels of a chart have a colour."""
+    looker.canvas(name)
+    looker.settle()
+    counting = """
+        const data = plot.canvas.getContext("2d").getImageData(0, 0, plot.canvas.width, plot.canvas.height).data;
+        const wanted = [1, 3, 5].map((at) => parseInt(arguments[1].slice(at, at + 2), 16));
+        const alike = (at) => wanted.every((one, which) => Math.abs(data[at + which] - one) < 8) && data[at + 3] > 200;
+        let count = 0;
+        for (let at = 0; at < data.length; at += 4) count += alike(at);
+        return count;"""
+    return int(looker.ask(f"(() => {{ {PLOT} {counting} }})()", name, color))
+
+
+def test_curves_are_drawn_without_asking_anybody_for_anything(look, pages):
+    page = look(pages["one"])
+    model = page.model(LOSS)
+    assert model["x"] == [1, STEPS]
+    assert model["lines"][0]["points"] == STEPS
+    assert pixels(page, LOSS, model["lines"][0]["color"]) > 100
+    assert pixels(page, LOSS, "#123456") == 0
+    assert page.ask("performance.getEntriesByType('resource').map((one) => one.name).filter((name) => !name.startsWith('data:'))") == []
+    page.may_complain = True  # about the next line, which the policy of the page refuses
+    sent = page.driver.execute_async_script("const done = arguments[0]; fetch('data:,x').then(() => done(true), () => done(false))")
+    assert sent is False
+
+
+def test_what_is_no_number_is_a_gap_and_is_told(look, pages):
+    page = look(pages["one"])
+    told = page.canvas(LOSS).get_attribute("aria-label")
+    assert "1 value that is no number" in told
+    page.driver.execute_script("slipstream.page.state.set({range: [arguments[0] - 10, arguments[0] + 10]})", STEPS * 3 // 5)
+    page.hover(LOSS, 0.5)
+    assert page.until_it(lambda: "no number" in page.find(f'figure[data-name="{LOSS}"] .legend').text)
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_shows_everything(look, pages):
+    page = look(pages["two"])
+    page.drag(LOSS, 0.25, 0.5)
+    low, high = page.model(LOSS)["x"]
+    assert low == pytest.approx(1 + 0.25 * (STEPS - 1), abs=4)
+    assert high == pytest.approx(1 + 0.5 * (STEPS - 1), abs=4)
+    page.canvas("Time of a step")
+    assert page.model("Time of a step")["x"] == [low, high]
+    assert page.find("#reset").is_enabled()
+    page.double_click(LOSS)
+    assert page.model(LOSS)["x"] == [1, STEPS]
+    page.drag(LOSS, 0.9, 0.1)  # from right to left does the same
+    assert page.model(LOSS)["x"][0] > 1
+    page.click("#reset")
+    assert page.model(LOSS)["x"] == [1, STEPS]
+
+
+def test_the_keyboard_zooms_moves_and_reads(look, pages):
+    page = look(pages["one"])
+    page.driver.execute_script("arguments[0].focus()", page.canvas(LOSS))
+    page.press("+")
+    low, high = page.model(LOSS)["x"]
+    assert high - low == pytest.approx((STEPS - 1) / 2)
+    page.press(Keys.ARROW_RIGHT, holding=Keys.SHIFT)
+    assert page.model(LOSS)["x"] == [pytest.approx(low + (STEPS - 1) / 8), pytest.approx(high + (STEPS - 1) / 8)]
+    page.press("-")
+    assert page.model(LOSS)["x"] == [pytest.approx(low + (STEPS - 1) / 8 - (STEPS - 1) / 4), STEPS]
+    page.press("+", "+", "0")
+    assert page.model(LOSS)["x"] == [1, STEPS]
+    page.press(Keys.HOME)
+    assert page.until("slipstream.page.spoken.textContent").startswith("step 1,")
+    before = page.ask("slipstream.page.state.hover")
+    page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    page.settle()
+    assert page.ask("slipstream.page.state.hover") > before
+    page.press(Keys.END)
+    assert page.until_it(lambda: page.ask("slipstream.page.spoken.textContent").startswith(f"step {STEPS},"))
+    page.press(Keys.ESCAPE)
+    page.settle()
+    assert page.ask("slipstream.page.state.hover") is None
+
+
+def test_runs_are_chosen_by_mouse_and_by_keyboard(look, pages):
+    page = look(pages["two"])
+    assert [line["run"] for line in page.model(LOSS)["lines"]] == ["first", "second"]
+    color = page.model(LOSS)["lines"][0]["color"]
+    page.click('.run[data-run="first"] input')
+    assert [line["run"] for line in page.model(LOSS)["lines"]] == ["second"]
+    assert pixels(page, LOSS, color) == 0
+    page.driver.execute_script("document.querySelector('.run[data-run=\"first\"] input').focus()")
+    page.press(Keys.SPACE)
+    assert [line["run"] for line in page.model(LOSS)["lines"]] == ["first", "second"]
+    page.click('.run[data-run="second"] button')
+    assert [line["run"] for line in page.model(LOSS)["lines"]] == ["second"]
+    assert page.ask("slipstream.page.focused().label") == "second"
+
+
+def test_smoothing_logarithm_and_axis(look, pages):
+    page = look(pages["one"])
+    changes = "plot.lines()[0].y.reduce((sum, one, at, all) => sum + (Math.abs(one - all[at - 1]) || 0), 0)"
+    rough = f"(() => {{ {PLOT} return {changes} }})()"
+    before = page.ask(rough, LOSS)
+    page.driver.execute_script("document.getElementById('smoothing').focus()")
+    page.press(Keys.END)
+    page.settle()
+    assert page.ask("slipstream.page.state.smoothing") == pytest.approx(0.995)
+    assert page.ask(rough, LOSS) < before / 5
+    assert page.model(LOSS)["y"][1] > 2  # the scale is still that of what was logged
+    next(one for one in page.all(".toggle") if one.text == "Log scale").click()
+    assert page.model(LOSS)["log"]
+    assert page.model(LOSS)["y"][0] > 0
+    page.driver.execute_script("document.querySelector('.choices input').focus()")
+    page.press(Keys.ARROW_RIGHT)
+    seconds = page.model(LOSS)["x"]
+    assert 0 <= seconds[0] < seconds[1] < STEPS
+    page.press(Keys.ARROW_RIGHT)
+    assert page.model(LOSS)["x"][0] > 1.7e9
+
+
+def test_the_average_of_a_constant_is_that_constant_from_the_first_point_on(look, pages):
+    page = look(pages["one"])
+    assert page.ask("(() => { const [line] = slipstream.page.plots[0].lines(); return line.y.length })()") > 0
+    page.driver.execute_script("slipstream.page.state.set({smoothing: 0.9})")
+    series = {"steps": [0, 1, 5, 6, 100], "times": [0, 1, 2, 3, 4], "values": [2, 2, None, 2, 2]}
+    page.driver.execute_script("slipstream.page.runs[0].append({series: {constant: arguments[0]}}); slipstream.page.build()", series)
+    values = page.ask("Array.from(slipstream.page.plots.find((one) => one.name === 'constant').lines()[0].y)")
+    assert values == [pytest.approx(2), pytest.approx(2), None, pytest.approx(2), pytest.approx(2)]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_light_and_dark_as_the_system_says_and_the_other_by_a_button(look, pages, dark):
+    def brightness() -> int:
+        return sum(map(int, re.findall(r"\d+", page.ask("getComputedStyle(document.body).backgroundColor"))[:3]))
+
+    page = look(pages["one"], dark=dark)
+    page.driver.execute_script("localStorage.clear()")
+    first = brightness(), page.model(LOSS)["lines"][0]["color"]
+    assert (first[0] < 200) is dark
+    page.find("#theme").click()
+    assert (brightness() < 200) is not dark
+    assert page.model(LOSS)["lines"][0]["color"] != first[1]
+    page.find("#theme").click()
+    assert (brightness(), page.model(LOSS)["lines"][0]["color"]) == first
+    page.driver.execute_script("localStorage.clear()")
+
+
+def test_text_of_users_stays_text(look, pages):
+    page = look(pages["hostile"])
+    name = f"{HOSTILE}{'x' * 100}"
+    canvas = page.canvas(f"{name}/{name}")
+    assert canvas.get_attribute("aria-label").startswith(name)
+    page.hover(f"{name}/{name}", 10 / 19)
+    assert page.until_it(lambda: HOSTILE in page.find(".tip").text)
+    assert page.ask("window.hacked") is None
+    assert page.all("img, body script:not([id]) ~ script, iframe") == []
+    assert page.find("#config").text.count(HOSTILE) >= 3
+    for section in ("media", "events", "runs"):
+        assert HOSTILE in page.find(f"#{section}").text
+
+
+@pytest.mark.parametrize("which", ["one", "two", "hostile"])
+def test_nothing_is_wider_than_a_phone(look, pages, which):
+    page = look(pages[which], width=400, height=800)
+    page.driver.execute_script("for (const one of document.querySelectorAll('details')) one.open = true")
+    for button in page.all("figure:first-of-type .tools button:last-child")[:1]:
+        page.driver.execute_script("arguments[0].click()", button)
+    assert page.ask("innerWidth") == 400
+    wide = """[...document.querySelectorAll("body *")].filter((one) => {
+        const box = one.getBoundingClientRect();
+        return box.right > innerWidth + 1 && box.width && !one.closest(".scroll, .unseen, .skip");
+    }).map((one) => one.outerHTML.slice(0, 80))"""
+    assert page.ask(wide) == []
+    assert page.ask("document.documentElement.scrollWidth") <= 400
+
+
+def test_everything_has_a_name_and_the_keyboard_reaches_it_in_order(look, pages):
+    page = look(pages["two"])
+    nameless = """[...document.querySelectorAll("button, input, select, canvas[role], [tabindex], a")].filter((one) => {
+        const labels = [...(one.labels || [])].map((label) => label.textContent).join("");
+        return !(one.getAttribute("aria-label") || one.textContent.trim() || labels.trim());
+    }).map((one) => one.outerHTML)"""
+    assert page.ask(nameless) == []
+    assert page.ask("[...document.querySelectorAll('[tabindex]')].every((one) => one.tabIndex === 0)")
+    reached = []
+    for _ in range(24):
+        page.press(Keys.TAB)
+        here = "document.activeElement"
+        reached.append(page.ask(f"[{here}.className, {here}.tagName, {here}.id].join(' ')"))
+        assert page.ask(f"getComputedStyle({here}).outlineStyle !== 'none' || {here}.matches('.choices input')")
+    assert reached[0].startswith("skip")
+    order = [next(place for place, one in enumerate(reached) if word in one) for word in ("theme", "smoothing", "filter", "CANVAS")]
+    assert order == sorted(order)
+
+
+def test_a_chart_has_its_data_as_a_table(look, pages):
+    page = look(pages["two"])
+    figure = page.find(f'figure[data-name="{LOSS}"]')
+    button = figure.find_element("css selector", ".tools button:last-child")
+    page.driver.execute_script("arguments[0].focus()", button)
+    page.press(Keys.ENTER)
+    heads = [one.text for one in figure.find_elements("css selector", "th")]
+    assert heads == ["Step", "first", "second"]
+    assert 100 < len(figure.find_elements("css selector", "tbody tr")) <= 400
+    assert button.get_attribute("aria-pressed") == "true"
+
+
+def test_the_ledger_and_the_ranks(look, pages):
+    page = look(pages["one"])
+    page.canvas("Time of a step")
+    model = page.model("Time of a step")
+    assert model["bars"] == STEPS // 2
+    assert "waiting" in model["names"]
+    assert model["y"][1] < 1
+    assert page.find("#time .verdicts").text.count("Rank 2 was the last in") == 1
+    page.driver.execute_script("[...document.querySelectorAll('#time .choices input')].find((one) => one.value === 'share').click()")
+    assert page.model("Time of a step")["y"] == [0, 1]
+    name = "Work of each rank, without waiting"
+    page.canvas(name)
+    assert page.model(name)["ranks"] == 4
+    page.hover(name, 0.6, 8)
+    told = page.until_it(lambda: page.find(".tip").text)
+    assert re.search(r"rank 2\b.*\d ms of its own for each step.*slower than the median", told, re.DOTALL)
+
+
+def test_events_stand_on_every_chart_and_say_what_they_are(look, pages):
+    page = look(pages["one"])
+    kinds = [mark["kind"] for mark in page.model(LOSS)["marks"]]
+    assert kinds == ["checkpoint", "restart", "checkpoint", "guard", "warning", "checkpoint"]
+    page.hover(LOSS, (STEPS * 3 // 5 - 1) / (STEPS - 1))
+    told = page.until_it(lambda: page.find(".tip").text)
+    assert "The loss is no number." in told
+    assert "Lower the learning rate" in told
+    next(one for one in page.all(".controls .toggle") if one.text == "Events").click()
+    assert page.model(LOSS)["marks"] == []
+
+
+def test_settings_have_their_origins_and_differences_stand_out(look, pages):
+    page = look(pages["two"])
+    rows = [one.text for one in page.all("#config tr.differs")]
+    assert len(rows) == 2
+    assert rows[0].split() == ["learning_rate", "0.0003", "0.001"]
+    assert "from --num_processes" in page.find("#config").text
+    next(one for one in page.all("#config .toggle") if one.text == "Only differences").click()
+    assert len(page.find("#config .comparison").find_elements("css selector", "tbody tr")) == 1
+
+
+def test_pictures_and_tables_are_in_the_page(look, pages):
+    page = look(pages["one"])
+    page.driver.execute_script("document.getElementById('media').scrollIntoView()")
+    page.until("document.querySelector('.pictures img').naturalWidth === 96")
+    assert "between" in page.find("#media table").text
+
+
+def test_a_metric_is_found_by_its_name(look, pages):
+    page = look(pages["one"])
+    page.find("#filter").send_keys("norm")
+    page.settle()
+    shown = page.ask("[...document.querySelectorAll('#curves figure:not([hidden])')].map((one) => one.dataset.name)")
+    assert shown == ["train/gradient norm"]
+
+
+def test_on_paper_there_are_no_controls(look, pages):
+    page = look(pages["one"], dark=True)
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})
+    assert page.until("document.documentElement.dataset.theme === 'light'")
+    assert page.ask("getComputedStyle(document.querySelector('.controls')).display") == "none"
