@@ -5,6 +5,7 @@ Tests that use the pool of ranks are marked `ranks` by themselves, so `pytest -m
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+
+
+def pytest_collection_finish() -> None:
+    """What the collection made lives to the end: collecting garbage, which some tests do often, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

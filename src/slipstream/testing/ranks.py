@@ -30,8 +30,9 @@ from slipstream.testing.outcome import Outcome, failure
 
 __all__ = ["RankPool", "ranks"]
 
-_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "cloudpickle", "psutil", "slipstream", "slipstream.testing.worker")
-"""`torch._dynamo` is what the first optimizer and the first replica import."""
+_TORCH = ("torch", "torch.distributed", "torch._dynamo")
+_PRELOAD = (*_TORCH, "cloudpickle", "psutil", "slipstream.accelerator", "slipstream.inference.stages", "slipstream.testing.worker")
+"""`torch._dynamo` is what the first optimizer and the first replica import. The rest each rank imports by itself, after every fork."""
 _CLEANING_SECONDS = 20.0
 _STACKS_SECONDS = 0.5
 _DEAD_OR_STUCK = (EOFError, ConnectionError, TimeoutError)  # what a channel raises then; `_gather` finds out which of the two it is
