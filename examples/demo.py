@@ -2,8 +2,9 @@
 
     slipstream launch --cpu --num_processes 2 examples/demo.py
 
-It shows what the model says of the plane before and after, an accuracy over every test sample, and how fast it went. The same file runs as
-`python examples/demo.py`, on one process; the batches are the same, so the result is too, up to rounding.
+It shows what the model says of the plane before and after, an accuracy over every test sample, where the time went, and last the path of
+a report: a page with the curves, to open in a browser. The same file runs as `python examples/demo.py`, on one process; the batches are
+the same, so the result is too, up to rounding.
 """
 
 import math
@@ -50,7 +51,10 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 
 def main() -> None:
-    accelerator = Accelerator(effective_batch_size=BATCH, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    accelerator = Accelerator(
+        effective_batch_size=BATCH, dataloader_config=DataLoaderConfiguration(even_batches=False), project_dir="outputs/demo"
+    )
+    accelerator.init_trackers("spiral", config={"epochs": EPOCHS, "batch": BATCH, "lr": 1e-2})
     set_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(2, 128), torch.nn.Tanh(), torch.nn.Linear(128, 128), torch.nn.Tanh(), torch.nn.Linear(128, 2)
@@ -65,7 +69,7 @@ def main() -> None:
     )
 
     before = picture(accelerator.unwrap_model(model), accelerator.device)
-    started, samples, right, total = time.perf_counter(), 0, 0, 0
+    started, samples, step, right, total = time.perf_counter(), 0, 0, 0, 0
     epochs = tqdm(range(EPOCHS), unit="epoch", disable=None)  # shown once, and not at all where there is no terminal (None)
     for epoch in epochs:
         for points, arms in train_loader:
@@ -74,10 +78,13 @@ def main() -> None:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            samples += len(points)
+            samples, step = samples + len(points), step + 1
+            accelerator.log({"loss": loss.item()}, step=step)
         epochs.set_postfix(loss=f"{loss.item():.3f}")
         if epoch % 2:
             right, total = evaluate(accelerator, model, test_loader)
+            accelerator.log({"test/accuracy": right / total}, step=step)
+            accelerator.save_state("outputs/demo/checkpoint")
             if accelerator.is_main_process:
                 epochs.write(f"epoch {epoch + 1}: {right} of {total} test samples are right ({right / total:.1%})")
     seconds = time.perf_counter() - started

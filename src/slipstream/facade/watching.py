@@ -214,7 +214,7 @@ class Watch:
         self._close(state)
         written = self._report(folder)
         if written is not None and self._parts.ledger.options.summary:
-            print(f"report: {written}", file=sys.stderr, flush=True)
+            print(f"report: {written.absolute()}", file=sys.stderr, flush=True)
         return written
 
     def _close(self, state: str) -> None:
