@@ -1,4 +1,4 @@
-"""All measurements that compare: starting, importing, collectives, training, loading, checkpoints, offload. What `make bench` runs.
+"""All measurements that compare: starting, importing, collectives, training, loading, checkpoints, offload, watching. What `make bench` runs.
 
     python benchmarks/run.py [--quick] [--only imports] [--json FILE] [--strict]
 
@@ -26,6 +26,7 @@ from figures import Figure, machine, save, table
 import launch
 import offload
 import training
+import watch
 
 
 def starting(quick: bool) -> list[Figure]:
@@ -93,6 +94,7 @@ GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "offload": offloading,
     "device maps": device_maps.measure,
     "skewed work": handing_out,
+    "watch": watch.measure,
 }
 
 

@@ -289,7 +289,7 @@ def test_news_and_views_together_are_all_points_once(tmp_path: Path) -> None:
     for step in range(12):
         log(run, step, loss=float(step))
         if step % 4 == 0:
-            views.append(watch.runs()[0].view())
+            views.append(json.loads(watch.runs()[0].view()))
         watch.look()
     messages = []
     while (data := listener.next(0)) not in (b"", None):
@@ -424,7 +424,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / project, "first", project=project)
     watch = Watch([tmp_path / "a", tmp_path / "b", tmp_path / "x" / "b", tmp_path / "a" / "runs" / "first"])
     assert [one.key for one in watch.runs()] == ["first", "first (b)", "first (b 2)"]
-    assert [one.view()["info"]["project"] for one in watch.runs()] == ["a", "b", "x/b"]
+    assert [json.loads(one.view())["info"]["project"] for one in watch.runs()] == ["a", "b", "x/b"]
 
 
 def test_a_folder_with_very_many_runs_shows_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

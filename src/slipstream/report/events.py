@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from slipstream.errors import ConfigError
 from slipstream.runs.folder import find_runs, is_run, read_info
+from slipstream.runs.intervals import columns
 from slipstream.runs.reading import Run
 from slipstream.runs.thinning import kept
 
@@ -39,7 +40,11 @@ def message(kind: str, value: Any) -> bytes:
     >>> message("update", {"run": "first"})
     b'event: update\ndata: {"run":"first"}\n\n'
     """
-    return f"event: {kind}\ndata: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+    return f"event: {kind}\ndata: {_spelled(value)}\n\n".encode()
+
+
+def _spelled(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 class Watched:
@@ -57,19 +62,24 @@ class Watched:
         self._told: dict[str, int] = {}
         self._beginnings = 0
         self._said: dict[str, Any] = {}
+        self._spelled_ledger: tuple[int, str] | None = None
 
-    def view(
-        self, names: Iterable[str] | None = None, points: int = 2000, low: float | None = None, high: float | None = None
-    ) -> dict[str, Any]:
-        """What `Run.view` gives, with the number of the last message that is in it."""
+    def view(self, names: Iterable[str] | None = None, points: int = 2000, low: float | None = None, high: float | None = None) -> bytes:
+        """What `Run.view` gives, as JSON, with the number of the last message that is in it."""
         with self._lock:
             if not self._whole:
                 self._run.refresh()
                 self._mark()
                 self._at += 1
                 self._whole = True
-            found = {**self._run.view(names, points, low, high), "name": self.key, "at": self._at}
-            return {**found, **self._others(), "events": list(self._run.events)}
+            found = {**self._run.view(names, points, low, high, ledger=False), "name": self.key, "at": self._at}
+            return f'{_spelled(found)[:-1]},"ledger":{self._ledger()}}}'.encode()
+
+    def _ledger(self) -> str:
+        """The columns of the ledger as JSON. They are the larger part of a view and change once a second, so the text is kept."""
+        if self._spelled_ledger is None or self._spelled_ledger[0] != self._run.ledger_lines:
+            self._spelled_ledger = self._run.ledger_lines, _spelled(columns(self._run.ledger))
+        return self._spelled_ledger[1]
 
     def summary(self) -> dict[str, Any]:
         """What a list of runs says about it."""

@@ -286,7 +286,7 @@ class _Answer(BaseHTTPRequestHandler):
         except ValueError:
             self._missing("points is a whole number; low and high are numbers.", HTTPStatus.BAD_REQUEST)
             return
-        self._json(run.view(query.get("name"), max(1, min(points, _MOST_POINTS)), low, high))
+        self._send(HTTPStatus.OK, run.view(query.get("name"), max(1, min(points, _MOST_POINTS)), low, high), "application/json")
 
     def _media(self, query: dict[str, list[str]]) -> None:
         self._picture(query.get("run", [""])[0], query.get("path", [""])[0])

@@ -15,8 +15,9 @@ __all__ = ["COLUMNS", "Intervals", "columns", "joined", "tidy_interval"]
 COLUMNS: Final = ("time", "seconds", "first", "last", "steps", "samples", "tokens", "flops", "mfu")
 """The fields of an interval that are one number."""
 
-_MOST: Final = 2048
-_MOST_NUMBERS: Final = 1 << 18
+_MOST: Final = 1024
+_MOST_NUMBERS: Final = 1 << 16
+_DIGITS: Final = 6  # microseconds
 _MOST_RANKS: Final = 4096
 _MOST_PHASES: Final = 32
 
@@ -102,8 +103,8 @@ def columns(intervals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     names = list(dict.fromkeys(name for one in intervals for name in one["phases"]))
     return {
-        **{name: [_short(one[name]) if name != "time" else one[name] for one in intervals] for name in COLUMNS},
-        "phases": {name: [_short_list(one["phases"].get(name)) or [] for one in intervals] for name in names},
+        **{name: [one[name] for one in intervals] for name in COLUMNS},
+        "phases": {name: [one["phases"].get(name, []) for one in intervals] for name in names},
         "slowest": [one["slowest"] for one in intervals],
         "memory": {name: [one["memory"][name] for one in intervals] for name in ("host", "device")},
     }
@@ -113,7 +114,7 @@ def _number(value: Any) -> Number:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
-        return value if isfinite(value) else None
+        return round(value, _DIGITS) if isfinite(value) else None
     except OverflowError:
         return None
 
@@ -123,7 +124,7 @@ def _numbers(value: Any) -> list[Number] | None:
 
 
 def _plus(one: float, other: float) -> float:
-    return one + other
+    return round(one + other, _DIGITS)
 
 
 def _with(how: Callable[[Any, Any], Any], one: Number, other: Number) -> Number:
@@ -148,11 +149,3 @@ def _weighted(one: Mapping[str, Any], other: Mapping[str, Any]) -> Number:
     if not first + second:
         return float(one["mfu"])
     return float((one["mfu"] * first + other["mfu"] * second) / (first + second))
-
-
-def _short(value: Number) -> Number:
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def _short_list(values: list[Number] | None) -> list[Number] | None:
-    return None if values is None else [_short(one) for one in values]

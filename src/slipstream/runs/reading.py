@@ -27,6 +27,7 @@ __all__ = ["Run"]
 
 _MOST_SERIES: Final = 4096
 _MOST_EVENTS: Final = 4096
+_MOST_FRESH: Final = 256
 _MOST_IMAGES: Final = 200
 _MOST_NAMES: Final = 500
 _MOST_CELLS: Final = 20_000
@@ -58,9 +59,11 @@ class Run:
         self.config: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
         self.fresh_ledger: list[dict[str, Any]] = []
-        """The lines of the ledger that the last `refresh` found."""
+        """The lines of the ledger that the last `refresh` found, the last few hundred of them."""
         self.fresh_events: list[dict[str, Any]] = []
-        """The events that the last `refresh` found."""
+        """The events that the last `refresh` found, likewise."""
+        self.ledger_lines = 0
+        """How many lines of the ledger were read."""
         self._documents: dict[str, tuple[int, ...]] = {}
         self._unreadable: dict[str, str] = {}
         self._metrics, self._ledger_lines, self._event_lines = Lines("metrics.jsonl"), Lines("ledger.jsonl"), Lines("events.jsonl")
@@ -176,20 +179,32 @@ class Run:
     # -- metrics.jsonl --------------------------------------------------------------------------------------------
 
     def _read_metrics(self, lines: Iterable[str]) -> None:
+        decode, add = _decode, self._add_values
         for line in lines:
-            record = _record(line, self._metrics_skipped)
-            if record is None:
-                continue
-            step, time = record.get("step"), record.get("time")
-            values = record.get("values")
-            if type(values) is dict and (step is None or type(step) is int or type(step) is float):
-                self._add_values(step, time if type(time) is float else _time(time), values)
-            elif type(record.get("images")) is dict:
-                self._add_images(step, _time(time), record["images"])
-            elif type(record.get("table")) is dict:
-                self._add_table(step, _time(time), record["table"])
-            elif "run" not in record:  # that one says where the run began, or began again
-                self._metrics_skipped["lines of an unknown kind"] += 1
+            try:
+                record, end = decode(line)
+                values, step, time = record["values"], record["step"], record["time"]
+                if end == len(line) and type(time) is float and type(step) is int and type(values) is dict:
+                    add(step, time, values)
+                    continue
+            except (ValueError, RecursionError, LookupError, TypeError):
+                pass  # not the common form: looked at with more care
+            self._read_other(line)
+
+    def _read_other(self, line: str) -> None:
+        """A line of metrics.jsonl of any form."""
+        record = _record(line, self._metrics_skipped)
+        if record is None:
+            return
+        step, time, values = record.get("step"), _time(record.get("time")), record.get("values")
+        if type(values) is dict and (step is None or type(step) is int or type(step) is float):
+            self._add_values(step, time, values)
+        elif type(record.get("images")) is dict:
+            self._add_images(step, time, record["images"])
+        elif type(record.get("table")) is dict:
+            self._add_table(step, time, record["table"])
+        elif "run" not in record:  # that one says where the run began, or began again
+            self._metrics_skipped["lines of an unknown kind"] += 1
 
     def _add_values(self, step: float | None, time: float, values: dict[str, Any]) -> None:
         place = _float(self._logged if step is None else step)
@@ -197,22 +212,29 @@ class Run:
             self._metrics_skipped["steps that are no numbers"] += 1
             return
         self._logged += 1
+        every = self.series
         for name, value in values.items():
-            if type(value) is not float:
-                if isinstance(value, str) and value not in _NOT_NUMBERS:
-                    self._keep(self.texts, name, {"step": _plain(step), "time": _plain(time), "text": value[:_LONGEST_TEXT]})
-                    continue
-                if value is not None and not isinstance(value, (str, int)):
-                    self._metrics_skipped["values that are neither numbers nor texts"] += 1
-                    continue
-                value = _float(value)
-            series = self.series.get(name)
-            if series is None:
-                if len(self.series) >= _MOST_SERIES or len(name) > _LONGEST_NAME:
-                    self._metrics_skipped[f"points of too many names ({_MOST_SERIES}) or of too long ones"] += 1
-                    continue
-                series = self.series[name] = Series()
-            series.add(place, time, value)
+            number = value if type(value) is float else self._number(name, value, step, time)
+            if number is not None:
+                series = every.get(name) or self._new_series(name)
+                if series is not None:
+                    series.add(place, time, number)
+
+    def _number(self, name: str, value: Any, step: float | None, time: float) -> float | None:
+        """A value as a number; None where it is a text, which is kept as one, or nothing that can be shown."""
+        if isinstance(value, str) and value not in _NOT_NUMBERS:
+            self._keep(self.texts, name, {"step": _plain(step), "time": _plain(time), "text": value[:_LONGEST_TEXT]})
+            return None
+        if value is not None and not isinstance(value, (str, int, float)):
+            self._metrics_skipped["values that are neither numbers nor texts"] += 1
+            return None
+        return _float(value)
+
+    def _new_series(self, name: str) -> Series | None:
+        if len(self.series) >= _MOST_SERIES or len(name) > _LONGEST_NAME:
+            self._metrics_skipped[f"points of too many names ({_MOST_SERIES}) or of too long ones"] += 1
+            return None
+        return self.series.setdefault(name, Series())
 
     def _add_images(self, step: Any, time: float, images: dict[str, Any]) -> None:
         for name, paths in images.items():
@@ -254,7 +276,9 @@ class Run:
                 continue
             interval = tidy_interval(record)
             self._intervals.add(interval)
+            self.ledger_lines += 1
             self.fresh_ledger.append(interval)
+        del self.fresh_ledger[:-_MOST_FRESH]
 
     def _read_events(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -270,17 +294,24 @@ class Run:
             if len(self.events) > _MOST_EVENTS:
                 del self.events[1 : 1 + _MOST_EVENTS // 4]
                 self._events_skipped["older events"] += _MOST_EVENTS // 4
+        del self.fresh_events[:-_MOST_FRESH]
 
     # -- showing --------------------------------------------------------------------------------------------------
 
     def view(
-        self, names: Iterable[str] | None = None, points: int = 2000, low: float | None = None, high: float | None = None
+        self,
+        names: Iterable[str] | None = None,
+        points: int = 2000,
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        ledger: bool = True,
     ) -> dict[str, Any]:
         """All that the page shows of this run, as plain values that JSON knows.
 
         `series` are those named, or all, each thinned to at most `points` between the steps `low` and `high`; with very many series
         it is fewer points for each. A series is `steps`, `times` (seconds since 1970), `values` (None where there is no number) and
-        `count`, how many points there are in all. `ledger` is columns (see `intervals.columns`).
+        `count`, how many points there are in all. `ledger` is columns (see `intervals.columns`), and can be left out.
         """
         chosen = [name for name in (self.series if names is None else names) if name in self.series]
         each = min(points, max(50, _MOST_POINTS // max(1, len(chosen))))
@@ -291,7 +322,7 @@ class Run:
             "config": self.config,
             "environment": self.environment,
             "series": {name: self.series[name].view(each, low, high) for name in chosen},
-            "ledger": columns(self.ledger),
+            **({"ledger": columns(self.ledger)} if ledger else {}),
             "events": self.events,
             "images": self.images,
             "tables": self.tables,
