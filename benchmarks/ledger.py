@@ -47,7 +47,8 @@ def figures(rounds: Rounds, ranks: int) -> list[Figure]:
     if "bare" in rounds:
         on, without = rounds["bare"]["on"]["cpu"], rounds["bare"]["off"]["cpu"]
         more = (ratio(on, without) - 1) * min(without) * 1e6
-        found.append(Figure("the ledger's marks in a step, alone", more, "us", goal=5.0, spread=f"(median {added(on, without) * 1e6:.1f} us)"))
+        spread = f"(median {added(on, without) * 1e6:.1f} us)"
+        found.append(Figure("the ledger's marks in a step, alone", more, "us", goal=5.0, spread=spread))
     return found
 
 

@@ -10,6 +10,7 @@ What it promises: the phases of a rank add up to the time that passed. A rank th
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -99,7 +100,7 @@ class Ledger:
             self._start(self.meter)
 
     def _start(self, meter: Meter) -> None:
-        meter.end_step = self._end_step
+        meter.end_step = partial(_end_step, weakref.ref(self))  # models hold the meter: through it they would hold all that examines
         meter.token_counter = partial(_token_counter, self.options.tokens)
         events = timing_events(self._device)
         if events is not None:
@@ -285,6 +286,12 @@ class Ledger:
             totals.add_tails(tails or {self.rank: tail})
         totals.remember(self.rank, (host_peak(), device_peak(self._device)))
         return totals.report(self.rank, self._joiner.late, list(self._intervals))
+
+
+def _end_step(ledger: weakref.ref[Ledger], now: int) -> None:
+    present = ledger()
+    if present is not None:
+        present._end_step(now)
 
 
 def _token_counter(wanted: str | Callable[[Any], int] | None, batch: Any) -> Callable[[Any], int] | None:
