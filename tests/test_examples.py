@@ -116,4 +116,8 @@ def test_the_demo_runs_through_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.search(r"epoch 8: \d+ of 1001 test samples are right", done.stdout)
     assert re.search(r"^\d+ samples/s over 2 process\(es\)", done.stdout, re.MULTILINE)
-    assert done.stderr == "", "the bar is quiet without a terminal"
+    assert "\r" not in done.stderr, "the bar is quiet without a terminal"
+    assert "where the time went on 2 processes: 320 steps" in done.stderr
+    report = re.search(r"^report: (.*report\.html)\Z", done.stderr.rstrip(), re.MULTILINE)
+    assert report, "the path of the report comes last"
+    assert Path(report[1]).read_text().startswith("<!doctype html>")
