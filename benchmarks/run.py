@@ -1,4 +1,4 @@
-"""All measurements that compare: starting, importing, collectives, training, loading, checkpoints, offload, watching. What `make bench` runs.
+"""All measurements that compare: starting, importing, collectives, training, loading, checkpoints, offload, watching; for `make bench`.
 
     python benchmarks/run.py [--quick] [--only imports] [--json FILE] [--strict]
 
@@ -21,12 +21,12 @@ import imports
 import loading
 import mistakes
 import skewed_work
+import watch
 from figures import Figure, machine, save, table
 
 import launch
 import offload
 import training
-import watch
 
 
 def starting(quick: bool) -> list[Figure]:

@@ -321,6 +321,22 @@ def test_many_new_points_at_once_come_thinned_with_their_spike(tmp_path: Path) -
     watch.stop()
 
 
+def test_more_news_than_a_message_holds_asks_pages_to_load_again(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "first", project="spirals")
+    watch = Watch([tmp_path])
+    watch.look()
+    listener = watch.listen()
+    assert listener is not None
+    with open(run.path / "ledger.jsonl", "a") as file:
+        file.writelines(json.dumps({"time": float(one), "seconds": 1.0, "phases": {"data": [0.5]}}) + "\n" for one in range(500))
+    watch.look()
+    data = listener.next(0)
+    assert data
+    assert json.loads(data.split(b"data: ")[1])["reload"] is True
+    assert sum(json.loads(watch.runs()[0].view())["ledger"]["seconds"]) == 500
+    watch.stop()
+
+
 def test_a_listener_that_does_not_keep_up_is_let_go(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_QUEUE", 3)
     watch = Watch([tmp_path])

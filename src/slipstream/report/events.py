@@ -98,7 +98,7 @@ class Watched:
             run = self._run
             self._at += 1
             found: dict[str, Any] = {"run": self.key, "at": self._at}
-            if run.beginnings != self._beginnings:
+            if run.beginnings != self._beginnings or run.fresh_lost:
                 found["reload"] = True
             else:
                 series = {name: self._new_points(name) for name, one in run.series.items() if len(one) > self._told.get(name, 0)}

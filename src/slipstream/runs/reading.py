@@ -62,6 +62,8 @@ class Run:
         """The lines of the ledger that the last `refresh` found, the last few hundred of them."""
         self.fresh_events: list[dict[str, Any]] = []
         """The events that the last `refresh` found, likewise."""
+        self.fresh_lost = False
+        """Whether the last `refresh` found more of them than these lists hold."""
         self.ledger_lines = 0
         """How many lines of the ledger were read."""
         self._documents: dict[str, tuple[int, ...]] = {}
@@ -117,7 +119,7 @@ class Run:
 
     def refresh(self, blocks: int | None = None) -> bool:
         """Reads what is new, all of it or so many blocks (of about 256 KB) of each file; whether there was anything."""
-        self.fresh_ledger, self.fresh_events = [], []
+        self.fresh_ledger, self.fresh_events, self.fresh_lost = [], [], False
         try:
             with Folder(self.path) as folder:
                 changed = [
@@ -278,7 +280,7 @@ class Run:
             self._intervals.add(interval)
             self.ledger_lines += 1
             self.fresh_ledger.append(interval)
-        del self.fresh_ledger[:-_MOST_FRESH]
+        self._limit(self.fresh_ledger)
 
     def _read_events(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -294,7 +296,11 @@ class Run:
             if len(self.events) > _MOST_EVENTS:
                 del self.events[1 : 1 + _MOST_EVENTS // 4]
                 self._events_skipped["older events"] += _MOST_EVENTS // 4
-        del self.fresh_events[:-_MOST_FRESH]
+        self._limit(self.fresh_events)
+
+    def _limit(self, fresh: list[dict[str, Any]]) -> None:
+        self.fresh_lost |= len(fresh) > _MOST_FRESH
+        del fresh[:-_MOST_FRESH]
 
     # -- showing --------------------------------------------------------------------------------------------------
 
