@@ -19,7 +19,7 @@ logger.propagate = False
 logger.addHandler(logging.StreamHandler())
 """
 WARN = """
-import logging, os, sys, warnings
+import logging, os, sys, time, warnings
 sys.path.insert(0, os.path.join(os.environ["NOTES"], "site-packages"))
 import loud
 rank = os.environ["RANK"]
@@ -71,6 +71,11 @@ def test_what_all_ranks_warn_of_is_shown_once_and_what_one_warns_of_with_its_ran
 FAIL = """
 logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
 logging.info("plain line\\nof two, key topsecret123")
+done = os.path.join(os.environ["NOTES"], "done")
+if rank == "0":
+    open(done, "w").close()
+while not os.path.exists(done):  # the launcher ends rank 0 soon after rank 1 has failed
+    time.sleep(0.02)
 if rank == "1":
     raise ValueError("the real " + "cause")
 """
