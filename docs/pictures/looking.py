@@ -148,6 +148,8 @@ class Looker:
             chain.key_up(holding)
         chain.perform()
 
-    def picture(self, path: Path) -> None:
-        """What is in sight as a PNG."""
-        path.write_bytes(base64.b64decode(self.driver.get_screenshot_as_base64()))
+    def picture(self, path: Path, top: float, height: float, width: float) -> None:
+        """A part of the page as a PNG, over its whole width."""
+        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
+        shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip, "captureBeyondViewport": True})
+        path.write_bytes(base64.b64decode(shot["data"]))

@@ -54,7 +54,8 @@ def render(views: Iterable[Mapping[str, Any]], *, live: bool = False, title: str
     (True, False)
     """
     shown = _labelled([dict(view) for view in views])
-    heading = title or (str(shown[0]["label"]) if len(shown) == 1 else f"{len(shown)} runs" if shown else "Runs")
+    names = [str(view["label"]) for view in shown]
+    heading = title or (", ".join(names) if 0 < len(names) <= 3 else f"{len(names)} runs" if names else "Runs")
     data = {
         "title": heading,
         "live": live,

@@ -13,7 +13,7 @@ function curves(page) {
     if (!groups.has(group)) groups.set(group, []);
     groups.get(group).push(name);
   }
-  const order = [...groups.keys()].sort((one, other) => (one === "" ? -1 : other === "" ? 1 : one.localeCompare(other)));
+  const order = [...groups.keys()].sort((one, other) => (one === "" ? -1 : other === "" ? 1 : 0)); // else as they were logged first
   const parts = order.map((group) => {
     const charts = groups.get(group).map((name) => {
       const title = group ? name.slice(group.length + 1) || name : name;

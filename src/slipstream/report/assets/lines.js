@@ -49,11 +49,13 @@ class Lines extends Plot {
     for (const line of this.lines()) {
       const [from, to] = this.window(line.x, range);
       for (let at = from; at < to; at++) {
-        const value = line.raw[at];
-        if (!Number.isFinite(value) || line.x[at] < range[0] || line.x[at] > range[1]) continue;
-        if (value < low) low = value;
-        if (value > high) high = value;
-        if (value > 0 && value < positive) positive = value;
+        if (line.x[at] < range[0] || line.x[at] > range[1]) continue;
+        for (const value of line.weight ? [line.raw[at], line.y[at]] : [line.raw[at]]) {
+          if (!Number.isFinite(value)) continue;
+          if (value < low) low = value;
+          if (value > high) high = value;
+          if (value > 0 && value < positive) positive = value;
+        }
       }
     }
     if (this.state.log && !this.plain && positive < Infinity) {
@@ -95,7 +97,7 @@ class Lines extends Plot {
     const [from, to] = ordered ? this.window(x, this.x) : [0, x.length];
     const count = Math.min(WIDEST, Math.max(50, Math.ceil(this.right - this.left)));
     const shown = ordered ? columns(x, y, from, to, this.x[0], this.x[1], count) : { x, y };
-    const dense = shown.x.length > this.right - this.left;
+    const dense = y === line.raw && shown.x.length > this.right - this.left;
     Object.assign(brush, { globalAlpha: alpha, lineWidth: dense ? Math.min(1.2, width) : width, strokeStyle: line.color, fillStyle: line.color });
     brush.setLineDash(this.page.theme.dash(line.run));
     brush.beginPath();

@@ -57,7 +57,7 @@ function runCard(page, run) {
 function overview(page) {
   const cards = make("div", { class: "runs" }, page.runs.map((run) => runCard(page, run)));
   const all = make("p", { class: "row" }, make("button", { type: "button", class: "quiet text", onclick: () => page.showAll(true) }, "Show all"), make("button", { type: "button", class: "quiet text", onclick: () => page.showAll(false) }, "Show none"));
-  return section("runs", page.runs.length > 1 ? `${page.runs.length} runs` : "The run", page.runs.length > 2 ? all : null, cards);
+  return section("runs", page.runs.length > 1 ? "Runs" : "The run", page.runs.length > 2 ? all : null, cards);
 }
 
 /** The bar that stays in sight: what holds for all charts. */
