@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +22,15 @@ Outputs = Callable[..., list[str]]
 
 
 def run(path: Path, arguments: tuple[str, ...]) -> str:
-    """Runs a file as a script, on one rank; what it printed."""
-    before, sys.argv = sys.argv, [str(path), *arguments]
+    """Runs a file as a script, on one rank, in a folder of its own; what it printed."""
+    before, here, sys.argv = sys.argv, os.getcwd(), [str(path), *arguments]
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+            os.chdir(folder)
             runpy.run_path(str(path), run_name="__main__")
+            os.chdir(here)
     finally:
+        os.chdir(here)
         sys.argv = before
     return printed.getvalue()
 
