@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -127,13 +126,16 @@ def test_what_an_entry_point_prints_is_no_part_of_the_answer(tmp_path, capsys):
     assert "made" in err
 
 
-def test_what_takes_long_gives_a_sign_of_life(capsys):
-    with telling("calling slow:build", patience=0.01):
-        for _ in range(1000):
-            time.sleep(0.01)
-            if err := capsys.readouterr().err:
-                break
-    assert err == "calling slow:build ...\n"
+def test_what_takes_long_gives_a_sign_of_life_on_a_terminal(capsys, monkeypatch):
+    with telling("calling quiet:build", patience=0.0):
+        pass
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with telling("calling slow:build", patience=0.0):
+        pass
+    err = capsys.readouterr().err
+    assert "calling slow:build ... 00:0" in err
+    assert "quiet" not in err
+    assert err.endswith(" \r")
 
 
 def test_weights_alone_say_that_activations_are_not_counted(tmp_path, capsys):

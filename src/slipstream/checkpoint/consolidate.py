@@ -24,6 +24,7 @@ from slipstream.checkpoint.weights import split
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.disk import Disk
 from slipstream.files.tensors import plan
+from slipstream.runtime.progress import bar, waiting
 
 __all__ = ["Progress", "merge_weights"]
 
@@ -56,7 +57,8 @@ def merge_weights(
     """Writes the weights in a folder (or those of an index) as one file, and gives back its path.
 
     `output` is a folder, in which the file is `model.safetensors`, or the path of a file. `remove` deletes the files that were merged,
-    once the new one has been verified. With `safe_serialization=False` the file is `pytorch_model.bin`, by `torch.save`.
+    once the new one has been verified. With `safe_serialization=False` the file is `pytorch_model.bin`, by `torch.save`. `progress` is told
+    how far it is, in the place of a bar.
 
     >>> import tempfile
     >>> from slipstream.checkpoint.models import save_model
@@ -73,17 +75,15 @@ def merge_weights(
     disk = disk or Disk()
     with Placing(target.parent, disk) as files:
         if safe_serialization:
-            checksum = _merge(files, source, target, progress or _nobody)
+            with bar(None, "merging", "B", wanted=None if progress is None else False) as shown:
+                checksum = _merge(files, source, target, progress or shown.to)
         else:
-            checksum = files.adopt(target.name, lambda beside: torch.save(_everything(source), beside)).checksum
+            with waiting("merging"):
+                checksum = files.adopt(target.name, lambda beside: torch.save(_everything(source), beside)).checksum
         files.place()
     if remove:
         _remove(source, target, checksum, disk)
     return target
-
-
-def _nobody(done: int, total: int) -> None:
-    """Nobody wants to know."""
 
 
 def _refuse_sharded_state(path: Path) -> None:

@@ -28,6 +28,7 @@ from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.blocks import sums_name
 from slipstream.files.inside import open_inside
 from slipstream.files.reading import read_whole
+from slipstream.runtime.progress import bar
 
 __all__ = ["Checkpoint", "Found", "newest", "open_checkpoint"]
 
@@ -144,13 +145,15 @@ def _read_all(folder: Path, manifest: Manifest, keep: Callable[[str], bool], alo
     buffers = {}
     pieces = manifest.all_pieces()
     known = _parts(manifest) | set(map(sums_name, pieces))
-    for name, entry in manifest.files.items():
-        if name in pieces:
-            _check_present(folder, name, entry.size)
-            continue
-        buffer = _read(folder, name, entry.size, entry.checksum, alone=alone)
-        if name in known and keep(name):
-            buffers[name] = buffer
+    total = sum(entry.size for name, entry in manifest.files.items() if name not in pieces)
+    with bar(total, "loading", "B") as shown:
+        for name, entry in manifest.files.items():
+            if name in pieces:
+                _check_present(folder, name, entry.size)
+                continue
+            buffer = _read(folder, name, entry.size, entry.checksum, alone=alone, advance=shown.update)
+            if name in known and keep(name):
+                buffers[name] = buffer
     return Checkpoint(folder, manifest, buffers)
 
 
@@ -168,7 +171,9 @@ def _parts(manifest: Manifest) -> set[str]:
     return names if manifest.training is None else names | {manifest.training}
 
 
-def _read(folder: Path, name: str, size: int | None, checksum: str, *, alone: bool = False) -> Any:
+def _read(
+    folder: Path, name: str, size: int | None, checksum: str, *, alone: bool = False, advance: Callable[[int], object] = lambda _: None
+) -> Any:
     where = folder / name
     try:
         descriptor = _opened(folder, name)
@@ -176,7 +181,7 @@ def _read(folder: Path, name: str, size: int | None, checksum: str, *, alone: bo
             present = os.fstat(descriptor).st_size
             if size is not None and present != size:
                 raise CheckpointError(f"{where} is damaged: it has {present} bytes, and the manifest says {size}")
-            buffer, found = read_whole(descriptor, present, where=str(where), alone=alone)
+            buffer, found = read_whole(descriptor, present, where=str(where), alone=alone, advance=advance)
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from slipstream.checkpoint.fit import METADATA, LoadReport, bare, check_fit, give_dtype, load_into, may_translate, tied_names
-from slipstream.checkpoint.format import MANIFEST
+from slipstream.checkpoint.format import MANIFEST, FileEntry
 from slipstream.checkpoint.names import MODEL_NAME, SAFE_MODEL_NAME, SAFE_WEIGHTS_NAME
 from slipstream.checkpoint.placing import Placing, local_path
 from slipstream.checkpoint.plain import write_part
@@ -27,6 +27,7 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.disk import Disk
 from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
+from slipstream.runtime.progress import Bar, bar, counted, waiting
 
 __all__ = ["clean_state_dict_for_safetensors", "dtype_of", "load_weights", "save_model"]
 
@@ -60,8 +61,9 @@ def save_model(
         raise ConfigError(f"save_model was given a {type(model).__qualname__}. Pass a torch.nn.Module, or its state_dict().")
     weights = split(state, f"the weights of {type(model).__name__}")
     weights.extra.pop(METADATA, None)  # versions of layers matter for going on with a run; files that are passed on have none
-    with Placing(folder, disk or Disk()) as files:
-        names = _add_safe(files, weights, largest) if safe_serialization else _add_torch(files, weights, state, largest)
+    total = sum(tensor.nbytes for tensor in weights.tensors.values())
+    with Placing(folder, disk or Disk()) as files, bar(total, "saving", "B") as shown:
+        names = _add_safe(files, weights, largest, shown) if safe_serialization else _add_torch(files, weights, state, largest, shown)
         base = SAFE_MODEL_NAME if safe_serialization else MODEL_NAME
         if any(re.search(_SHARD, name) and (folder / name).exists() for name in names):
             files.remove([name for name in _stale(folder, base, ()) if name.endswith(".index.json")])  # else it would cover old and new
@@ -80,14 +82,17 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _add_safe(files: Placing, weights: Weights, largest: int) -> set[str]:
+def _add_safe(files: Placing, weights: Weights, largest: int, shown: Bar) -> set[str]:
+    def add(name: str, chunks: Iterable[Any], size: int) -> FileEntry:
+        return files.add(name, counted(chunks, shown.update), size)
+
     names = set()
     if weights.extra:
         names.add(write_part(files.add, f"{SAFE_MODEL_NAME}_extra", weights.extra, "the state dict")[0])
-    return names | write_weights(files.add, SAFE_MODEL_NAME, weights, largest).entries.keys()
+    return names | write_weights(add, SAFE_MODEL_NAME, weights, largest).entries.keys()
 
 
-def _add_torch(files: Placing, weights: Weights, state: Mapping[str, Any], largest: int) -> set[str]:
+def _add_torch(files: Placing, weights: Weights, state: Mapping[str, Any], largest: int, shown: Bar) -> set[str]:
     """Tied weights stand in the file of the one that they are tied to: there they cost nothing."""
     groups = shards(weights.tensors, largest)
     names = shard_names(MODEL_NAME, len(groups), "bin")
@@ -99,6 +104,7 @@ def _add_torch(files: Placing, weights: Weights, state: Mapping[str, Any], large
         if name == names[0]:
             held |= weights.extra
         files.adopt(name, lambda path, held=held: torch.save(held, path))  # type: ignore[misc]
+        shown.update(sum(weights.tensors[kept].nbytes for kept in group))
     if len(names) == 1:
         return set(names)
     everywhere = {name: [one for kept in group for one in (kept, *others.get(kept, ()))] for name, group in zip(names, groups, strict=True)}
@@ -164,7 +170,8 @@ def load_weights(
     if keep_in_fp32_modules is not None and (wanted is None or isinstance(keep_in_fp32_modules, str)):
         raise ConfigError(f"keep_in_fp32_modules={keep_in_fp32_modules!r} is a list of names of modules, and needs dtype beside it.")
     path = local_path(checkpoint, "checkpoint")
-    return _load(bare(model), find(path), str(path), wanted, tuple(keep_in_fp32_modules or ()), strict=strict)
+    with waiting(f"loading {path.name}"):
+        return _load(bare(model), find(path), str(path), wanted, tuple(keep_in_fp32_modules or ()), strict=strict)
 
 
 def dtype_of(given: Any) -> torch.dtype | None:

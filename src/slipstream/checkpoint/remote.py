@@ -37,6 +37,7 @@ from slipstream.files.digest import Bytes, Digest
 from slipstream.files.inside import Folder
 from slipstream.files.names import check_name
 from slipstream.logging import get_logger
+from slipstream.runtime.progress import bar, counted
 
 if TYPE_CHECKING:
     from slipstream.checkpoint.snapshot import Snapshot
@@ -359,8 +360,9 @@ def _saved_names(manifest: Manifest) -> Manifest:
 
 def _download(store: Store, manifest: Manifest, folder: Path) -> None:
     saved = _saved_names(manifest)
-    for place, (name, entry) in zip(manifest.files, saved.files.items(), strict=True):
-        _download_file(store, place, folder / name, entry.size, entry.checksum)
+    with bar(sum(entry.size for entry in saved.files.values()), "fetching", "B") as shown:
+        for place, (name, entry) in zip(manifest.files, saved.files.items(), strict=True):
+            _download_file(store, place, folder / name, entry.size, entry.checksum, shown.update)
     limit = _LARGEST_RANK_FILE + sum(entry.size for entry in manifest.files.values())
     for name in store.list():
         found = RankFile.of(name)
@@ -372,13 +374,15 @@ def _download(store: Store, manifest: Manifest, folder: Path) -> None:
     (folder / MANIFEST).write_bytes(saved.dump())
 
 
-def _download_file(store: Store, place: str, path: Path, size: int, checksum: str) -> None:
+def _download_file(
+    store: Store, place: str, path: Path, size: int, checksum: str, advance: Callable[[int], object] = lambda count: None
+) -> None:
     if shutil.disk_usage(path.parent if path.parent.exists() else path.anchor or ".").free < size:
         raise CheckpointError(f"{store.show(place)} cannot be fetched to {path}: it has {size:,} bytes, more than the disk has left")
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = Digest()
     with path.open("xb") as file:
-        for piece in store.pieces(place, size):
+        for piece in counted(store.pieces(place, size), advance):
             digest.update(piece)
             file.write(piece)
     if digest.hexdigest() != checksum:

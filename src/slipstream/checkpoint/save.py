@@ -37,6 +37,7 @@ from slipstream.files.digest import Digest
 from slipstream.files.direct import SMALLEST
 from slipstream.files.disk import Disk
 from slipstream.files.trouble import remedy, told
+from slipstream.runtime.progress import bar, counted
 
 __all__ = ["Draft", "Earlier", "Stage", "add_rank_file", "adopt_the_rest", "collect_rank_files", "compose", "earlier", "seal", "write"]
 
@@ -110,7 +111,7 @@ def compose(
     stage: Stage, snapshot: Snapshot, *, max_shard_size: int | None = None, reusable: Sequence[Earlier] = (), dedup: bool = False
 ) -> Draft:
     """Writes everything that is in a snapshot. Nothing is committed."""
-    with _Writer(stage, reusable if dedup else ()) as writer:
+    with bar(snapshot.size, "saving", "B") as shown, _Writer(stage, reusable if dedup else (), shown.update) as writer:
         return _composed(writer, snapshot, max_shard_size, dedup=dedup)
 
 
@@ -174,8 +175,9 @@ class _Writer:
     Small files are added beside each other where the stage is a folder: most of their time is waiting for the disk to confirm them.
     """
 
-    def __init__(self, stage: Stage, reusable: Sequence[Earlier]) -> None:
+    def __init__(self, stage: Stage, reusable: Sequence[Earlier], advance: Callable[[int], object]) -> None:
         self.stage = stage
+        self._advance = advance
         self.files: dict[str, FileEntry] = {}
         self._reusable = reusable
         self._beside: dict[str, Future[FileEntry]] = {}
@@ -202,6 +204,7 @@ class _Writer:
             self._add(name, *make())
 
     def _add(self, name: str, chunks: Iterable[Any], size: int) -> None:
+        chunks = counted(chunks, self._advance)
         if self._threads is None or size >= SMALLEST:
             self.files[name] = self.stage.add(name, chunks, size)
         else:
@@ -217,6 +220,7 @@ class _Writer:
             source = one.files.get((entry.size, entry.checksum))
             if source is not None and self.stage.reuse(name, one.folder / source, entry):
                 self.files[name] = entry
+                self._advance(size)
                 return True
         return False
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -24,6 +23,7 @@ from slipstream.cli.inspect.folder import Look, Survey
 from slipstream.cli.inspect.places import distinct, name_of, one_checkpoint, readable, survey_of
 from slipstream.cli.inspect.text import count, printable, size
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.runtime.progress import bar
 
 __all__ = ["command"]
 
@@ -218,15 +218,10 @@ def _problems(one: Look, advance: Callable[[int], object]) -> list[str]:
 
 @contextmanager
 def _progress(looks: Sequence[Look], *, shown: bool = True) -> Iterator[Callable[[int], Any]]:
-    """A bar on a terminal, if the work takes long enough for one."""
-    if not shown or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda read: None
-        return
-    from tqdm import tqdm
-
-    total = sum(checking.bytes_to_read(one) for one in looks)
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, delay=0.5, leave=False, desc="reading") as bar:
-        yield bar.update
+    """A bar of the bytes that are read."""
+    total = sum(checking.bytes_to_read(one) for one in looks) if shown else None
+    with bar(total, "reading", "B", wanted=None if shown else False) as visible:
+        yield visible.update
 
 
 def _now() -> datetime.datetime:

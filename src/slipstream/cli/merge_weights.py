@@ -23,15 +23,7 @@ def command(folder: str, output: str, unsafe: bool, remove: bool) -> None:
 
     FOLDER holds the files and their index, or a checkpoint. OUTPUT is a folder for model.safetensors, or the path of a file.
     """
-    from tqdm import tqdm
-
     from slipstream.checkpoint.consolidate import merge_weights
 
-    with tqdm(unit="B", unit_scale=True, disable=None, desc="merging") as bar:
-
-        def advance(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        written = merge_weights(folder, output, remove=remove, safe_serialization=not unsafe, progress=advance)
+    written = merge_weights(folder, output, remove=remove, safe_serialization=not unsafe)
     click.echo(f"{written} ({written.stat().st_size:,} bytes)")

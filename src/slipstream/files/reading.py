@@ -14,7 +14,7 @@ import errno
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final
@@ -34,10 +34,19 @@ _SLOW: Final = 0.004
 """Seconds of a processor for a piece: a copy and two large pages take about one millisecond."""
 
 
-def read_whole(fd: int, size: int, *, digest: bool = True, where: str = "the file", alone: bool = False) -> tuple[memoryview, str]:
+def read_whole(
+    fd: int,
+    size: int,
+    *,
+    digest: bool = True,
+    where: str = "the file",
+    alone: bool = False,
+    advance: Callable[[int], object] = lambda count: None,
+) -> tuple[memoryview, str]:
     """All `size` bytes of an open file, and their checksum ("" with `digest=False`); `where` names the file in errors.
 
     `alone`: no other process or thread is reading the same file, so that it need not go through the page cache if it is not there.
+    `advance` is told how many bytes more are there.
 
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:
@@ -53,6 +62,7 @@ def read_whole(fd: int, size: int, *, digest: bool = True, where: str = "the fil
     for piece in _filled(fd, memory, where, alone=alone):
         if digest:
             running.update(piece)
+        advance(len(piece))
     _check_size(fd, size, where)
     return memory, running.hexdigest() if digest else ""
 

@@ -37,7 +37,7 @@ from slipstream.logging import get_logger
 from slipstream.offload.hooking.parts import dressed_like
 from slipstream.offload.store.written import Entry, Value, entry, write
 from slipstream.offload.targets import HOST, Targets
-from slipstream.track.progress import tqdm
+from slipstream.runtime.progress import bar
 
 __all__ = ["Filling", "Wishes", "fill"]
 
@@ -319,14 +319,11 @@ def _tell_conversions(steps: Iterable[_Step], where: str, wishes: Wishes) -> Non
 
 @contextmanager
 def _progress(steps: Collection[_Step]) -> Iterator[Callable[[int], object]]:
-    """Says how many bytes have been copied, on a terminal of the main process, if it takes longer than a second."""
+    """Says how many bytes have been copied."""
     total = sum(
         step.value.nbytes if step.is_copied else step.value.numel() * step.dtype.itemsize
         for step in steps
         if step.is_copied or step.is_written
     )
-    if not total:
-        yield lambda _: None
-        return
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading", delay=1.0, leave=False, disable=None) as bar:
-        yield bar.update
+    with bar(total, "loading", "B") as shown:
+        yield shown.update

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.track.where import this_process
+from slipstream.runtime.progress import bar_class
+from slipstream.runtime.where import this_process
 
 __all__ = ["tqdm"]
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """`tqdm.auto.tqdm`, shown by the first process of each machine, or by all with `main_process_only=False`.
+    """`tqdm.auto.tqdm`, shown by the first process of each machine, or by all with `main_process_only=False`, each on a line of its own.
 
-    Which process this is comes from the runtime or the launcher's variables; nothing is opened for a progress bar.
+    Which process this is comes from the runtime or the launcher's variables; nothing is opened for a progress bar. `disable=None` shows it
+    on a terminal alone, as in tqdm.
 
     >>> list(tqdm(range(3), disable=True))
     [0, 1, 2]
@@ -23,8 +25,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
             f"tqdm({args[0]}, ...): the first argument is what is iterated over; write tqdm(..., main_process_only={args[0]}) "
             "to say who shows the bar"
         )
-    from tqdm.auto import tqdm as shown
-
-    if main_process_only and not this_process().is_local_main:
+    process = this_process()
+    if main_process_only and not process.is_local_main:
         kwargs["disable"] = True
-    return shown(*args, **kwargs)
+    elif not main_process_only and process.local_world_size > 1:
+        kwargs.setdefault("position", process.local_rank)
+    return bar_class()(*args, **kwargs)

@@ -31,6 +31,7 @@ from slipstream.offload.quantize.choice import chosen, names_any, spared
 from slipstream.offload.quantize.config import BnbQuantizationConfig, QuantizationConfig, TorchaoQuantizationConfig
 from slipstream.offload.store.parked import offload_weight
 from slipstream.offload.targets import Targets
+from slipstream.runtime.progress import bar
 
 __all__ = [
     "get_parameter_device",
@@ -100,11 +101,13 @@ def load_and_quantize_model(
     kept = config.keep_in_fp32_modules or []
     taken = [name for name in layers if name not in refused]
     seats = _seats(model)
-    for name in taken:
-        device, layer = targets[name], layers.pop(name)
-        assert device is not None  # the disk was refused
-        _replace(seats[id(layer)], scheme.convert(layer, device, config.torch_dtype or types[f"{name}.weight"]))
-        del layer
+    with bar(len(taken), "quantising", "layer") as shown:
+        for name in taken:
+            device, layer = targets[name], layers.pop(name)
+            assert device is not None  # the disk was refused
+            _replace(seats[id(layer)], scheme.convert(layer, device, config.torch_dtype or types[f"{name}.weight"]))
+            del layer
+            shown.update()
     _settle_rest(model, targets, types, config.torch_dtype, kept, converted=set(taken))
     _say_what_changed(config, types)
     if targets.single is None:

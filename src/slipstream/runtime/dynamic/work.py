@@ -24,11 +24,12 @@ from typing import Any
 
 from slipstream.comm import codec
 from slipstream.errors import PeerLostError, StateError
-from slipstream.runtime.dynamic.bar import Bar, Hidden
+from slipstream.runtime.dynamic.bar import Bar
 from slipstream.runtime.dynamic.items import Items
 from slipstream.runtime.dynamic.journal import Unwritten, Writer
 from slipstream.runtime.dynamic.order import Pace, Units
 from slipstream.runtime.dynamic.queue import Deadly, Queue, Report
+from slipstream.runtime.progress import Hidden
 
 __all__ = ["Settled", "Work", "an", "remark"]
 
