@@ -13,7 +13,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,6 +81,12 @@ class Watched:
         if self._spelled_ledger is None or self._spelled_ledger[0] != self._run.ledger_lines:
             self._spelled_ledger = self._run.ledger_lines, _spelled(columns(self._run.ledger))
         return self._spelled_ledger[1]
+
+    @contextmanager
+    def reading(self) -> Iterator[Run]:
+        """The run itself, for as long as the block lasts; nobody else reads it meanwhile."""
+        with self._lock:
+            yield self._run
 
     def summary(self) -> dict[str, Any]:
         """What a list of runs says about it."""
