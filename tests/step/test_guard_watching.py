@@ -146,6 +146,25 @@ def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogC
     assert lines[2].endswith("(Not said again in this run.)")
 
 
+def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator, guards = guarded(GuardKwargs())
+        ledger, rank = accelerator._parts.ledger, accelerator.process_index
+        accelerator.wait_for_everyone()
+        guards.examine(window([1.0] * (9 - rank) + [math.nan] * 3))
+        for turn in (1, 0):
+            if turn == rank:
+                ledger.settle()
+            accelerator.wait_for_everyone()
+        return [(one.step, one.rank) for one in guards.voice.said]
+
+    first, second = ranks(2).outcomes(run)
+    assert first.value == [(9, 0), (8, 1)]
+    assert second.value == [(8, 1)]
+    assert "step 8, rank 1: the loss is nan" in first.output
+    assert "the loss is nan" not in second.output
+
+
 # -- learning rates ---------------------------------------------------------------------------------------------------
 
 

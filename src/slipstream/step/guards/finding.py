@@ -53,35 +53,71 @@ class Finding:
 
 
 class Voice:
-    """Says findings: each kind at most three times, with a growing number of steps in between."""
+    """Says findings: each kind at most three times, with a growing number of steps in between.
+
+    All ranks speak through the main process, so that a thousand of them do not say the same: `tell` takes events there, and `hear` says
+    them.
+    """
 
     def __init__(self, tell: Callable[[dict[str, Any]], None] | None = None, is_main: bool = True) -> None:
         self._is_main = is_main
         self.tell = tell
         """Where events go, besides the log."""
+        self.aloud = True
+        """Whether this process says its findings itself; else the main process does."""
         self.said: list[Finding] = []
         self._logger = get_logger("slipstream.guards")
         self._times: dict[str, int] = {}
         self._next: dict[str, int] = {}
+        self._first: dict[str, int] = {}
         self._kept: dict[str, int] = {}
+        self._telling = False
 
     def say(self, finding: Finding, *, shared: bool = False) -> bool:
         """Says a finding, unless its kind was said often or a short while ago; whether it did.
 
-        `shared`: every rank has found the same, so only the main process says it aloud.
+        `shared`: every rank has found the same, so only the main process says it.
         """
+        if not self._may(finding):
+            return False
+        if self.aloud and (self._is_main or not shared):
+            self._log(finding)
+        self.note(finding, shared=shared)
+        return True
+
+    def note(self, finding: Finding, *, shared: bool = False) -> None:
+        """Makes an event of a finding, and says nothing."""
+        if self.tell is None or (shared and not self._is_main):
+            return
+        self._telling = True
+        try:
+            self.tell(finding.event())
+        finally:
+            self._telling = False
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """On the main process: says what another rank has found."""
+        if event.get("kind") != "guard" or self._telling:
+            return
+        finding = Finding(event["guard"], event.get("step"), event.get("rank"), event["text"], event["remedy"])
+        if self._may(finding):
+            self._log(finding)
+
+    def _may(self, finding: Finding) -> bool:
         kind, step = finding.kind, finding.step or 0
         times = self._times.get(kind, 0)
-        if times >= _TIMES or step < self._next.get(kind, step):
+        earlier = step < self._first.get(kind, step)  # another rank, where it began
+        if times >= _TIMES or (step < self._next.get(kind, step) and not earlier):
             self._kept[kind] = self._kept.get(kind, 0) + 1
             return False
         self._times[kind] = times + 1
-        self._next[kind] = step + _DISTANCE * 10**times
+        self._first[kind] = min(step, self._first.get(kind, step))
+        self._next[kind] = max(self._next.get(kind, 0), step + _DISTANCE * 10**times)
         self.said.append(finding)
-        kept = self._kept.pop(kind, 0)
-        more = f" (Found {kept} times more since it was said last.)" if kept else ""
-        last = " (Not said again in this run.)" if times + 1 == _TIMES else ""
-        self._logger.warning("%s%s%s", finding, more, last, main_process_only=shared)
-        if self.tell is not None and (self._is_main or not shared):
-            self.tell(finding.event())
         return True
+
+    def _log(self, finding: Finding) -> None:
+        kept = self._kept.pop(finding.kind, 0)
+        more = f" (Found {kept} times more since it was said last.)" if kept else ""
+        last = " (Not said again in this run.)" if self._times[finding.kind] == _TIMES else ""
+        self._logger.warning("%s%s%s", finding, more, last, main_process_only=self._is_main)

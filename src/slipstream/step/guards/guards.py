@@ -107,8 +107,10 @@ class Guards:
                 )
         else:
             ledger.examiners.append(self.examine)
+            self.voice.aloud = self._rank == 0
             if self._rank == 0:
                 ledger.sinks.append(self.interval)
+                ledger.event_sinks.append(self.voice.hear)
         if self._updates is not None:
             strategy.watch_buckets(self._updates.look_at_bucket, leaves_out=self.options.on_nan == "skip")
             if not self._scales:

@@ -119,8 +119,7 @@ class Updates:
         self._forget(models)
         self.skipped += 1
         if self._raises:
-            if self._voice.tell is not None:
-                self._voice.tell(finding.event())
+            self._voice.note(finding, shared=self._averaged(models))
             raise NonFiniteError(f"{finding} on_nan='skip' leaves such updates out.")
         self._voice.say(finding, shared=self._averaged(models))
         return True
