@@ -14,13 +14,16 @@ function curves(page) {
     groups.get(group).push(name);
   }
   const order = [...groups.keys()].sort((one, other) => (one === "" ? -1 : other === "" ? 1 : 0)); // else as they were logged first
-  const parts = order.map((group) => {
-    const charts = groups.get(group).map((name) => {
-      const title = group ? name.slice(group.length + 1) || name : name;
-      return page.add(new Lines(page, title, (run, axis, whole) => run.line(name, axis, whole), { name }));
-    });
-    const grid = make("div", { class: "charts" }, charts.map((chart) => chart.element));
-    if (order.length === 1 && !group) return grid;
+  const few = names.size <= 6 && order.some((group) => groups.get(group).length === 1); // then headings would only scatter them
+  const chartOf = (name, group) => {
+    const title = few || !group ? name : name.slice(group.length + 1) || name;
+    return page.add(new Lines(page, title, (run, axis, whole) => run.line(name, axis, whole), { name }));
+  };
+  const gridOf = (charts) => make("div", { class: "charts" }, charts.map((chart) => chart.element));
+  const all = () => gridOf(order.flatMap((group) => groups.get(group).map((name) => chartOf(name, group))));
+  const parts = few || (order.length === 1 && !order[0]) ? all() : order.map((group) => {
+    const charts = groups.get(group).map((name) => chartOf(name, group));
+    const grid = gridOf(charts);
     return make("details", { class: "group", open: true, "data-group": group }, make("summary", {}, make("h3", {}, group || "without a prefix"), make("span", { class: "count" }, counted(charts.length, "chart"))), grid);
   });
   const none = make("p", { class: "empty" }, page.live ? "Nothing has been logged yet." : "Nothing was logged.");

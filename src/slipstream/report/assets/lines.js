@@ -115,8 +115,20 @@ class Lines extends Plot {
     }
     brush.stroke();
     brush.setLineDash([]);
+    if (y === line.raw && ordered && shown.x.length <= 40) this.points(brush, shown);
     Object.assign(brush, { globalAlpha: 1, lineWidth: 1 });
     return shown.x.length;
+  }
+
+  /** Where there are few, one sees where they are. */
+  points(brush, shown) {
+    brush.beginPath();
+    shown.x.forEach((x, at) => {
+      if (!Number.isFinite(shown.y[at]) || (this.logarithmic && shown.y[at] <= 0)) return;
+      brush.moveTo(this.toX(x) + 2.2, this.toY(shown.y[at]));
+      brush.arc(this.toX(x), this.toY(shown.y[at]), 2.2, 0, 7);
+    });
+    brush.fill();
   }
 
   /** A point without neighbours is a dot: a line would not show it. */

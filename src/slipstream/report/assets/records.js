@@ -65,8 +65,10 @@ function comparison(page, label, columnsOf, origins = null) {
       const from = origins ? page.runs.map((run) => origins(run, name) || "") : [];
       if ((different && !differs) || !`${name} ${values.join(" ")} ${from.join(" ")}`.toLowerCase().includes(search)) continue;
       const cells = values.map((value, at) => make("span", { class: "value" }, value === undefined ? NOTHING : value, origins && several && from[at] ? make("span", { class: "more" }, from[at]) : null));
-      rows.push(Object.assign([name, ...cells, ...(origins && !several ? [from[0]] : [])], { className: differs ? "differs" : "" }));
+      const usual = from.length > 0 && from.every((one) => !one || /\bdefault$/.test(one));
+      rows.push(Object.assign([name, ...cells, ...(origins && !several ? [from[0]] : [])], { usual, className: differs ? "differs" : usual ? "usual" : "" }));
     }
+    rows.sort((one, other) => one.usual - other.usual || 0); // what somebody has set comes first
     const head = ["Name", ...page.runs.map((run) => (several ? run.label : "Value")), ...(origins && !several ? ["Origin"] : [])];
     clear(place, rows.length ? scrolling(tableOf(head, rows, ["code", ...values_(head)], label), label) : make("p", { class: "empty" }, "Nothing to show."));
   };
