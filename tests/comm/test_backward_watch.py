@@ -290,7 +290,7 @@ def test_a_rank_that_is_stopped_in_backward_is_reported_and_then_an_error(ranks:
         return caught(training.step)
 
     ranks(2).run(lambda: importlib.import_module("torch._dynamo").__name__)  # which the first replica of a rank takes its time for
-    outcomes = ranks(2).outcomes(run, timeout=6)
+    outcomes = ranks(2).outcomes(run, patience=0.2)
     kind, message, _ = outcomes[0].value
     assert kind == "WaitTimeoutError"
     assert "stopped by a signal" in message

@@ -57,30 +57,26 @@ def test_a_rank_that_ended_with_an_exception_is_named_with_it(ranks: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "word"),
+    ("fault", "words"),
     [
-        (faults.stop_at(1, 1), "stopped by a signal"),
-        (faults.spin_at(1, 1), 'faults.py", line'),
-        (faults.hold_gil_at(1, 1, seconds=12), "interpreter does not answer"),
+        (faults.stop_at(1, 1), ["stopped by a signal"]),
+        (faults.spin_at(1, 1), ['faults.py", line']),
+        (faults.hold_gil_at(1, 1, seconds=60), ["interpreter does not answer", 'faults.py", line']),
     ],
     ids=["stopped", "endless loop", "held interpreter"],
 )
-def test_a_rank_that_does_not_come_is_reported_and_then_an_error(ranks: Any, fault: faults.Fault, word: str) -> None:
-    outcomes = ranks(2).outcomes(waiting(fault, hang_warning=3.0, timeout=4.5), timeout=8)
+def test_a_rank_that_does_not_come_is_reported_and_then_an_error(ranks: Any, fault: faults.Fault, words: list[str]) -> None:
+    outcomes = ranks(2).outcomes(waiting(fault, hang_warning=3.0, timeout=5.0), patience=0.2)
     kind, message, seconds = outcomes[0].value
     assert kind == "WaitTimeoutError"
-    assert 4 <= seconds < 8
+    assert 4.5 <= seconds < 20
     for text in (message, outcomes[0].output):
         assert "rank 1 (host " in text
         assert "gather number 1 at test_lost_and_stuck.py:" in text, text
-    assert word in message, message
+    for word in words:
+        assert word in message, (message, outcomes[0].output[-800:])
     assert "has waited 3 s in gather number 2 at test_lost_and_stuck.py:" in outcomes[0].output
     assert "SLIPSTREAM_TIMEOUT" in message
-
-
-def test_the_stack_of_a_rank_that_holds_the_interpreter_is_shown(ranks: Any) -> None:
-    outcomes = ranks(2).outcomes(waiting(faults.hold_gil_at(1, 1, seconds=12), hang_warning=3.0, timeout=5.0), timeout=8)
-    assert 'faults.py", line' in outcomes[0].value[1], (outcomes[0].value, outcomes[0].output[-800:])
 
 
 def test_after_a_wait_that_timed_out_both_ranks_hear_of_it_and_the_group_works_again(ranks: Any) -> None:
@@ -174,7 +170,7 @@ def test_a_barrier_still_ends_when_the_other_shows_no_sign_of_life(ranks: Any) -
             state.wait_for_everyone()
         return str(caught.value)
 
-    outcomes = ranks(2).outcomes(run, timeout=12)
+    outcomes = ranks(2).outcomes(run, patience=0.2)
     assert "stopped by a signal" in outcomes[0].value
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -55,6 +58,15 @@ def eventually(what: Callable[[], bool], limit: float = PATIENCE) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def free_port() -> str:
+    """A port for a launcher that will listen in a while: not one of those that the system hands out to everybody who asks for any."""
+    while True:
+        port = 12000 + secrets.randbelow(18000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def gone(pid: int) -> bool:

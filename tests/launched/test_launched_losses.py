@@ -7,11 +7,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
-from launching import command, eventually, gone, launch, script
+from launching import command, eventually, free_port, gone, launch, script
 
 pytestmark = pytest.mark.launched
 
@@ -150,11 +149,9 @@ def test_who_fails_before_the_work_begins_is_the_cause_in_the_summary(command, s
 
 
 def test_the_processes_of_another_machine_go_on_too(command, script, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     path = tmp_path / "results.jsonl"
-    words = ("--cpu", "--num_machines", "2", "--num_processes", "4", "--main_process_ip", "127.0.0.1", "--main_process_port", port)
+    words = ("--cpu", "--num_machines", "2", "--num_processes", "4", "--main_process_ip", "127.0.0.1")
+    words += ("--main_process_port", free_port())
     machines = [command(*words, "--machine_rank", str(rank), script(WORK), "map", str(path), "") for rank in range(2)]
     pids = machines[0].pids(4)
     assert eventually(lambda: len(worked(tmp_path, by=3)) > 4)

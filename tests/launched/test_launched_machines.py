@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from launching import Running, command, launch, script
+from launching import Running, command, free_port, launch, script
 
 pytestmark = pytest.mark.launched
 
@@ -53,12 +52,6 @@ except MismatchError as error:
 state.destroy_process_group()
 print(f"rank {me}: {hosts} {rows} {named} {state.reduce(me)}")
 """
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def machine(rank: int, port: str, *, address: str = "127.0.0.1", machines: int = 2, processes: int = 4) -> list[str]:

@@ -41,12 +41,12 @@ def test_a_killed_rank_ends_without_a_word(ranks):
 
 
 def test_a_stopped_rank_does_not_go_on(ranks):
-    fine, stopped = ranks(2).outcomes(lambda: passes(faults.stop_at(rank=1, call=2)), timeout=1)
+    fine, stopped = ranks(2).outcomes(lambda: passes(faults.stop_at(rank=1, call=2)), patience=0.7)
     assert (fine.value, stopped.stuck) == (4, True)
 
 
 def test_a_spinning_rank_does_not_go_on_but_can_say_where_it_is(ranks):
-    fine, spinning = ranks(2).outcomes(lambda: passes(faults.spin_at(rank=1, call=2)), timeout=1)
+    fine, spinning = ranks(2).outcomes(lambda: passes(faults.spin_at(rank=1, call=2)), patience=0.7)
     assert (fine.value, spinning.stuck) == (4, True)
     assert "in act" in spinning.traceback
 
@@ -78,7 +78,7 @@ def test_other_threads_run_during(make):
 
 
 def test_no_other_thread_runs_while_the_lock_is_held():
-    assert ticks_during(faults.hold_gil_at(0, 0, 0.5)) <= 2  # one before, one when its speed is known
+    assert ticks_during(faults.hold_gil_at(0, 0, 0.5)) < 10  # of fifty: a few before, when its speed is known, and after
 
 
 def test_no_fault_never_strikes(ranks):

@@ -208,9 +208,10 @@ def test_a_stuck_rank_is_reported_with_its_stack_and_replaced(ranks):
             print("before")
             time.sleep(600)
 
-    fine, stuck = ranks(2).outcomes(stay, timeout=1.5)
+    fine, stuck = ranks(2).outcomes(stay, timeout=60, patience=1.0)
     assert not fine.failed
     assert stuck.stuck
+    assert "did not finish within 60 s, or 1 s after the others" in stuck.traceback
     assert "in stay" in stuck.traceback
     assert stuck.output == "before\n"
     assert ranks(2).run(rank) == [0, 1]

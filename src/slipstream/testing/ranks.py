@@ -14,6 +14,7 @@ pickles over inherited socket pairs between these processes alone.
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import sys
 import time
@@ -86,14 +87,23 @@ class RankPool:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self, function: Callable[..., Any], /, *args: Any, timeout: float = 30.0, environ: Mapping[str, str] | None = None, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        timeout: float = 30.0,
+        patience: float = math.inf,
+        environ: Mapping[str, str] | None = None,
+        **kwargs: Any,
     ) -> list[Outcome]:
         """As `run`, for what should go wrong: every rank's value, exception or end, by rank.
+
+        Where a rank is meant to be stuck, `patience` ends the run so many seconds after the last of the others has finished.
         """
         __tracebackhide__ = True
         body = parcel.pack(function, args, kwargs)
         try:
-            outcomes, left = self._one_run(body, timeout, dict(environ or {}))
+            outcomes, left = self._one_run(body, timeout, patience, dict(environ or {}))
         except BaseException:
             self.close()  # interrupted in the middle of a conversation (control-C, a time limit of pytest): begin anew next time
             raise
@@ -103,9 +113,9 @@ class RankPool:
             raise failure(_name(function), outcomes, left)
         return outcomes
 
-    def _one_run(self, body: bytes, timeout: float, environ: dict[str, str]) -> tuple[list[Outcome], list[str]]:
+    def _one_run(self, body: bytes, timeout: float, patience: float, environ: dict[str, str]) -> tuple[list[Outcome], list[str]]:
         link, port = self._begin()
-        run = _Run(link, deadline=time.monotonic() + timeout, seconds=timeout)
+        run = _Run(link, deadline=time.monotonic() + timeout, seconds=timeout, patience=patience)
         run.send({"attempt": self._attempt, "port": port, "environ": environ}, body)
         run.collect()
         left = run.clean_up()
@@ -165,6 +175,8 @@ class _Run:
     link: Link
     deadline: float
     seconds: float
+    patience: float = math.inf
+    """Seconds from the reply of one rank to that of the next, at most."""
     replies: dict[int, tuple[dict[str, Any], bytes]] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
     printed: dict[int, str] = field(default_factory=dict)
@@ -183,7 +195,7 @@ class _Run:
 
     def collect(self) -> None:
         """Wait for every rank's reply or end, until the deadline; a failure is made known to the ranks that still wait."""
-        self.stuck = self._gather(self.replies, self.deadline)
+        self.stuck = self._gather(self.replies, self.deadline, self.patience)
         if self.stuck:
             self.printed = {rank: self.link.printed(rank) for rank in self.stuck}
             self.link.ask("stacks", "asked", ranks=sorted(self.stuck))
@@ -209,7 +221,8 @@ class _Run:
         header, body = self.replies.get(rank, ({}, b""))
         base = Outcome(rank=rank, output=self.link.printed(rank), traceback=header.get("text", ""), when=header.get("when", float("inf")))
         if rank in self.stuck:
-            limit = TimeoutError(f"rank {rank} did not finish within {self.seconds:g} s")
+            lag = "" if math.isinf(self.patience) else f", or {self.patience:g} s after the others"
+            limit = TimeoutError(f"rank {rank} did not finish within {self.seconds:g} s{lag}")
             stacks = base.output.partition(_FIRST_FRAME_OF_OURS)[0].rstrip() or "unknown: it did not answer"
             return replace(base, error=limit, traceback=f"{limit}; its threads were at\n{stacks}", output=self.printed[rank], stuck=True)
         if rank in self.link.deaths and not header:
@@ -218,7 +231,7 @@ class _Run:
             return replace(base, error=parcel.unpack(body))
         return replace(base, value=parcel.unpack(body))
 
-    def _gather(self, into: dict[int, tuple[dict[str, Any], bytes]], deadline: float) -> set[int]:
+    def _gather(self, into: dict[int, tuple[dict[str, Any], bytes]], deadline: float, patience: float = math.inf) -> set[int]:
         """One frame from each rank that lives; gives back the ranks that sent none in time."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.link.control, selectors.EVENT_READ)
@@ -234,6 +247,7 @@ class _Run:
                     else:
                         selector.unregister(key.fileobj)
                         self._take(key.data, into)
+                        deadline = min(deadline, time.monotonic() + patience)
         return set()
 
     def _take(self, rank: int, into: dict[int, tuple[dict[str, Any], bytes]]) -> None:
