@@ -18,6 +18,7 @@ import checkpoints
 import collectives
 import device_maps
 import imports
+import ledger
 import loading
 import mistakes
 import skewed_work
@@ -67,6 +68,10 @@ def stepping(quick: bool) -> list[Figure]:
     return [figure for ranks in (1, 2) for figure in training.figures(training.measure(ranks, quick), ranks)]
 
 
+def accounting(quick: bool) -> list[Figure]:
+    return [figure for ranks in (1, 2) for figure in ledger.figures(ledger.measure(ranks, quick), ranks)]
+
+
 def reading(quick: bool) -> list[Figure]:
     return [figure for ranks in (1, 2) for figure in loading.figures(loading.measure(ranks, quick), ranks)]
 
@@ -89,6 +94,7 @@ GROUPS: dict[str, Callable[[bool], list[Figure]]] = {
     "collectives": collecting,
     "mistakes": mistaking,
     "training": stepping,
+    "ledger": accounting,
     "loading": reading,
     "checkpoints": saving,
     "offload": offloading,

@@ -46,10 +46,19 @@ __all__ = [
     "marked",
 ]
 
-DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, EVALUATION, OTHER = range(8)
-"""Phases. `EXPOSED` is communication, and waiting for others in it: what a rank does when it has nothing left to compute."""
+DATA = 0
+FORWARD = 1
+BACKWARD = 2
+EXPOSED = 3
+"""Communication, and waiting for others in it: what a rank does when it has nothing left to compute."""
+OPTIMIZER = 4
+CHECKPOINT = 5
+EVALUATION = 6
+OTHER = 7
 PHASES = 8
-SAMPLES, TOKENS = 8, 9
+"""How many phases there are."""
+SAMPLES = 8
+TOKENS = 9
 """Counts, kept beside the phases: what was handed out."""
 COLUMNS = 10
 """How many numbers a step has."""
