@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import functools
 import json
 import logging
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,19 @@ import torch
 
 from slipstream import PartialState
 from slipstream.errors import ConfigError, StateError
-from slipstream.runs.folder import find_runs
+from slipstream.runs.folder import RunFolder, find_runs
 from slipstream.track.base import GeneralTracker, NullTracker, on_main_process
 from slipstream.track.local import LocalTracker
 from slipstream.track.plain import plain
-from slipstream.track.registry import LoggerType, filter_trackers, get_available_trackers, register_tracker_class, resolve
+from slipstream.track.registry import (
+    Chosen,
+    LoggerType,
+    filter_trackers,
+    get_available_trackers,
+    missing_account,
+    register_tracker_class,
+    resolve,
+)
 from slipstream.track.tensorboard import TensorBoardTracker
 from slipstream.track.trackers import Trackers
 from slipstream.track.wandb import WandBTracker
@@ -204,6 +214,96 @@ def test_logging_before_the_start_is_said_once(caplog: pytest.LogCaptureFixture)
     assert len(caplog.records) == 1
 
 
+def test_a_step_is_a_whole_number_whoever_counted_it() -> None:
+    own = Memory()
+    trackers = Trackers([own], None, is_main_process=True)
+    trackers.start("project")
+    for step in (3, torch.tensor(4), numpy.int64(5), 6.0):
+        trackers.log({"loss": 1}, step=step)  # type: ignore[arg-type]
+    assert [entry[2] for entry in own.told if entry[0] == "log"] == [3, 4, 5, 6]
+    for wrong in (1.5, "three", torch.zeros(2)):
+        with pytest.raises(ConfigError, match="is no whole number"):
+            trackers.log({"loss": 1}, step=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="values are a dict of names"):
+        trackers.log(0.5, step=1)  # type: ignore[arg-type]
+
+
+def test_pictures_and_tables_reach_those_that_keep_them_and_the_others_are_named_once(tmp_path: Path, caplog: Any) -> None:
+    trackers = Trackers([*resolve("local", tmp_path), Memory], tmp_path, is_main_process=True)
+    trackers.log_images({})
+    trackers.start("project")
+    for step in (1, 2):
+        trackers.log_images({"sample": numpy.zeros((2, 2))}, step=step, log_kwargs={"local": {"caption": "dark"}})
+        trackers.log_table("answers", ["a"], [[1]], step=step)
+    trackers.log_images({"sample": "no picture"}, step=3)
+    lines = [json.loads(line) for line in trackers.get("local").path.read_text().splitlines()][1:]
+    trackers.finish()
+    assert [line["step"] for line in lines] == [1, 1, 2, 2]
+    assert lines[0]["caption"] == "dark"
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "log_images() goes nowhere",
+        "the tracker memory of a test keeps no pictures",
+        "the tracker memory of a test keeps no tables",
+        "the tracker local failed in log_images (TypeError",
+    ]
+
+
+def test_each_value_that_is_no_number_is_named_once_and_what_is_one_is_kept(tmp_path: Path, caplog: Any) -> None:
+    trackers = Trackers(resolve("local", tmp_path), tmp_path, is_main_process=True)
+    trackers.start("project")
+    for step in range(2):
+        trackers.log({"loss": 1.0, "weights": [1, 2]}, step=step)
+        trackers.log({"settings": object()}, step=step)
+    values = [json.loads(line).get("values") for line in trackers.get("local").path.read_text().splitlines()]
+    trackers.finish()
+    assert values == [None, {"loss": 1.0}, {"loss": 1.0}]
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["weights is a list", "settings is a object"]
+
+
+class Unwilling(Memory):
+    """A tracker of "all" that has no server to talk to."""
+
+    name = "unwilling"
+
+
+def test_of_all_those_that_cannot_start_are_left_out_and_say_so_once(caplog: Any) -> None:
+    broken, good = Unwilling(fails=("start",)), Memory()
+    trackers = Trackers(Chosen([broken, good], optional=["unwilling"]), None, is_main_process=True)
+    trackers.start("project", {"lr": 1})
+    trackers.log({"loss": 1}, step=1)
+    trackers.get("unwilling").log_images({})
+    assert [type(tracker) for tracker in trackers.started] == [NullTracker, Memory]
+    trackers.finish()
+    assert broken.told == [("finish",)]
+    assert [entry[0] for entry in good.told] == ["start", "config", "log", "finish"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "log_with='all' goes without unwilling: it cannot start (OSError: start is broken)"
+    ]
+
+
+def test_all_starts_no_service_that_nobody_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    for variable in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("slipstream.track.registry.installed", lambda name: name == "wandb")
+    trackers = Trackers(resolve("all", tmp_path), tmp_path, is_main_process=True)
+    trackers.start("project")
+    assert [type(tracker).__name__ for tracker in trackers.started] == ["NullTracker", "LocalTracker"]
+    trackers.finish()
+    assert caplog.messages == ["log_with='all' goes without wandb: no account is set up (wandb login, or WANDB_MODE=offline)"]
+    assert missing_account("wandb", {"HOME": str(tmp_path)}) is not None
+    (tmp_path / ".netrc").write_text("")
+    assert missing_account("wandb", {"HOME": str(tmp_path)}) is None
+
+
+def test_the_folder_of_a_run_goes_to_the_local_tracker(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "mine", project="project")
+    trackers = Trackers([*resolve("local", tmp_path), Memory], tmp_path, is_main_process=True)
+    trackers.start("project", None, folder=folder)
+    assert trackers.get("local", unwrap=True) == folder.path
+    trackers.finish()
+
+
 def test_other_processes_hold_null_objects_and_every_call_is_safe(ranks: Any, tmp_path: Path) -> None:
     def run(folder: str) -> Any:
         state = PartialState()
@@ -277,6 +377,15 @@ def test_settings_of_any_kind_become_plain_data() -> None:
         path: Path
         size: int
 
+    @dataclasses.dataclass
+    class Slots:
+        __slots__ = ("size",)
+        size: int
+
+    class Broken:
+        def __str__(self) -> str:
+            raise RuntimeError
+
     again: list[Any] = [1]
     again.append(again)
     given = {
@@ -292,6 +401,13 @@ def test_settings_of_any_kind_become_plain_data() -> None:
         "again": again,
         ("a", 1): {1, 2},
         "truth": True,
+        "lambda": lambda: 0,
+        "partial": functools.partial(print, 1),
+        "nowhere": torch.zeros(2, device="meta"),
+        "half": torch.ones(1, dtype=torch.bfloat16),
+        "slots": Slots(3),
+        "broken": Broken(),
+        "spaces": types.SimpleNamespace(a=torch.float16),
     }
     result = plain(given)
     assert json.loads(json.dumps(result, allow_nan=False)) == result
@@ -302,6 +418,10 @@ def test_settings_of_any_kind_become_plain_data() -> None:
     assert result["options"] == {"path": "a/b", "size": 3}
     assert (result["device"], result["class"], result["nan"], result["truth"]) == ("cpu", "Path", "nan", True)
     assert result["again"] == [1, "(the same again)"]
+    assert (result["partial"], result["nowhere"], result["half"]) == ("partial of print", "Tensor of (2,)", [1.0])
+    assert (result["slots"], result["spaces"]) == ({"size": 3}, {"a": "torch.float16"})
+    assert result["broken"] == "(Broken, whose text fails with RuntimeError)"
+    assert result["lambda"].endswith("<lambda>")
     assert result["['a', 1]"] == [1, 2]
 
 
@@ -314,8 +434,8 @@ def test_wandb_offline_keeps_settings_values_and_steps(offline: Path) -> None:
     run = trackers.get("wandb", unwrap=True)
     trackers.log({"loss": torch.tensor(0.5)}, step=3)
     trackers.log({"loss": 0.25}, step=5)
-    trackers.get("wandb").log_images({"sample": [numpy.zeros((2, 2, 3), dtype=numpy.uint8)]}, step=6)
-    trackers.get("wandb").log_table("table", columns=["a"], data=[[1]], step=7)
+    trackers.log_images({"sample": [numpy.zeros((2, 2, 3), dtype=numpy.uint8)], "batch": torch.rand(2, 3, 4, 5)}, step=6)
+    trackers.log_table("table", columns=["a"], data=[[torch.tensor(1)]], step=7)
     assert (run.project, run.name, run.step) == ("portable", "first", 7)
     assert run.config["lr"] == 0.01
     assert run.config["model"].startswith("Linear(")
@@ -324,6 +444,9 @@ def test_wandb_offline_keeps_settings_values_and_steps(offline: Path) -> None:
     runs = [path for path in (offline / "wandb").glob("offline-run-*") if path.is_dir()]
     assert len(runs) == 1, "one run, not two"
     assert list(runs[0].glob("*.wandb"))
+    assert len(list((runs[0] / "files" / "media" / "images").glob("*_6_*.png"))) == 3
+    (table,) = (runs[0] / "files" / "media" / "table").glob("table_7_*.json")
+    assert json.loads(table.read_text())["data"] == [[1]]
 
 
 def test_tensorboard_writes_scalars_with_steps_texts_charts_and_settings(tmp_path: Path) -> None:
@@ -333,11 +456,14 @@ def test_tensorboard_writes_scalars_with_steps_texts_charts_and_settings(tmp_pat
     trackers.start("run", {"lr": 0.1, "model": {"layers": [1, 2], "bias": True, "kind": None}})
     trackers.log({"loss": torch.tensor(0.5), "note": "hello", "both": {"a": 1, "b": torch.tensor(2)}}, step=4)
     trackers.log({"loss": 0.25}, step=9)
-    trackers.get("tensorboard").log_images({"sample": torch.zeros(1, 3, 2, 2)}, step=9)
+    trackers.log_images({"sample": torch.zeros(1, 3, 2, 2), "sizes": [numpy.zeros((2, 2)), numpy.zeros((3, 3))]}, step=9)
+    trackers.log_table("answers", ["a"], [[1]], step=9)
     trackers.finish()
     events = EventAccumulator(str(tmp_path / "run")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 0.5), (9, 0.25)]
-    assert "sample" in events.Tags()["images"]
+    assert {"sample", "sizes/0", "sizes/1"} <= set(events.Tags()["images"])
+    (answers,) = events.Tensors("answers/text_summary")
+    assert (answers.step, answers.tensor_proto.string_val[0]) == (9, b"| a |\n|---|\n| 1 |")
     assert (tmp_path / "run" / "both_b").is_dir()
     assert "layers:\n  - 1\n  - 2" in (tmp_path / "run" / "hparams.yml").read_text()
 

@@ -47,8 +47,6 @@ class CometMLTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers as metrics (keywords go to `log_metrics`), texts as what Comet calls others."""
         found = sort_values(values)
-        if step is not None:
-            self.experiment.set_step(step)
         if found.numbers:
             self.experiment.log_metrics(found.numbers, step=step, **kwargs)
         for name, text in found.texts.items():
