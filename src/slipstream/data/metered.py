@@ -28,7 +28,8 @@ class _Loader(Protocol):
 def metered(batches: Iterator[Any], meter: Meter, loader: _Loader, rank: int, size: int | None) -> Iterator[Any]:
     """The same batches. `size` is how many samples a full one has on this rank; None if only a batch can tell."""
     meter.begin()
-    before, count, measure, is_first = -1, None, _size, True
+    measure: Callable[[Any], int] = _size
+    before, count, is_first = -1, None, True
     spent, trained, at_first = meter.spent, meter.trained, meter.spent[:]
     try:
         while True:
