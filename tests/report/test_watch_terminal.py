@@ -135,6 +135,7 @@ def test_a_rising_curve_rises() -> None:
     assert lines[2].endswith("\u2800")
 
 
+@settings(max_examples=40)
 @given(parts=st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=9), width=st.integers(0, 100))
 def test_the_parts_of_a_bar_add_up_to_it(parts: dict[str, float], width: int) -> None:
     found = apportioned(parts, width)

@@ -21,7 +21,7 @@ _DIGITS: Final = 6  # microseconds
 _MOST_RANKS: Final = 4096
 _MOST_PHASES: Final = 32
 
-Number = float | int | None
+_Number = float | int | None
 
 
 class Intervals:
@@ -110,7 +110,7 @@ def columns(intervals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _number(value: Any) -> Number:
+def _number(value: Any) -> _Number:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -119,7 +119,7 @@ def _number(value: Any) -> Number:
         return None
 
 
-def _numbers(value: Any) -> list[Number] | None:
+def _numbers(value: Any) -> list[_Number] | None:
     return [_number(one) for one in value[:_MOST_RANKS]] if isinstance(value, list) else None
 
 
@@ -127,14 +127,14 @@ def _plus(one: float, other: float) -> float:
     return round(one + other, _DIGITS)
 
 
-def _with(how: Callable[[Any, Any], Any], one: Number, other: Number) -> Number:
+def _with(how: Callable[[Any, Any], Any], one: _Number, other: _Number) -> _Number:
     if one is None or other is None:
         return other if one is None else one
-    found: Number = how(one, other)
+    found: _Number = how(one, other)
     return found
 
 
-def _each(how: Callable[[Any, Any], Any], one: list[Number] | None, other: list[Number] | None) -> list[Number] | None:
+def _each(how: Callable[[Any, Any], Any], one: list[_Number] | None, other: list[_Number] | None) -> list[_Number] | None:
     if one is None or other is None:
         return other if one is None else one
     longest = max(len(one), len(other))
@@ -142,7 +142,7 @@ def _each(how: Callable[[Any, Any], Any], one: list[Number] | None, other: list[
     return [_with(how, *pair) for pair in pairs]
 
 
-def _weighted(one: Mapping[str, Any], other: Mapping[str, Any]) -> Number:
+def _weighted(one: Mapping[str, Any], other: Mapping[str, Any]) -> _Number:
     if one["mfu"] is None or other["mfu"] is None:
         return _with(_plus, one["mfu"], other["mfu"])
     first, second = one["seconds"] or 0.0, other["seconds"] or 0.0
