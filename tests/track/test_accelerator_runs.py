@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Accelerator
 from slipstream.errors import ConfigError
+from slipstream.logging import get_logger
 from slipstream.runs.folder import find_runs
 from slipstream.runs.reading import Run
 from slipstream.step.ledger.options import LedgerKwargs
@@ -41,6 +42,7 @@ def test_a_run_with_a_project_dir_keeps_everything_in_its_folder(tmp_path: Path,
     assert accelerator.log_with == []
     assert accelerator.run_dir == tmp_path / "runs" / "first"
     train(accelerator)
+    get_logger("mine").warning("%s is small, password=hunter2", "the batch")
     accelerator.save_state(tmp_path / "saved")
     accelerator.load_state(tmp_path / "saved")
     accelerator.end_training()
@@ -54,7 +56,8 @@ def test_a_run_with_a_project_dir_keeps_everything_in_its_folder(tmp_path: Path,
     assert config["options"]["cpu"] == {"value": True, "origin": "from AcceleratorState(cpu=...)"}
     assert config["options"]["effective_batch_size"]["origin"] == "from Accelerator(effective_batch_size=...)"
     assert config["options"]["mixed_precision"]["origin"] == "by default"
-    assert [event["kind"] for event in lines(folder / "events.jsonl")] == ["start", "checkpoint", "restore", "end"]
+    assert [event["kind"] for event in lines(folder / "events.jsonl")] == ["start", "warning", "checkpoint", "restore", "end"]
+    assert lines(folder / "events.jsonl")[1]["text"] == "the batch is small, password=[redacted]"
     intervals = lines(folder / "ledger.jsonl")
     assert sum(interval["steps"] for interval in intervals) == 4
     run = Run(folder)
