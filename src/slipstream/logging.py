@@ -139,6 +139,9 @@ class MultiProcessAdapter(_Adapter):
             speak_json(handlers_of(self.logger), self.formatter)
         msg, keywords = self.process(msg, {**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
         self.logger.log(level, msg, *args, **keywords)
+        runtime = _runtime() if level >= logging.WARNING else None
+        for hear in () if runtime is None else tuple(runtime.hearers):
+            hear(self.logger.name, str(msg) % args if args else str(msg))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Adds this adapter's `extra` to that of the call, which wins."""

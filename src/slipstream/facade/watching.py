@@ -43,6 +43,7 @@ from slipstream.track.trackers import Trackers, settings_of
 
 __all__ = ["Watch", "guard", "with_local"]
 
+_GUARDS = "slipstream.step.guards"
 _NOTE = "folder of the run"
 _KEPT = 1000
 """Events and intervals that wait for a folder."""
@@ -67,6 +68,8 @@ class Watch:
         weakly = weakref.WeakMethod
         parts.ledger.sinks.append(partial(_if_alive, weakly(self.interval)))
         parts.ledger.event_sinks.append(partial(_if_alive, weakly(self.event)))
+        self._hears = partial(_if_alive, weakly(self._hear))
+        parts.state.runtime.hearers.append(self._hears)
 
     # -- beginning ------------------------------------------------------------------------------------------------
 
@@ -145,6 +148,11 @@ class Watch:
         """What happened somewhere: kind, text, and whatever belongs to it."""
         self._write("event", {"time": time.time(), "step": None, "rank": None, "text": "", **event})
 
+    def _hear(self, logger: str, text: str) -> None:
+        """A warning of this process; what guards say is an event of its own."""
+        if not logger.startswith(_GUARDS):
+            self._parts.ledger.tell({"kind": "warning", "text": redact_text(text), "step": self._parts.ledger.step or None})
+
     @contextmanager
     def timed(self, kind: str) -> Iterator[dict[str, Any]]:
         """A block whose end is an event, with the seconds that it took and what is put into the dict."""
@@ -205,6 +213,8 @@ class Watch:
         if report.steps and self._parts.ledger.options.summary and self._parts.state.is_main_process:
             print(f"\n{report.table()}", file=sys.stderr, flush=True)
         self._memory.close()
+        with suppress(ValueError):
+            self._parts.state.runtime.hearers.remove(self._hears)
         self._trackers.finish()
         if self.folder is None and self._waiting and self.root is not None:
             self._safely("made", lambda: self._open(Path(sys.argv[0]).stem or "run"))
@@ -273,10 +283,10 @@ def with_local(chosen: Chosen, project: ProjectConfiguration) -> Chosen:
     return Chosen([*chosen, LocalTracker], chosen.optional)
 
 
-def _if_alive(method: weakref.WeakMethod[Callable[[dict[str, Any]], None]], record: dict[str, Any]) -> None:
+def _if_alive(method: weakref.WeakMethod[Callable[..., None]], *told: Any) -> None:
     alive = method()
     if alive is not None:
-        alive(record)
+        alive(*told)
 
 
 def _left_alone(folder: RunFolder, ledger: Journal) -> None:

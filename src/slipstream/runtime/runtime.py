@@ -53,6 +53,8 @@ class Runtime:
         """What `debug` compares between ranks at every barrier."""
         self.memory_watches: list[MemoryWatch] = []
         """Who knows what tensors are called, and where a snapshot of memory goes; see `runtime/memory/watch.py`."""
+        self.hearers: list[Callable[[str, str], None]] = []
+        """Called with the name of the logger and the text of every warning that a logger of `get_logger` gives on this process."""
         self.meters: weakref.WeakSet[Meter] = weakref.WeakSet()
         """Where time in collectives is marked: one for each ledger."""
         self.ledgers = itertools.count()
