@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle  # noqa: TID251  # what users do with their models
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -579,3 +580,15 @@ def test_the_table_answers_why_more_processes_are_not_faster() -> None:
 def test_a_ledger_on_its_own_clock_needs_no_accelerator() -> None:
     ledger = on_clock(Ledger(), Clock())
     assert ledger.report().table().startswith("where the time went: 0 steps")
+
+
+def test_another_thread_may_ask_and_disturbs_nothing() -> None:
+    loop = Loop()
+    reports: list[LedgerReport] = []
+    for batch in loop.loader:
+        loop.step(batch, body=2)
+        asking = threading.Thread(target=lambda: reports.append(loop.accelerator.ledger()))
+        asking.start()
+        asking.join()
+    assert len(reports) == 10
+    assert loop.found() == dict(loop.clock.napped)

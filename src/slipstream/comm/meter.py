@@ -115,7 +115,8 @@ class Meter:
         """The thread that trains."""
 
     def begin(self) -> None:
-        """Training begins, if it has not: time counts from here."""
+        """A pass over data begins, and with the first one training: time counts from here."""
+        self.thread = get_ident()
         if self.phase == SETUP:
             self.enter(OTHER)
 

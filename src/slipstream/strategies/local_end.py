@@ -11,6 +11,7 @@ last is what is done where a pass has left that parameter out.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,10 +32,10 @@ class LocalEnd:
         self._was_missed = False
 
     def watch(self, replicated: torch.nn.Module) -> None:
-        """Has the passes of a model marked. A model that is wrapped anew has two hooks, and the first callback counts."""
-        last = [parameter for parameter in replicated.parameters() if parameter.requires_grad][-1:]
-        for parameter in last:
-            parameter.register_post_accumulate_grad_hook(self._begun)  # type: ignore[no-untyped-call]
+        """Has the passes of a model marked, as long as it is wrapped like this."""
+        last = [parameter for parameter in replicated.parameters() if parameter.requires_grad][-1]
+        handle = last.register_post_accumulate_grad_hook(self._begun)  # type: ignore[no-untyped-call]
+        weakref.finalize(replicated, handle.remove).atexit = False
 
     def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """A pass that reduces gradients."""

@@ -17,6 +17,8 @@ from slipstream.comm.meter import COLUMNS, OTHER, PHASES, Meter
 __all__ = ["DeviceClock"]
 
 _WIDTH = COLUMNS + 1
+_MOST = 10_000
+"""Events of a step, beyond which the clock of the host has to do for it: in an evaluation no step ends."""
 
 
 class DeviceClock:
@@ -28,17 +30,22 @@ class DeviceClock:
         self._spare: list[Any] = []
         self._present: list[tuple[int, Any]] = []
         self._ended: list[list[tuple[int, Any]]] = []
+        self._is_whole = True
+        """Whether the events of the present step are all there."""
 
     def __call__(self) -> int:
         event = self._spare.pop() if self._spare else self._make()
         event.record()
         self._present.append((self._meter.phase, event))
+        if len(self._present) > _MOST:
+            self._spare += [event for _, event in self._present[:-1]]
+            self._present, self._is_whole = self._present[-1:], False
         return perf_counter_ns()
 
     def end_step(self) -> None:
         """The events since the last call belong to the step that ends now; its last one begins the next."""
-        self._ended.append(self._present)
-        self._present = self._present[-1:]
+        self._ended.append(self._present if self._is_whole else [])
+        self._present, self._is_whole = self._present[-1:], True
 
     def settle(self, flat: list[int]) -> int:
         """Puts times of the device into rows of steps; how many numbers of them are final, the rest waits for the device."""
@@ -56,8 +63,11 @@ class DeviceClock:
     def _read(self, events: list[tuple[int, Any]], row: list[int]) -> list[int]:
         """The wall time of a step, shared out as the device spent it."""
         spent = [0.0] * (PHASES + 1)
-        for (_, earlier), (phase, event) in zip(events, events[1:], strict=False):
-            spent[min(phase, PHASES)] += max(0.0, earlier.elapsed_time(event))
+        try:
+            for (_, earlier), (phase, event) in zip(events, events[1:], strict=False):
+                spent[min(phase, PHASES)] += max(0.0, earlier.elapsed_time(event))
+        except RuntimeError:  # recorded on another queue of the device, which is not there yet
+            return row
         wall, total = sum(row[:PHASES]), sum(spent[:PHASES])
         if not total:
             return row

@@ -72,6 +72,8 @@ class Ledger:
     ) -> None:
         self.options = options or LedgerKwargs()
         self.rank, self.world_size = rank, world_size
+        self.number = number
+        """Which ledger of this process it is: the same on every rank, and part of its keys in the store."""
         self.meter: Meter | None = Meter() if self.options.enabled else None
         """Where marks go; None if the ledger is off."""
         self.examiners: list[Callable[[Window], None]] = []
@@ -133,6 +135,7 @@ class Ledger:
         if self._counting is not None:
             self._count(meter)
         if now >= self._due:
+            meter.thread = get_ident()
             self.settle()
 
     def _count(self, meter: Meter) -> None:
@@ -151,14 +154,14 @@ class Ledger:
         meter = self.meter
         if meter is None:
             return
-        meter.thread = get_ident()
         before = meter.enter(SETUP if meter.phase == SETUP else OTHER)
         try:
             window = self._drain(meter)
             self._due = meter.since + int(self.interval * 1e9)
             for examine in self.examiners:
                 examine(window)
-            self._tell()
+            if self._finished is None:
+                self._tell()
         finally:
             meter.leave(before)
 
@@ -168,11 +171,12 @@ class Ledger:
         rows, first = seconds(self._flat[:done]), self._drained
         del self._flat[:done]
         self._drained += len(rows)
-        self._untold = numpy.concatenate([self._untold, rows])[-_KEPT:] if len(self._untold) else rows
+        if self._finished is None:
+            self._untold = numpy.concatenate([self._untold, rows])[-_KEPT:] if len(self._untold) else rows
         losses = list(meter.losses)
         meter.losses.clear()
         if not first and len(rows):
-            self._totals.began = time.time() - float(rows[:, :PHASES].sum())
+            self._totals.began = time.time() - float(rows[:, :PHASES].sum()) - 1e-9 * sum(meter.spent[:PHASES])
         return Window(len(rows), first, rows, losses)
 
     def _tell(self) -> None:
@@ -238,7 +242,8 @@ class Ledger:
         """What is known now: see `LedgerReport`. Not collective; on rank 0 with all that the others have told so far."""
         if self._finished is not None:
             return self._finished
-        self.settle()
+        if self.meter is not None and self.meter.thread == get_ident():  # another thread may look, and touch nothing
+            self.settle()
         return self._report(self._tail())
 
     def finish(self) -> LedgerReport:
@@ -258,7 +263,8 @@ class Ledger:
             return self._finished
         self._hear(0, message)
         tails: dict[int, list[float] | None] = {0: tail}
-        for other, words in self._exchange.collect_last(_LAST_WORD if self.world_size > 1 else 0.0).items():
+        wait = _LAST_WORD if self._drained or any(tail) else 0.0  # where nothing was trained, nobody has anything to tell
+        for other, words in self._exchange.collect_last(wait).items():
             for word in map(unpack, words):
                 self._hear(other, word)
                 tails[other] = word.tail
@@ -271,7 +277,8 @@ class Ledger:
         meter = self.meter
         if meter is None:
             return [0.0] * COLUMNS
-        meter.leave(meter.phase)
+        if meter.thread == get_ident():
+            meter.leave(meter.phase)
         return [value * 1e-9 for value in meter.spent[:PHASES]] + [float(value) for value in meter.spent[PHASES:COLUMNS]]
 
     def _report(self, tail: list[float] | None, tails: dict[int, list[float] | None] | None = None) -> LedgerReport:
