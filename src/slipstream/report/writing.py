@@ -30,10 +30,10 @@ _KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".gif": "image/gif", ".webp": "image/webp", ".bmp": "image/bmp"}
 )
 
-AnyPath = str | os.PathLike[str]
+_AnyPath = str | os.PathLike[str]
 
 
-def write(paths: AnyPath | Sequence[AnyPath], output: AnyPath | None = None, *, title: str | None = None, points: int = 4000) -> Path:
+def write(paths: _AnyPath | Sequence[_AnyPath], output: _AnyPath | None = None, *, title: str | None = None, points: int = 4000) -> Path:
     """Writes the page of these runs and returns its path.
 
     Each path is the folder of a run, or a folder with runs in it. Without `output` the page of one run is `report.html` in its folder,

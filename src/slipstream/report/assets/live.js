@@ -29,6 +29,7 @@ class Live {
       const names = (await this.ask("/api/runs")).map((one) => one.name);
       this.page.replace(await Promise.all(names.map((name) => this.view(name))));
       this.say("live", "Live");
+      if (this.page.state.range) this.later();
     } catch {
       this.say("lost", "Connection lost; trying again");
     }
