@@ -267,6 +267,39 @@ def test_a_run_that_begins_later_is_shown_by_itself(run: RunFolder, tmp_path: Pa
         stream.close()
 
 
+def test_folders_that_only_look_like_runs_do_not_stop_the_looking(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "first", project="spirals")
+    watch = Watch([tmp_path])
+    for name in ("pipe", "deep", "link", "text"):
+        (tmp_path / "runs" / name).mkdir()
+    os.mkfifo(tmp_path / "runs" / "pipe" / "run.json")
+    (tmp_path / "runs" / "deep" / "run.json").write_text("[" * 100_000)
+    (tmp_path / "runs" / "link" / "run.json").symlink_to(tmp_path / "runs" / "first" / "run.json")
+    (tmp_path / "runs" / "text" / "run.json").write_text("words")
+    (tmp_path / "runs" / "outside").symlink_to(tmp_path)
+    RunFolder.create(tmp_path, "second", project="spirals")
+    watch.look()
+    assert [one.key for one in watch.runs()] == ["first", "second"]
+
+
+def test_an_error_while_looking_is_told_once_and_looking_goes_on(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = Watch([tmp_path], interval=0.001)
+    turns = threading.Semaphore(0)
+
+    def look() -> None:
+        turns.release()
+        raise RuntimeError("a disk that is strange")
+
+    monkeypatch.setattr(watch, "look", look)
+    watch.start()
+    for _ in range(3):
+        assert turns.acquire(timeout=60)
+    watch.stop()
+    assert capsys.readouterr().err.count("RuntimeError: a disk that is strange") == 1
+
+
 def test_a_file_that_is_replaced_asks_pages_to_load_again(run: RunFolder, tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         ask(server, "/api/view?run=first")

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import queue
+import stat
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +136,14 @@ class Watched:
         self._said = self._others()
 
 
+def _has_begun(path: Path) -> bool:
+    """Whether a folder that has appeared is a run; a pipe in the place of its file is not waited for."""
+    try:
+        return stat.S_ISREG(os.lstat(path / "run.json").st_mode) and is_run(path)
+    except (OSError, RecursionError):  # nothing there yet, or a file that was made to be no run
+        return False
+
+
 class Listener:
     """One page that wants the news. `next` waits for a message; None says that there will be no more."""
 
@@ -249,8 +259,14 @@ class Watch:
                 time.sleep(0.001)  # whoever waits for this run gets a turn
 
     def _work(self) -> None:
+        told: set[str] = set()
         while not self._stop.is_set():
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # a page that stands still and looks alive would be worse: it is told once, and looking goes on
+                if repr(error) not in told:
+                    told.add(repr(error))
+                    traceback.print_exc()
             self._stop.wait(self._interval)
 
     def _publish(self, data: bytes) -> None:
@@ -268,7 +284,7 @@ class Watch:
                     names = [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False)]
             except OSError:  # the folder was moved or deleted; it may come back
                 continue
-            new.extend(path for path in sorted(names) if path not in self._paths | self.left_out and is_run(path))
+            new.extend(path for path in sorted(names) if path not in self._paths | self.left_out and _has_begun(path))
         self._add(new)
         return bool(new)
 
