@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = torch.nn.Embedding(WORDS, WIDTH)
-        self.layers = torch.nn.ModuleList([Layer() for _ in range(8)])
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(4)])
         self.head = torch.nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import importlib
 import os
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 import slipstream
 from slipstream.checkpoint.format import parse
+from slipstream.testing.outcome import Outcome
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -37,19 +38,53 @@ def run_as_script(code: str, folder: Path) -> None:
     exec(compile(code, "script.py", "exec"), {"__name__": "__main__"})
 
 
+@pytest.fixture(scope="module")
+def done() -> dict[str, list[Outcome]]:
+    return {}
+
+
+@pytest.fixture
+def outcomes_of(ranks, done, tmp_path) -> Callable[[str], list[Outcome]]:
+    """What came of a block on two processes; it is run once for all tests of this file."""
+
+    def of(code: str) -> list[Outcome]:
+        if code not in done:
+            done[code] = ranks(2).outcomes(run_as_script, code, tmp_path)
+        return done[code]
+
+    return of
+
+
 @pytest.mark.parametrize("code", list(blocks("")))
-def test_a_python_block_runs_on_two_processes(ranks, tmp_path, code):
-    ranks(2).run(run_as_script, code, tmp_path)
+def test_a_python_block_runs_on_two_processes(outcomes_of, code):
+    assert [outcome.traceback or outcome.summary for outcome in outcomes_of(code) if outcome.failed] == []
 
 
-def test_the_blocks_of_tests_pass(pytester):
-    """In one session, which shares its pools of ranks."""
-    pytester.makeconftest('pytest_plugins = ["slipstream.testing.plugin"]')
-    found = list(blocks("pytest"))
-    pytester.makepyfile(**{re.sub(r"\W", "_", f"test_{block.id}"): block.values[0] for block in found})
-    counts = pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
+@pytest.mark.parametrize("block", list(blocks("pytest")))
+def test_a_block_of_tests_passes(pytester, rank_pools, block):
+    """In a session of its own, with the pools of ranks of this one."""
+    pytester.makeconftest("""
+import pytest
+
+pytest_plugins = ["slipstream.testing.plugin"]
+
+@pytest.fixture(scope="session")
+def rank_pools(request):
+    return request.config.rank_pools
+""")
+
+    class Lend:
+        def pytest_configure(self, config):
+            config.rank_pools = rank_pools
+
+    pytester.makepyfile(test_block=block)
+    counts = pytester.runpytest_inprocess("-p", "no:cacheprovider", plugins=[Lend()]).parseoutcomes()
     assert set(counts) == {"passed"}
-    assert counts["passed"] >= len(found) > 2
+    assert counts["passed"] >= block.count("def test_") > 0
+
+
+def test_there_are_blocks_of_tests():
+    assert len(list(blocks("pytest"))) > 2
 
 
 def printed() -> Iterator[Any]:
@@ -64,8 +99,8 @@ def printed() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("code", "shown"), list(printed()))
-def test_pages_show_what_is_really_printed(ranks, tmp_path, code, shown):
-    assert shown.strip() in ranks(2).outcomes(run_as_script, code, tmp_path)[0].output
+def test_pages_show_what_is_really_printed(outcomes_of, code, shown):
+    assert shown.strip() in outcomes_of(code)[0].output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
