@@ -5,6 +5,8 @@ INSTALLED := .venv/.installed
 BENCH := .venv-bench/bin
 BENCH_INSTALLED := .venv-bench/.installed
 BENCH_OPTIONS ?= --quick
+# Two at a time, each with whole files; many tests wait. `make test WORKERS=` runs one after the other.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 PIP := python -m pip --disable-pip-version-check install --quiet --prefer-binary -c constraints.txt
 
 .PHONY: help demo test quick lint check bench soak clean
@@ -21,7 +23,7 @@ demo: $(INSTALLED)
 	$(BIN)/slipstream launch --cpu --num_processes 2 examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest --durations=15 --durations-min=2
+	$(BIN)/python -m pytest $(WORKERS) --durations=15 --durations-min=2
 
 quick: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not ranks and not launched and not netns and not browser"

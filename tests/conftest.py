@@ -6,6 +6,7 @@ Tests that use the pool of ranks are marked `ranks` by themselves, so `pytest -m
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -26,16 +27,39 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: repeats something with random faults; `--soak` makes it many rounds")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+LONGEST = (
+    "test_examples.py",
+    "test_docs.py",
+    "test_lost_and_stuck.py",
+    "test_launched_machines.py",
+    "test_exact_resume.py",
+    "test_backward_watch.py",
+    "test_launched_failures.py",
+    "test_kills.py",
+    "test_notebook.py",
+    "test_launched_losses.py",
+    "test_batch_size.py",
+)
+"""Files that take long. Where several workers share the files, these are begun first, so that no worker is left with one at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
 
 
 def pytest_collection_finish() -> None:
-    """What the collection made lives to the end: collecting garbage, which some tests do often, need not look at it."""
+    """What the collection made lives to the end: collecting garbage, which some tests do often, need not look at it.
+
+    And one thread of torch's, because several wait for each other: on a busy machine, a thousand times longer than a small tensor takes.
+    """
     gc.collect()
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture
