@@ -145,6 +145,43 @@ def test_without_averaging_each_rank_decides_for_itself(ranks: Any) -> None:
     assert weights == others
 
 
+def test_ranks_that_are_done_are_not_asked(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator, guards = guarded(GuardKwargs(on_nan="skip", **QUIET))
+        net, rank = network(), accelerator.process_index
+        if rank == 1:
+            Poison(net[0].weight, [1, 2])
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        with accelerator.join_uneven_inputs([net]):
+            for number in range(2 + rank):
+                accelerator.backward(net(batch(number, rank)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return optimizer.updates, [(one.step, one.rank) for one in guards.voice.said], bool(torch.isfinite(net[0].weight).all())
+
+    assert ranks(2).run(run) == [(1, [(1, None)], True), (1, [(1, 1)], True)]
+
+
+def test_sparse_gradients_and_views_of_buckets_are_looked_at_too(ranks: Any) -> None:
+    def run() -> Any:
+        told = []
+        for options in ({}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}):
+            accelerator, _ = guarded(GuardKwargs(on_nan="raise", **QUIET), [DistributedDataParallelKwargs(**options)])
+            net = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=not options), torch.nn.Linear(3, 1))
+            if accelerator.process_index == 1:
+                net[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+            net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            accelerator.backward(net(torch.tensor([1, 2])).mean())
+            with pytest.raises(NonFiniteError) as raised:
+                optimizer.step()
+            told.append(str(raised.value).split(" (loss")[0])
+        return told
+
+    for sparse, dense in ranks(2).run(run):
+        assert sparse == "step 0, rank 1: the gradient of 0.weight is infinite on rank 1"
+        assert dense == "step 0, rank 1: the gradient of 0.weight is nan on rank 1"
+
+
 def test_hooks_of_users_run_after_the_look_and_power_hooks_are_refused(ranks: Any) -> None:
     def run() -> Any:
         accelerator, _ = guarded(GuardKwargs(on_nan="raise", **QUIET))

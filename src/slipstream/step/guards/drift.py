@@ -89,7 +89,7 @@ class Drift:
         self._serial += 1
         data = struct.pack("<q", updates) + fingerprint([parameter for _, parameter in named])
         if self._rank:
-            self._ask(lambda: store.set(self._name(self._serial, self._rank), data))
+            self._ask(lambda: self._leave(store, self._name(self._serial, self._rank), data))
             return
         self._own.append((self._serial, updates, [name for name, _ in named], data))
         if len(self._own) > _PENDING:
@@ -125,6 +125,11 @@ class Drift:
             told = next(iter(str(error).splitlines()), type(error).__name__)
             get_logger("slipstream.guards").warning(f"weights are not compared between ranks any more: {told}", main_process_only=False)
             return None
+
+    @staticmethod
+    def _leave(store: Any, key: str, data: bytes) -> None:
+        store.set(key, data)
+        store.check([key])  # `set` does not wait for an answer: now it is there
 
     def _name(self, serial: int, rank: int) -> str:
         return f"guards/drift/{self._key}/{serial}/{rank}"

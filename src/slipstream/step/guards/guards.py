@@ -6,6 +6,7 @@ settles (about once a second), times when it has an interval, and weights once i
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,6 +76,7 @@ class Guards:
         self._straggler = None if options.straggler is None else Straggler(options.straggler)
         self._schedules: weakref.WeakKeyDictionary[AcceleratedOptimizer, Schedule] = weakref.WeakKeyDictionary()
         self._drifts: weakref.WeakKeyDictionary[AcceleratedOptimizer, Drift] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
         self._stuck: weakref.WeakKeyDictionary[AcceleratedOptimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._updates: Updates | None = None
         if options.strict:
@@ -131,7 +133,8 @@ class Guards:
         if all(getattr(model.prepared, "require_backward_grad_sync", True) for model in linked.models):
             drift = self._drifts.get(optimizer)
             if drift is None:
-                drift = self._drifts[optimizer] = Drift(self._store, self._rank, self._world_size, str(len(self._drifts)))
+                key = f"{self._ledger.number}/{next(self._numbers)}"
+                drift = self._drifts[optimizer] = Drift(self._store, self._rank, self._world_size, key)
             drift.look(linked.updates, [entry for model in linked.models for entry in model.original.named_parameters()])
         return (linked.updates // every + 1) * every
 

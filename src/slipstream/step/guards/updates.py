@@ -80,12 +80,11 @@ class Updates:
     def look_at_bucket(self, bucket: Any) -> None:
         """Looks at this rank's own gradients before they are averaged. Waits for no device."""
         buffer = bucket.buffer()
-        if buffer.is_cpu:
-            if all_finite([buffer]):
-                return
-            self._seen.append(([id(one) for one in bucket.parameters()], [bad_word(one) for one in bucket.gradients()]))
-        else:
-            self._seen.append(([id(one) for one in bucket.parameters()], torch.stack(list(torch._foreach_norm(bucket.gradients())))))
+        if buffer.is_cpu and all_finite([buffer]):
+            return
+        parts = bucket.gradients() if buffer.layout == torch.strided else [buffer._values()]  # a sparse one is alone
+        seen = [bad_word(one) for one in parts] if buffer.is_cpu else torch.stack(list(torch._foreach_norm(parts)))
+        self._seen.append(([id(one) for one in bucket.parameters()], seen))
 
     def before_clipping(self, models: Sequence[PreparedModel]) -> None:
         """Clipping by a norm that is NaN makes every gradient so: what was there before is noted."""
@@ -115,7 +114,7 @@ class Updates:
                 if (order := self._orders.get(model.original)) is not None:
                     order.end()
             return False
-        finding = self._trace(models, linked.updates + self.skipped)
+        finding = self._trace(models, linked.updates + self.skipped, alone=linked.stepper.joined)
         self._forget(models)
         self.skipped += 1
         if self._raises:
@@ -124,16 +123,19 @@ class Updates:
         self._voice.say(finding, shared=self._averaged(models))
         return True
 
-    def _trace(self, models: Sequence[PreparedModel], tried: int) -> Finding:
+    def _trace(self, models: Sequence[PreparedModel], tried: int, alone: bool) -> Finding:
         averaged = self._averaged(models)
         own = self._own_part(models) if averaged else self._clipped or self._first(models)
         loss = self._loss()
         report = (self._rank, own, None if loss is None else float(loss))
-        reports = self._exchange(report) if averaged else [report]
+        reports = self._exchange(report) if averaged and not alone else [report]
         culprits = [(rank, found, loss) for rank, found, loss in reports if found is not None]
         done = "" if self._raises else "; this update is left out, with its optimizer and scheduler as they were"
         step = self._step()
         step = tried if step is None else step
+        if not culprits and alone:
+            text = f"the gradient of another rank is not finite (inside of join_uneven_inputs ranks are not asked which){done}"
+            return Finding("nan", step, None, text, _REMEDY)
         if not culprits:
             text = f"gradients are not finite after averaging, although those of every rank are: they overflow when they are added up{done}"
             return Finding("nan", step, None, text, _REMEDY)
