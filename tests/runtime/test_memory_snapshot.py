@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.runtime.current import current
 from slipstream.runtime.memory.naming import Named, named_tensors
 from slipstream.runtime.memory.snapshot import MemorySnapshot, memory_snapshot
 from slipstream.runtime.memory.watch import FailureHook, MemoryWatch, examine, watch_memory
@@ -21,9 +22,10 @@ from slipstream.runtime.memory.watch import FailureHook, MemoryWatch, examine, w
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MemoryWatch]]:
-    """`watch_memory`, ended after the test."""
+    """`watch_memory` in a process where nobody watches yet; ended after the test."""
     made: list[MemoryWatch] = []
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(current(), "memory_watches", [])
 
     def watch(*arguments: Any) -> MemoryWatch:
         made.append(watch_memory(*arguments))
@@ -101,6 +103,16 @@ def test_a_snapshot_keeps_nothing_alive_and_a_watch_neither(watched: Callable[..
     del owner
     gc.collect()
     assert (3210,) not in {one.shape for one in memory_snapshot(10_000).alive}
+
+
+def test_the_hook_is_there_once_and_goes_with_the_last_watch(watched: Callable[..., MemoryWatch]) -> None:
+    before = sys.excepthook
+    watches = [watched(lambda: ()) for _ in range(2)]
+    assert isinstance(sys.excepthook, FailureHook)
+    assert sys.excepthook.previous is before
+    for watch in watches:
+        watch.close()
+    assert sys.excepthook is before
 
 
 def out_of_memory() -> Exception:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import tqdm.notebook
+import tqdm.std
 from launching_on_terminal import on_terminal, screen
 
 from slipstream import Accelerator
@@ -19,7 +23,9 @@ from slipstream.checkpoint.consolidate import merge_weights
 from slipstream.checkpoint.models import save_model
 from slipstream.offload.quantize import load as quantize
 from slipstream.offload.quantize.config import TorchaoQuantizationConfig
-from slipstream.runtime.progress import Hidden, bar, waiting
+from slipstream.runtime import progress
+from slipstream.runtime.process import Process
+from slipstream.runtime.progress import Hidden, bar, bar_class, on_screen, waiting
 
 MAKER = """
 import os, sys
@@ -64,6 +70,21 @@ def test_without_a_terminal_nothing_is_written() -> None:
 
 def test_bars_come_after_about_a_second() -> None:
     assert {inspect.signature(one).parameters["after"].default for one in (bar, waiting)} == {1.0}
+
+
+def test_a_notebook_is_a_place_to_show_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shell:
+        config: ClassVar[dict[str, Any]] = {"IPKernelApp": {}}
+
+    assert not on_screen()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: Shell))
+    assert on_screen()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # without its widgets
+    assert bar_class() is tqdm.std.tqdm
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert bar_class() is tqdm.notebook.tqdm
+    monkeypatch.setattr(progress, "this_process", lambda: Process(world_size=2, local_world_size=2))  # started from the notebook
+    assert bar_class() is tqdm.std.tqdm
 
 
 # -- what we do that takes long ---------------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ class MemoryWatch:
     def __init__(self, names: _Names, folder: _Folder, tell: _Tell | None) -> None:
         self._names, self._folder, self._tell = _held(names), _held(folder), None if tell is None else _held(tell)
 
+    @property
+    def has_owner(self) -> bool:
+        """Whether whoever knows the names is still there."""
+        return self._names() is not None
+
     def named(self) -> Iterator[Named]:
         """The tensors that have names; none once their owner is gone."""
         names = self._names()
@@ -57,10 +62,12 @@ class MemoryWatch:
             tell(path, snapshot)
 
     def close(self) -> None:
-        """Nothing is asked here any more."""
+        """Nothing is asked here any more; with the last watch the hook goes too, if none was put before it."""
         runtime = current_or_none()
         if runtime is not None and self in runtime.memory_watches:
             runtime.memory_watches.remove(self)
+            if not runtime.memory_watches and isinstance(sys.excepthook, FailureHook):
+                sys.excepthook = sys.excepthook.previous
 
 
 def watch_memory(names: _Names, folder: _Folder = lambda: None, tell: _Tell | None = None) -> MemoryWatch:
@@ -77,7 +84,8 @@ def watch_memory(names: _Names, folder: _Folder = lambda: None, tell: _Tell | No
     >>> watch.close()
     """
     watch = MemoryWatch(names, folder, tell)
-    current().memory_watches.append(watch)
+    watches = current().memory_watches
+    watches[:] = [*(one for one in watches if one.has_owner), watch]
     if not isinstance(sys.excepthook, FailureHook):
         sys.excepthook = FailureHook(sys.excepthook)
     return watch
@@ -136,14 +144,13 @@ def _write_down(error: BaseException) -> None:
     _logger.error("%smemory ran out; alive were %s", rank, snapshot)
     written: Path | None = None
     for watch in watches:
-        folder = watch.folder()
-        if folder is None:
-            continue
         try:
-            written = snapshot.write(folder / f"memory-rank{snapshot.rank}.json")
-            watch.tell(written, snapshot)
-        except OSError as problem:
-            _logger.warning("%sthe snapshot of memory could not be written to %s: %s", rank, folder, problem)
+            folder = watch.folder()
+            if folder is not None:
+                written = snapshot.write(folder / f"memory-rank{snapshot.rank}.json")
+                watch.tell(written, snapshot)
+        except Exception as problem:  # a full disk, a store that is gone: what is in the log is still there
+            _logger.warning("%sthe snapshot of memory could not be written (%s: %s)", rank, type(problem).__name__, problem)
     where = f"; all of it is in {written}" if written is not None else ""
     if hasattr(error, "add_note"):
         error.add_note(f"When memory ran out, alive were {snapshot.line()}{where}")
