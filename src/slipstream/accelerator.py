@@ -131,12 +131,15 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         )
         self._saver = Saver(self._parts, self.project_configuration, async_save)
         self._saver.begin_numbering()
+        self._guards = guard(self._parts, self._handlers.guards)
+        self._begin_watching(log_with, told)
+
+    def _begin_watching(self, log_with: Any, told: dict[str, Any]) -> None:
         chosen = resolve(log_with, self.logging_dir)
         self._log_with = [tracker.name for tracker in chosen]
         self._trackers = Trackers(
             with_local(chosen, self.project_configuration), self.logging_dir, is_main_process=self.state.is_main_process
         )
-        self._guards = guard(self._parts, self._handlers.guards)
         self._watch = Watch(self._parts, self.project_configuration, self._trackers, told)
 
     def __getattr__(self, name: str) -> Any:

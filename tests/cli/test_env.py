@@ -14,7 +14,10 @@ from slipstream.runs.environment import environment_report as report
 
 
 def test_it_imports_no_torch() -> None:
-    code = "import sys\nfrom slipstream.runs.environment import environment_report\nenvironment_report({})\nassert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
+    code = (
+        "import sys\nfrom slipstream.runs.environment import environment_report\nenvironment_report({})\n"
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
