@@ -26,10 +26,11 @@ def main() -> None:
     confirmed, unreadable_meanwhile = [], 0
     for attempt in range(rounds):
         shared[:16] = struct.pack("<qq", attempt * 1_000_000_000, 0)
-        writer = os.fork()
+        parent, writer = os.getpid(), os.fork()
         if writer == 0:
-            write(folder, shared, attempt)
-        while struct.unpack_from("<q", shared, 8) == (0,):  # it has begun to log
+            write(folder, shared, attempt, parent)
+        while struct.unpack_from("<q", shared, 8) == (0,):  # until it has begun to log
+            assert os.waitpid(writer, os.WNOHANG) == (0, 0), "the writer ended by itself"
             time.sleep(0.0005)
         time.sleep(chance.random() * 0.02)
         unreadable_meanwhile += read(folder)[1]
@@ -44,14 +45,16 @@ def main() -> None:
     print("FOUND " + json.dumps({"whole": whole, "more": more, "unreadable": unreadable + unreadable_meanwhile, "lines": lines}))
 
 
-def write(folder: Path, shared: mmap.mmap, attempt: int) -> None:
+def write(folder: Path, shared: mmap.mmap, attempt: int, parent: int) -> None:
     tracker = LocalTracker("killed", folder, name="run", resume=attempt > 0)
     tracker.start()
     first = attempt * 1_000_000_000 + 1
     for step in range(first, first + 3000):
         tracker.log({"loss": 1 / step, "lr": 0.1}, step=step)
         struct.pack_into("<qq", shared, 0, step, 1)
-    signal.pause()  # a slow machine has not killed it yet, and the file is long enough
+    while os.getppid() == parent:  # a slow machine has not killed it yet, and the file is long enough
+        time.sleep(0.001)
+    os._exit(1)
 
 
 def read(folder: Path) -> tuple[list[int], int]:
