@@ -71,9 +71,11 @@ def to_numbers(values: Sequence[Any]) -> list[float]:
     >>> to_numbers([torch.tensor(1.0), 2.5, torch.tensor([1.0, 2.0])])
     [1.0, 2.5, 1.5]
     """
-    distant = [value for value in values if isinstance(value, torch.Tensor) and not value.is_cpu]
-    fetched = iter(torch.stack([_one_value(value).double() for value in distant]).tolist() if distant else ())
-    return [next(fetched) if isinstance(value, torch.Tensor) and not value.is_cpu else float(_one_value(value)) for value in values]
+    single = [value if isinstance(value, torch.Tensor) and not value.ndim else torch.as_tensor(value).mean() for value in values]
+    if len({(one.dtype, one.device) for one in single}) > 1:
+        single = [one.to("cpu", torch.float64) for one in single]
+    numbers: list[float] = torch.stack(single).tolist() if single else []
+    return numbers
 
 
 class BackwardOrder:
@@ -106,10 +108,6 @@ class BackwardOrder:
     def named(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters, the one nearest to the loss first; those that had no gradient last."""
         return sorted(reversed(list(model.named_parameters())), key=lambda entry: self._came.get(entry[0], math.inf))
-
-
-def _one_value(value: Any) -> Any:
-    return value if not isinstance(value, torch.Tensor) or value.ndim == 0 else value.detach().mean()
 
 
 def _note(came: dict[str, int], name: str, parameter: torch.Tensor) -> None:

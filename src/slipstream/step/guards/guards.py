@@ -252,6 +252,8 @@ class Guards:
 
 def _by_step(steps: Sequence[int], losses: Sequence[float]) -> Iterable[tuple[int, float]]:
     """The mean of the losses of each step: several batches may make one update."""
+    if len(set(steps)) == len(steps):
+        return zip(steps, losses, strict=True)
     totals: dict[int, list[float]] = {}
     for step, loss in zip(steps, losses, strict=True):
         totals.setdefault(step, []).append(loss)

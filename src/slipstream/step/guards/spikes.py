@@ -22,7 +22,7 @@ __all__ = ["Spikes"]
 
 _MEMORY = 256
 _FIRST = 64
-_EVERY = 32
+_EVERY = 64
 """After how many values the usual is computed anew."""
 _NORMAL = 1.4826
 """The standard deviation of a normal distribution, in median deviations."""
