@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from slipstream.runtime.mapping import map_across_processes as map_across_processes
     from slipstream.runtime.rng import synchronize_rng_states as synchronize_rng_states
     from slipstream.runtime.state import AcceleratorState as AcceleratorState, PartialState as PartialState
+    from slipstream.step.guards.finding import NonFiniteError as NonFiniteError
     from slipstream.step.profiling.options import ProfileKwargs as ProfileKwargs
     from slipstream.strategies.options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 
@@ -101,6 +102,7 @@ _HOMES = {
     "slipstream.runtime.state": (
         "AcceleratorState", "PartialState",
     ),
+    "slipstream.step.guards.finding": ("NonFiniteError",),
     "slipstream.step.profiling.options": ("ProfileKwargs",),
     "slipstream.strategies.options": ("DistributedDataParallelKwargs",),
 }
@@ -108,11 +110,11 @@ _HOMES = {
 __all__ = [
     "Accelerator", "AcceleratorState", "AutocastKwargs", "CheckpointError", "ConfigError", "DataLoaderConfiguration",
     "DistributedDataParallelKwargs", "DistributedOperationException", "DistributedType", "GradScalerKwargs", "GradientState",
-    "InitProcessGroupKwargs", "LaunchError", "LocalSGD", "MismatchError", "MissingCheckpointError", "PartialState", "PeerLostError",
-    "ProfileKwargs", "SlipstreamError", "StateError", "WaitTimeoutError", "cpu_offload", "cpu_offload_with_hook", "debug_launcher",
-    "disk_offload", "dispatch_model", "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device",
-    "is_rich_available", "layer_major", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "map_across_processes",
-    "notebook_launcher", "prepare_data_loader", "prepare_pippy", "skip_first_batches", "synchronize_rng_states",
+    "InitProcessGroupKwargs", "LaunchError", "LocalSGD", "MismatchError", "MissingCheckpointError", "NonFiniteError", "PartialState",
+    "PeerLostError", "ProfileKwargs", "SlipstreamError", "StateError", "WaitTimeoutError", "cpu_offload", "cpu_offload_with_hook",
+    "debug_launcher", "disk_offload", "dispatch_model", "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights",
+    "init_on_device", "is_rich_available", "layer_major", "load_checkpoint_and_dispatch", "load_checkpoint_in_model",
+    "map_across_processes", "notebook_launcher", "prepare_data_loader", "prepare_pippy", "skip_first_batches", "synchronize_rng_states",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)
