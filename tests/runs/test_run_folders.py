@@ -61,7 +61,21 @@ def test_a_place_without_runs_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"format": "slipstream run", "version": 9}')
     with pytest.raises(ConfigError, match="is of version 9"):
         find_runs(tmp_path)
+    for broken in ("[" * 100_000, "\x00", "x" * 2_000_000):
+        (tmp_path / "run.json").write_text(broken)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            find_runs(tmp_path)
     assert not is_run(tmp_path)
+
+
+def test_a_pipe_or_a_link_in_place_of_a_run_is_none_and_blocks_nobody(tmp_path: Path) -> None:
+    real = RunFolder.create(tmp_path / "real", "one", project="p").path
+    for name in ("pipe", "link"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "pipe" / "run.json")
+    (tmp_path / "link" / "run.json").symlink_to(real / "run.json")
+    assert not is_run(tmp_path / "pipe")
+    assert not is_run(tmp_path / "link")
 
 
 def test_runs_are_found_from_every_folder_above_them(tmp_path: Path) -> None:

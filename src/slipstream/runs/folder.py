@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files.inside import Folder
 from slipstream.runs.journal import Journal
 
 __all__ = ["FORMAT", "RunFolder", "find_runs", "git_state", "is_run", "read_info", "run_name"]
@@ -33,6 +34,7 @@ FORMAT: Final = "slipstream run"
 _VERSION: Final = 1
 _LONGEST: Final = 120
 _INFO: Final = "run.json"
+_LARGEST: Final = 1 << 20
 
 
 class RunFolder:
@@ -235,11 +237,11 @@ def is_run(path: Path) -> bool:
 def read_info(path: Path) -> dict[str, Any]:
     """run.json of a folder; a ConfigError where there is none or it is something else."""
     try:
-        with open(path / _INFO, encoding="utf-8") as file:
-            info = json.load(file)
+        with Folder(path) as folder:  # which follows no link and waits for no pipe
+            info = json.loads(folder.read(_INFO, _LARGEST))
     except FileNotFoundError:
         raise ConfigError(f"{path} is not the folder of a run: it has no {_INFO}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, CheckpointError) as error:
         raise ConfigError(f"{path / _INFO} cannot be read as the description of a run ({error})") from None
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         raise ConfigError(f"{path / _INFO} does not describe a run of slipstream")
