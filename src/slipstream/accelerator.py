@@ -213,7 +213,7 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """A block that torch's profiler watches; see `step/profiling/block.py`."""
-        return profiling(profile_handler or self._handlers.profile, self.state.runtime)
+        return profiling(profile_handler or self._handlers.profile, self.state.runtime, self._watch.trace)
 
     def end_training(self) -> None:
         """For the end of a run: waits for a checkpoint that is being written, ends the trackers, says where the time went, writes the

@@ -153,6 +153,10 @@ class Watch:
         if not logger.startswith(_GUARDS):
             self._parts.ledger.tell({"kind": "warning", "text": redact_text(text), "step": self._parts.ledger.step or None})
 
+    def trace(self, path: Path) -> None:
+        """A trace of the profiler was written."""
+        self._parts.ledger.tell({"kind": "trace", "text": path.name, "path": str(path), "step": self._parts.ledger.step or None})
+
     @contextmanager
     def timed(self, kind: str) -> Iterator[dict[str, Any]]:
         """A block whose end is an event, with the seconds that it took and what is put into the dict."""

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from slipstream.track.where import this_process
+from slipstream.runtime.where import this_process
 
 __all__ = ["GeneralTracker", "NullTracker", "on_main_process"]
 

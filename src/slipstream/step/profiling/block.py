@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,7 +81,8 @@ class _Recording:
         self._path = path
         self._also = also
         self._written = self._ended = False
-        self._counted = process.is_main and get_logger(__name__).isEnabledFor(logging.INFO)  # it costs a look at every event
+        # It costs a look at every event, as much as writing them: where traces are written it is shown, else to who listens.
+        self._counted = process.is_main and (path is not None or get_logger(__name__).isEnabledFor(logging.INFO))
         self._top: TopOperators | None = None
 
     @property
@@ -120,7 +122,9 @@ class _Recording:
             )
 
     def say_top(self) -> None:
-        if self._top is not None:
+        if self._top is not None and self._path is not None:
+            print(self._top, file=sys.stderr, flush=True)
+        elif self._top is not None:
             get_logger(__name__).info("%s", self._top)
 
 
