@@ -235,13 +235,13 @@ def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 def test_where_traces_are_written_the_table_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with profiling(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))):
         torch.ones(8, 8) @ torch.ones(8, 8)
     assert "aten::mm" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 def test_the_table_is_of_the_last_cycle_and_logged_by_the_main_process_alone(caplog: pytest.LogCaptureFixture) -> None:
     handler = ProfileKwargs(schedule_option={"wait": 0, "warmup": 1, "active": 1}, profile_memory=True)
     with caplog.at_level(logging.INFO, logger="slipstream.step.profiling.block"):
