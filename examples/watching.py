@@ -1,0 +1,83 @@
+"""Seeing what a run does: curves, pictures and tables, where the time went, and guards that say what is wrong and what to do.
+
+    python examples/watching.py
+    slipstream launch --cpu --num_processes 2 examples/watching.py
+
+Two things are wrong on purpose. The loader is slow, and a guard names the workers that it should have. One batch holds a NaN, and its
+update is left out. Nothing in the loop looks for either. The run keeps its folder in outputs/watching/runs, and
+`slipstream watch outputs/watching` shows it while it goes on.
+"""
+
+import json
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from slipstream import Accelerator
+from slipstream.utils import LedgerKwargs, set_seed
+
+SAMPLES, BATCH, EPOCHS = 320, 16, 3
+
+
+class SlowParabola(Dataset):
+    """Points of a parabola, each of which takes as long as a picture that has to be decoded; one is not a number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.002)
+        x = torch.tensor([2 * place / SAMPLES - 1])
+        return x, torch.tensor([float("nan")]) if place == 100 else x**2
+
+
+def curve(model: torch.nn.Module, size: int = 48) -> torch.Tensor:
+    """What the model has learned, as a picture: white below its curve, and black above."""
+    with torch.no_grad():
+        heights = model(torch.linspace(-1, 1, size)[:, None]).squeeze(1)
+    return (torch.linspace(1.1, -0.1, size)[:, None] < heights[None, :]).float()
+
+
+def main() -> None:
+    accelerator = Accelerator(
+        project_dir="outputs/watching",  # with it the run has a folder, and at the end a report
+        on_nan="skip",
+        kwargs_handlers=[LedgerKwargs(interval=0.1)],  # a second is usual: this run is over in three
+        effective_batch_size=BATCH,
+    )
+    accelerator.init_trackers("parabola", config={"epochs": EPOCHS, "batch": BATCH})
+    set_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(SlowParabola(), batch_size=BATCH, shuffle=True))
+
+    left_out = 0
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            left_out += accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+            accelerator.log({"loss": loss.item()}, step=optimizer.updates)
+        accelerator.log_images({"curve": curve(accelerator.unwrap_model(model))}, step=optimizer.updates)
+    with torch.no_grad():
+        rows = [[x, x**2, accelerator.unwrap_model(model)(torch.tensor([x])).item()] for x in (-0.5, 0.0, 0.5)]
+    accelerator.log_table("some points", columns=["x", "right", "learned"], data=rows, step=optimizer.updates)
+
+    folder = accelerator.run_dir  # None on every process but the main one
+    accelerator.end_training()  # prints where the time went, and the path of the report, to stderr
+    if folder is not None:
+        report = accelerator.ledger()
+        print(f"{left_out} updates of {report.steps} were left out, {report.shares['data']:.0%} of the time went into waiting for data")
+        for line in (folder / "events.jsonl").read_text().splitlines():
+            event = json.loads(line)
+            if event["kind"] == "guard":
+                print(f"{event['guard']}: step {event['step']}, rank {event['rank']}: {event['text']}\n    {event['remedy']}")
+        print(f"{folder} has {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    assert left_out == EPOCHS
+
+
+if __name__ == "__main__":
+    main()
