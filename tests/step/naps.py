@@ -34,6 +34,7 @@ def on_clock(ledger: Ledger, clock: Clock) -> Ledger:
     assert ledger.meter is not None
     ledger.meter.clock, ledger.meter.since = clock, clock.now
     ledger._due = clock.now + int(ledger.interval * 1e9)
+    ledger.meter.due = min(ledger.meter.due, ledger._due)
     return ledger
 
 

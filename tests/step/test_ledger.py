@@ -60,13 +60,8 @@ class Walk:
     shares = None
 
     def __init__(self, moves: list[tuple[int, int, bool, str]]) -> None:
-        self.moves, self.clock, self.meter, self.rows = moves, Clock(), Meter(), []
-        self.meter.clock, self.meter.since, self.meter.end_step = self.clock, 0, self.end_step
-
-    def end_step(self, now: int) -> None:
-        self.rows.append(self.meter.spent[:])
-        self.meter.spent[:] = [0] * (COLUMNS + 1)
-        self.meter.updated = False
+        self.moves, self.clock, self.meter = moves, Clock(), Meter()
+        self.meter.clock, self.meter.since = self.clock, 0
 
     def go(self, place: int) -> None:
         if place >= len(self.moves):
@@ -118,7 +113,8 @@ def test_phases_add_up_to_the_time_that_passed_however_they_nest_and_fail(moves:
     walk = Walk(moves)
     walk.go(0)
     walk.meter.leave(walk.meter.phase)
-    everything = [*walk.rows, walk.meter.spent]
+    ended, width = walk.meter.rows, COLUMNS + 1
+    everything = [*(ended[place : place + width] for place in range(0, len(ended), width)), walk.meter.spent]
     assert sum(sum(row[:PHASES]) + row[SETUP] for row in everything) == walk.clock.now
     assert all(value >= 0 for row in everything for value in row)
 
@@ -410,7 +406,7 @@ def test_losses_do_not_pile_up_where_no_step_ends() -> None:
     ledger = Ledger()
     assert ledger.meter is not None
     for number in range(10_000):
-        ledger.meter.losses.append((number, None))
+        ledger.meter.losses.append((number, 1.0))
     assert len(ledger.losses) < 5_000
 
 
@@ -468,6 +464,20 @@ def test_a_marked_model_is_copied_pickled_compiled_and_freed_as_before() -> None
         assert gone() is None, "kept by a cycle"
     finally:
         gc.enable()
+
+
+def test_what_was_prepared_goes_on_without_its_accelerator_and_piles_up_nothing() -> None:
+    loop = Loop(data=600)
+    net, optimizer, meter = loop.net, loop.optimizer, loop.ledger.meter
+    backward = loop.accelerator._parts.stepper.backward
+    batches = iter(loop.loader)
+    loop.accelerator = loop.ledger = None  # type: ignore[assignment]
+    gc.collect()
+    for batch in batches:
+        backward(net(batch).sum(), None, {})
+        optimizer.step()
+    assert meter is not None
+    assert (meter.step, len(meter.rows) < 3 * (COLUMNS + 1)) == (10, True)
 
 
 def test_a_ledger_that_is_off_counts_nothing_and_answers() -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "SAMPLES",
     "SETUP",
     "TOKENS",
+    "ZERO",
     "Meter",
     "marked",
 ]
@@ -64,6 +65,8 @@ COLUMNS = 10
 """How many numbers a step has."""
 SETUP = 10
 """The phase before training begins, which no step counts."""
+ZERO = (0,) * 11
+"""What a step begins with."""
 _LOSSES = 4096
 """How many losses are kept at most, where no step ever ends."""
 
@@ -84,8 +87,8 @@ class Meter:
     """
 
     __slots__ = (
-        "__weakref__", "clock", "counting", "end_step", "losses", "phase", "since", "spent", "step", "thread", "token_counter", "trained",
-        "updated", "without_optimizer",
+        "__weakref__", "attend", "clock", "counting", "due", "losses", "phase", "rows", "since", "spent", "step", "thread", "token_counter",
+        "trained", "updated", "without_optimizer",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -104,11 +107,14 @@ class Meter:
         self.without_optimizer = True
         """Whether no optimizer was prepared: then a backward pass counts as the update."""
         self.losses: deque[tuple[int, Any]] = deque(maxlen=_LOSSES)
-        """(step, loss) of the backward passes since somebody looked; without their graphs."""
+        """(step, loss) of the backward passes since somebody looked: numbers, or tensors without a graph."""
         self.counting: Any = None
         """Counts floating-point operations while it is there: see `step/ledger/flops.py`."""
-        self.end_step: Callable[[int], None] = _nothing
-        """Called with the time when a step ends, after that time was added."""
+        self.rows: list[int] = []
+        """`spent` of the steps that have ended, one after the other."""
+        self.due = 0
+        """When a step has ended at this time or later, `attend` is called with the time."""
+        self.attend: Callable[[int], None] = _nothing
         self.token_counter: Callable[[Any], Callable[[Any], int] | None] = _none_counted
         """Finds out from the first batch of a pass how the tokens of all of them are counted."""
         self.thread = get_ident()
@@ -119,6 +125,17 @@ class Meter:
         self.thread = get_ident()
         if self.phase == SETUP:
             self.enter(OTHER)
+
+    def end_step(self, now: int) -> None:
+        """A step ends, now; the time until now was added before. Written out in `data/metered.py`."""
+        if self.phase == SETUP:
+            self.phase = OTHER
+        self.rows += self.spent
+        self.spent[:] = ZERO
+        self.updated = False
+        self.step += 1
+        if now >= self.due:
+            self.attend(now)
 
     def enter(self, phase: int) -> int:
         """Begins a phase; gives back the one before, for `leave`."""

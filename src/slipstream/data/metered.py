@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slipstream.comm.meter import DATA, EVALUATION, FORWARD, SAMPLES, TOKENS, Meter
+from slipstream.comm.meter import DATA, EVALUATION, FORWARD, SAMPLES, TOKENS, ZERO, Meter
 from slipstream.comm.nested import ignorant_find_batch_size
 from slipstream.runtime.gradient_state import Shares
 
@@ -30,22 +30,27 @@ def metered(batches: Iterator[Any], meter: Meter, loader: _Loader, rank: int, si
     meter.begin()
     measure: Callable[[Any], int] = _size
     before, count, is_first = -1, None, True
-    spent, trained, at_first = meter.spent, meter.trained, meter.spent[:]
+    clock, spent, trained, at_first = meter.clock, meter.spent, meter.trained, meter.spent[:]
     try:
         while True:
-            now = meter.clock()
+            now = clock()
             before = meter.phase
             spent[before] += now - meter.since
             meter.since = now
-            if meter.updated:
-                meter.end_step(now)
+            if meter.updated:  # as `Meter.end_step`
+                meter.rows += spent
+                spent[:] = ZERO
+                meter.updated = False
+                meter.step += 1
+                if now >= meter.due:
+                    meter.attend(now)
                 if is_first:
                     trained, at_first = meter.trained, spent[:]
             meter.phase = DATA
             batch = next(batches)  # its StopIteration, and any other exception, ends the pass below
             if is_first:
                 is_first, count, measure = False, meter.token_counter(batch), _size_of(batch)
-            now = meter.clock()
+            now = clock()
             spent[meter.phase] += now - meter.since
             meter.since, meter.phase, before = now, before, -1
             if size is None:

@@ -34,7 +34,6 @@ from slipstream.step.ledger.totals import Totals
 
 __all__ = ["Ledger"]
 
-_ZERO = [0] * (COLUMNS + 1)
 _FREE = 16
 """Up to how many processes rank 0 asks all of them every interval; with more it asks as many per second."""
 _PATIENCE = 5.0
@@ -90,10 +89,9 @@ class Ledger:
         self._joiner = Joiner(world_size, _PATIENCE * self.interval)
         self._totals = Totals(world_size)
         self._intervals: deque[dict[str, Any]] = deque(maxlen=3600)
-        self._flat: list[int] = []
         self._untold = numpy.zeros((0, COLUMNS))
         self._drained = 0
-        """Steps that were taken out of `_flat`."""
+        """Steps that were taken from the meter."""
         self._due = 0
         self._clock: DeviceClock | None = None
         self._counting = Counting() if self.options.count_flops else None
@@ -102,12 +100,14 @@ class Ledger:
             self._start(self.meter)
 
     def _start(self, meter: Meter) -> None:
-        meter.end_step = partial(_end_step, weakref.ref(self))  # models hold the meter: through it they would hold all that examines
+        # models hold the meter: through it they would hold all that examines
+        meter.attend = partial(_attend, weakref.ref(self), weakref.ref(meter))
         meter.token_counter = partial(_token_counter, self.options.tokens)
         events = timing_events(self._device)
         if events is not None:
             meter.clock = self._clock = DeviceClock(meter, events)
         self._due = meter.since + int(self.interval * 1e9)
+        meter.due = 0 if self._needs_every_step else self._due
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -119,19 +119,18 @@ class Ledger:
     @property
     def losses(self) -> list[tuple[int, torch.Tensor]]:
         """(step, loss) of the backward passes that no examiner has seen yet."""
-        return [] if self.meter is None else list(self.meter.losses)
+        return [] if self.meter is None else _as_tensors(list(self.meter.losses))
 
-    def _end_step(self, now: int) -> None:
+    @property
+    def _needs_every_step(self) -> bool:
+        return self._clock is not None or self._counting is not None
+
+    def _attend(self, now: int) -> None:
+        """Between two steps, when it is time, or after each of them where that is needed."""
         meter = self.meter
         assert meter is not None
-        self._flat += meter.spent
-        meter.spent[:] = _ZERO
-        meter.updated = False
-        meter.step += 1
         if self._clock is not None:
             self._clock.end_step()
-        if meter.phase == SETUP:
-            meter.phase = OTHER
         if self._counting is not None:
             self._count(meter)
         if now >= self._due:
@@ -142,7 +141,7 @@ class Ledger:
         if meter.step == _COUNTED_STEP:
             meter.counting = self._counting
         elif meter.step > _COUNTED_STEP and self._counting is not None:
-            samples = self._flat[-(COLUMNS + 1) + SAMPLES]
+            samples = meter.rows[-(COLUMNS + 1) + SAMPLES]
             self._totals.flops_per_step = float(self._counting.total)
             self._totals.flops_per_sample = self._counting.total / samples if samples else None
             meter.counting = self._counting = None
@@ -158,6 +157,7 @@ class Ledger:
         try:
             window = self._drain(meter)
             self._due = meter.since + int(self.interval * 1e9)
+            meter.due = 0 if self._needs_every_step else self._due
             for examine in self.examiners:
                 examine(window)
             if self._finished is None:
@@ -167,13 +167,14 @@ class Ledger:
 
     def _drain(self, meter: Meter) -> Window:
         """Takes the rows of steps that have ended."""
-        done = len(self._flat) if self._clock is None else self._clock.settle(self._flat)
-        rows, first = seconds(self._flat[:done]), self._drained
-        del self._flat[:done]
+        flat = meter.rows
+        done = len(flat) if self._clock is None else self._clock.settle(flat)
+        rows, first = seconds(flat[:done]), self._drained
+        del flat[:done]
         self._drained += len(rows)
         if self._finished is None:
             self._untold = numpy.concatenate([self._untold, rows])[-_KEPT:] if len(self._untold) else rows
-        losses = list(meter.losses)
+        losses = _as_tensors(list(meter.losses))
         meter.losses.clear()
         if not first and len(rows):
             self._totals.began = time.time() - float(rows[:, :PHASES].sum()) - 1e-9 * sum(meter.spent[:PHASES])
@@ -251,10 +252,10 @@ class Ledger:
         if self._finished is not None or self.meter is None:
             return self._finished or self._report(None)
         self.settle()
-        if self._clock is not None and self._flat:  # the device has not finished, and there is no next time
-            self._flat, flat = [], self._flat
-            self._drained += len(flat) // (COLUMNS + 1)
-            self._untold = numpy.concatenate([self._untold, seconds(flat)])
+        if self.meter.rows:  # the device has not finished, and there is no next time
+            rest, self.meter.rows = seconds(self.meter.rows), []
+            self._drained += len(rest)
+            self._untold = numpy.concatenate([self._untold, rest])
         tail = self._tail()
         message = self._message(tail)
         if self.rank:
@@ -295,10 +296,21 @@ class Ledger:
         return totals.report(self.rank, self._joiner.late, list(self._intervals))
 
 
-def _end_step(ledger: weakref.ref[Ledger], now: int) -> None:
-    present = ledger()
+def _attend(ledger: weakref.ref[Ledger], meter: weakref.ref[Meter], now: int) -> None:
+    present, marked = ledger(), meter()
     if present is not None:
-        present._end_step(now)
+        present._attend(now)
+    elif marked is not None:  # its Accelerator is gone, and what was prepared goes on
+        marked.rows.clear()
+
+
+def _as_tensors(losses: list[tuple[int, Any]]) -> list[tuple[int, torch.Tensor]]:
+    """Losses that were kept as numbers, as tensors, all at once."""
+    numbers = [loss for _, loss in losses if not isinstance(loss, torch.Tensor)]
+    if not numbers:
+        return losses
+    made = iter(torch.tensor(numbers, dtype=torch.float64 if isinstance(numbers[0], int | float) else None).unbind())
+    return [(step, loss if isinstance(loss, torch.Tensor) else next(made)) for step, loss in losses]
 
 
 def _token_counter(wanted: str | Callable[[Any], int] | None, batch: Any) -> Callable[[Any], int] | None:
