@@ -51,6 +51,7 @@ def test_a_run_with_a_project_dir_keeps_everything_in_its_folder(tmp_path: Path,
     assert {one.name for one in folder.iterdir()} >= {
         "run.json", "config.json", "environment.json", "metrics.jsonl", "ledger.jsonl", "events.jsonl", "report.html",
     }  # fmt: skip
+    assert b"hunter2" not in b"".join(one.read_bytes() for one in folder.iterdir() if one.is_file())
     config = json.loads((folder / "config.json").read_text())
     assert config["settings"] == {"lr": 0.1, "api_key": "[redacted]", "sizes": [0, 1, 2]}
     assert config["options"]["cpu"] == {"value": True, "origin": "from AcceleratorState(cpu=...)"}
@@ -157,4 +158,7 @@ if sys.argv[2] == "broken":
 def test_a_script_that_ends_without_end_training_says_how(tmp_path: Path) -> None:
     for name, state in (("broken", "failed"), ("whole", "finished")):
         subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), name], capture_output=True, timeout=100, check=False)
-        assert json.loads((tmp_path / "runs" / name / "run.json").read_text())["state"] == state
+        folder = tmp_path / "runs" / name
+        assert json.loads((folder / "run.json").read_text())["state"] == state
+        assert lines(folder / "events.jsonl")[-1]["text"] == f"{state}, without end_training()"
+        assert (folder / "report.html").exists()

@@ -208,7 +208,7 @@ def test_logging_before_the_start_is_said_once(caplog: pytest.LogCaptureFixture)
     trackers.log({"loss": 1})
     trackers.log({"loss": 1})
     assert [record.getMessage() for record in caplog.records] == [
-        "log() goes nowhere: memory of a test runs from init_trackers(...) to end_training()"
+        "log() goes nowhere: trackers (memory of a test) run from init_trackers(...) to end_training()"
     ]
     Trackers([], None, is_main_process=True).log({"loss": 1})
     assert len(caplog.records) == 1

@@ -10,15 +10,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["HIDDEN", "message_redactor", "redact", "redact_text"]
+__all__ = ["HIDDEN", "message_redactor", "redact", "redact_text", "redact_values"]
 
 HIDDEN: Final = "[redacted]"
 _LONGEST: Final = 2000
 
 _WORDS: Final = (
-    r"key|token|secret|passw|passphrase|pwd|cred|cookie|signature|private|bearer|jwt|webhook|certificate|"
+    r"key|token(?!iz)|secret|passw|passphrase|pwd|cred|cookie|signature|private|bearer|jwt|webhook|certificate|"
     r"(?<![A-Za-z])(?:auth|authorization|sig|dsn|pat|pin|salt|otp|session)(?![A-Za-z])"
 )
 _SECRET_NAME: Final = re.compile(_WORDS, re.IGNORECASE)
@@ -74,6 +74,19 @@ def redact(name: str, value: str) -> str:
     if value and (_SECRET_NAME.search(name) or _holds_secrets(value)):
         return HIDDEN
     return redact_text(value)
+
+
+def redact_values(name: str, value: Any) -> Any:
+    """Settings as they may be shown: nested data whose texts are looked at under the names above them.
+
+    >>> redact_values("config", {"lr": 0.1, "hub": {"token": "abc", "tokenizer": "mine"}, "sizes": [1, 2]})
+    {'lr': 0.1, 'hub': {'token': '[redacted]', 'tokenizer': 'mine'}, 'sizes': [1, 2]}
+    """
+    if isinstance(value, Mapping):
+        return {key: redact_values(f"{name}.{key}", one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [redact_values(name, one) for one in value]
+    return redact(name, value) if isinstance(value, str) else value
 
 
 def _holds_secrets(value: str) -> bool:

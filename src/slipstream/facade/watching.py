@@ -23,7 +23,7 @@ from typing import Any
 from slipstream.checkpoint.store import is_url, redacted
 from slipstream.comm.gather import gather_objects
 from slipstream.config.handlers import ProjectConfiguration
-from slipstream.config.redact import redact, redact_text
+from slipstream.config.redact import redact_text, redact_values
 from slipstream.config.sources import environment
 from slipstream.devices.packages import version_of
 from slipstream.facade.parts import Parts
@@ -43,7 +43,7 @@ from slipstream.track.trackers import Trackers, settings_of
 
 __all__ = ["Watch", "guard", "with_local"]
 
-_GUARDS = "slipstream.step.guards"
+_GUARDS = "slipstream.guards"
 _NOTE = "folder of the run"
 _KEPT = 1000
 """Events and intervals that wait for a folder."""
@@ -110,7 +110,7 @@ class Watch:
             name,
             project=project,
             resume=resume,
-            run_id=process.run_id,
+            run_id=None if process.run_id == "none" else process.run_id,
             restarted=process.attempt > 0,
             details={
                 "command": [redact_text(one) for one in sys.argv],
@@ -121,7 +121,7 @@ class Watch:
         )
         self._ended = False
         options = {name: {"value": shown, "origin": origin} for name, shown, origin in self._options()}
-        settings = {name: _shown(name, value) for name, value in (plain(settings_of(config)) or {}).items()}
+        settings = redact_values("config", plain(settings_of(config)) or {})
         self.folder.write_json("config.json", {"settings": settings, "options": options})
         report = environment_report(environment())
         told = {f"{part}: {name}": str(value) for part, every in report.items() for name, value in every.items()}
@@ -135,8 +135,9 @@ class Watch:
 
     def _options(self) -> list[tuple[str, Any, str]]:
         choices = self._parts.state.options
-        told = [(name, plain(value), f"from Accelerator({name}=...)") for name, value in self._told.items() if name not in choices]
-        return [*((name, _shown(name, plain(choice.value)), str(choice.origin)) for name, choice in choices.items()), *told]
+        found = [(name, choice.value, str(choice.origin)) for name, choice in choices.items()]
+        found += [(name, value, f"from Accelerator({name}=...)") for name, value in self._told.items() if name not in choices]
+        return [(name, redact_values(name, plain(value)), origin) for name, value, origin in found]
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
@@ -250,15 +251,6 @@ class Watch:
         return written[0] if written else None
 
 
-def _shown(name: str, value: Any) -> Any:
-    """A value that may stand in a report: what is named like a secret is not shown."""
-    if isinstance(value, Mapping):
-        return {key: _shown(f"{name}.{key}", one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_shown(name, one) for one in value]
-    return redact(name, value) if isinstance(value, str) else value
-
-
 def guard(parts: Parts, options: GuardKwargs | None) -> Guards:
     """The guards of an Accelerator, hung in where they look."""
     state, registry = parts.state, parts.registry
@@ -294,7 +286,14 @@ def _if_alive(method: weakref.WeakMethod[Callable[..., None]], *told: Any) -> No
 
 
 def _left_alone(folder: RunFolder, ledger: Journal) -> None:
-    """A script that ends, or forgets its Accelerator, without end_training: its run has ended too."""
+    """A script that ends, or forgets its Accelerator, without end_training: its run has ended too, and its report is worth the most."""
+    from slipstream.report import write
+
     ledger.close()
-    with suppress(OSError):
-        folder.end("failed" if hasattr(sys, "last_type") else "finished")
+    try:
+        state = "failed" if hasattr(sys, "last_type") else "finished"
+        folder.event("end", f"{state}, without end_training()")
+        folder.end(state)
+        write([folder.path], folder.path / "report.html")
+    except Exception as error:  # at exit nobody can catch it, and how the script ended counts for more
+        print(f"slipstream: the run in {folder.path} could not be closed ({type(error).__name__}: {error})", file=sys.stderr)

@@ -116,6 +116,8 @@ def _exit_code(request: SystemExit, confession_path: str) -> int:
     """The exit code that the interpreter would give; a text is the message of a failure."""
     if request.code is None:
         return 0
+    if request.code != 0:
+        sys.last_type = SystemExit  # for what runs at exit; see `_failed`
     if isinstance(request.code, int):
         return request.code & 0xFF
     _confess(Confession(kind="exit", type="SystemExit", message=str(request.code), traceback="", when=time.time()), confession_path)

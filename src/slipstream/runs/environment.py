@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from slipstream.config import resolve
+from slipstream.config.names import is_internal
 from slipstream.config.redact import redact, redact_text
+from slipstream.config.transport import VARIABLE
 from slipstream.devices.host import cores, host_memory
 from slipstream.devices.memory import available_memory, convert_bytes
 from slipstream.devices.packages import version_of
@@ -88,7 +90,7 @@ def _configuration(environ: Mapping[str, str], config_file: str | None) -> _Sect
 
 def _variables(environ: Mapping[str, str]) -> _Section:
     prefixes = (*_PREFIXES, *(prefix for family in FAMILIES for prefix in family.prefixes))
-    names = sorted(name for name in environ if name.upper().startswith(prefixes))
+    names = sorted(name for name in environ if name.upper().startswith(prefixes) and not is_internal(name) and name != VARIABLE)
     return {name: _cut(redact(name, environ[name])) for name in names}
 
 

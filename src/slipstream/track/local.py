@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.redact import redact_values
 from slipstream.errors import ConfigError
 from slipstream.runs.folder import RunFolder
 from slipstream.runs.journal import Journal
@@ -103,7 +104,7 @@ class LocalTracker(GeneralTracker):
         journal = self._open()
         if journal is None:
             return
-        settings, now = plain(values), time.time()
+        settings, now = redact_values("config", plain(values)), time.time()
         journal.append({"run": self.run_name, "started": now, "config": settings}, time=now)
         self._begun = True
         if self._owns and self.folder is not None:

@@ -207,7 +207,8 @@ class Trackers:
 
     def _say_nowhere(self, verb: str) -> None:
         if self._chosen and self._is_main:
-            self._say(("all", verb), f"{verb}() goes nowhere: {', '.join(self.names)} runs from init_trackers(...) to end_training()")
+            names = ", ".join(self.names)
+            self._say(("all", verb), f"{verb}() goes nowhere: trackers ({names}) run from init_trackers(...) to end_training()")
 
     def _say(self, key: tuple[str, ...], text: str) -> None:
         if key not in self._said:
