@@ -146,7 +146,7 @@ time.sleep(60)
 """
     with subprocess.Popen(python(program)) as parent:
         ready = Path(f"{note}.ready")
-        assert eventually(lambda: ready.exists() and len(note.read_text().split()) == 2)
+        assert eventually(lambda: ready.exists() and note.exists() and len(note.read_text().split()) == 2)
         parent.kill()
     assert eventually(lambda: all(gone(int(pid)) for pid in note.read_text().split()))
 
