@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from slipstream import Accelerator
 from slipstream.step.ledger.ledger import Ledger
+from slipstream.step.ledger.reading import Reader
 
 MS = 1_000_000
 
@@ -32,7 +33,7 @@ class Clock:
 def on_clock(ledger: Ledger, clock: Clock) -> Ledger:
     """The ledger, with this clock instead of the real one."""
     assert ledger.meter is not None
-    ledger.meter.clock, ledger.meter.since = clock, clock.now
+    ledger.meter.clock, ledger._reader = clock, Reader(clock.now)
     ledger._due = clock.now + int(ledger.interval * 1e9)
     ledger.meter.due = min(ledger.meter.due, ledger._due)
     return ledger

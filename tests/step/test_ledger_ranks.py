@@ -15,7 +15,7 @@ from naps import Clock, Net, Sgd, ledger_of, loader, milliseconds, on_clock
 from torch.distributed import HashStore
 
 from slipstream import Accelerator, LocalSGD
-from slipstream.comm.meter import BACKWARD, COLUMNS, EXPOSED, FORWARD, OTHER, SAMPLES
+from slipstream.comm.meter import BACKWARD, COLUMNS, EXPOSED, FORWARD, HANDED, OTHER, SAMPLES, marked
 from slipstream.step.ledger.exchange import Exchange
 from slipstream.step.ledger.joining import Joiner, phases
 from slipstream.step.ledger.ledger import Ledger
@@ -120,39 +120,38 @@ class Counting:
         return call
 
 
+def make_step(ledger: Ledger, clock: Clock, forward: int = 10, exposed: int = 2) -> None:
+    """A step of one rank."""
+    meter = ledger.meter
+    assert meter is not None
+    meter.begin()
+    for phase, nap in ((FORWARD, forward), (EXPOSED, exposed)):
+        with marked(meter, phase):
+            clock.nap("", nap)
+    meter.add(HANDED)
+    meter.add(4)
+    meter.tick()
+    meter.end_step()
+
+
 class World:
-    """Ledgers of several ranks in one process, on one clock of naps and one store."""
+    """Ledgers of several ranks in one process, each on a clock of naps, with one store."""
 
     def __init__(self, size: int, **options: Any) -> None:
-        self.store, self.clock = Counting(), Clock()
+        self.store, self.clocks = Counting(), [Clock() for _ in range(size)]
         self.empty = self.store.inner.num_keys()
         self.ledgers = [
-            on_clock(Ledger(LedgerKwargs(**options), rank=rank, world_size=size, store=lambda: self.store), self.clock)
-            for rank in range(size)
+            on_clock(Ledger(LedgerKwargs(**options), rank=rank, world_size=size, store=lambda: self.store), clock)
+            for rank, clock in enumerate(self.clocks)
         ]
         self.intervals: list[dict[str, Any]] = []
         self.ledgers[0].sinks.append(self.intervals.append)
-
-    def step(self, ledger: Ledger, forward: int = 10, exposed: int = 2) -> None:
-        """A step of one rank; the clock goes back for the next, as ranks run at the same time."""
-        began, meter = self.clock.now, ledger.meter
-        assert meter is not None
-        meter.begin()
-        meter.since = began
-        for phase, nap in ((FORWARD, forward), (EXPOSED, exposed)):
-            before = meter.enter(phase)
-            self.clock.nap("", nap)
-            meter.leave(before)
-        meter.spent[SAMPLES] += 4
-        meter.end_step(self.clock.now)
-        self.clock.now = began
 
     def steps(self, count: int, absent: tuple[int, ...] = ()) -> None:
         for _ in range(count):
             for rank, ledger in reversed(list(enumerate(self.ledgers))):
                 if rank not in absent:
-                    self.step(ledger, forward=10 + 5 * rank, exposed=12 - 5 * rank)
-            self.clock.nap("", 22)
+                    make_step(ledger, self.clocks[rank], forward=10 + 5 * rank, exposed=12 - 5 * rank)
 
     @property
     def keys(self) -> int:
@@ -235,8 +234,7 @@ def test_without_a_store_every_rank_keeps_its_own() -> None:
     ledger = Ledger(rank=1, world_size=2)
     assert not Exchange(lambda: None, 0, 1, 2).can_publish()
     clock = Clock()
-    world = World(2)
-    world.step(on_clock(ledger, clock))
+    make_step(on_clock(ledger, clock), clock)
     report = ledger.finish()
     assert (report.steps, report.rank) == (1, 1)
     assert report.phases["forward"][0] is None

@@ -353,8 +353,8 @@ class _GroupTurn:
         return self
 
     def __exit__(self, *details: object) -> None:
-        for meter, before in self._marks:
-            meter.done_waiting(before)
+        for meter, begun in self._marks:
+            meter.end_wait(begun)
         self.channel.end()
 
     def wait(self, work: Any) -> None:

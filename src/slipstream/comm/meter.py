@@ -1,22 +1,21 @@
-"""The meter: how long this process has been doing what, since the last step ended. Marks all over the step add to it.
+"""The meter: a log of when this process began and ended what. Marks all over the step write to it; `step/ledger/reading.py` reads it.
 
-There is one present phase, and the moment at which it began. Whoever begins something else first adds the time until now to the
-present phase, and whoever is done goes back to the phase that was there before: so phases nest, every nanosecond belongs to exactly
-one of them, and their sum is the time that has passed. A mark is written out where it stands, since a call would cost as much again:
+A mark is two entries, a code and a value, and is written out where it stands:
 
-    now = meter.clock()
-    before = meter.phase
-    meter.spent[before] += now - meter.since
-    meter.since, meter.phase = now, FORWARD
+    add, clock = meter.add, meter.clock
+    add(FORWARD)
+    add(clock())
     try:
         ...
     finally:
-        now = meter.clock()
-        meter.spent[meter.phase] += now - meter.since
-        meter.since, meter.phase = now, before
+        add(LEAVE)
+        add(clock())
 
-`marked` is the same as a block, for what happens seldom. What becomes of the numbers is the business of `step/ledger/`;
-nothing here keeps a loader, a model or another process waiting. Marks are made by the thread that trains.
+Nothing else is done in the step: after torch's work the caches are cold, and what a mark costs is what it touches. A sum kept in the
+step instead costs three times as much. Phases nest, as calls do; every moment belongs to the innermost one, so their times add up
+to the time that passed, whatever was raised in between. `marked` is the same as a block, for what happens seldom.
+
+Marks are made by the thread that trains. Nothing here waits for anybody, or keeps a loader or a model alive.
 """
 
 from __future__ import annotations
@@ -30,19 +29,28 @@ from typing import Any
 
 __all__ = [
     "BACKWARD",
+    "BEGIN",
     "CHECKPOINT",
     "COLUMNS",
+    "COUNTED",
     "DATA",
     "EVALUATION",
     "EXPOSED",
     "FORWARD",
+    "FULL",
+    "HANDED",
+    "LEAVE",
+    "LOCAL_END",
     "OPTIMIZER",
     "OTHER",
+    "PASS",
+    "PASSED",
     "PHASES",
     "SAMPLES",
     "SETUP",
+    "STEP",
+    "TICK",
     "TOKENS",
-    "ZERO",
     "Meter",
     "marked",
 ]
@@ -57,16 +65,36 @@ CHECKPOINT = 5
 EVALUATION = 6
 OTHER = 7
 PHASES = 8
-"""How many phases there are."""
+"""How many phases there are: as codes they begin one."""
+SETUP = 8
+"""The phase before training begins, which no step counts."""
 SAMPLES = 8
 TOKENS = 9
-"""Counts, kept beside the phases: what was handed out."""
+"""Columns of counts, behind those of the phases."""
 COLUMNS = 10
 """How many numbers a step has."""
-SETUP = 10
-"""The phase before training begins, which no step counts."""
-ZERO = (0,) * 11
-"""What a step begins with."""
+
+LEAVE = 8
+"""Ends the innermost phase."""
+LOCAL_END = 9
+"""From here on the innermost phase is `EXPOSED`."""
+TICK = 10
+"""Time has passed. Up to this code the value is the time."""
+STEP = 11
+"""A step has ended."""
+HANDED = 12
+"""So many samples were handed out."""
+COUNTED = 13
+"""So many tokens were."""
+PASS = 14
+"""A pass over a loader began; the value is its number."""
+PASSED = 15
+"""It ended."""
+BEGIN = 16
+"""Training begins."""
+
+FULL = 200_000
+"""Entries after which the log is read wherever it is: where no step ends and no loader is read."""
 _LOSSES = 4096
 """How many losses are kept at most, where no step ever ends."""
 
@@ -75,46 +103,52 @@ def _nothing(now: int) -> None:
     return None
 
 
+def _none_counted(batch: Any) -> None:
+    return None
+
+
 class Meter:
-    """Where the time of the present step has gone so far, in nanoseconds.
+    """The log of one ledger.
 
     >>> meter = Meter()
     >>> meter.begin()
-    >>> before = meter.enter(DATA)
-    >>> meter.leave(before)
-    >>> meter.phase == OTHER and meter.spent[DATA] > 0
+    >>> with marked(meter, DATA):
+    ...     pass
+    >>> meter.log[::2] == [TICK, BEGIN, DATA, LEAVE]
     True
     """
 
     __slots__ = (
-        "__weakref__", "attend", "clock", "counting", "due", "losses", "phase", "rows", "since", "spent", "step", "thread", "token_counter",
-        "trained", "updated", "without_optimizer",
+        "__weakref__", "add", "attend", "clock", "counting", "due", "has_begun", "keeps_waits", "log", "losses", "passes", "since", "step",
+        "thread", "token_counter", "updated", "without_optimizer",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.clock: Callable[[], int] = perf_counter_ns
-        self.spent: list[int] = [0] * (COLUMNS + 1)
-        """Nanoseconds by phase, then counts, of the present step; always the same list."""
-        self.phase = SETUP
+        self.log: list[int] = []
+        """Codes and values in turns; always the same list."""
+        self.add = self.log.append
         self.since = perf_counter_ns()
-        """When the present phase began."""
+        """When it was made."""
         self.step = 0
         """The number of the present step, from 0."""
         self.updated = False
         """Whether this step has had its update, so that it ends when the next batch is asked for."""
-        self.trained = 0
-        """Backward passes and updates so far: a pass over a loader without any is an evaluation."""
         self.without_optimizer = True
         """Whether no optimizer was prepared: then a backward pass counts as the update."""
+        self.has_begun = False
+        self.keeps_waits = False
+        """Whether waits belong to the present phase, a checkpoint."""
+        self.passes = 0
+        """Passes over loaders so far."""
         self.losses: deque[tuple[int, Any]] = deque(maxlen=_LOSSES)
         """(step, loss) of the backward passes since somebody looked: numbers, or tensors without a graph."""
         self.counting: Any = None
         """Counts floating-point operations while it is there: see `step/ledger/flops.py`."""
-        self.rows: list[int] = []
-        """`spent` of the steps that have ended, one after the other."""
         self.due = 0
-        """When a step has ended at this time or later, `attend` is called with the time."""
+        """From this time on `attend` is called, between two steps."""
         self.attend: Callable[[int], None] = _nothing
+        """Reads the log; called with the time."""
         self.token_counter: Callable[[Any], Callable[[Any], int] | None] = _none_counted
         """Finds out from the first batch of a pass how the tokens of all of them are counted."""
         self.thread = get_ident()
@@ -123,48 +157,50 @@ class Meter:
     def begin(self) -> None:
         """A pass over data begins, and with the first one training: time counts from here."""
         self.thread = get_ident()
-        if self.phase == SETUP:
-            self.enter(OTHER)
+        if not self.has_begun:
+            self.tick()
+            self.add(BEGIN)
+            self.add(0)
+            self.has_begun = True
 
-    def end_step(self, now: int) -> None:
-        """A step ends, now; the time until now was added before. Written out in `data/metered.py`."""
-        if self.phase == SETUP:
-            self.phase = OTHER
-        self.rows += self.spent
-        self.spent[:] = ZERO
-        self.updated = False
+    def tick(self) -> None:
+        """Time counts until now."""
+        self.add(TICK)
+        self.add(self.clock())
+
+    def enter(self, phase: int) -> None:
+        """Begins a phase."""
+        self.add(phase)
+        self.add(self.clock())
+
+    def leave(self) -> None:
+        """Ends it."""
+        self.add(LEAVE)
+        self.add(self.clock())
+
+    def wait(self) -> bool:
+        """Begins a wait for other ranks, unless it belongs to what is being done, or another thread waits; then False."""
+        if self.keeps_waits or not self.has_begun or self.thread != get_ident():
+            return False
+        self.enter(EXPOSED)
+        return True
+
+    def end_wait(self, begun: bool) -> None:
+        """Ends it, if it was begun."""
+        if begun:
+            self.leave()
+            if len(self.log) > FULL:
+                self.attend(self.log[-1])
+
+    def end_step(self) -> None:
+        """A step has ended with the last mark."""
+        self.add(STEP)
+        self.add(0)
+        self.updated, self.has_begun = False, True
         self.step += 1
+        now = self.log[-3]
         if now >= self.due:
             self.attend(now)
-
-    def enter(self, phase: int) -> int:
-        """Begins a phase; gives back the one before, for `leave`."""
-        now, before = self.clock(), self.phase
-        self.spent[before] += now - self.since
-        self.since, self.phase = now, phase
-        return before
-
-    def leave(self, before: int) -> None:
-        """Ends the present phase, and goes back to the one before."""
-        now = self.clock()
-        self.spent[self.phase] += now - self.since
-        self.since, self.phase = now, before
-
-    def wait(self) -> int:
-        """As `enter(EXPOSED)`, unless the present phase keeps its waits to itself or another thread is asking; then -1."""
-        return -1 if self.phase in _KEEP_THEIR_WAITS or self.thread != get_ident() else self.enter(EXPOSED)
-
-    def done_waiting(self, before: int) -> None:
-        """The end of `wait`."""
-        if before >= 0:
-            self.leave(before)
-
-
-_KEEP_THEIR_WAITS = (CHECKPOINT, SETUP)
-
-
-def _none_counted(batch: Any) -> None:
-    return None
 
 
 @contextmanager
@@ -173,8 +209,10 @@ def marked(meter: Meter | None, phase: int) -> Iterator[None]:
     if meter is None:
         yield
         return
-    before = meter.enter(phase)
+    before, meter.keeps_waits = meter.keeps_waits, meter.keeps_waits or phase == CHECKPOINT
+    meter.enter(phase)
     try:
         yield
     finally:
-        meter.leave(before)
+        meter.leave()
+        meter.keeps_waits = before

@@ -1,7 +1,7 @@
 """Reading with the meter on: how long batches were waited for, and how many samples and tokens they held.
 
-A step ends where the next batch is asked for after an update. A pass over a loader in which nothing was trained was an evaluation: its
-data, and its forward passes, are counted as such when it is over.
+A step ends where the next batch is asked for after an update. Where a pass over a loader begins and ends is told too: one in which
+nothing was trained was an evaluation.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from slipstream.comm.meter import DATA, EVALUATION, FORWARD, SAMPLES, TOKENS, ZERO, Meter
+from slipstream.comm.meter import COUNTED, DATA, HANDED, LEAVE, PASS, PASSED, STEP, Meter
 from slipstream.comm.nested import ignorant_find_batch_size
 from slipstream.runtime.gradient_state import Shares
 
 __all__ = ["metered"]
-
-_MOVED = (DATA, FORWARD)
-_FORGOTTEN = (SAMPLES, TOKENS)
 
 
 class _Loader(Protocol):
@@ -28,47 +25,50 @@ class _Loader(Protocol):
 def metered(batches: Iterator[Any], meter: Meter, loader: _Loader, rank: int, size: int | None) -> Iterator[Any]:
     """The same batches. `size` is how many samples a full one has on this rank; None if only a batch can tell."""
     meter.begin()
+    add, clock, number, inside = meter.add, meter.clock, 0, True
     measure: Callable[[Any], int] = _size
-    before, count, is_first = -1, None, True
-    clock, spent, trained, at_first = meter.clock, meter.spent, meter.trained, meter.spent[:]
+    count: Callable[[Any], int] | None = None
     try:
         while True:
+            add(DATA)
             now = clock()
-            before = meter.phase
-            spent[before] += now - meter.since
-            meter.since = now
+            add(now)
+            inside = True
             if meter.updated:  # as `Meter.end_step`
-                meter.rows += spent
-                spent[:] = ZERO
+                add(STEP)
+                add(0)
                 meter.updated = False
                 meter.step += 1
-                if now >= meter.due:
-                    meter.attend(now)
-                if is_first:
-                    trained, at_first = meter.trained, spent[:]
-            meter.phase = DATA
-            batch = next(batches)  # its StopIteration, and any other exception, ends the pass below
-            if is_first:
-                is_first, count, measure = False, meter.token_counter(batch), _size_of(batch)
-            now = clock()
-            spent[meter.phase] += now - meter.since
-            meter.since, meter.phase, before = now, before, -1
+            if now >= meter.due:
+                meter.attend(now)
+            if not number:
+                meter.passes = number = meter.passes + 1
+                add(PASS)
+                add(number)
+                batch = next(batches)
+                count, measure = meter.token_counter(batch), _size_of(batch)
+            else:
+                batch = next(batches)  # its StopIteration, and any other exception, ends the pass below
+            add(LEAVE)
+            add(clock())
+            inside = False
+            add(HANDED)
             if size is None:
-                spent[SAMPLES] += measure(batch)
+                add(measure(batch))
             else:
                 shares = loader.shares
-                spent[SAMPLES] += size if shares is None else shares.real[rank]
+                add(size if shares is None else shares.real[rank])
             if count is not None:
-                spent[TOKENS] += count(batch)
+                add(COUNTED)
+                add(count(batch))
             yield batch
     except StopIteration:
         return
     finally:
-        if before >= 0:
-            meter.leave(before)
+        meter.leave() if inside else meter.tick()
         batches.close()  # type: ignore[attr-defined]  # a generator
-        if meter.trained == trained:
-            _was_evaluation(spent, at_first)
+        add(PASSED)
+        add(number)
 
 
 def _size_of(batch: Any) -> Callable[[Any], int]:
@@ -82,12 +82,3 @@ def _size_of(batch: Any) -> Callable[[Any], int]:
 
 def _size(batch: Any) -> int:
     return ignorant_find_batch_size(batch) or 1
-
-
-def _was_evaluation(spent: list[int], at_first: list[int]) -> None:
-    for column in _MOVED:
-        moved = max(0, spent[column] - at_first[column])
-        spent[column] -= moved
-        spent[EVALUATION] += moved
-    for column in _FORGOTTEN:
-        spent[column] -= max(0, spent[column] - at_first[column])

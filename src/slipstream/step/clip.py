@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slipstream.comm.meter import OPTIMIZER, marked
+from slipstream.comm.meter import LEAVE, OPTIMIZER, marked
 from slipstream.errors import ConfigError
 from slipstream.step.optimizer import AcceleratedOptimizer
 from slipstream.step.prepared import PreparedModel
@@ -41,16 +41,14 @@ class Clipper:
         meter = self._stepper.meter
         if meter is None:
             return self._norm(parameters, max_norm, norm_type)
-        now = meter.clock()
-        before = meter.phase
-        meter.spent[before] += now - meter.since
-        meter.since, meter.phase = now, OPTIMIZER
+        add, clock = meter.add, meter.clock
+        add(OPTIMIZER)
+        add(clock())
         try:
             return self._norm(parameters, max_norm, norm_type)
         finally:
-            now = meter.clock()
-            meter.spent[meter.phase] += now - meter.since
-            meter.since, meter.phase = now, before
+            add(LEAVE)
+            add(clock())
 
     def _norm(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         group = _listed(parameters)

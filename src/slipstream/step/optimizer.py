@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slipstream.comm.meter import OPTIMIZER
+from slipstream.comm.meter import LEAVE, OPTIMIZER
 from slipstream.comm.nested import recursively_apply
 from slipstream.errors import ConfigError, StateError
 from slipstream.step.engines import Scaler
@@ -123,20 +123,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         meter = linked.meter
         if meter is None:
             return _update(self, linked, closure)
-        now = meter.clock()
-        before = meter.phase
-        meter.spent[before] += now - meter.since
-        meter.since, meter.phase = now, OPTIMIZER
+        add, clock = meter.add, meter.clock
+        add(OPTIMIZER)
+        add(clock())
         try:
             result = _update(self, linked, closure)
             meter.updated = True
-            meter.trained += 1
         finally:
-            now = meter.clock()
-            meter.spent[meter.phase] += now - meter.since
-            meter.since, meter.phase = now, before
+            add(LEAVE)
+            add(clock())
         if linked.stepper.state.active is None:  # no loader is being read whose next batch would end the step
-            meter.end_step(now)
+            meter.end_step()
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -153,16 +150,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if meter is None:
             _clear(self, linked, set_to_none)
             return
-        now = meter.clock()
-        before = meter.phase
-        meter.spent[before] += now - meter.since
-        meter.since, meter.phase = now, OPTIMIZER
+        add, clock = meter.add, meter.clock
+        add(OPTIMIZER)
+        add(clock())
         try:
             _clear(self, linked, set_to_none)
         finally:
-            now = meter.clock()
-            meter.spent[meter.phase] += now - meter.since
-            meter.since, meter.phase = now, before
+            add(LEAVE)
+            add(clock())
 
     def unscale(self) -> None:
         """Divides gradients by the loss scale, where there is one, once per update."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slipstream.comm.meter import BACKWARD, EVALUATION, FORWARD, Meter
+from slipstream.comm.meter import BACKWARD, EVALUATION, FORWARD, FULL, LEAVE, Meter
 from slipstream.comm.sites import call_site
 from slipstream.errors import StateError
 from slipstream.runtime.gradient_state import ActiveLoader, GradientState
@@ -214,28 +214,25 @@ class Stepper:
         if meter is None:
             self._backward(loss, weight, kwargs)
             return
-        now = meter.clock()
-        before = meter.phase
-        meter.spent[before] += now - meter.since
-        meter.since, meter.phase = now, BACKWARD
+        add, clock = meter.add, meter.clock
+        add(BACKWARD)
+        add(clock())
         try:
             if meter.counting is None:
                 self._backward(loss, weight, kwargs)
             else:
                 with meter.counting.block():
                     self._backward(loss, weight, kwargs)
-            meter.trained += 1
             # A number where it is there already: small tensors that are kept between large ones make the heap of the process grow and
             # shrink in every step, which costs more than all marks.
             meter.losses.append((meter.step, loss.item() if loss.is_cpu and loss.numel() == 1 else loss.detach()))
         finally:
-            now = meter.clock()
-            meter.spent[meter.phase] += now - meter.since
-            meter.since, meter.phase = now, before
+            add(LEAVE)
+            add(clock())
         if meter.without_optimizer:  # which would end the step
             meter.updated = True
             if self.state.active is None:
-                meter.end_step(now)
+                meter.end_step()
 
     def _backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         if not isinstance(loss, torch.Tensor):
@@ -404,19 +401,19 @@ class ForwardPass:
         if _is_compiling():  # this is being compiled: a clock cannot be
             return call(*args, **kwargs)
         meter = self._meter
-        now = meter.clock()
-        before = meter.phase
-        meter.spent[before] += now - meter.since
-        meter.since, meter.phase = now, FORWARD if _takes_gradients() else EVALUATION
+        add, clock = meter.add, meter.clock
+        add(FORWARD if _takes_gradients() else EVALUATION)
+        add(clock())
         try:
             if meter.counting is None:
                 return call(*args, **kwargs)
             with meter.counting.block():
                 return call(*args, **kwargs)
         finally:
-            now = meter.clock()
-            meter.spent[meter.phase] += now - meter.since
-            meter.since, meter.phase = now, before
+            add(LEAVE)
+            add(clock())
+            if len(meter.log) > FULL:
+                meter.attend(meter.log[-1])
 
     def __reduce__(self) -> Any:
         return type(None), ()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from slipstream.comm.meter import BACKWARD, EXPOSED, Meter
+from slipstream.comm.meter import LOCAL_END, Meter
 
 __all__ = ["LocalEnd", "Waiting"]
 
@@ -30,6 +30,7 @@ class LocalEnd:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._was_missed = False
+        self._is_awaited = False
 
     def watch(self, replicated: torch.nn.Module) -> None:
         """Has the passes of a model marked, as long as it is wrapped like this."""
@@ -41,19 +42,22 @@ class LocalEnd:
         """A pass that reduces gradients."""
         if self._was_missed and loss.requires_grad:
             loss.register_hook(self._begun)  # type: ignore[no-untyped-call]
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        if self._meter.phase == BACKWARD:
-            self._was_missed = True
+        self._is_awaited = True
+        try:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            self._was_missed |= self._is_awaited
+        finally:
+            self._is_awaited = False
 
     def _begun(self, tensor: torch.Tensor) -> None:
         _queue(self._ended)
 
     def _ended(self) -> None:
-        meter = self._meter
-        if meter.phase == BACKWARD:  # and not in a backward that somebody else runs, nor for a second time
-            now = meter.clock()
-            meter.spent[BACKWARD] += now - meter.since
-            meter.since, meter.phase = now, EXPOSED
+        if self._is_awaited:  # and not in a backward that somebody else runs, nor for a second time
+            self._is_awaited = False
+            meter = self._meter
+            meter.add(LOCAL_END)
+            meter.add(meter.clock())
 
 
 class Waiting:
@@ -62,12 +66,12 @@ class Waiting:
     def __init__(self, watch: AbstractContextManager[Any], meter: Meter) -> None:
         self._watch = watch
         self._meter = meter
-        self._before = -1
+        self._begun = False
 
     def __enter__(self) -> None:
         self._watch.__enter__()
-        self._before = self._meter.wait()
+        self._begun = self._meter.wait()
 
     def __exit__(self, *details: Any) -> None:
-        self._meter.done_waiting(self._before)
+        self._meter.end_wait(self._begun)
         self._watch.__exit__(*details)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 import torch
 
-from slipstream.comm.meter import COLUMNS, OTHER, PHASES, SAMPLES, SETUP, Meter
+from slipstream.comm.meter import COLUMNS, FULL, OTHER, PHASES, SAMPLES, Meter, marked
 from slipstream.devices.peaks import device_peak, host_peak, timing_events
 from slipstream.logging import get_logger
 from slipstream.step.ledger.device import DeviceClock
@@ -28,8 +28,9 @@ from slipstream.step.ledger.exchange import Exchange
 from slipstream.step.ledger.flops import Counting, measured_peak
 from slipstream.step.ledger.joining import Joiner
 from slipstream.step.ledger.options import LedgerKwargs
+from slipstream.step.ledger.reading import Reader
 from slipstream.step.ledger.report import LedgerReport
-from slipstream.step.ledger.rows import Message, Window, pack, seconds, unpack
+from slipstream.step.ledger.rows import Message, Rows, Window, pack, seconds, unpack
 from slipstream.step.ledger.totals import Totals
 
 __all__ = ["Ledger"]
@@ -92,9 +93,12 @@ class Ledger:
         self._untold = numpy.zeros((0, COLUMNS))
         self._drained = 0
         """Steps that were taken from the meter."""
+        self._reader = Reader(0 if self.meter is None else self.meter.since)
         self._due = 0
         self._clock: DeviceClock | None = None
         self._counting = Counting() if self.options.count_flops else None
+        self._counted: float | None = None
+        """Operations of one step of this rank, once they were counted."""
         self._finished: LedgerReport | None = None
         if self.meter is not None:
             self._start(self.meter)
@@ -105,9 +109,12 @@ class Ledger:
         meter.token_counter = partial(_token_counter, self.options.tokens)
         events = timing_events(self._device)
         if events is not None:
-            meter.clock = self._clock = DeviceClock(meter, events)
-        self._due = meter.since + int(self.interval * 1e9)
-        meter.due = 0 if self._needs_every_step else self._due
+            meter.clock = self._clock = DeviceClock(events)
+        self._set_due(meter, meter.since)
+
+    def _set_due(self, meter: Meter, now: int) -> None:
+        self._due = now + int(self.interval * 1e9)
+        meter.due = 0 if self._counting is not None else self._due
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -121,29 +128,21 @@ class Ledger:
         """(step, loss) of the backward passes that no examiner has seen yet."""
         return [] if self.meter is None else _as_tensors(list(self.meter.losses))
 
-    @property
-    def _needs_every_step(self) -> bool:
-        return self._clock is not None or self._counting is not None
-
     def _attend(self, now: int) -> None:
-        """Between two steps, when it is time, or after each of them where that is needed."""
+        """Between two steps, when it is time, or after each of them where that is needed; and where the log is full."""
         meter = self.meter
         assert meter is not None
-        if self._clock is not None:
-            self._clock.end_step()
         if self._counting is not None:
-            self._count(meter)
-        if now >= self._due:
+            self._count(meter, self._counting)
+        if now >= self._due or len(meter.log) > FULL:
             meter.thread = get_ident()
             self.settle()
 
-    def _count(self, meter: Meter) -> None:
+    def _count(self, meter: Meter, counting: Counting) -> None:
         if meter.step == _COUNTED_STEP:
-            meter.counting = self._counting
-        elif meter.step > _COUNTED_STEP and self._counting is not None:
-            samples = meter.rows[-(COLUMNS + 1) + SAMPLES]
-            self._totals.flops_per_step = float(self._counting.total)
-            self._totals.flops_per_sample = self._counting.total / samples if samples else None
+            meter.counting = counting
+        elif meter.step > _COUNTED_STEP:
+            self._counted = float(counting.total)
             meter.counting = self._counting = None
 
     # -- now and then ---------------------------------------------------------------------------------------------
@@ -153,32 +152,38 @@ class Ledger:
         meter = self.meter
         if meter is None:
             return
-        before = meter.enter(SETUP if meter.phase == SETUP else OTHER)
-        try:
+        meter.tick()
+        self._set_due(meter, meter.log[-1])
+        with marked(meter if meter.has_begun else None, OTHER):
             window = self._drain(meter)
-            self._due = meter.since + int(self.interval * 1e9)
-            meter.due = 0 if self._needs_every_step else self._due
             for examine in self.examiners:
                 examine(window)
             if self._finished is None:
                 self._tell()
-        finally:
-            meter.leave(before)
 
     def _drain(self, meter: Meter) -> Window:
         """Takes the rows of steps that have ended."""
-        flat = meter.rows
-        done = len(flat) if self._clock is None else self._clock.settle(flat)
-        rows, first = seconds(flat[:done]), self._drained
-        del flat[:done]
-        self._drained += len(rows)
-        if self._finished is None:
-            self._untold = numpy.concatenate([self._untold, rows])[-_KEPT:] if len(self._untold) else rows
+        first = self._drained
+        rows = self._read(meter)
         losses = _as_tensors(list(meter.losses))
         meter.losses.clear()
+        if first <= _COUNTED_STEP < self._drained and self._counted is not None:
+            samples = rows[_COUNTED_STEP - first, SAMPLES]
+            self._totals.flops_per_step = self._counted
+            self._totals.flops_per_sample = self._counted / samples if samples else None
+        if self._finished is None:
+            self._untold = numpy.concatenate([self._untold, rows])[-_KEPT:] if len(self._untold) else rows
         if not first and len(rows):
-            self._totals.began = time.time() - float(rows[:, :PHASES].sum()) - 1e-9 * sum(meter.spent[:PHASES])
+            self._totals.began = time.time() - float(rows[:, :PHASES].sum()) - 1e-9 * float(self._reader.open[:PHASES].sum())
         return Window(len(rows), first, rows, losses)
+
+    def _read(self, meter: Meter) -> Rows:
+        log = meter.log
+        length, spent = (len(log), None) if self._clock is None else self._clock.take(log)
+        rows = seconds(self._reader.read(log[:length], spent))
+        del log[:length]
+        self._drained += len(rows)
+        return rows
 
     def _tell(self) -> None:
         if self.rank == 0:
@@ -251,11 +256,9 @@ class Ledger:
         """The end of the run: tells the last steps and what came after them; rank 0 waits a moment for the others. Once."""
         if self._finished is not None or self.meter is None:
             return self._finished or self._report(None)
+        if self._clock is not None:
+            self._clock.wait()
         self.settle()
-        if self.meter.rows:  # the device has not finished, and there is no next time
-            rest, self.meter.rows = seconds(self.meter.rows), []
-            self._drained += len(rest)
-            self._untold = numpy.concatenate([self._untold, rest])
         tail = self._tail()
         message = self._message(tail)
         if self.rank:
@@ -278,9 +281,12 @@ class Ledger:
         meter = self.meter
         if meter is None:
             return [0.0] * COLUMNS
-        if meter.thread == get_ident():
-            meter.leave(meter.phase)
-        return [value * 1e-9 for value in meter.spent[:PHASES]] + [float(value) for value in meter.spent[PHASES:COLUMNS]]
+        reader = self._reader.copy()
+        if self._clock is None:
+            if meter.thread == get_ident():
+                meter.tick()
+            reader.read(meter.log[:])
+        return [float(value) for value in seconds(reader.open)]
 
     def _report(self, tail: list[float] | None, tails: dict[int, list[float] | None] | None = None) -> LedgerReport:
         totals = self._totals.copy()
@@ -297,11 +303,11 @@ class Ledger:
 
 
 def _attend(ledger: weakref.ref[Ledger], meter: weakref.ref[Meter], now: int) -> None:
-    present, marked = ledger(), meter()
+    present, left = ledger(), meter()
     if present is not None:
         present._attend(now)
-    elif marked is not None:  # its Accelerator is gone, and what was prepared goes on
-        marked.rows.clear()
+    elif left is not None:  # its Accelerator is gone, and what was prepared goes on
+        left.log.clear()
 
 
 def _as_tensors(losses: list[tuple[int, Any]]) -> list[tuple[int, torch.Tensor]]:

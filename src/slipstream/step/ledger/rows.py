@@ -83,8 +83,8 @@ def unpack(data: bytes) -> Message:
     return Message(header["first"], rows, (host, device), header["events"], header["tail"])
 
 
-def seconds(flat: Sequence[int]) -> Rows:
-    """Rows of nanoseconds and counts, one after the other with the time before training in a column of its own, as rows of seconds."""
-    rows = numpy.array(flat, dtype=numpy.float64).reshape(-1, COLUMNS + 1)[:, :COLUMNS]
-    rows[:, :PHASES] *= 1e-9
-    return rows
+def seconds(rows: Rows) -> Rows:
+    """Rows whose times are nanoseconds, with seconds."""
+    made = numpy.array(rows, dtype=numpy.float64)
+    made[..., :PHASES] *= 1e-9
+    return made
