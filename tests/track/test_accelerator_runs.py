@@ -147,18 +147,28 @@ def test_only_the_main_process_writes_and_tells_of_all(ranks: Any, tmp_path: Pat
 
 SCRIPT = """
 import sys
+import torch
 from slipstream import Accelerator
 accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
 accelerator.init_trackers("demo", init_kwargs={"local": {"name": sys.argv[2]}})
+model = accelerator.prepare(torch.nn.Linear(1, 1))
+optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+for _ in range(3):
+    accelerator.backward(model(torch.ones(1)).sum())
+    optimizer.step()
 if sys.argv[2] == "broken":
     raise RuntimeError("on purpose")
 """
 
 
 def test_a_script_that_ends_without_end_training_says_how(tmp_path: Path) -> None:
-    for name, state in (("broken", "failed"), ("whole", "finished")):
+    for name, state, why in (
+        ("broken", "failed", "RuntimeError: on purpose"),
+        ("whole", "ended", "the script ended without end_training()"),
+    ):
         subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), name], capture_output=True, timeout=100, check=False)
         folder = tmp_path / "runs" / name
         assert json.loads((folder / "run.json").read_text())["state"] == state
-        assert lines(folder / "events.jsonl")[-1]["text"] == f"{state}, without end_training()"
+        assert lines(folder / "events.jsonl")[-1]["text"] == why
+        assert sum(interval["steps"] for interval in lines(folder / "ledger.jsonl")) == 3
         assert (folder / "report.html").exists()

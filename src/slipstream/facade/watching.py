@@ -36,6 +36,7 @@ from slipstream.runtime.memory.snapshot import MemorySnapshot
 from slipstream.runtime.memory.watch import watch_memory
 from slipstream.step.guards.guards import Guards
 from slipstream.step.guards.options import GuardKwargs
+from slipstream.step.ledger.ledger import Ledger
 from slipstream.track.local import LocalTracker
 from slipstream.track.plain import plain
 from slipstream.track.registry import Chosen
@@ -128,7 +129,7 @@ class Watch:
         self.folder.write_json("environment.json", told)
         self._parts.state.runtime.notes.agree(_NOTE, str(self.folder.path.absolute()))
         self._ledger = self.folder.journal("ledger.jsonl")
-        self._left = weakref.finalize(self, _left_alone, self.folder, self._ledger)
+        self._left = weakref.finalize(self, _left_alone, self.folder, self._ledger, self._parts.ledger)
         while self._waiting:
             kind, record = self._waiting.popleft()
             self._write(kind, record)
@@ -208,7 +209,9 @@ class Watch:
         return Path(notes.agree(_NOTE, "")) if notes.has(_NOTE) else None
 
     def _tell_snapshot(self, path: Path, snapshot: MemorySnapshot) -> None:
-        self._parts.ledger.tell({"kind": "memory", "text": "memory ran out", "path": path.name, "step": self._parts.ledger.step})
+        ledger = self._parts.ledger
+        ledger.tell({"kind": "memory", "text": "memory ran out", "path": path.name, "step": ledger.step})
+        ledger.settle()  # there is no next time
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -285,15 +288,25 @@ def _if_alive(method: weakref.WeakMethod[Callable[..., None]], *told: Any) -> No
         alive(*told)
 
 
-def _left_alone(folder: RunFolder, ledger: Journal) -> None:
+def _left_alone(folder: RunFolder, journal: Journal, ledger: Ledger) -> None:
     """A script that ends, or forgets its Accelerator, without end_training: its run has ended too, and its report is worth the most."""
     from slipstream.report import write
 
-    ledger.close()
     try:
-        state = "failed" if hasattr(sys, "last_type") else "finished"
-        folder.event("end", f"{state}, without end_training()")
+        ledger.settle()  # the last steps, and what other processes told before they ended
+        journal.close()
+        state, why = _how_it_ended()
+        folder.event("end", why)
         folder.end(state)
         write([folder.path], folder.path / "report.html")
     except Exception as error:  # at exit nobody can catch it, and how the script ended counts for more
         print(f"slipstream: the run in {folder.path} could not be closed ({type(error).__name__}: {error})", file=sys.stderr)
+
+
+def _how_it_ended() -> tuple[str, str]:
+    """By what the interpreter, or our worker, noted of an exception that nobody caught."""
+    kind = getattr(sys, "last_type", None)
+    if kind is None:
+        return "ended", "the script ended without end_training()"
+    text = redact_text(str(getattr(sys, "last_value", "")))
+    return "failed", f"{kind.__name__}: {text}".removesuffix(": ")

@@ -117,7 +117,7 @@ def _exit_code(request: SystemExit, confession_path: str) -> int:
     if request.code is None:
         return 0
     if request.code != 0:
-        sys.last_type = SystemExit  # for what runs at exit; see `_failed`
+        sys.last_type, sys.last_value = SystemExit, RuntimeError(f"exit code {request.code}")  # for what runs at exit; see `_failed`
     if isinstance(request.code, int):
         return request.code & 0xFF
     _confess(Confession(kind="exit", type="SystemExit", message=str(request.code), traceback="", when=time.time()), confession_path)
@@ -127,7 +127,7 @@ def _exit_code(request: SystemExit, confession_path: str) -> int:
 def _failed(error: BaseException, confession_path: str) -> int:
     """Write down an exception that nobody caught; returns the exit code that belongs to it."""
     when = time.time()
-    sys.last_type = type(error)  # as the interpreter leaves it, for what runs at exit
+    sys.last_type, sys.last_value = type(error), RuntimeError(str(error))  # for what runs at exit; its words, and not its frames
     error.__traceback__ = user_traceback(error)
     _show_to_hooks(error)
     kind, code = _kind_and_code(error)
