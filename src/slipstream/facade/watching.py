@@ -308,5 +308,5 @@ def _how_it_ended() -> tuple[str, str]:
     kind = getattr(sys, "last_type", None)
     if kind is None:
         return "ended", "the script ended without end_training()"
-    text = redact_text(str(getattr(sys, "last_value", "")))
+    text = redact_text(next(iter(str(getattr(sys, "last_value", "")).splitlines()), ""))
     return "failed", f"{kind.__name__}: {text}".removesuffix(": ")
