@@ -12,6 +12,7 @@ from slipstream import Accelerator, ConfigError, DistributedDataParallelKwargs
 from slipstream.parallel.local_sgd import LocalSGD
 from slipstream.step.guards.finding import NonFiniteError
 from slipstream.step.guards.options import GuardKwargs
+from slipstream.strategies.base import Strategy
 from slipstream.utils import GradScalerKwargs
 
 QUIET = {"loss_spike": None, "drift_every": None, "starving": None, "straggler": None, "schedule": False}
@@ -143,6 +144,37 @@ def test_without_averaging_each_rank_decides_for_itself(ranks: Any) -> None:
     assert (first, said) == (4, [])
     assert (second, told) == (3, [1])
     assert weights == others
+
+
+class Sharded(Strategy):
+    """A strategy for models that were sharded before they are prepared."""
+
+    name = "sharded"
+    replicated = False
+
+
+def test_sharded_models_are_left_out_alike_and_never_compared_as_replicas(ranks: Any) -> None:
+    def run() -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        accelerator, guards = guarded(GuardKwargs(on_nan="skip", drift_every=1))
+        accelerator._parts.strategy = accelerator._parts.stepper.engine = Sharded()
+        mesh = init_device_mesh("cpu", (2,))
+        net = torch.nn.Linear(3, 3, bias=False)
+        net.weight = torch.nn.Parameter(distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)]))
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        skipped = []
+        for row in (0, 2, None):
+            gradient = torch.ones(3, 3)
+            if row is not None:
+                gradient[row] = float("nan")
+            net.weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+            optimizer.step()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+        return skipped, optimizer.updates, [(one.rank, one.details["parameter"]) for one in guards.voice.said], len(guards._drifts)
+
+    assert ranks(2).run(run) == [([True, True, False], 1, [(0, "weight")], 0)] * 2
 
 
 def test_ranks_that_are_done_are_not_asked(ranks: Any) -> None:

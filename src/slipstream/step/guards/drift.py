@@ -5,8 +5,11 @@ the weights; exact, and the same in any order of adding) and leaves the sums in 
 settles its ledger, and names the first parameter that differs and the ranks. Nobody waits for anybody.
 
 Buffers are left out: those that DDP broadcasts are made equal again by every forward, and between two forwards each process has the
-statistics of its own batch. Updates whose gradients were not averaged (`no_sync`, LocalSGD) are not compared; nor is anything after
-`join_uneven_inputs`, where the processes make different numbers of updates.
+statistics of its own batch. So are parameters that are no plain tensors (sharded ones, and other wrappers): each process holds its own
+part of those, and looking at them as a whole may be a collective.
+
+Updates whose gradients were not averaged (`no_sync`, LocalSGD) are not compared; nor is anything after `join_uneven_inputs`, where the
+processes make different numbers of updates.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import array
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ import torch
 from slipstream.logging import get_logger
 from slipstream.step.guards.finding import Finding
 
-__all__ = ["Drift", "fingerprint"]
+__all__ = ["Drift", "fingerprint", "replicated"]
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PENDING = 8
@@ -44,8 +47,6 @@ def fingerprint(parameters: Sequence[torch.Tensor]) -> bytes:
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return torch.zeros((), dtype=torch.int64)
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     size = flat.element_size()
     per = 8 // size
@@ -54,6 +55,18 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     even = flat.numel() // per * per
     total = flat[:even].view(torch.int64).sum()
     return total if even == flat.numel() else total + flat[even:].view(_WHOLE[size]).sum(dtype=torch.int64)
+
+
+def replicated(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Those that every process holds as a whole: plain tensors with values, not wrappers that answer for a part of one.
+
+    >>> [name for name, _ in replicated([("weight", torch.ones(1)), ("bias", torch.ones(1, device="meta"))])]
+    ['weight']
+    """
+    plain = torch.Tensor.__torch_dispatch__
+    return [
+        (name, one) for name, one in named if type(one).__torch_dispatch__ is plain and one.layout == torch.strided and not one.is_meta
+    ]
 
 
 class Drift:

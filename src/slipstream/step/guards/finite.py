@@ -116,4 +116,6 @@ def _note(came: dict[str, int], name: str, parameter: torch.Tensor) -> None:
 
 def _entries(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):  # sharded: what this process holds of it
+        tensor = tensor.to_local()
     return tensor if tensor.layout == torch.strided else tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()

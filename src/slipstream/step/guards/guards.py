@@ -16,7 +16,7 @@ import torch
 
 from slipstream.logging import get_logger
 from slipstream.step.clip import Clipper
-from slipstream.step.guards.drift import Drift
+from slipstream.step.guards.drift import Drift, replicated
 from slipstream.step.guards.finding import Finding, Voice
 from slipstream.step.guards.finite import first_bad, spell_value, to_numbers
 from slipstream.step.guards.options import GuardKwargs
@@ -131,11 +131,14 @@ class Guards:
         if every is None or linked.stepper.parted:
             return math.inf
         if all(getattr(model.prepared, "require_backward_grad_sync", True) for model in linked.models):
+            named = replicated(entry for model in linked.models for entry in model.original.named_parameters())
+            if not named:
+                return math.inf
             drift = self._drifts.get(optimizer)
             if drift is None:
                 key = f"{self._ledger.number}/{next(self._numbers)}"
                 drift = self._drifts[optimizer] = Drift(self._store, self._rank, self._world_size, key)
-            drift.look(linked.updates, [entry for model in linked.models for entry in model.original.named_parameters()])
+            drift.look(linked.updates, named)
         return (linked.updates // every + 1) * every
 
     def _keep_norm(self, norm: torch.Tensor) -> None:

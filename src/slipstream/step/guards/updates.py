@@ -108,13 +108,17 @@ class Updates:
             return False
         models = linked.models
         gradients = [one.grad for group in linked.inner.param_groups for one in group["params"] if one.grad is not None]
-        if all_finite(gradients):
+        finite = all_finite(gradients)
+        sharded = any(type(one) is not torch.Tensor and hasattr(one, "to_local") for one in gradients)
+        if sharded:
+            finite = all(self._exchange(finite))  # each rank has seen its own part alone
+        if finite:
             self._forget(models)
             for model in models:
                 if (order := self._orders.get(model.original)) is not None:
                     order.end()
             return False
-        finding = self._trace(models, linked.updates + self.skipped, alone=linked.stepper.joined)
+        finding = self._trace(models, linked.updates + self.skipped, alone=linked.stepper.joined, sharded=sharded)
         self._forget(models)
         self.skipped += 1
         if self._raises:
@@ -123,9 +127,9 @@ class Updates:
         self._voice.say(finding, shared=self._averaged(models))
         return True
 
-    def _trace(self, models: Sequence[PreparedModel], tried: int, alone: bool) -> Finding:
+    def _trace(self, models: Sequence[PreparedModel], tried: int, alone: bool, sharded: bool) -> Finding:
         averaged = self._averaged(models)
-        own = self._own_part(models) if averaged else self._clipped or self._first(models)
+        own = self._own_part(models) if averaged and not sharded else self._clipped or self._first(models)
         loss = self._loss()
         report = (self._rank, own, None if loss is None else float(loss))
         reports = self._exchange(report) if averaged and not alone else [report]
