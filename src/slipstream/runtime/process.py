@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["Process"]
 
@@ -31,7 +32,11 @@ class Process:
     """How often the launcher has restarted the job."""
     agent_store: bool = False
     """The store at master_addr:master_port is served by the launcher's agent, so every rank is a client of it."""
-    host: str = field(default_factory=socket.gethostname)
+
+    @cached_property
+    def host(self) -> str:
+        """The name of this machine; the system is asked for it when somebody wants to know."""
+        return socket.gethostname()
 
     @property
     def is_main(self) -> bool:
