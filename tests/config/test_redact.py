@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.config.redact import HIDDEN, redact, redact_text
+from slipstream.config.redact import HIDDEN, message_redactor, redact, redact_text
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,22 @@ def test_a_very_long_text_is_cut_without_showing_half_a_secret() -> None:
     shown = redact_text(text)
     assert "Zm9v" not in shown
     assert "121995 characters" in shown
+
+
+@pytest.mark.parametrize(
+    "unit", ["x", "key", "-key", "a-", "a.b://", "a@", "password ", "password='", "bearer ", "?x-amz-", "-----BEGIN ", "sk-", "PRIVATE KEY"]
+)
+def test_the_work_grows_as_the_text_does(unit: str) -> None:
+    """Where it grew faster, these would take longer than a test may."""
+    for start in ("", "a://password="):
+        text = start + unit * (200_000 // len(unit)) + " https://me:pass@host"
+        assert "me:pass" not in message_redactor({"A_KEY": "xxxxxxxxy"})(text)
+    redact_text(unit * (1999 // len(unit)))
+
+
+def test_a_message_of_two_million_characters_stays_whole() -> None:
+    text = "x" * 1_000_000
+    assert message_redactor({})(f"{text} https://me:pass@host {text}") == f"{text} https://{HIDDEN}@host {text}"
 
 
 def test_structures_that_name_a_secret_are_hidden_whole():

@@ -2,6 +2,9 @@
 
 Rather too much is hidden than too little: a report is posted in public. Log records are another matter: there "tokens=4096" and the hash
 of a commit are what the line is about, so `message_redactor` hides only what is a secret for certain. Nothing here reads the environment.
+
+A text may be long, and anything may stand in it. So no pattern here begins with a run that it would try anew from each of its characters:
+each begins with what is rare (a word, "://"), and what stands before that stays in the text anyway. The work grows as the text does.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ _WORDS: Final = (
     r"(?<![A-Za-z])(?:auth|authorization|sig|dsn|pat|pin|salt|otp|session)(?![A-Za-z])"
 )
 _SECRET_NAME: Final = re.compile(_WORDS, re.IGNORECASE)
-_USER_INFORMATION: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*://)[^\s/@]*(?:@[^\s/@]*)*@")
+_USER_INFORMATION: Final = re.compile(r"://(?<=[A-Za-z0-9+.\-]://)[^\s/@]*(?:@[^\s/@]*)*@")
+_SHOWN_ADDRESS: Final = f"://{HIDDEN}@"
 _ASSIGNMENT: Final = re.compile(
-    rf"(?P<name>-[\w.\-]*(?:{_WORDS})[\w.\-]*[\s=:]|[\w.\-]*(?:{_WORDS})[\w.\-]*\s*[=:])(?P<space>\s*)(?:\"[^\"]*\"|'[^']*'|[^\s&]+)",
+    rf"(?P<name>-[\w.\-]{{0,40}}(?:{_WORDS})[\w.\-]{{0,40}}[\s=:]|(?:{_WORDS})[\w.\-]*\s*[=:])(?P<space>\s*)(?:\"[^\"]*\"|'[^']*'|[^\s&]+)",
     re.IGNORECASE,
 )
 _SCHEME_WORD: Final = re.compile(r"\b(?P<word>bearer|basic|token)\s+[^\s,;\"']+", re.IGNORECASE)
@@ -39,7 +43,7 @@ _SHORTEST: Final = 8
 """Characters that the value of a variable must have to be looked for in messages."""
 _PRIVATE_KEY: Final = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _CERTAIN_ASSIGNMENT: Final = re.compile(
-    r"(?P<name>\b[\w\-]{0,40}(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|secret[_-]?key|(?:auth|access|refresh)[_-]?token|"
+    r"(?P<name>(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|secret[_-]?key|(?:auth|access|refresh)[_-]?token|"
     r"authorization)[\"']?\s*[=:]\s*(?:bearer\s+|basic\s+)?)(?:\"[^\"]*\"|'[^']*'|[^\s&,;}]+)|"
     r"(?P<query>[?&](?:x-amz-[\w\-]+|sig|signature|token|key)=)[^\s&]+|(?P<scheme>\bbearer\s+)[\w.\-+/=]{16,}",
     re.IGNORECASE,
@@ -58,7 +62,7 @@ def message_redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
 
     def shown(text: str) -> str:
         text = known.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, text))
-        text = _USER_INFORMATION.sub(lambda match: f"{match['scheme']}{HIDDEN}@", text)
+        text = _USER_INFORMATION.sub(_SHOWN_ADDRESS, text)
         text = _CERTAIN_ASSIGNMENT.sub(lambda match: f"{match['name'] or match['query'] or match['scheme']}{HIDDEN}", text)
         return _KNOWN_TOKEN.sub(lambda match: HIDDEN if any(map(str.isdigit, match[0])) else match[0], text)
 
@@ -101,8 +105,10 @@ def redact_text(text: str) -> str:
     'endpoint=node0:29400,password=[redacted]'
     """
     if len(text) > _LONGEST:  # a cut may go through a secret, so the word it goes through is left out as well
-        text = re.sub(r"\S*\Z", "", text[:_LONGEST]) + f"[{len(text)} characters]"
-    shown = _USER_INFORMATION.sub(lambda match: f"{match['scheme']}{HIDDEN}@", text)
+        kept = text[:_LONGEST]
+        words = [] if kept[-1].isspace() else kept.split()[-1:]
+        text = kept[: len(kept) - sum(map(len, words))] + f"[{len(text)} characters]"
+    shown = _USER_INFORMATION.sub(_SHOWN_ADDRESS, text)
     shown = _SCHEME_WORD.sub(lambda match: f"{match['word']} {HIDDEN}", shown)
     shown = _ASSIGNMENT.sub(lambda match: f"{match['name']}{match['space']}{HIDDEN}", shown)
     shown = _KNOWN_TOKEN.sub(HIDDEN, shown)
