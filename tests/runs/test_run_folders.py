@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.runs.folder import RunFolder, find_runs, git_state, is_run, run_name
 from slipstream.runs.journal import EVERY, INDEX_RECORD, Journal, index_path
+from slipstream.runs.life import is_gone
 
 
 def lines(path: Path) -> list[dict[str, int]]:
@@ -82,6 +85,51 @@ def test_runs_are_found_from_every_folder_above_them(tmp_path: Path) -> None:
     made = [RunFolder.create(tmp_path, name, project="p").path for name in ("b", "a")]
     assert find_runs(tmp_path) == find_runs(tmp_path / "runs") == made, "oldest first"
     assert find_runs(made[1]) == [made[1]]
+
+
+def test_one_damaged_run_hides_no_other_and_is_told(tmp_path: Path) -> None:
+    good = RunFolder.create(tmp_path, "good", project="p").path
+    odd = []
+    for number, started in enumerate(('"now"', "null", "[1]", "{}", "NaN", "1e999", "9" * 400, "true")):
+        odd.append(tmp_path / "runs" / f"odd-{number}")
+        odd[-1].mkdir()
+        odd[-1].joinpath("run.json").write_text(f'{{"format": "slipstream run", "version": 1, "attempts": "x", "started": {started}}}')
+    for name, files in {"broken": {"run.json": "{"}, "empty": {"run.json": ""}, "missing": {"metrics.jsonl": ""}, "notes": {}}.items():
+        (tmp_path / "runs" / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / "runs" / name / file).write_text(text)
+    left_out: list[tuple[Path, str]] = []
+    assert find_runs(tmp_path, left_out) == [*odd, good]
+    assert [path.name for path, _ in left_out] == ["broken", "empty", "missing"]
+    assert "it has no run.json" in left_out[2][1]
+    for path in odd:
+        with pytest.raises(ConfigError, match="is there already"):
+            RunFolder.create(tmp_path, path.name, project="p")
+        assert len(RunFolder.create(tmp_path, path.name, project="p", resume=True).info["attempts"]) == 1
+
+
+def test_a_place_with_damaged_runs_alone_says_what_they_lack(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    (tmp_path / "runs" / "empty" / "run.json").touch()
+    with pytest.raises(ConfigError, match=r"has no run in it that can be read: .*empty.run\.json cannot be read"):
+        find_runs(tmp_path)
+
+
+def test_a_process_that_is_gone_is_told_from_one_that_lives(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "first", project="p", attempt={"world_size": 1})
+    (attempt,) = run.info["attempts"]
+    assert attempt["pid"] == os.getpid()
+    assert not is_gone(run.info)
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    for dead in ({"pid": child.pid}, {"pid_started": 1}):
+        run.update(attempts=[{**attempt, **dead}])
+        assert is_gone(run.info)
+    with pytest.raises(ConfigError, match=r"UTC, killed\)"):
+        RunFolder.create(tmp_path, "first", project="p")
+    unknown = ({"host": "elsewhere"}, {"pid_namespace": 1}, {"pid": "x"}, {"pid": -1}, {"pid": 10**30}, {"pid": True})
+    assert not any(is_gone({"attempts": [{**attempt, "pid": child.pid, **one}]}) for one in unknown)
+    assert not any(is_gone({"attempts": one}) for one in (None, [], [None], "x", {}))
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

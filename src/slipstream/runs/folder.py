@@ -21,19 +21,23 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.inside import Folder
 from slipstream.runs.journal import Journal
+from slipstream.runs.life import is_gone, this_process
 
-__all__ = ["FORMAT", "RunFolder", "find_runs", "git_state", "is_run", "read_info", "run_name"]
+__all__ = ["FORMAT", "RunFolder", "find_runs", "git_state", "is_run", "read_info", "run_name", "started_at"]
 
 FORMAT: Final = "slipstream run"
 _VERSION: Final = 1
 _LONGEST: Final = 120
 _INFO: Final = "run.json"
+_SIGNS: Final = (_INFO, "metrics.jsonl")
+"""A folder with one of these looks like a run."""
 _LARGEST: Final = 1 << 20
 
 
@@ -79,7 +83,8 @@ class RunFolder:
 
         Without a name it is that of the project and the time. A name that is taken is an error, unless `resume` says that the run goes
         on. `restarted` says that a launcher started the job `run_id` again. `details` are fields of run.json, and `attempt` says what
-        this start of it is like (world size, hosts).
+        this start of it is like (world size, hosts); the number of this process and its host stand there too, so that readers see when
+        it is gone.
         """
         runs = Path(root) / "runs"
         earlier = _by_identity(runs, run_id) if restarted else None
@@ -118,7 +123,8 @@ class RunFolder:
         return cls(Path(path), read_info(Path(path)))
 
     def _begin(self, attempt: Mapping[str, Any] | None, kind: str) -> RunFolder:
-        attempts = [*self.info.get("attempts", ()), {"started": self._now(), **(attempt or {})}]
+        earlier = self.info.get("attempts")
+        attempts = [*(earlier if isinstance(earlier, list) else ()), {"started": self._now(), **this_process(), **(attempt or {})}]
         self.update(attempts=attempts, state="running", ended=None)
         size = (attempt or {}).get("world_size")
         if kind == "restart" or size is not None:
@@ -208,19 +214,26 @@ def _taken(runs: Path, name: str) -> str:
     if not is_run(there):
         return f"{there} is there already and is no run: choose another name, or move it away"
     info = read_info(there)
-    started = time.strftime("%Y-%m-%d %H:%M", time.gmtime(float(info.get("started") or 0)))
+    state = "killed" if info.get("state") == "running" and is_gone(info) else info.get("state")
     return (
-        f"a run named {name!r} is there already ({there}, started {started} UTC, {info.get('state')}): choose another name, or say "
+        f"a run named {name!r} is there already ({there}, started {_moment(started_at(info))}, {state}): choose another name, or say "
         "resume=True to go on in its folder. Both go with init_trackers(..., init_kwargs={'local': {'name': ..., 'resume': True}})."
     )
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # no time of this calendar
+        return "nobody knows when"
 
 
 def _by_identity(runs: Path, run_id: str | None) -> Path | None:
     """The run that carries this identity, newest first; a launcher gives one to all attempts of a job."""
     if not run_id or run_id == "none" or not runs.is_dir():
         return None
-    found = sorted(_runs_in(runs), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in found if read_info(path).get("id") == run_id), None)
+    found = [path for path, info in _runs_in(runs) if info.get("id") == run_id]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------
@@ -238,7 +251,7 @@ def read_info(path: Path) -> dict[str, Any]:
     """run.json of a folder; a ConfigError where there is none or it is something else."""
     try:
         with Folder(path) as folder:  # which follows no link and waits for no pipe
-            info = json.loads(folder.read(_INFO, _LARGEST))
+            info = json.loads(folder.read(_INFO, _LARGEST), parse_float=_finite, parse_constant=_finite)
     except FileNotFoundError:
         raise ConfigError(f"{path} is not the folder of a run: it has no {_INFO}") from None
     except (OSError, ValueError, RecursionError, CheckpointError) as error:
@@ -252,8 +265,28 @@ def read_info(path: Path) -> dict[str, Any]:
     return info
 
 
-def find_runs(path: str | os.PathLike[str]) -> list[Path]:
+def _finite(text: str) -> float | None:
+    """A number that can be written down again."""
+    return value if isfinite(value := float(text)) else None
+
+
+def started_at(info: Mapping[str, Any]) -> float:
+    """When a run began, whatever its file says: 0 where that is no number.
+
+    >>> started_at({"started": 5}), started_at({"started": "now"})
+    (5.0, 0.0)
+    """
+    value = info.get("started")
+    try:
+        return float(value) if isinstance(value, (int, float)) and isfinite(value) else 0.0
+    except OverflowError:
+        return 0.0
+
+
+def find_runs(path: str | os.PathLike[str], left_out: list[tuple[Path, str]] | None = None) -> list[Path]:
     """The runs at a place, oldest first: it is one itself, or has them in it, or in `runs/`.
+
+    Folders in there that look like runs and cannot be read as such go to `left_out`, with the reason.
 
     >>> find_runs("no/such/place")
     Traceback (most recent call last):
@@ -266,9 +299,15 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     if (place / _INFO).exists():
         read_info(place)
         return [place]
+    broken: list[tuple[Path, str]] = []
     for folder in (place / "runs", place):
-        if folder.is_dir() and (found := sorted(_runs_in(folder), key=lambda one: read_info(one).get("started") or 0)):
-            return found
+        found = sorted((started_at(info), one) for one, info in _runs_in(folder, broken)) if folder.is_dir() else []
+        if found:
+            if left_out is not None:
+                left_out.extend(broken)
+            return [one for _, one in found]
+    if broken:
+        raise ConfigError(f"{place} has no run in it that can be read: " + "; ".join(why for _, why in broken[:5]))
     there = ", ".join(sorted(one.name for one in place.iterdir())[:5]) if place.is_dir() else "a file"
     raise ConfigError(
         f"{place} has no run in it (there is: {there or 'nothing'}): give the folder of a run, which has a {_INFO}, or a project_dir "
@@ -276,8 +315,16 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     )
 
 
-def _runs_in(folder: Path) -> Iterator[Path]:
-    return (one for one in folder.iterdir() if one.is_dir() and not one.is_symlink() and is_run(one))
+def _runs_in(folder: Path, broken: list[tuple[Path, str]] | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The runs in a folder with what their run.json says; those that only look like runs go to `broken`."""
+    for one in sorted(folder.iterdir()):
+        if one.is_symlink() or not one.is_dir():
+            continue
+        try:
+            yield one, read_info(one)
+        except ConfigError as error:
+            if broken is not None and (any(os.path.lexists(one / name) for name in _SIGNS) or not os.access(one, os.R_OK | os.X_OK)):
+                broken.append((one, str(error)))
 
 
 def git_state(folder: str | os.PathLike[str] = ".") -> dict[str, Any] | None:
