@@ -16,9 +16,9 @@ class Areas extends Plot {
   /** Intervals with their edges on the axis and the height of each phase; kept until something changes. */
   bars() {
     const { run, state } = this;
-    const key = [run.place, run.version, state.axis, state.perStep].join();
-    if (this.key !== key) {
-      this.key = key;
+    const made = [run.place, run.version, state.axis, state.perStep].join();
+    if (this.madeOf !== made) {
+      this.madeOf = made;
       this.names = PHASES.concat(Object.keys(run.sums.phases).filter((name) => !PHASES.includes(name))).filter((name) => run.sums.phases[name] > run.sums.all * 1e-5);
       this.kept = run.ledger.map((row) => this.bar(row)).filter((bar) => bar.high >= bar.low);
     }
@@ -59,15 +59,17 @@ class Areas extends Plot {
 
   paint(brush) {
     const bars = this.bars().filter((bar) => bar.high > this.x[0] && bar.low < this.x[1]);
+    this.placed = new Map();
     for (const group of unbroken(this.perPixel(bars), (this.x[1] - this.x[0]) / 100)) {
       let floor = group.map(() => 0);
       this.names.forEach((name, place) => {
         const roof = group.map((bar, at) => floor[at] + (bar.parts[place] || 0));
         this.band(brush, group, floor, roof, this.page.theme.phase(name));
+        this.place(brush, name, group, floor, roof);
         floor = roof;
       });
     }
-    this.labels(brush, bars);
+    this.labels(brush);
     this.overflow(brush, bars);
   }
 
@@ -110,23 +112,33 @@ class Areas extends Plot {
     brush.lineWidth = 1;
   }
 
-  /** Names stand in their areas, where an area is high enough for one over some width. */
-  labels(brush, bars) {
-    const wide = (bar) => this.toX(Math.min(bar.high, this.x[1])) - this.toX(Math.max(bar.low, this.x[0]));
-    const total = bars.reduce((sum, bar) => sum + (Number.isFinite(bar.sum) ? wide(bar) : 0), 0);
-    if (!total) return;
-    let floor = 0;
-    this.names.forEach((name, place) => {
-      const height = bars.reduce((sum, bar) => sum + (Number.isFinite(bar.sum) ? bar.parts[place] * wide(bar) : 0), 0) / total;
-      const pixels = this.toY(floor) - this.toY(floor + height);
-      if (pixels > 17) {
-        const color = this.page.theme.phase(name);
-        Object.assign(brush, { textAlign: "left", textBaseline: "middle", fillStyle: readableOn(color), font: this.page.theme.font.replace("11px", "600 11px") });
-        brush.fillText(name, this.left + 10, this.toY(floor + height / 2));
-        Object.assign(brush, { font: this.page.theme.font, textBaseline: "alphabetic" });
-      }
-      floor += height;
-    });
+  /** Finds where a band has most room for its name: as many neighbours as the name is wide, and the height that all of them have in common. */
+  place(brush, name, group, floor, roof) {
+    const needed = brush.measureText(name).width * 1.1 + 10;
+    const edges = group.map((bar) => [this.toX(Math.max(bar.low, this.x[0])), this.toX(Math.min(bar.high, this.x[1]))]);
+    const tops = roof.map((value) => Math.max(this.top, this.toY(value)));
+    const bottoms = floor.map((value) => this.toY(value));
+    for (let from = 0; from < group.length; from++) {
+      let [top, bottom, to] = [-Infinity, Infinity, from - 1];
+      do {
+        to += 1;
+        top = Math.max(top, tops[to]);
+        bottom = Math.min(bottom, bottoms[to]);
+      } while (to + 1 < group.length && edges[to][1] - edges[from][0] < needed);
+      const height = bottom - top;
+      if (edges[to][1] - edges[from][0] < needed) break;
+      if (height > 15 && height > (this.placed.get(name)?.height ?? 0)) this.placed.set(name, { height, x: (edges[from][0] + edges[to][1]) / 2, y: (top + bottom) / 2 });
+    }
+  }
+
+  /** Names stand in their own areas; one whose area is nowhere high enough has its name in the legend alone. */
+  labels(brush) {
+    Object.assign(brush, { textAlign: "center", textBaseline: "middle", font: this.page.theme.font.replace("11px", "600 11px") });
+    for (const [name, { x, y }] of this.placed) {
+      brush.fillStyle = readableOn(this.page.theme.phase(name));
+      brush.fillText(name, x, y);
+    }
+    Object.assign(brush, { font: this.page.theme.font, textBaseline: "alphabetic" });
   }
 
   overflow(brush, bars) {
@@ -180,7 +192,7 @@ class Areas extends Plot {
   }
 
   model() {
-    return { ...super.model(), bars: this.bars().length, names: this.names, perStep: this.state.perStep };
+    return { ...super.model(), bars: this.bars().length, names: this.names, perStep: this.state.perStep, labels: [...(this.placed || [])].map(([name, { x, y }]) => ({ name, x, y })) };
   }
 }
 

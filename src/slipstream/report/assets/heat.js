@@ -19,9 +19,9 @@ class Heat extends Plot {
   /** For each interval: edges, and for each rank the seconds of a step and how much that is above the median of the ranks. */
   cells() {
     const { run, state } = this;
-    const key = [run.place, run.version, state.axis].join();
-    if (this.key !== key) {
-      this.key = key;
+    const made = [run.place, run.version, state.axis].join();
+    if (this.madeOf !== made) {
+      this.madeOf = made;
       const ranks = run.ranks;
       this.kept = run.ledger.filter((row) => row.steps > 0).map((row) => {
         const [low, high] = run.edges(state.axis, row);

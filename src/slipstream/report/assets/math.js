@@ -28,16 +28,16 @@ function nearestPlace(sorted, x) {
 function smoothed(x, values, weight, unit) {
   if (!weight || values.length < 3) return values;
   const result = new Float64Array(values.length);
-  let average = 0;
+  let average = NaN;
   let seen = 0;
   let before = x[0] - (x[x.length - 1] - x[0]) / (x.length - 1);
   for (let at = 0; at < values.length; at++) {
     const value = values[at];
     if (Number.isFinite(value)) {
       const kept = weight ** ((x[at] - before) / (unit || 1));
-      average = kept * average + (1 - kept) * value;
       seen = kept * seen + (1 - kept);
-      result[at] = seen ? average / seen : value;
+      average = seen && !Number.isNaN(average) ? average + ((1 - kept) / seen) * (value - average) : value; // a constant stays exactly itself
+      result[at] = average;
       before = x[at];
     } else result[at] = NaN;
   }
@@ -80,14 +80,20 @@ function roundDistance(range, count) {
   return power * (head <= 1 ? 1 : head <= 2 ? 2 : head <= 5 ? 5 : 10);
 }
 
+/** Whether a range is too small against its numbers to be told apart: it is drawn as one number. */
+function nearlyEqual(low, high) {
+  return high - low <= Math.max(Math.abs(low), Math.abs(high)) * 1e-9;
+}
+
+const MOST_TICKS = 60; // whatever the numbers are
+
 function linearTicks(low, high, count, whole = false) {
   let distance = roundDistance(high - low, count);
   if (whole) distance = Math.max(1, distance);
-  const ticks = [];
-  for (let at = Math.ceil(low / distance - 1e-9); at * distance <= high + distance * 1e-9; at++) {
-    ticks.push({ at: at * distance, text: tickNumber(at * distance, distance) });
-  }
-  return ticks;
+  const first = Math.ceil(low / distance - 1e-9);
+  const length = Math.min(MOST_TICKS, Math.floor(high / distance + 1e-9) - first + 1);
+  if (!(length > 0)) return [];
+  return Array.from({ length }, (_, at) => (first + at) * distance).map((at) => ({ at, text: tickNumber(at, distance) }));
 }
 
 function logTicks(low, high, count) {
@@ -96,7 +102,7 @@ function logTicks(low, high, count) {
   const ticks = [];
   const skip = Math.max(1, Math.ceil(decades / count));
   const heads = skip > 1 || decades > count / 2 ? [1] : decades > count / 3 ? [1, 3] : [1, 2, 5];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += skip) {
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)) && ticks.length < MOST_TICKS; power += skip) {
     for (const head of heads) {
       const at = head * 10 ** power;
       if (at >= low * (1 - 1e-9) && at <= high * (1 + 1e-9)) ticks.push({ at, text: number(at, 3) });
@@ -121,14 +127,16 @@ function timeTicks(low, high, count, wall) {
     const ticks = linearTicks(low, high, Math.min(count, 4));
     const distance = ticks.length > 1 ? ticks[1].at - ticks[0].at : 1;
     if (!wall) return ticks.map((tick) => ({ at: tick.at, text: `${tick.text} s` }));
-    return ticks.map((tick) => ({ at: tick.at, text: distance < 1 ? `${number(tick.at % 60, 4)} s` : CLOCK_SECONDS.format(tick.at * 1000) }));
+    return ticks.map((tick) => ({ at: tick.at, text: distance < 1 ? `${number(tick.at % 60, 4)} s` : clockText(CLOCK_SECONDS, tick.at) }));
   }
-  const distance = SPANS.find((span) => range / span <= count) || SPANS[SPANS.length - 1];
-  const offset = wall ? new Date(low * 1000).getTimezoneOffset() * 60 : 0;
+  const distance = SPANS.find((span) => range / span <= count) || roundDistance(range, count);
+  const offset = wall ? new Date(low * 1000).getTimezoneOffset() * 60 || 0 : 0;
+  const first = Math.ceil((low - offset) / distance - 1e-9);
   const ticks = [];
-  for (let at = Math.ceil((low - offset) / distance - 1e-9) * distance + offset; at <= high; at += distance) {
+  for (let number_ = 0; number_ < MOST_TICKS && (first + number_) * distance + offset <= high; number_++) {
+    const at = (first + number_) * distance + offset;
     const clock = distance >= 86400 ? DAY : distance < 60 ? CLOCK_SECONDS : CLOCK;
-    ticks.push({ at, text: wall ? clock.format(at * 1000) : spanTick(at, distance) });
+    ticks.push({ at, text: wall ? clockText(clock, at) : spanTick(at, distance) });
   }
   return ticks;
 }
@@ -151,14 +159,14 @@ function columns(x, y, from, to, low, high, count) {
     let least = at;
     let most = at;
     let gap = -1;
-    while (at < to && Math.floor((x[at] - low) / width) === column) {
+    do {
       if (Number.isNaN(y[at])) gap = at;
       else {
         if (!(y[at] >= y[least])) least = at;
         if (!(y[at] <= y[most])) most = at;
       }
       at += 1;
-    }
+    } while (at < to && Math.floor((x[at] - low) / width) === column);
     const chosen = [...new Set([first, least, most, gap, at - 1])].filter((one) => one >= 0).sort((one, other) => one - other);
     keep.push(...chosen);
   }
