@@ -13,6 +13,7 @@ from made_up import make_run
 from selenium.webdriver.common.keys import Keys
 
 from slipstream.report import write
+from slipstream.report.page import render
 
 LOSS = "train/loss"
 STEPS = 600
@@ -126,6 +127,20 @@ def test_the_keyboard_zooms_moves_and_reads(look, pages):
     assert page.ask("slipstream.page.state.hover") is None
 
 
+@pytest.mark.parametrize("name", ["Time of a step", "Work of each rank, without waiting"])
+def test_the_keyboard_works_in_the_areas_and_in_the_ranks(look, pages, name):
+    page = look(pages["one"])
+    page.driver.execute_script("arguments[0].focus()", page.canvas(name))
+    page.press(Keys.ARROW_RIGHT)
+    assert page.until("slipstream.page.spoken.textContent").startswith("step ")
+    low, high = page.model(name)["x"]
+    page.press("+")
+    zoomed = page.model(name)["x"]
+    assert zoomed[1] - zoomed[0] == pytest.approx((high - low) / 2, rel=0.05)
+    page.press("0")
+    assert page.model(name)["x"] == [low, high]
+
+
 def test_runs_are_chosen_by_mouse_and_by_keyboard(look, pages):
     page = look(pages["two"])
     assert [line["run"] for line in page.model(LOSS)["lines"]] == ["first", "second"]
@@ -171,6 +186,37 @@ def test_the_average_of_a_constant_is_that_constant_from_the_first_point_on(look
     page.driver.execute_script("slipstream.page.runs[0].append({series: {constant: arguments[0]}}); slipstream.page.build()", series)
     values = page.ask("Array.from(slipstream.page.plots.find((one) => one.name === 'constant').lines()[0].y)")
     assert values == [pytest.approx(2), pytest.approx(2), None, pytest.approx(2), pytest.approx(2)]
+
+
+def test_numbers_that_differ_by_next_to_nothing_are_drawn_as_one(look, tmp_path):
+    steps = range(300)
+    values = {"constant": [3e-4] * 300, "noise": [1e8 + step * 1e-6 for step in steps], "far": [(-1) ** step * 1e308 for step in steps]}
+    series = {name: {"steps": steps, "times": steps, "values": one} for name, one in values.items()}
+    (tmp_path / "page.html").write_text(render([{"name": "first", "series": series}]))
+    page = look(tmp_path / "page.html")
+    page.driver.set_script_timeout(30)
+    page.driver.execute_script("slipstream.page.state.set({smoothing: 0.6})")
+    assert page.model("constant")["y"] == [pytest.approx(2.7e-4), pytest.approx(3.3e-4)]
+    assert page.ask("slipstream.page.plots[0].lines()[0].y.every((one) => one === 3e-4)")
+    assert page.model("noise")["y"] == [pytest.approx(0.9e8), pytest.approx(1.1e8)]
+    page.driver.execute_script("slipstream.page.state.set({log: true})")
+    assert page.model("far")["log"]
+
+
+def test_large_counters_and_slow_ramps_keep_their_digits(look, tmp_path):
+    values = {"tokens": [100_000_000 + 3 * step for step in range(50)], "ramp": [1e6 + 0.01 * step for step in range(50)]}
+    series = {name: {"steps": range(50), "times": range(50), "values": one} for name, one in values.items()}
+    (tmp_path / "page.html").write_text(render([{"name": "first", "series": series}]))
+    page = look(tmp_path / "page.html")
+    page.canvas("tokens")
+    assert page.find('figure[data-name="tokens"] .legend').text.split() == ["last", "100,000,147"]
+    assert page.find('figure[data-name="ramp"] .legend').text.split() == ["last", "1000000.49"]
+    for button in page.all("figure .tools button:last-child"):
+        button.click()
+    cells = [one.text for one in page.all('figure[data-name="tokens"] td:last-child')]
+    assert cells == [f"{one:,}" for one in values["tokens"]]
+    assert [one.text for one in page.all('figure[data-name="ramp"] td:last-child')][:2] == ["1,000,000", "1000000.01"]
+    assert page.ask("new Set(slipstream.page.plots[1].yTicks().map((one) => one.text)).size") >= 3
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -266,6 +312,24 @@ def test_the_ledger_and_the_ranks(look, pages):
     page.hover(name, 0.6, 8)
     told = page.until_it(lambda: page.find(".tip").text)
     assert re.search(r"rank 2\b.*\d ms of its own for each step.*slower than the median", told, re.DOTALL)
+
+
+def test_the_name_of_an_area_stands_in_that_area(look, pages):
+    page = look(pages["one"])
+    page.canvas("Time of a step")
+    page.settle()
+    inside = """(() => {
+        const plot = slipstream.page.plots.find((one) => one.name === "Time of a step");
+        return plot.model().labels.map(({ name, x, y }) => {
+            const bar = plot.at(plot.fromX(x));
+            const place = plot.names.indexOf(name);
+            const floor = bar.parts.slice(0, place).reduce((sum, one) => sum + one, 0);
+            return [name, plot.toY(floor) - y, y - plot.toY(floor + bar.parts[place])];
+        });
+    })()"""
+    found = page.ask(inside)
+    assert {"forward", "backward"} <= {name for name, *_ in found}
+    assert all(below >= 6 and above >= 6 for _, below, above in found)
 
 
 def test_events_stand_on_every_chart_and_say_what_they_are(look, pages):

@@ -23,7 +23,7 @@ class Series:
     >>> for step in range(4):
     ...     series.add(step, 100.0 + step, step / 3)
     >>> len(series), series.view(points=100)["values"]
-    (4, [0.0, 0.3333333, 0.6666667, 1.0])
+    (4, [0.0, 0.3333333333333333, 0.6666666666666666, 1.0])
     """
 
     __slots__ = ("_blocks", "steps", "times", "turns", "values")
@@ -78,15 +78,14 @@ class Series:
 
 
 def plain_values(values: Sequence[float]) -> list[float | None]:
-    """Rounded to seven digits, which is more than a picture shows; what is no number becomes None.
+    """As they were logged, every digit: a counter or a slow ramp far from zero needs them. What is no number becomes None.
 
     >>> plain_values([1 / 3, 123456789.0, float("nan"), float("inf")])
-    [0.3333333, 123456800.0, None, None]
+    [0.3333333333333333, 123456789.0, None, None]
     """
-    shown = "%.7g"
     if isfinite(sum(values)):
-        return [float(shown % one) for one in values]
-    return [float(shown % one) if isfinite(one) else None for one in values]
+        return list(values)
+    return [one if isfinite(one) else None for one in values]
 
 
 def plain_times(times: Sequence[float]) -> list[float | None]:

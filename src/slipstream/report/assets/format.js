@@ -9,13 +9,26 @@ function number(value, digits = 4) {
   if (!Number.isFinite(value)) return value > 0 ? "\u221e" : `${MINUS}\u221e`;
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en-US").replace("-", MINUS);
-  if (size < 1e-4 || size >= 1e7) {
+  const large = Math.max(1e7, 10 ** digits);
+  if (Number.isInteger(value) && size < large) return value.toLocaleString("en-US").replace("-", MINUS);
+  if (size < 1e-4 || size >= large) {
     const [head, tail] = value.toExponential(digits - 2).split("e");
     return `${trimmed(head)}e${Number(tail)}`.replaceAll("-", MINUS);
   }
   if (size >= 10 ** digits) return Math.round(value).toLocaleString("en-US").replace("-", MINUS);
   return trimmed(value.toPrecision(digits)).replace("-", MINUS);
+}
+
+/** Every digit that there is. */
+function exact(value) {
+  if (!Number.isFinite(value)) return number(value);
+  return (Number.isSafeInteger(value) ? value.toLocaleString("en-US") : String(value)).replaceAll("-", MINUS);
+}
+
+/** As many digits as it takes to tell apart the numbers of a chart that goes from `low` to `high`. */
+function digitsFor(low, high) {
+  const needed = Math.ceil(Math.log10(Math.max(Math.abs(low), Math.abs(high)) / (high - low))) + 3;
+  return clamp(Number.isFinite(needed) ? needed : 4, 4, 15);
 }
 
 function trimmed(text) {
@@ -27,15 +40,16 @@ function tickNumber(value, distance) {
   const size = Math.abs(value);
   if (size < distance * 1e-6) return "0";
   if (size >= 1e15 || distance < 1e-4) {
-    const decimals = Math.max(0, Math.min(6, Math.floor(Math.log10(size) + 1e-9) - Math.floor(Math.log10(distance) + 1e-9)));
+    const decimals = Math.max(0, Math.min(12, Math.floor(Math.log10(size) + 1e-9) - Math.floor(Math.log10(distance) + 1e-9)));
     const [head, tail] = value.toExponential(decimals).split("e");
     return `${trimmed(head)}e${Number(tail)}`.replaceAll("-", MINUS);
   }
   for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
-    if (size >= unit && distance >= unit / 1000 && size >= 1e4) return `${trimmed((value / unit).toFixed(3))}${letter}`.replace("-", MINUS);
+    if (size >= unit && distance >= unit / 1000 && size >= 1e4 && size < unit * 1e4) return `${trimmed((value / unit).toFixed(3))}${letter}`.replace("-", MINUS);
   }
   const decimals = Math.max(0, Math.min(12, Math.ceil(-Math.log10(distance) - 1e-9)));
-  return value.toFixed(decimals).replace("-", MINUS);
+  const places = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
+  return (size < 1e5 ? value.toFixed(decimals) : value.toLocaleString("en-US", places)).replace("-", MINUS);
 }
 
 /** Large counts, short: 12.3k, 4.56M. */
@@ -81,7 +95,12 @@ const CLOCK_SECONDS = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute
 const DAY = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short" });
 
 function moment(seconds) {
-  return Number.isFinite(seconds) ? MOMENT.format(seconds * 1000) : NOTHING;
+  return Number.isFinite(seconds) ? clockText(MOMENT, seconds) : NOTHING;
+}
+
+/** A time that no calendar knows stays a number of seconds. */
+function clockText(clock, seconds) {
+  return Math.abs(seconds) <= 8.64e12 ? clock.format(seconds * 1000) : `${number(seconds)} s`;
 }
 
 /** The value of an x axis, in words. */

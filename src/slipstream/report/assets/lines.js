@@ -60,13 +60,14 @@ class Lines extends Plot {
     }
     if (this.state.log && !this.plain && positive < Infinity) {
       this.logarithmic = true;
+      [positive, high] = [Math.max(positive, 1e-300), Math.max(high, 1e-300)];
       if (high / positive < 1.001) return [positive * 0.9, positive * 1.1];
-      const room = (high / positive) ** 0.04;
-      return [positive / room, high * room];
+      const room = 10 ** ((Math.log10(high) - Math.log10(positive)) * 0.04);
+      return [positive / room, Math.min(high * room, Number.MAX_VALUE)];
     }
     if (!(high >= low)) return [0, 1];
     if (this.floor !== null) return [this.floor, high > this.floor ? this.floor + (high - this.floor) * 1.06 : this.floor + 1];
-    if (high === low) {
+    if (nearlyEqual(low, high)) {
       const half = Math.abs(high) * 0.1 || 1;
       return [low - half, high + half];
     }
@@ -163,7 +164,7 @@ class Lines extends Plot {
     return lines.map((line) => {
       const at = where === null ? lastNumber(line.y) : nearestPlace(line.x, where);
       const value = at < 0 ? NaN : line.y[at];
-      const shown = Number.isNaN(value) && at >= 0 ? "no number" : this.format(value);
+      const shown = Number.isNaN(value) && at >= 0 ? "no number" : this.format === number ? number(value, digitsFor(...this.y)) : this.format(value);
       return { label: this.page.runs.length > 1 ? line.run.label : where === null ? "last" : "", text: shown, color: line.color, at: at < 0 ? null : [line.x[at], value] };
     });
   }
@@ -209,7 +210,7 @@ class Lines extends Plot {
     xs = xs.filter((_, at) => at % skip === 0 || at === xs.length - 1);
     const cell = (line, x) => {
       const at = nearestPlace(line.x, x);
-      return at >= 0 && line.x[at] === x ? this.format(line.raw[at]) : "";
+      return at >= 0 && line.x[at] === x ? (this.format === number ? exact : this.format)(line.raw[at]) : "";
     };
     const total = lines.reduce((sum, line) => sum + line.x.length, 0);
     return {
