@@ -144,6 +144,9 @@ def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogC
     lines = [record.getMessage() for record in caplog.records]
     assert lines[1] == "step 100, rank 0: it jumped. What to do: look. (Found 99 times more since it was said last.)"
     assert lines[2].endswith("(Not said again in this run.)")
+    for step in (8, 110):
+        voice.say(Finding("drift", step, None, "apart", "look"))
+    assert caplog.records[-1].getMessage().endswith("(Found once more since it was said last.)")
 
 
 def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(ranks: Any) -> None:
@@ -188,10 +191,10 @@ def linear(optimizer: Any) -> Any:
 
 def test_a_rate_that_ended_early_is_told_with_the_reason() -> None:
     found = scheduled(linear, per_update=4, updates=400)
-    assert "has been 0 since about update 105, and training goes on (the scheduler has moved 504 times in 126 updates)" in found[0].text
+    assert "came to 0 between update 98 and 105, and training goes on (the scheduler has moved 504 times in 126 updates)" in found[0].text
     assert "it moves 4 times per update, once for each process" in found[0].remedy
     [finding, *_] = scheduled(lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 100, eta_min=0.01), 1, 200)
-    assert "rises again" in finding.text
+    assert "rises again, to 0.0242 by now: its schedule of 100 steps was over between update 98 and 105" in finding.text
     assert "as long as training" in finding.remedy
 
 

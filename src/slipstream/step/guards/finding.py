@@ -118,6 +118,6 @@ class Voice:
 
     def _log(self, finding: Finding) -> None:
         kept = self._kept.pop(finding.kind, 0)
-        more = f" (Found {kept} times more since it was said last.)" if kept else ""
+        more = f" (Found {'once' if kept == 1 else f'{kept} times'} more since it was said last.)" if kept else ""
         last = " (Not said again in this run.)" if self._times[finding.kind] == _TIMES else ""
         self._logger.warning("%s%s%s", finding, more, last, main_process_only=self._is_main)

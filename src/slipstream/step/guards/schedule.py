@@ -31,7 +31,7 @@ class Schedule:
     ...     if found:
     ...         break
     >>> print(found)
-    step 121: the learning rate has been 0 since about update 101, and training goes on (the scheduler has moved 121 times in 121 \
+    step 121: the learning rate came to 0 between update 91 and 101, and training goes on (the scheduler has moved 121 times in 121 \
 updates). What to do: make the schedule as long as training: its number of steps is the number of updates, (len(loader) of the prepared \
 loader // gradient_accumulation_steps) * epochs, and not that of samples or batches.
     """
@@ -40,6 +40,8 @@ loader // gradient_accumulation_steps) * epochs, and not that of samples or batc
     highest: float = 0.0
     ended: int | None = None
     """The number of updates when the end was first seen."""
+    before: int | None = None
+    """The number of updates when it was last looked at and had not ended."""
     moved: int | None = None
 
     def look(
@@ -52,23 +54,29 @@ loader // gradient_accumulation_steps) * epochs, and not that of samples or batc
         bottom = course.lowest + _NOTHING * (self.highest - course.lowest)
         over = course.length is not None and moves is not None and moves > course.length
         if not over and (not self.highest > course.lowest or rate > bottom):
-            self.ended = None
+            self.ended, self.before = None, updates
             return None
         if self.ended is None:
             self.ended, self.moved = updates, moves
             return None
         if updates - self.ended < max(_PATIENCE, self.ended // 20):
             return None
-        turned = f"its schedule of {course.length} steps was over" if over and rate > bottom else ""
-        return self._finding(updates, rate, moves, per_process, turned)
+        length = course.length if over and rate > bottom else None
+        return self._finding(updates, rate, moves, per_process, length)
 
-    def _finding(self, updates: int, rate: float, moves: int | None, per_process: bool, turned: str) -> Finding:
+    def _finding(self, updates: int, rate: float, moves: int | None, per_process: bool, length: int | None) -> Finding:
         told = "" if moves is None else f" (the scheduler has moved {moves} times in {updates} updates)"
-        text = f"the learning rate has been {rate:.3g} since about update {self.ended}, and training goes on{told}"
-        if turned:
-            text = f"the learning rate rises again (to {rate:.3g} by now) since about update {self.ended}, where {turned}{told}"
+        text = f"the learning rate came to {rate:.3g} {self._when()}, and training goes on{told}"
+        if length is not None:
+            text = f"the learning rate rises again, to {rate:.3g} by now: its schedule of {length} steps was over {self._when()}{told}"
         times = 1 if not moves or not self.ended else round((self.moved or moves) / self.ended)
         return Finding("schedule", updates, None, text, self._remedy(times, per_process), {"moves": moves})
+
+    def _when(self) -> str:
+        """As exact as it is known: rates are looked at once in a while."""
+        if self.before is None:
+            return f"by update {self.ended} at the latest"
+        return f"at update {self.ended}" if self.ended == self.before + 1 else f"between update {self.before} and {self.ended}"
 
     def _remedy(self, times: int, per_process: bool) -> str:
         if times <= 1:
