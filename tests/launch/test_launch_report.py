@@ -16,6 +16,7 @@ from slipstream.launch.report import (
     lost_machine,
     read_confession,
     render,
+    render_record,
     write_confession,
 )
 
@@ -109,6 +110,21 @@ def test_the_report_of_an_exception():
         '  File "train.py", line 3, in <module>\n'
         "ValueError: boom"
     )
+
+
+def test_as_a_record_the_report_begins_with_the_cause():
+    cause = failure(1, confession=confession(1.0, message="boom\nmore"), log="logs/1/stderr.log")
+    follower = failure(0, confession=confession(2.0, "peer", "rank 1 is gone", "PeerLostError"))
+    message, traceback = render_record([[follower, cause]], world_size=2)
+    assert message == (
+        "rank 1 of 2 (host node, pid 101) failed with exit code 1: ValueError: boom\n"
+        "rank 0 stopped because of it: PeerLostError: rank 1 is gone\n"
+        "Its output: logs/1/stderr.log"
+    )
+    assert traceback.endswith("ValueError: boom\nmore")
+    refused = failure(0, exit_code=2, confession=confession(1.0, "config", "x is wrong\nwrite y", "ConfigError"))
+    told = "rank 0 of 1 (host node, pid 100) failed with exit code 2: x is wrong\nwrite y"
+    assert render_record([[refused]], world_size=1) == (told, "")
 
 
 def test_the_report_of_a_configuration_error_shows_no_traceback():

@@ -32,7 +32,7 @@ from slipstream.launch.logs import Folder, Outlet, Tee
 from slipstream.launch.plan import Plan
 from slipstream.launch.processes import KILL_AFTER, Crew, End
 from slipstream.launch.rendezvous import OwnRendezvous
-from slipstream.launch.report import Failure, first_of_all, lost_machine, read_confession, render, user_stack
+from slipstream.launch.report import Failure, first_of_all, lost_machine, read_confession, render, render_record, user_stack
 from slipstream.launch.signals import Requests
 from slipstream.launch.system import memory_kills, open_files
 from slipstream.launch.worker import CONFESSION, STACK, Worker
@@ -355,8 +355,9 @@ class Agent(_Agent):
         self._append_tracebacks()
         if restarting:
             told, world = self.everybody(), group.workers[0].world_size
-            first = first_of_all(told).rank
-            announce(render(told, world_size=world), as_json=self._plan.as_json, level=logging.ERROR, rank=first, world=world)
+            first, record = first_of_all(told).rank, render_record(told, world_size=world)
+            text, as_json = render(told, world_size=world), self._plan.as_json
+            announce(text, as_json=as_json, level=logging.ERROR, rank=first, world=world, record=record)
             self._note(f"slipstream: starting all processes again: attempt {self.attempt + 2} of {self._plan.max_restarts + 1}")
 
     def _append_tracebacks(self) -> None:
@@ -364,11 +365,13 @@ class Agent(_Agent):
         for failure in self.failures:
             if failure.log and failure.confession and failure.confession.traceback:
                 with contextlib.suppress(OSError), open(failure.log, "a", encoding="utf-8", errors="replace") as file:
-                    file.write(self._as_written(failure.rank, failure.confession.traceback))
+                    file.write(self._as_written(failure, failure.confession.traceback))
 
-    def _as_written(self, rank: int, traceback: str) -> str:
+    def _as_written(self, failure: Failure, traceback: str) -> str:
         """A traceback for the log of a rank: there, too, JSON has one line for it."""
-        return as_json_line(traceback, logging.ERROR, rank, self._plan.num_processes) if self._plan.as_json else traceback
+        if not self._plan.as_json:
+            return traceback
+        return as_json_line(failure.reason, logging.ERROR, failure.rank, self._plan.num_processes, traceback.rstrip())
 
     def _all_finished(self) -> bool:
         if not self._reported_done:

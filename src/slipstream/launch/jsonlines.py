@@ -24,7 +24,6 @@ __all__ = ["JsonLines", "announce", "as_json_line", "handlers_of", "message_of",
 
 _STANDARD: Final = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"})
 """What every record has; the rest is what the call gave as `extra`."""
-_TRACEBACK: Final = "Traceback (most recent call last):\n"
 _PLAIN_FORMATTERS: Final = ("logging", "torch")
 """Packages whose formatters print text for people."""
 
@@ -122,17 +121,24 @@ def speak_json(handlers: Iterable[logging.Handler], formatter: logging.Formatter
             handler.setFormatter(formatter)
 
 
-def announce(text: str, *, as_json: bool, level: int = logging.INFO, rank: int | None = None, world: int = 1) -> None:
-    """Print a text of the launcher on stderr, after everything that was printed before."""
+def announce(
+    text: str,
+    *,
+    as_json: bool,
+    level: int = logging.INFO,
+    rank: int | None = None,
+    world: int = 1,
+    record: tuple[str, str] | None = None,
+) -> None:
+    """Print a text of the launcher on stderr, after everything that was printed before; as JSON, the message and traceback of `record`."""
     sys.stdout.flush()
-    print(as_json_line(text, level, rank, world) if as_json else text, file=sys.stderr, flush=True, end="" if as_json else "\n")
+    message, traceback = record or (text, "")
+    line = as_json_line(message, level, rank, world, traceback) if as_json else text + "\n"
+    print(line, file=sys.stderr, flush=True, end="")
 
 
-def as_json_line(text: str, level: int, rank: int | None, world: int) -> str:
-    """A text of the launcher as a whole line; a traceback in it is the exception of the record."""
-    before, found, after = text.removeprefix("slipstream: ").rstrip().partition(_TRACEBACK)
-    traceback, output, where = after.partition("\nIts output: ")  # the end of a report
-    message = (before.rstrip() or traceback.rpartition("\n")[2]) + output + where
-    record = logging.LogRecord("slipstream.launch", level, "", 0, "%s", (message,), None)
-    record.exc_text = found + traceback if found else None
+def as_json_line(text: str, level: int, rank: int | None, world: int, traceback: str = "") -> str:
+    """A text of the launcher as a whole line."""
+    record = logging.LogRecord("slipstream.launch", level, "", 0, "%s", (text.removeprefix("slipstream: ").rstrip(),), None)
+    record.exc_text = traceback or None
     return JsonLines(lambda: (rank, world), environment()).format(record) + "\n"

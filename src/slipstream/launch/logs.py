@@ -55,6 +55,8 @@ class Outlet:
     stderr: Path | None
     followed: int = 3
     """The streams whose files are copied to the terminal: 1 stdout, 2 stderr, 3 both."""
+    kept: bool = True
+    """The files are there after the run."""
 
     @property
     def files(self) -> int:
@@ -86,8 +88,8 @@ class Outlet:
 
     @property
     def log(self) -> Path | None:
-        """The file to point the user at after a failure."""
-        return self.stderr or self.stdout
+        """The file to point the user at after a failure; none that will be gone."""
+        return (self.stderr or self.stdout) if self.kept else None
 
 
 class Folder:
@@ -122,6 +124,7 @@ class Folder:
             folder / "stdout.log" if files & _STDOUT else None,
             folder / "stderr.log" if files & _STDERR else None,
             followed,
+            self.kept,
         )
         outlet.claims.mkdir(exist_ok=True, mode=0o700)
         return outlet

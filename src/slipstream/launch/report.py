@@ -31,6 +31,7 @@ __all__ = [
     "outcome",
     "read_confession",
     "render",
+    "render_record",
     "signal_name",
     "user_stack",
     "write_confession",
@@ -214,15 +215,30 @@ def render(machines: Sequence[Sequence[Failure]], *, world_size: int, attempts: 
 
     `machines` holds the failures of each machine, in the order in which the machines told.
     """
+    first, headline, followers = _sorted_out(machines, world_size, attempts)
+    return "\n".join([*followers, "", f"slipstream: {headline}.", *_account(first), *_output(first)]).strip("\n")
+
+
+def render_record(machines: Sequence[Sequence[Failure]], *, world_size: int, attempts: int = 1) -> tuple[str, str]:
+    """The same for a log record: a message that begins with the cause, and the traceback, if there is one."""
+    first, headline, followers = _sorted_out(machines, world_size, attempts)
+    traceback = first.confession.traceback if first.confession is not None and _shows_traceback(first) else ""
+    account = [first.reason] if traceback and first.reason else _account(first)
+    cause = ": ".join([headline, *account[:1]])
+    return "\n".join([cause, *account[1:], *followers, *_output(first)]), traceback.rstrip()
+
+
+def _sorted_out(machines: Sequence[Sequence[Failure]], world_size: int, attempts: int) -> tuple[Failure, str, list[str]]:
+    """The first failure, what is to be said of it in one line, and a line for each of the others."""
     first = first_of_all(machines)
     together = [one for failures in machines for one in failures if first.exit_code is one.exit_code is None and one.host == first.host]
     rest = [one for failures in machines for one in failures if one is not first and one not in together]
-    lines = [*_followers(first, rest), ""]
-    lines.append(_headline(first, [one.rank for one in together] or [first.rank], world_size, attempts))
-    lines += _account(first)
-    if first.log:
-        lines.append(f"Its output: {first.log}")
-    return "\n".join(lines).strip("\n")
+    headline = _headline(first, [one.rank for one in together] or [first.rank], world_size, attempts)
+    return first, headline, _followers(first, rest)
+
+
+def _output(first: Failure) -> list[str]:
+    return [f"Its output: {first.log}"] if first.log else []
 
 
 def _followers(first: Failure, others: Sequence[Failure]) -> list[str]:
@@ -273,7 +289,12 @@ def _headline(first: Failure, ranks: Sequence[int], world_size: int, attempts: i
     where = f"host {first.host}, pid {first.pid}" if first.pid else f"host {first.host}"
     how = "were lost" if len(ranks) > 1 else _ending(first)
     tries = f", in attempt {attempts}" if attempts > 1 else ""
-    return f"slipstream: {_ranks(ranks)} of {world_size} ({where}) {how}{tries}."
+    return f"{_ranks(ranks)} of {world_size} ({where}) {how}{tries}"
+
+
+def _shows_traceback(first: Failure) -> bool:
+    confession = first.confession
+    return confession is not None and bool(confession.traceback) and confession.kind not in ("config", "exit", "peer")
 
 
 def _account(first: Failure) -> list[str]:
@@ -282,7 +303,7 @@ def _account(first: Failure) -> list[str]:
         return [confession.message.rstrip()]
     if confession is not None and confession.kind == "peer":
         return [f"{confession.type}: {confession.message.rstrip()}"]
-    if confession is not None and confession.traceback:
+    if confession is not None and _shows_traceback(first):
         return [confession.traceback.rstrip()]
     told = [first.detail] if first.detail else []
     if first.stack:

@@ -33,7 +33,7 @@ from slipstream.launch.logs import Folder, parse_tee
 from slipstream.launch.plan import Machine, Plan, make_plan
 from slipstream.launch.processes import end_descendants
 from slipstream.launch.rendezvous import MachineLost, OwnRendezvous, Settings
-from slipstream.launch.report import Failure, first_of_all, outcome, render
+from slipstream.launch.report import Failure, first_of_all, outcome, render, render_record
 from slipstream.launch.signals import Requests, Stopped, listening
 from slipstream.launch.store import Place, await_listener, listen
 from slipstream.launch.system import adopt_orphans, open_files
@@ -53,6 +53,8 @@ class Result:
     failures: Sequence[Failure] = field(default=())
     rank: int | None = None
     """The first that failed, if one did."""
+    record: tuple[str, str] | None = None
+    """The report of failures as the message and the traceback of a log record."""
 
 
 def launch(plan: Plan, preload: Sequence[str] = ()) -> int:
@@ -64,7 +66,8 @@ def launch(plan: Plan, preload: Sequence[str] = ()) -> int:
         _replace_this_process(plan)
     result = run_agent(plan, preload)
     if result.report:
-        announce(result.report, as_json=plan.as_json, level=logging.ERROR, rank=result.rank, world=plan.num_processes)
+        world = plan.num_processes
+        announce(result.report, as_json=plan.as_json, level=logging.ERROR, rank=result.rank, world=world, record=result.record)
     return result.exit_code
 
 
@@ -181,9 +184,10 @@ def _run(plan: Plan, requests: Requests, folder: Folder, inherited: frozenset[in
         return Result(0)
     attempts = agent.attempt + 1
     report = render(told, world_size=plan.num_processes, attempts=attempts)
+    record = render_record(told, world_size=plan.num_processes, attempts=attempts)
     failures = [failure for failures in told for failure in failures]
     first = first_of_all(told)
-    return Result(outcome(first.exit_code), report, failures, first.rank)
+    return Result(outcome(first.exit_code), report, failures, first.rank, record)
 
 
 def _meeting(
