@@ -159,13 +159,32 @@ def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(rank
             if turn == rank:
                 ledger.settle()
             accelerator.wait_for_everyone()
-        return [(one.step, one.rank) for one in guards.voice.said]
+        held = not guards.voice.said
+        ledger.finish()
+        return held, [(one.step, one.rank) for one in guards.voice.said]
 
     first, second = ranks(2).outcomes(run)
-    assert first.value == [(9, 0), (8, 1)]
-    assert second.value == [(8, 1)]
+    assert first.value == (True, [(8, 1)]), "the other is a consequence"
+    assert second.value == (False, [(8, 1)])
     assert "step 8, rank 1: the loss is nan" in first.output
+    assert "step 9" not in first.output
     assert "the loss is nan" not in second.output
+
+
+def test_the_main_process_does_not_wait_forever_for_ranks_that_tell_nothing() -> None:
+    accelerator, guards = guarded(GuardKwargs())
+    guards.voice.waits = frozenset(("nan",))
+    guards.examine(window([1.0, math.nan]))
+    looks = 0
+    while not guards.voice.said and looks < 100:
+        guards.examine(window([1.0], first=2 + looks))
+        looks += 1
+    assert ([one.step for one in guards.voice.said], looks) == ([1], 6)
+    guards.examine(window([math.nan], first=300))
+    guards.interval({"seconds": 1.0, "first": 0, "last": 299, "steps": 300, "phases": {}, "slowest": [300]})
+    assert len(guards.voice.said) == 1
+    guards.interval({"seconds": 1.0, "first": 300, "last": 300, "steps": 1, "phases": {}, "slowest": [1]})
+    assert [one.step for one in guards.voice.said] == [1, 300]
 
 
 # -- learning rates ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,8 @@ class Voice:
         """Where events go, besides the log."""
         self.aloud = True
         """Whether this process says its findings itself; else the main process does."""
+        self.waits: frozenset[str] = frozenset()
+        """Which kinds of other ranks' findings are held back until every rank was heard."""
         self.said: list[Finding] = []
         self._logger = get_logger("slipstream.guards")
         self._times: dict[str, int] = {}
@@ -72,6 +75,29 @@ class Voice:
         self._first: dict[str, int] = {}
         self._kept: dict[str, int] = {}
         self._telling = False
+        self._held: list[tuple[Finding, bool]] = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is held back."""
+        return bool(self._held)
+
+    def hold(self, finding: Finding, *, own: bool = True) -> None:
+        """On the main process: keeps a finding back until every rank has been heard, since another one may be where it began."""
+        self._held.append((finding, own))
+
+    def release(self, told: float = math.inf) -> None:
+        """Says the earliest of what is held back, once every rank has told its steps up to there; the others are its consequences."""
+        if not self._held:
+            return
+        finding, own = min(self._held, key=lambda entry: (entry[0].step or 0, entry[0].rank or 0))
+        if told < (finding.step or 0):
+            return
+        self._held = []
+        if own:
+            self.say(finding)
+        elif self._may(finding):
+            self._log(finding)
 
     def say(self, finding: Finding, *, shared: bool = False) -> bool:
         """Says a finding, unless its kind was said often or a short while ago; whether it did.
@@ -100,7 +126,9 @@ class Voice:
         if event.get("kind") != "guard" or self._telling:
             return
         finding = Finding(event["guard"], event.get("step"), event.get("rank"), event["text"], event["remedy"])
-        if self._may(finding):
+        if finding.kind in self.waits:
+            self.hold(finding, own=False)
+        elif self._may(finding):
             self._log(finding)
 
     def _may(self, finding: Finding) -> bool:

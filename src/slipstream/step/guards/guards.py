@@ -32,6 +32,8 @@ __all__ = ["Guards", "Registry"]
 
 _NORMS = 4096
 """How many norms are kept between two looks."""
+_PATIENCE = 6
+"""How many looks of the main process a finding waits for ranks that tell nothing: one more than the ledger waits for them."""
 
 
 def _nothing() -> None:
@@ -76,6 +78,7 @@ class Guards:
         self._straggler = None if options.straggler is None else Straggler(options.straggler)
         self._schedules: weakref.WeakKeyDictionary[AcceleratedOptimizer, Schedule] = weakref.WeakKeyDictionary()
         self._drifts: weakref.WeakKeyDictionary[AcceleratedOptimizer, Drift] = weakref.WeakKeyDictionary()
+        self._patience = _PATIENCE
         self._numbers = itertools.count()
         self._stuck: weakref.WeakKeyDictionary[AcceleratedOptimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._updates: Updates | None = None
@@ -113,6 +116,10 @@ class Guards:
             if self._rank == 0:
                 ledger.sinks.append(self.interval)
                 ledger.event_sinks.append(self.voice.hear)
+                if self._world_size > 1 and self._updates is None:
+                    self.voice.waits = frozenset(("nan",))
+                    ledger.last_words.append(self.voice.release)
+                    weakref.finalize(self, _release, weakref.ref(self.voice))  # a script that ends otherwise
         if self._updates is not None:
             strategy.watch_buckets(self._updates.look_at_bucket, leaves_out=self.options.on_nan == "skip")
             if not self._scales:
@@ -162,6 +169,9 @@ class Guards:
 
     def examine(self, window: Any) -> None:
         """Looks at what has come since it last did: losses, norms, learning rates, fingerprints. On every rank."""
+        self._patience = self._patience - 1 if self.voice.holds else _PATIENCE
+        if not self._patience:
+            self.voice.release()
         steps = [step for step, _ in window.losses]
         losses = to_numbers([loss for _, loss in window.losses])
         if self.options.on_nan != "off":
@@ -194,7 +204,11 @@ class Guards:
             "lower the learning rate, clip (accelerator.clip_grad_norm_) and look at the batch of this step; Accelerator(on_nan='raise') "
             "stops where it begins and names the parameter and the rank, on_nan='skip' leaves such updates out"
         )
-        self.voice.say(Finding("nan", step, self._rank, f"{text}{self._where()}", remedy))
+        finding = Finding("nan", step, self._rank, f"{text}{self._where()}", remedy)
+        if finding.kind in self.voice.waits:
+            self.voice.hold(finding)
+        else:
+            self.voice.say(finding)
 
     def _where(self) -> str:
         """Which parameters are not finite now, as far as that says something."""
@@ -242,7 +256,8 @@ class Guards:
     # -- when the ledger has an interval --------------------------------------------------------------------------
 
     def interval(self, interval: Mapping[str, Any]) -> None:
-        """Looks at where the time of all ranks went; on the main process."""
+        """Looks at where the time of all ranks went; on the main process, after it has heard them."""
+        self.voice.release(interval["last"])
         if self._starving is not None:
             loader = next(iter(self._prepared("loaders")), None)
             workers = getattr(loader, "num_workers", None)
@@ -251,6 +266,12 @@ class Guards:
                 self.voice.say(finding)
         if self._straggler is not None and (finding := self._straggler.look(interval)):
             self.voice.say(finding)
+
+
+def _release(voice: weakref.ref[Voice]) -> None:
+    present = voice()
+    if present is not None:
+        present.release()
 
 
 def _by_step(steps: Sequence[int], losses: Sequence[float]) -> Iterable[tuple[int, float]]:

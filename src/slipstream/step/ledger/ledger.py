@@ -82,6 +82,8 @@ class Ledger:
         """Called on rank 0 with every interval: a line of `ledger.jsonl`."""
         self.event_sinks: list[Callable[[dict[str, Any]], None]] = []
         """Called on rank 0 with everything that any rank told by `tell`: a line of `events.jsonl`."""
+        self.last_words: list[Callable[[], None]] = []
+        """Called on rank 0 at the end, when everybody was heard."""
         self.events: list[dict[str, Any]] = []
         """What this rank has told, and rank 0 has not taken yet."""
         self.interval = self.options.interval * max(1.0, world_size / _FREE)
@@ -273,6 +275,8 @@ class Ledger:
                 self._hear(other, word)
                 tails[other] = word.tail
         self._join(patient=False)
+        for speak in self.last_words:
+            speak()
         self._finished = self._report(tail, tails)
         return self._finished
 
