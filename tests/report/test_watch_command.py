@@ -45,7 +45,7 @@ def test_it_says_where_the_page_is_and_ctrl_c_ends_it_with_a_page_open(run: RunF
             assert stream.readline() == b"retry: 1000\n"
             process.send_signal(signal.SIGINT)
             stream.read()
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=60) == 0, "it ended as it was meant to"
         assert process.stdout.read() == "False False\n", "without torch and numpy"
         assert process.stderr.read().strip() == ""
 
@@ -60,7 +60,7 @@ def test_bad_input_is_two_lines_and_exit_code_2(run: RunFolder, tmp_path: Path, 
 
     assert "does not exist" in refused(str(tmp_path / "nothing"))
     (tmp_path / "empty").mkdir()
-    assert "has no run in it (there is: nothing)" in refused(str(tmp_path / "empty"))
+    assert "has no run in it (there is: nothing)" in refused(str(tmp_path / "empty"), "--terminal")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"Port {port} on 127.0.0.1 is in use" in refused(str(tmp_path), "--port", port)
@@ -80,6 +80,25 @@ def test_a_host_that_others_reach_is_told(
     assert "http://127.0.0.1:" in said.out
     assert main(["watch", str(tmp_path), "--port", "0", "--host", "localhost"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_runs_that_cannot_be_read_are_told_and_a_folder_may_have_none_yet(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Server, "serve", Server.server_close)
+    (tmp_path / "runs" / "bro\x1bken").mkdir()
+    (tmp_path / "runs" / "bro\x1bken" / "run.json").touch()
+    (tmp_path / "later").mkdir()
+    assert main(["watch", str(tmp_path), "--port", "0"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("Watching 1 run at")
+    assert said.err.startswith("Left out: ")
+    assert "bro\\x1bken" in said.err
+    assert said.err.count("\n") == 1
+    assert main(["watch", str(tmp_path / "later"), "--port", "0"]) == 0
+    assert capsys.readouterr().out.startswith("Watching for the first run at")
+    assert main(["watch", str(tmp_path), "--terminal"]) == 0
+    assert "left out: " in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_without_a_terminal_one_picture_is_printed(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,6 +107,8 @@ def test_page_runs_and_views_are_served(run: RunFolder, tmp_path: Path) -> None:
         near = json.loads(ask(server, "/api/view?run=first&low=1000&high=1010&name=loss&name=other")[1])
         assert near["series"]["loss"]["steps"] == list(range(999, 1012))
         assert json.loads(ask(server, "/api/view?run=first&name=other")[1])["series"] == {}
+        part = json.loads(ask(server, "/api/view?run=first&low=1000&high=1010&only=series")[1])
+        assert part == {name: near[name] for name in ("name", "at", "series")}
 
 
 def test_large_answers_are_compressed_for_who_understands_it(run: RunFolder, tmp_path: Path) -> None:
@@ -159,7 +164,7 @@ def test_what_is_asked_wrongly_is_told(run: RunFolder, tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         assert ask(server, "/api/view?run=other")[0].status == 404
         assert ask(server, "/api/view")[0].status == 404
-        for bad in ("points=many", "low=x", "high=nan", "low=inf", "&".join(["name=x"] * 3000)):
+        for bad in ("points=many", "only=ledger", "low=x", "high=nan", "low=inf", "&".join(["name=x"] * 3000)):
             assert ask(server, f"/api/view?run=first&{bad}")[0].status == 400
         assert ask(server, "/api/view?run=first&points=-5")[0].status == 200
         assert ask(server, "/api/nothing")[0].status == 404
@@ -265,6 +270,53 @@ def test_a_run_that_begins_later_is_shown_by_itself(run: RunFolder, tmp_path: Pa
         second.end("finished")
         assert stream.next("update", lambda news: "info" in news and news["info"]["ended"])["info"]["state"] == "finished"
         stream.close()
+
+
+def test_runs_that_are_deleted_or_renamed_are_forgotten(tmp_path: Path) -> None:
+    paths = [RunFolder.create(tmp_path, name, project="spirals").path for name in ("first", "second", "third")]
+    named = RunFolder.create(tmp_path / "other", "named", project="spirals").path
+    watch = Watch([tmp_path, named])
+    watch.look()
+    listener = watch.listen()
+    assert listener is not None
+    shutil.rmtree(paths[0])
+    paths[1].rename(paths[1].with_name("renamed"))
+    named.rename(tmp_path / "aside")
+    watch.look()
+    assert [one.key for one in watch.runs()] == ["third", "renamed"]
+    data = listener.next(0)
+    assert data is not None
+    assert data.startswith(b"event: runs\n")
+    assert [one["name"] for one in json.loads(data.split(b"data: ")[1])] == ["third", "renamed"]
+    (tmp_path / "aside").rename(named)
+    watch.look()
+    assert [one.key for one in watch.runs()] == ["third", "renamed", "named"], "a run that was named may come back"
+    watch.stop()
+
+
+def test_a_run_that_dies_is_told(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "first", project="spirals")
+    (attempt,) = run.info["attempts"]
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    run.update(attempts=[{**attempt, "pid": child.pid, "pid_started": None}])
+    watch = Watch([tmp_path])
+    watch.look()
+    listener = watch.listen()
+    assert listener is not None
+    watch.look()
+    assert listener.next(0) == b"", "it lives"
+    child.communicate()
+    watch.look()
+    data = listener.next(0)
+    assert data
+    info = json.loads(data.split(b"data: ")[1])["info"]
+    assert info["state"] == watch.runs()[0].summary()["state"] == "killed"
+    assert info["ended"] == (run.path / "run.json").stat().st_mtime_ns / 1e9
+    watch.look()
+    assert listener.next(0) == b"", "once"
+    assert json.loads((run.path / "run.json").read_text())["state"] == "running", "nothing is written"
+    watch.stop()
 
 
 def test_folders_that_only_look_like_runs_do_not_stop_the_looking(tmp_path: Path) -> None:
@@ -442,8 +494,12 @@ def test_no_more_connections_than_there_may_be(run: RunFolder, tmp_path: Path, m
     with serving(tmp_path) as server:
         stream = Stream(server)
         stream.next("runs")
-        with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as refused:
-            assert refused.recv(10) == b""
+        answer, body = ask(server, "/api/runs")
+        assert (answer.status, answer.headers["Connection"]) == (503, "close")
+        assert b"too many connections" in body
+        monkeypatch.setattr(server_module, "_MOST_REFUSED", 0)
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as closed:
+            assert closed.recv(10) == b""
         stream.close()
 
 
@@ -462,10 +518,15 @@ def test_an_address_of_another_machine_says_what_to_write(run: RunFolder, tmp_pa
         Server([tmp_path], host="192.0.2.1", port=0)
 
 
-def test_a_folder_without_runs_says_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "weights.bin").touch()
-    with pytest.raises(ConfigError, match=r"no run in it \(there is: weights.bin\)"):
-        Server([tmp_path], port=0)
+def test_a_folder_without_runs_is_waited_at_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        stream = Stream(server)
+        assert stream.next("runs") == []
+        RunFolder.create(tmp_path, "first", project="spirals")
+        assert [one["name"] for one in stream.next("runs")] == ["first"]
+        stream.close()
+    with pytest.raises(ConfigError, match="does not exist"):
+        Server([tmp_path / "other"], port=0)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,50 @@ def test_runs_that_do_not_fit_are_counted(run: RunFolder, tmp_path: Path) -> Non
     screen = file.getvalue().split("\x1b[?1049l")[0]
     assert "more runs: name one to see it" in screen
     assert "first" not in screen
+
+
+def test_a_run_that_died_is_not_shown_as_if_it_went_on(run: RunFolder, tmp_path: Path) -> None:
+    attempt = run.info["attempts"][0]
+    now = round(time.time())
+    run.update(attempts=[{**attempt, "host": "elsewhere"}], started=now - 1000)
+    for file in run.path.iterdir():
+        os.utime(file, (now - 365, now - 365))
+    RunFolder.create(tmp_path, "older", project="spirals").update(started=5.0)
+    lines = printed(tmp_path, 80).splitlines()
+    assert lines[0].startswith("older  running  "), "what lives comes first"
+    place = next(place for place, line in enumerate(lines) if line.startswith("first"))
+    assert lines[place] == "first  running, no sign of life for 6 min  10:35"
+    assert lines[place + 1] == "step 95"
+    run.update(attempts=[{**attempt, "pid_started": 1}], started=now + 1000)
+    assert printed(run.path, 80).splitlines()[0] == "first  killed  0:00"
+
+
+def test_a_terminal_waits_for_the_first_run(tmp_path: Path) -> None:
+    file, seen = io.StringIO(), []
+
+    def wait(seconds: float) -> None:
+        seen.append(file.getvalue())
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        RunFolder.create(tmp_path, "first", project="spirals")
+
+    show([tmp_path], console=Console(file=file, width=80, height=30, force_terminal=True), wait=wait)
+    assert "waiting for the first run" in seen[0]
+    assert "first  " not in seen[0]
+    assert "first" in seen[1][len(seen[0]) :]
+
+
+def test_a_terminal_that_can_only_print_gets_plain_pictures(run: RunFolder, tmp_path: Path) -> None:
+    file, seen = io.StringIO(), []
+
+    def wait(seconds: float) -> None:
+        seen.append(file.getvalue())
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    show([tmp_path], console=Console(file=file, width=80, force_terminal=True, _environ={"TERM": "dumb"}), wait=wait)
+    assert file.getvalue().count("train/loss") == 2
+    assert "\x1b" not in file.getvalue()
 
 
 def test_a_place_without_runs_says_what_is_there(tmp_path: Path) -> None:

@@ -354,3 +354,20 @@ def test_points_are_kept_in_arrays(tmp_path: Path) -> None:
     write(tmp_path, "metrics.jsonl", values(1, loss=1.0))
     series = read(tmp_path).series["loss"]
     assert all(isinstance(one, array) and one.typecode == "d" for one in (series.steps, series.times, series.values))
+
+
+def test_a_run_that_writes_no_more_is_silent_and_slow_ones_are_given_time(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "first", project="p", attempt={"host": "elsewhere"})
+    run = Run(folder.path)
+    run.refresh()
+    run.info["silent"] = "what a file says of it counts for nothing"
+    assert "silent" not in run.told(run.touched + 59)
+    assert run.told(run.touched + 61)["silent"] == 60
+    assert run.told(run.touched + 359)["silent"] == 300
+    (folder.path / "ledger.jsonl").write_text('{"time": 9.0, "seconds": 30.0, "phases": {}}\n' * 3)
+    run.refresh()
+    assert "silent" not in run.told(run.touched + 299), "a line every 30 seconds"
+    assert run.told(run.touched + 301)["silent"] == 300
+    folder.end("finished")
+    run.refresh()
+    assert run.told(run.touched + 1000) == run.info == folder.info

@@ -14,6 +14,7 @@ import webbrowser
 
 import click
 
+from slipstream.report.drawing import safe
 from slipstream.report.server import DEFAULT_PORT, Server, is_loopback
 
 __all__ = ["command"]
@@ -28,8 +29,8 @@ __all__ = ["command"]
 def command(paths: tuple[str, ...], port: int | None, host: str, terminal: bool, show: bool) -> None:
     """Show runs while they go on.
 
-    A PATH is the folder of a run, or a project_dir that has runs/ in it; runs
-    that begin later are shown too. Ctrl-C ends it, and no run notices.
+    A PATH is the folder of a run, or a project_dir that has runs/ in it, or will
+    have; runs that begin later are shown too. Ctrl-C ends it, and no run notices.
 
     \b
     Examples:
@@ -66,9 +67,15 @@ def _serve(server: Server, show: bool, asked: bool) -> None:
         )
     if server.watch.left_out:
         click.echo(f"{len(server.watch.left_out)} older runs are left out; name the folder of a run to see it.", err=True)
+    for _, why in server.watch.unreadable:
+        click.echo(f"Left out: {safe(why)}", err=True)
     count = len(server.watch.runs())
-    click.echo(f"Watching {count} run{'' if count == 1 else 's'} at {server.url} (Ctrl-C ends it)")
+    what = f"{count} run{'' if count == 1 else 's'}" if count else "for the first run"
+    click.echo(f"Watching {what} at {server.url} (Ctrl-C ends it)")
     sys.stdout.flush()
     if show:
         webbrowser.open(server.url)
-    server.serve()
+    try:
+        server.serve()
+    except KeyboardInterrupt:  # the way to end it
+        return

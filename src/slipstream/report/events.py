@@ -2,8 +2,9 @@
 
 One thread looks at all runs about twice a second, reads what is new in each, and hands it to every listener as one message that was
 spelled once. A listener has a short queue; one that does not keep up is let go, and its page fetches everything when it comes back. Runs
-that appear beside the ones watched are watched too. Every message about a run has a number (`at`), and so has every view: a page that
-holds a view numbered 7 needs the messages from 8 on, and nothing is lost or counted twice between the two.
+that appear beside the ones watched are watched too, and those whose folder is gone are forgotten. Every message about a run has a number
+(`at`), and so has every view: a page that holds a view numbered 7 needs the messages from 8 on, and nothing is lost or counted twice
+between the two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slipstream.errors import ConfigError
-from slipstream.runs.folder import find_runs, is_run, read_info
+from slipstream.runs.folder import find_runs, is_run, read_info, runs_at
 from slipstream.runs.intervals import columns
 from slipstream.runs.reading import Run
 from slipstream.runs.thinning import kept
@@ -57,6 +58,8 @@ class Watched:
         self.key = key
         """The name of the run, with more words where two runs have one name."""
         self.path = path
+        self.identity = _identity(path)
+        """Which folder it is, under whatever name."""
         self._run = Run(path)
         self._lock = threading.Lock()
         self._whole = False
@@ -67,14 +70,24 @@ class Watched:
         self._said: dict[str, Any] = {}
         self._spelled_ledger: tuple[int, str] | None = None
 
-    def view(self, names: Iterable[str] | None = None, points: int = 2000, low: float | None = None, high: float | None = None) -> bytes:
-        """What `Run.view` gives, as JSON, with the number of the last message that is in it."""
+    def view(
+        self,
+        names: Iterable[str] | None = None,
+        points: int = 2000,
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        only_series: bool = False,
+    ) -> bytes:
+        """What `Run.view` gives, as JSON, with the number of the last message that is in it; or its name, number and series alone."""
         with self._lock:
             if not self._whole:
                 self._run.refresh()
                 self._mark()
                 self._at += 1
                 self._whole = True
+            if only_series:
+                return _spelled({"name": self.key, "at": self._at, "series": self._run.curves(names, points, low, high)}).encode()
             found = {**self._run.view(names, points, low, high, ledger=False), "name": self.key, "at": self._at}
             return f'{_spelled(found)[:-1]},"ledger":{self._ledger()}}}'.encode()
 
@@ -93,7 +106,7 @@ class Watched:
     def summary(self) -> dict[str, Any]:
         """What a list of runs says about it."""
         try:
-            info = self._run.info or read_info(self.path)
+            info = self._run.told() or read_info(self.path)
         except ConfigError:  # it was there a moment ago; its folder is being moved or deleted
             info = {}
         return {"name": self.key, "path": str(self.path), **{one: info.get(one) for one in ("project", "state", "started", "ended")}}
@@ -103,7 +116,9 @@ class Watched:
         with self._lock:
             if not self._run.refresh(blocks=1):
                 self._whole = True
-                return None
+                info = self._run.told()
+                if info == self._said.get("info", info):
+                    return None  # not even that it has fallen silent
             run = self._run
             self._at += 1
             found: dict[str, Any] = {"run": self.key, "at": self._at}
@@ -124,7 +139,7 @@ class Watched:
     def _others(self) -> dict[str, Any]:
         """What is told again as a whole when it has changed."""
         run = self._run
-        found = {"info": run.info, "config": run.config, "skipped": run.skipped}
+        found = {"info": run.told(), "config": run.config, "skipped": run.skipped}
         return {**found, "images": self._images(), "tables": dict(run.tables), "texts": dict(run.texts)}
 
     def _images(self) -> dict[str, Any]:
@@ -134,6 +149,15 @@ class Watched:
         self._told = {name: len(series) for name, series in self._run.series.items()}
         self._beginnings = self._run.beginnings
         self._said = self._others()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and number of a folder; None if it is not there, or not a folder any more."""
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _has_begun(path: Path) -> bool:
@@ -179,26 +203,36 @@ class Listener:
 
 
 class Watch:
-    """All runs that are watched, at the places given: runs, or folders that have runs in them."""
+    """All runs that are watched, at the places given: runs, or folders that have runs in them.
 
-    def __init__(self, places: Sequence[str | os.PathLike[str]], *, interval: float = _INTERVAL) -> None:
+    With `wait` a folder may also be one that has no run in it yet.
+    """
+
+    def __init__(self, places: Sequence[str | os.PathLike[str]], *, interval: float = _INTERVAL, wait: bool = False) -> None:
         self._interval = interval
         self._lock = threading.Lock()
         self._runs: dict[str, Watched] = {}
-        self._paths: set[Path] = set()
+        self._named: list[Path] = []
+        """Runs that were named themselves."""
         self._parents: list[Path] = []
         self._listeners: list[Listener] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.left_out: set[Path] = set()
         """Older runs of a folder that are not watched, because there are too many."""
-        for place in places:
-            found = find_runs(place)
-            if found != [Path(place)]:
+        self.unreadable: list[tuple[Path, str]] = []
+        """Folders that looked like runs at the beginning and could not be read, with the reason."""
+        for place in map(Path, places):
+            found = runs_at(place, self.unreadable) if wait and place.is_dir() else find_runs(place, self.unreadable)
+            if found == [place]:
+                self._named.append(place)
+            elif not found:
+                self._parents.extend([place / "runs", place])
+            else:
                 self._parents.extend({one.parent: None for one in found if one.parent not in self._parents})
                 self.left_out.update(found[:-_MOST_RUNS])
             self._add(found[-_MOST_RUNS:])
-        self.left_out -= self._paths
+        self.left_out -= {one.path for one in self._runs.values()}
 
     def runs(self) -> list[Watched]:
         """All runs, in the order in which they were found."""
@@ -249,8 +283,8 @@ class Watch:
             self._thread.join()
 
     def look(self) -> None:
-        """Looks once: for new runs, and for what is new in each. The thread does this again and again."""
-        if self._discover():
+        """Looks once: for new runs, for those that are gone, and for what is new in each. The thread does this again and again."""
+        if self._lose() + self._discover():
             self._publish(message("runs", [one.summary() for one in self.runs()]))
         for one in self.runs():
             while not self._stop.is_set() and (found := one.news()) is not None:
@@ -276,25 +310,35 @@ class Watch:
             if not listener.put(data):
                 self.forget(listener)
 
-    def _discover(self) -> bool:
-        new: list[Path] = []
+    def _lose(self) -> int:
+        """Forgets runs whose folder was deleted or has another name now; how many."""
+        gone = [one for one in self.runs() if one.identity is None or one.identity != _identity(one.path)]
+        with self._lock:
+            for one in gone:
+                del self._runs[one.key]
+        return len(gone)
+
+    def _discover(self) -> int:
+        """Watches runs that have appeared; how many."""
+        known = self.left_out | {one.path for one in self.runs()}
+        new = [path for path in self._named if path not in known and _has_begun(path)]
         for parent in self._parents:
             try:
                 with os.scandir(parent) as entries:
                     names = [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False)]
             except OSError:  # the folder was moved or deleted; it may come back
                 continue
-            new.extend(path for path in sorted(names) if path not in self._paths | self.left_out and _has_begun(path))
-        self._add(new)
-        return bool(new)
+            new.extend(path for path in sorted(names) if path not in known and _has_begun(path))
+        return self._add(new)
 
-    def _add(self, paths: Iterable[Path]) -> None:
+    def _add(self, paths: Iterable[Path]) -> int:
         with self._lock:
+            before = len(self._runs)
             for path in paths:
-                if path not in self._paths:
-                    self._paths.add(path)
-                    watched = Watched(self._key(path), path)
+                watched = Watched(self._key(path), path)
+                if watched.identity not in {one.identity for one in self._runs.values()}:
                     self._runs[watched.key] = watched
+            return len(self._runs) - before
 
     def _key(self, path: Path) -> str:
         real = Path(os.path.realpath(path))

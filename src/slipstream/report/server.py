@@ -2,8 +2,9 @@
 
     GET /                      the page
     GET /api/runs              the runs: name, project, state, started, ended
-    GET /api/view?run=NAME     what the page shows of one; &points= and &low=, &high= (steps), &name= (again for each series)
-    GET /api/events            `update`: what is new in a run; `runs`: the list, when there is one more
+    GET /api/view?run=NAME     what the page shows of one; &points= and &low=, &high= (steps), &name= (again for each series), and
+                               &only=series for the curves without the rest
+    GET /api/events            `update`: what is new in a run; `runs`: the list, when there is one more or one less
     GET /media/RUN/NAME        a picture
 
 It reads and never writes. It answers GET and HEAD, on the loopback unless told otherwise, to requests that name this machine in their Host
@@ -42,9 +43,12 @@ __all__ = ["DEFAULT_PORT", "Server", "is_loopback"]
 DEFAULT_PORT: Final = 8377
 _TRIED: Final = 50
 _MOST_CONNECTIONS: Final = 128
+_MOST_REFUSED: Final = 32
+"""So many more get an answer that says that there are too many; others are closed at once."""
 _MOST_POINTS: Final = 20_000
 _HEARTBEAT: Final = 15.0
 _PATIENCE: Final = 30.0
+_PATIENCE_WITH_REFUSED: Final = 2.0
 _COMPRESSED: Final = 1 << 15
 _PIECE: Final = 1 << 18
 
@@ -95,11 +99,12 @@ class Server(ThreadingHTTPServer):
     def __init__(
         self, places: Sequence[str | os.PathLike[str]], *, host: str = "127.0.0.1", port: int | None = None, interval: float = 0.5
     ) -> None:
-        self.watch = Watch(places, interval=interval)
+        self.watch = Watch(places, interval=interval, wait=True)
         self.host = host
         self.names = frozenset({host.lower(), "localhost", *(() if is_loopback(host) else (socket.gethostname().lower(),))})
         """Names of this machine that a request may say."""
         self._connections: set[socket.socket] = set()
+        self._refused: set[socket.socket] = set()
         self._guard = threading.Lock()
         self._closed = False
         if ":" in host:
@@ -159,17 +164,25 @@ class Server(ThreadingHTTPServer):
     # -- connections ----------------------------------------------------------------------------------------------
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """No more connections at a time than there may be; one too many is closed at once."""
+        """No more connections at a time than there may be; of those too many, some are told so and the others closed at once."""
         with self._guard:
-            if self._closed or len(self._connections) >= _MOST_CONNECTIONS:
+            if self._closed or len(self._refused) >= _MOST_REFUSED:
                 return False
+            if len(self._connections) - len(self._refused) >= _MOST_CONNECTIONS:
+                self._refused.add(request)
             self._connections.add(request)
             return True
+
+    def is_refused(self, request: Any) -> bool:
+        """Whether a connection is one too many."""
+        with self._guard:
+            return request in self._refused
 
     def shutdown_request(self, request: Any) -> None:
         """A connection is over."""
         with self._guard:
             self._connections.discard(request)
+            self._refused.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -212,10 +225,21 @@ class _Answer(BaseHTTPRequestHandler):
     server_version = "slipstream"
     sys_version = ""
     timeout = _PATIENCE
+    refused: bool
     disable_nagle_algorithm = True
     _ways: ClassVar[Mapping[str, Callable[[_Answer, dict[str, list[str]]], None]]]
 
+    def setup(self) -> None:
+        self.refused = self.server.is_refused(self.request)
+        super().setup()
+        if self.refused:
+            self.connection.settimeout(_PATIENCE_WITH_REFUSED)
+
     def do_GET(self) -> None:  # noqa: N802
+        if self.refused:
+            self.close_connection = True
+            self._missing("There are too many connections: close a page, or try again.", HTTPStatus.SERVICE_UNAVAILABLE)
+            return
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # nobody here reads what comes with a request
         refused = self._objection()
@@ -286,7 +310,12 @@ class _Answer(BaseHTTPRequestHandler):
         except ValueError:
             self._missing("points is a whole number; low and high are numbers.", HTTPStatus.BAD_REQUEST)
             return
-        self._send(HTTPStatus.OK, run.view(query.get("name"), max(1, min(points, _MOST_POINTS)), low, high), "application/json")
+        only = query.get("only")
+        if only not in (None, ["series"]):
+            self._missing("only=series is all that there is of this kind.", HTTPStatus.BAD_REQUEST)
+            return
+        data = run.view(query.get("name"), max(1, min(points, _MOST_POINTS)), low, high, only_series=only is not None)
+        self._send(HTTPStatus.OK, data, "application/json")
 
     def _media(self, query: dict[str, list[str]]) -> None:
         self._picture(query.get("run", [""])[0], query.get("path", [""])[0])

@@ -1,7 +1,8 @@
 """Runs in the terminal while they go on: state, curves, where the time goes, how ranks compare, the last warnings.
 
 `show(places)` draws until Ctrl-C and leaves the last picture behind. Where the output is no terminal it prints one picture as plain text
-and ends. It fits narrow terminals and those that know only ASCII. Texts from files never move the cursor. Nothing is written.
+and ends; on a terminal that can only print (TERM=dumb) it prints one every few seconds. It fits narrow terminals and those that know only
+ASCII. Texts from files never move the cursor. Nothing is written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from slipstream.report.drawing import apportioned, curve, latest_attempt, levels, safe, short
 from slipstream.report.events import Watch, Watched
+from slipstream.runs.folder import started_at
 from slipstream.runs.reading import Run
 from slipstream.runs.series import Series
 
@@ -28,8 +30,12 @@ __all__ = ["picture", "show"]
 _COLUMN: Final = 38
 _RECENT: Final = 30
 """Intervals of the ledger that "now" means."""
+_PRINTED: Final = 10.0
+"""Seconds between pictures on a terminal that cannot draw over the last one."""
 _LOUD: Final = ("warning", "guard", "memory")
-_STATES: Final[Mapping[str, str]] = MappingProxyType({"running": "bold green", "finished": "bold blue", "failed": "bold red"})
+_STATES: Final[Mapping[str, str]] = MappingProxyType(
+    {"running": "bold green", "finished": "bold blue", "failed": "bold red", "killed": "bold red"}
+)
 _PHASES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "forward": ("f", "blue"),
@@ -55,19 +61,36 @@ def show(
 ) -> None:
     """Draws the runs at these places until Ctrl-C; once, if the output is no terminal."""
     console = Console() if console is None else console
-    watch = Watch(places)
+    watch = Watch(places, wait=console.is_terminal)
     watch.look()
-    if not console.is_terminal:
-        console.print(picture(watch.runs(), console, height=None))
-        return
     try:
+        if not console.is_terminal or console.is_dumb_terminal:
+            console.print(_whole(watch, console))
+            while console.is_terminal:
+                wait(_PRINTED)
+                watch.look()
+                console.print(_whole(watch, console))
+            return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(picture(watch.runs(), console, height=console.height), refresh=True)
+                live.update(_whole(watch, console, console.height), refresh=True)
                 wait(interval)
                 watch.look()
     except KeyboardInterrupt:  # the way to end it
-        console.print(picture(watch.runs(), console, height=None))
+        if not console.is_dumb_terminal:
+            console.print(_whole(watch, console))
+
+
+def _whole(watch: Watch, console: Console, height: int | None = None) -> RenderableType:
+    """The picture of the runs, and below it which folders are left out."""
+    runs = watch.runs()
+    lines = [_cut(Text(f"left out: {safe(why)}", style="yellow"), console.width) for _, why in watch.unreadable]
+    if not runs:
+        return Group(Text("waiting for the first run", style="dim"), *lines)
+    if height is None:
+        return Group(picture(runs, console, None), *lines)
+    shown = lines[: height // 3]
+    return Group(picture(runs, console, height - len(shown)), *shown)
 
 
 def picture(runs: Iterable[Watched], console: Console, height: int | None) -> RenderableType:
@@ -75,7 +98,8 @@ def picture(runs: Iterable[Watched], console: Console, height: int | None) -> Re
     with_info = []
     for watched in runs:
         with watched.reading() as run:
-            with_info.append((run.info.get("state") == "running", _seconds(run.info.get("started")), watched))
+            info = run.told()
+            with_info.append((info.get("state") == "running" and "silent" not in info, started_at(info), watched))
     order = [watched for *_, watched in sorted(with_info, key=lambda one: one[:2], reverse=True)]
     lines: list[Text] = []
     for place, watched in enumerate(order):
@@ -98,7 +122,7 @@ def _cut(line: Text, width: int) -> Text:
 
 def _run(key: str, run: Run, console: Console, small: bool) -> list[Text]:
     width = max(20, console.width)
-    lines = [_title(key, run, width), _figures(run)]
+    lines = [_title(key, run, run.told(), width), _figures(run)]
     lines += _curves(run, width, 2 if small else 4, 1 if small else 3, console.options.ascii_only)
     lines += _times(run, width, console)
     lines += _ranks(run, width, console)
@@ -109,14 +133,17 @@ def _run(key: str, run: Run, console: Console, small: bool) -> list[Text]:
 # -- words ----------------------------------------------------------------------------------------------------------------
 
 
-def _title(key: str, run: Run, width: int) -> Text:
-    state = safe(run.info.get("state") or "no state")
+def _title(key: str, run: Run, info: Mapping[str, Any], width: int) -> Text:
+    state = safe(info.get("state") or "no state")[:20]
+    silent = info.get("silent")
     text = Text(safe(key)[: max(8, width - len(state) - 14)], style="bold")
     text.append("  ")
     text.append(state, style=_STATES.get(state, "dim"))
-    started = _seconds(run.info.get("started"))
+    if silent is not None:
+        text.append(f", no sign of life for {_rough(silent)}", style="yellow")
+    started = started_at(info)
     if started:
-        ended = _seconds(run.info.get("ended")) or time.time()
+        ended = run.touched if silent is not None else started_at({"started": info.get("ended")}) or time.time()
         text.append(f"  {_duration(max(0.0, ended - started))}", style="dim")
     return text
 
@@ -127,6 +154,8 @@ def _figures(run: Run) -> Text:
     last = max((one.steps[-1] for one in run.series.values() if len(one)), default=None)
     step = next((one["last"] for one in reversed(run.ledger) if one["last"] is not None), last)
     found = [] if step is None else [f"step {int(step):,}"]
+    if not _is_current(run.told()):
+        return Text("  ".join(found))
     for name, unit in (("steps", "steps/s"), ("samples", "samples/s"), ("tokens", "tokens/s")):
         if seconds and (total := _sum(recent, name)):
             found.append(f"{short(total / seconds)} {unit}")
@@ -136,14 +165,22 @@ def _figures(run: Run) -> Text:
     return Text("  ".join(found))
 
 
+def _is_current(info: Mapping[str, Any]) -> bool:
+    """Whether the last seconds of a run say how fast it is: not where it has stopped without a word."""
+    return info.get("state") != "killed" and "silent" not in info
+
+
+def _rough(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600)):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds // 60:.0f} min"
+
+
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _seconds(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _sum(intervals: Iterable[Mapping[str, Any]], name: str) -> float:

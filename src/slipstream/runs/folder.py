@@ -30,7 +30,7 @@ from slipstream.files.inside import Folder
 from slipstream.runs.journal import Journal
 from slipstream.runs.life import is_gone, this_process
 
-__all__ = ["FORMAT", "RunFolder", "find_runs", "git_state", "is_run", "read_info", "run_name", "started_at"]
+__all__ = ["FORMAT", "RunFolder", "find_runs", "git_state", "is_run", "read_info", "run_name", "runs_at", "started_at"]
 
 FORMAT: Final = "slipstream run"
 _VERSION: Final = 1
@@ -293,26 +293,32 @@ def find_runs(path: str | os.PathLike[str], left_out: list[tuple[Path, str]] | N
         ...
     slipstream.errors.ConfigError: no/such/place does not exist: give the folder of a run, or a project_dir that has runs/ in it
     """
-    place = Path(path)
-    if not place.exists():
-        raise ConfigError(f"{place} does not exist: give the folder of a run, or a project_dir that has runs/ in it")
-    if (place / _INFO).exists():
-        read_info(place)
-        return [place]
-    broken: list[tuple[Path, str]] = []
-    for folder in (place / "runs", place):
-        found = sorted((started_at(info), one) for one, info in _runs_in(folder, broken)) if folder.is_dir() else []
-        if found:
-            if left_out is not None:
-                left_out.extend(broken)
-            return [one for _, one in found]
-    if broken:
-        raise ConfigError(f"{place} has no run in it that can be read: " + "; ".join(why for _, why in broken[:5]))
+    place, broken = Path(path), [] if left_out is None else left_out
+    found = runs_at(place, broken)
+    if found:
+        return found
+    damaged = [why for one, why in broken if place in one.parents]
+    if damaged:
+        raise ConfigError(f"{place} has no run in it that can be read: " + "; ".join(damaged[:5]))
     there = ", ".join(sorted(one.name for one in place.iterdir())[:5]) if place.is_dir() else "a file"
     raise ConfigError(
         f"{place} has no run in it (there is: {there or 'nothing'}): give the folder of a run, which has a {_INFO}, or a project_dir "
         "that has runs/ in it. Runs are written where an Accelerator has a project_dir."
     )
+
+
+def runs_at(place: Path, left_out: list[tuple[Path, str]]) -> list[Path]:
+    """The same where there may be none yet."""
+    if not place.exists():
+        raise ConfigError(f"{place} does not exist: give the folder of a run, or a project_dir that has runs/ in it")
+    if (place / _INFO).exists():
+        read_info(place)
+        return [place]
+    for folder in (place / "runs", place):
+        found = sorted((started_at(info), one) for one, info in _runs_in(folder, left_out)) if folder.is_dir() else []
+        if found:
+            return [one for _, one in found]
+    return []
 
 
 def _runs_in(folder: Path, broken: list[tuple[Path, str]] | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:

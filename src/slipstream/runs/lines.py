@@ -46,6 +46,8 @@ class Lines:
         """Why the file is not read at all, where it is no plain file."""
         self.more = False
         """Whether the last `read` stopped at its block and not at the end of the file."""
+        self.changed = 0.0
+        """When the file was last written to, in seconds since 1970."""
         self._file: tuple[int, int] | None = None
         self._seen: tuple[int, int] | None = None
         self._offset = 0
@@ -74,6 +76,7 @@ class Lines:
     def _read(self, file: int) -> list[str]:
         status = os.fstat(file)
         identity, now = (status.st_dev, status.st_ino), (status.st_size, status.st_mtime_ns)
+        self.changed = status.st_mtime
         if identity == self._file and now == self._seen:
             return []
         if self._offset and (identity != self._file or status.st_size < self._offset or not self._goes_on(file)):

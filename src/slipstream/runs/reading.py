@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from math import inf, isfinite, nan
 from pathlib import Path
+from time import time as clock
 from typing import Any, Final
 
 from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.inside import Folder
 from slipstream.files.names import check_name
 from slipstream.runs.intervals import Intervals, columns, tidy_interval
+from slipstream.runs.life import PATIENCE, is_gone
 from slipstream.runs.lines import Lines
 from slipstream.runs.series import Series
 
@@ -33,6 +35,7 @@ _MOST_NAMES: Final = 500
 _MOST_CELLS: Final = 20_000
 _LONGEST_TEXT: Final = 2000
 _LONGEST_NAME: Final = 500
+_LONGEST_EXAMPLE: Final = 60
 _LARGEST_JSON: Final = 8 << 20
 _MOST_POINTS: Final = 400_000
 
@@ -79,6 +82,7 @@ class Run:
         self.tables: dict[str, dict[str, Any]] = {}
         self.texts: dict[str, dict[str, Any]] = {}
         self._logged = 0
+        self._refused = ""
         self._metrics_skipped: Counter[str] = Counter()
 
     def _begin_ledger(self) -> None:
@@ -114,6 +118,28 @@ class Run:
             if lines.refused is not None:
                 found[lines.refused] = 1
         return {**found, **dict.fromkeys(self._unreadable.values(), 1)}
+
+    @property
+    def touched(self) -> float:
+        """When the run last wrote something, as far as the last `refresh` saw."""
+        documents = max((mark[2] / 1e9 for mark in self._documents.values()), default=0.0)
+        return max(documents, self._metrics.changed, self._ledger_lines.changed, self._event_lines.changed)
+
+    def told(self, now: float | None = None) -> dict[str, Any]:
+        """`info` as it is to be shown: a run that calls itself running may have ended without a word.
+
+        Where its process is known to be gone, `state` is "killed" and `ended` when it last wrote. Where it wrote nothing for longer than
+        a minute, and than ten intervals of its ledger, `silent` is how many seconds that is, in whole minutes.
+        """
+        info = {name: value for name, value in self.info.items() if name != "silent"}  # which is no word of the file's
+        if info.get("state") != "running":
+            return info
+        if is_gone(info):
+            return {**info, "state": "killed", "ended": self.touched}
+        silent = (clock() if now is None else now) - self.touched
+        if silent < PATIENCE or silent < 10 * sum(one["seconds"] or 0 for one in self.ledger) / max(1, self.ledger_lines):
+            return info
+        return {**info, "silent": int(silent // 60 * 60)}
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -234,7 +260,9 @@ class Run:
 
     def _new_series(self, name: str) -> Series | None:
         if len(self.series) >= _MOST_SERIES or len(name) > _LONGEST_NAME:
-            self._metrics_skipped[f"points of too many names ({_MOST_SERIES}) or of too long ones"] += 1
+            self._refused = self._refused or name[:_LONGEST_EXAMPLE]
+            why = f"points of too many names (more than {_MOST_SERIES}) or of too long ones, such as {self._refused!r}"
+            self._metrics_skipped[why] += 1
             return None
         return self.series.setdefault(name, Series())
 
@@ -317,17 +345,16 @@ class Run:
 
         `series` are those named, or all, each thinned to at most `points` between the steps `low` and `high`; with very many series
         it is fewer points for each. A series is `steps`, `times` (seconds since 1970), `values` (None where there is no number) and
-        `count`, how many points there are in all. `ledger` is columns (see `intervals.columns`), and can be left out.
+        `count`, how many points there are in all. `info` is what `told` says. `ledger` is columns (see
+        `intervals.columns`), and can be left out.
         """
-        chosen = [name for name in (self.series if names is None else names) if name in self.series]
-        each = min(points, max(50, _MOST_POINTS // max(1, len(chosen))))
         return {
             "name": self.name,
             "path": str(self.path),
-            "info": self.info,
+            "info": self.told(),
             "config": self.config,
             "environment": self.environment,
-            "series": {name: self.series[name].view(each, low, high) for name in chosen},
+            "series": self.curves(names, points, low, high),
             **({"ledger": columns(self.ledger)} if ledger else {}),
             "events": self.events,
             "images": self.images,
@@ -335,6 +362,14 @@ class Run:
             "texts": self.texts,
             "skipped": self.skipped,
         }
+
+    def curves(
+        self, names: Iterable[str] | None = None, points: int = 2000, low: float | None = None, high: float | None = None
+    ) -> dict[str, Any]:
+        """The `series` of a view alone."""
+        chosen = [name for name in (self.series if names is None else names) if name in self.series]
+        each = min(points, max(50, _MOST_POINTS // max(1, len(chosen))))
+        return {name: self.series[name].view(each, low, high) for name in chosen}
 
 
 def _record(line: str, skipped: Counter[str]) -> dict[str, Any] | None:
