@@ -9,6 +9,7 @@ import torch
 from guarding import Poison, batch, guarded, network
 
 from slipstream import Accelerator, ConfigError, DistributedDataParallelKwargs
+from slipstream.errors import MismatchError
 from slipstream.parallel.local_sgd import LocalSGD
 from slipstream.step.guards.finding import NonFiniteError
 from slipstream.step.guards.options import GuardKwargs
@@ -144,6 +145,29 @@ def test_without_averaging_each_rank_decides_for_itself(ranks: Any) -> None:
     assert (first, said) == (4, [])
     assert (second, told) == (3, [1])
     assert weights == others
+
+
+def test_a_gradient_that_one_rank_spoils_after_averaging_is_named_on_every_rank(ranks: Any) -> None:
+    def run() -> str:
+        accelerator, _ = guarded(GuardKwargs(on_nan="raise", **QUIET))
+        net = network()
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.backward(net(batch(0)).mean())
+        if accelerator.process_index == 1:
+            net[2].weight.grad[0, 0] = float("nan")
+
+        def go_on() -> None:
+            optimizer.step()
+            accelerator.wait_for_everyone()
+
+        with pytest.raises((NonFiniteError, MismatchError)) as raised:
+            go_on()
+        return f"{raised.type.__name__} {raised.value}"
+
+    other, spoilt = ranks(2).run(run)
+    assert spoilt.startswith("NonFiniteError step 0, rank 1: the gradient of 2.weight is nan on rank 1, and other ranks go on")
+    assert other.startswith("MismatchError")
+    assert "(step 0: the gradient of 2.weight is nan on rank 1)" in other
 
 
 class Sharded(Strategy):

@@ -46,8 +46,12 @@ def gather_objects(
     arrange: Arrange | None = None,
     flat: bool = False,
     operation: str = "gather_object",
+    reason: str = "",
 ) -> list[Any] | None:
-    """The values of all ranks as a list, in the order of the ranks; `flat` joins them, as they are lists; with `dst`, only there."""
+    """The values of all ranks as a list, in the order of the ranks; `flat` joins them, as they are lists; with `dst`, only there.
+
+    `reason`: why this rank calls it, for the table of who waits where; it may be another on each rank.
+    """
     kind = "a list" if flat else "one object"
     body = Body()
     try:
@@ -56,7 +60,9 @@ def gather_objects(
     except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
         raise refuse(channel, limits, operation, error) from None
     target = "" if dst is None else f" to rank {dst}"
-    with channel.turn(announce(operation, kind + target, lambda: f"{kind} ({type(value).__name__}){target}"), limits) as turn:
+    call = announce(operation, kind + target, lambda: f"{kind} ({type(value).__name__}){target}")
+    call.site += f" ({reason})" if reason else ""
+    with channel.turn(call, limits) as turn:
         bodies = turn.exchange(body, receiver=dst)
         told = [codec.decode(data) for data in bodies] if dst in (None, channel.rank) else None
     if told is None:

@@ -258,8 +258,8 @@ def guard(parts: Parts, options: GuardKwargs | None) -> Guards:
     """The guards of an Accelerator, hung in where they look."""
     state, registry = parts.state, parts.registry
 
-    def exchange(value: Any) -> list[Any]:
-        return gather_objects(state.channel(), state.limits, value, operation="guards") or []
+    def exchange(value: Any, reason: str = "") -> list[Any]:
+        return gather_objects(state.channel(), state.limits, value, operation="guards", reason=reason) or []
 
     guards = Guards(
         options or GuardKwargs(),

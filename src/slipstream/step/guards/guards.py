@@ -23,7 +23,7 @@ from slipstream.step.guards.options import GuardKwargs
 from slipstream.step.guards.schedule import Course, Schedule
 from slipstream.step.guards.spikes import Spikes
 from slipstream.step.guards.starving import Starving, Straggler
-from slipstream.step.guards.updates import STREAK, Updates, scaled_finding
+from slipstream.step.guards.updates import STREAK, Updates, alone, scaled_finding
 from slipstream.step.optimizer import AcceleratedOptimizer, Linked
 from slipstream.step.scheduler import AcceleratedScheduler
 from slipstream.step.stepper import Stepper
@@ -60,7 +60,7 @@ class Guards:
         world_size: int = 1,
         local_ranks: int = 1,
         registry: Registry,
-        exchange: Callable[[Any], list[Any]] = lambda value: [value],
+        exchange: Callable[..., list[Any]] = alone,
         store: Callable[[], Any] = _nothing,
     ) -> None:
         self.options = options

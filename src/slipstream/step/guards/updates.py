@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DistributedOperationException, MismatchError
 from slipstream.step.guards.finding import Finding, NonFiniteError, Voice
 from slipstream.step.guards.finite import BackwardOrder, all_finite, bad_word, first_bad
 from slipstream.step.optimizer import AcceleratedOptimizer, Linked
 from slipstream.step.prepared import PreparedModel
 
-__all__ = ["STREAK", "Updates", "scaled_finding"]
+__all__ = ["STREAK", "Updates", "alone", "scaled_finding"]
 
 STREAK = 20
 """How many updates in a row fp16 leaves out before it is a finding: the scale has fallen to a millionth by then."""
@@ -41,6 +41,15 @@ def _nothing() -> None:
     return None
 
 
+def alone(value: Any, reason: str = "") -> list[Any]:
+    """The exchange of a single process.
+
+    >>> alone(3)
+    [3]
+    """
+    return [value]
+
+
 class Updates:
     """Looks at updates before they are made; one for each Accelerator."""
 
@@ -51,7 +60,7 @@ class Updates:
         *,
         rank: int = 0,
         averages: bool = False,
-        exchange: Callable[[Any], list[Any]] = lambda value: [value],
+        exchange: Callable[..., list[Any]] = alone,
         step: Callable[[], int | None] = _nothing,
         loss: Callable[[], float | None] = _nothing,
     ) -> None:
@@ -60,7 +69,7 @@ class Updates:
         self._rank = rank
         self._averages = averages
         self._exchange = exchange
-        """What every rank gives, on every rank, in their order; all have to call it."""
+        """What every rank gives, on every rank, in their order; all have to call it, with a reason, which is shown if some do not."""
         self._step = step
         self._loss = loss
         self._seen: deque[_Seen] = deque(maxlen=4096)
@@ -129,14 +138,15 @@ class Updates:
 
     def _trace(self, models: Sequence[PreparedModel], tried: int, alone: bool, sharded: bool) -> Finding:
         averaged = self._averaged(models)
-        own = self._own_part(models) if averaged and not sharded else self._clipped or self._first(models)
+        now = self._clipped or self._first(models)
+        own = self._own_part(models) if averaged and not sharded else now
         loss = self._loss()
         report = (self._rank, own, None if loss is None else float(loss))
-        reports = self._exchange(report) if averaged and not alone else [report]
-        culprits = [(rank, found, loss) for rank, found, loss in reports if found is not None]
-        done = "" if self._raises else "; this update is left out, with its optimizer and scheduler as they were"
         step = self._step()
         step = tried if step is None else step
+        reports = self._ask(report, step, now) if averaged and not alone else [report]
+        culprits = [(rank, found, loss) for rank, found, loss in reports if found is not None]
+        done = "" if self._raises else "; this update is left out, with its optimizer and scheduler as they were"
         if not culprits and alone:
             text = f"the gradient of another rank is not finite (inside of join_uneven_inputs ranks are not asked which){done}"
             return Finding("nan", step, None, text, _REMEDY)
@@ -150,6 +160,20 @@ class Updates:
         rank, (name, _), _ = culprits[0]
         text = f"{', '.join(told[:4])}{', ...' if len(told) > 4 else ''}: the first in backward{done}"
         return Finding("nan", step, rank, text, _REMEDY, {"parameter": name, "ranks": [rank for rank, _, _ in culprits]})
+
+    def _ask(self, report: Any, step: int, now: tuple[str, str] | None) -> list[Any]:
+        """The reports of all ranks. Where others have found nothing they do not come to it: then this rank's own finding is the error."""
+        what = "gradients are not finite" if now is None else f"the gradient of {now[0]} is {now[1]}"
+        try:
+            return self._exchange(report, f"step {step}: {what} on rank {self._rank}")
+        except DistributedOperationException as error:
+            why, remedy = "and the other ranks could not be asked where it began", _REMEDY
+            if isinstance(error, MismatchError):
+                why = "and other ranks go on without finding theirs so: it was changed on some ranks only, after backward had averaged it"
+                remedy = "change gradients on every rank alike, or before they are averaged (in a hook of the parameter)"
+            finding = Finding("nan", step, self._rank, f"{what} on rank {self._rank}, {why}", remedy, {"ranks": [self._rank]})
+            self._voice.note(finding)
+            raise NonFiniteError(f"{finding}\n{error}") from None
 
     def _averaged(self, models: Sequence[PreparedModel]) -> bool:
         """Whether gradients of these were averaged over all ranks, all of which are here."""
