@@ -661,6 +661,8 @@ def test_the_table_answers_why_more_processes_are_not_faster() -> None:
     assert "waited for most: rank 1, the last in 9 of 10 steps" in text
     assert report.advice in report.answers()
     assert report.slowest_rank == 1
+    in_turn = LedgerReport(phases=phases, seconds=8.0, steps=10, slowest=[4, 6], world_size=2)
+    assert in_turn.slowest_rank is None
     alone = LedgerReport(phases={"data": [1.0]}, seconds=1.0, steps=10, samples=10)
     assert "compare samples/s, not steps" in alone.advice
     other = LedgerReport(phases=phases, seconds=8.0, steps=10, rank=1, world_size=2, samples=10)

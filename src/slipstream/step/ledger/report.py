@@ -28,6 +28,8 @@ _LABELS = {
 _RANKS_SHOWN = 8
 _NAMED = 0.05
 """The share of waiting from which the slowest rank is named."""
+_STANDS_OUT = 0.15
+"""By how much of all steps it has to be the last more often than by chance."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,12 @@ class LedgerReport:
 
     @property
     def slowest_rank(self) -> int | None:
-        """The rank that others waited for most often; None if they hardly waited."""
-        if not any(self.slowest) or self.shares.get("waiting", 0.0) < _NAMED:
+        """The rank that others waited for far more often than for the rest; None if they hardly waited, or for each in turn."""
+        total = sum(self.slowest)
+        if not total or self.shares.get("waiting", 0.0) < _NAMED:
             return None
-        return max(range(len(self.slowest)), key=self.slowest.__getitem__)
+        last = max(range(len(self.slowest)), key=self.slowest.__getitem__)
+        return last if self.slowest[last] / total >= 1.0 / self.world_size + _STANDS_OUT else None
 
     # -- in words -------------------------------------------------------------------------------------------------
 
