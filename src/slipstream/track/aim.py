@@ -63,16 +63,19 @@ class AimTracker(GeneralTracker):
         """
         from PIL import Image
 
-        from slipstream.track.pictures import pictures
+        from slipstream.track.pictures import SortedPictures
 
         package = importlib.import_module("aim")
         options = {"aim_image": {}, "track": {}, **(kwargs or {})}
-        for name, given in values.items():
-            given, caption = given if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], str) else (given, "")
-            for number, one in enumerate(pictures(given)):
+        captions = {name: one[1] for name, one in values.items() if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], str)}
+        found = SortedPictures({name: one[0] if name in captions else one for name, one in values.items()})
+        for name, several in found.made.items():
+            caption = captions.get(name, "")
+            for number, one in enumerate(several):
                 image = Image.fromarray(one[:, :, 0] if one.shape[2] == 1 else one)
                 shown = package.Image(image, **{"caption": caption, **options["aim_image"]})
                 self.writer.track(shown, **{"name": name, "step": step, "context": {"picture": number}, **options["track"]})
+        found.refuse()
 
     @on_main_process
     def finish(self) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from slipstream.config.sources import environment
 from slipstream.track.base import GeneralTracker, on_main_process
 from slipstream.track.plain import plain
-from slipstream.track.values import refuse, sort_values, table_of
+from slipstream.track.tables import table_of
+from slipstream.track.values import refuse, sort_values
 
 __all__ = ["ClearMLTracker"]
 
@@ -75,22 +76,23 @@ class ClearMLTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs pictures by name; keywords go to `report_image`."""
-        from slipstream.track.pictures import pictures
+        from slipstream.track.pictures import SortedPictures
 
         logger = self.task.get_logger()
-        for name, given in values.items():
+        found = SortedPictures(values)
+        for name, several in found.made.items():
             title, series = _chart(name)
-            several = pictures(given)
             for number, one in enumerate(several):
                 shown = series if len(several) == 1 else f"{series}-{number}"
                 logger.report_image(**{"title": title, "series": shown, "iteration": step, "image": one, **kwargs})
+        found.refuse()
 
     @on_main_process
     def log_table(
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Any = None,
         dataframe: Any = None,
         step: int | None = None,
         **kwargs: Any,

@@ -11,7 +11,8 @@ from typing import Any
 
 from slipstream.track.base import GeneralTracker, on_main_process
 from slipstream.track.plain import plain
-from slipstream.track.values import refuse, sort_values, table_of
+from slipstream.track.tables import table_of
+from slipstream.track.values import refuse, sort_values
 
 __all__ = ["CometMLTracker"]
 
@@ -56,21 +57,22 @@ class CometMLTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs pictures by name; keywords go to `log_image`."""
-        from slipstream.track.pictures import pictures, png
+        from slipstream.track.pictures import SortedPictures, png
 
-        for name, given in values.items():
-            several = pictures(given)
+        found = SortedPictures(values)
+        for name, several in found.made.items():
             for number, one in enumerate(several):
                 shown = name if len(several) == 1 else f"{name}/{number}"
                 file = io.BytesIO(png(one))  # of an array Comet makes a file with matplotlib, which is not always there
                 self.experiment.log_image(file, **{"name": f"{shown}.png", "step": step, **kwargs})
+        found.refuse()
 
     @on_main_process
     def log_table(
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Any = None,
         dataframe: Any = None,
         step: int | None = None,
         **kwargs: Any,

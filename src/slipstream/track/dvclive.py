@@ -59,13 +59,14 @@ class DVCLiveTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None) -> None:
         """Writes pictures as `plots/images/<name>/<step>.png`, which is how DVC shows them with a slider."""
-        from slipstream.track.pictures import pictures
+        from slipstream.track.pictures import SortedPictures
 
-        for name, given in values.items():
-            several = pictures(given)
+        found = SortedPictures(values)
+        for name, several in found.made.items():
             for number, one in enumerate(several):
                 file = f"{self.live.step if step is None else step}{'' if len(several) == 1 else f'-{number}'}.png"
                 self.live.log_image(f"{name}/{file}", one[:, :, 0] if one.shape[2] == 1 else one)
+        found.refuse()
 
     @on_main_process
     def finish(self) -> None:

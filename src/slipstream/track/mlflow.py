@@ -15,7 +15,8 @@ from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
 from slipstream.track.base import GeneralTracker, on_main_process
 from slipstream.track.plain import flat, plain
-from slipstream.track.values import refuse, sort_values, table_of
+from slipstream.track.tables import table_of
+from slipstream.track.values import refuse, sort_values
 
 __all__ = ["MLflowTracker"]
 
@@ -101,7 +102,7 @@ class MLflowTracker(GeneralTracker):
         mlflow = importlib.import_module("mlflow")
         settings = {_name(name): str(one) for name, one in flat(plain(values)).items()}
         if long := [name for name, text in settings.items() if len(text) > _LONGEST]:
-            _logger.warning(f"mlflow keeps {_LONGEST} characters of a parameter: {', '.join(long)} is cut")
+            _logger.warning(f"mlflow keeps {_LONGEST} characters of a parameter: {', '.join(long)} {'is' if len(long) == 1 else 'are'} cut")
         pairs = iter({name: text[:_LONGEST] for name, text in settings.items()}.items())
         while some := dict(islice(pairs, _BATCH)):
             mlflow.log_params(some)
@@ -118,22 +119,23 @@ class MLflowTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs pictures by name, as PNG files below `images` among the artifacts; keywords go to `log_image`."""
-        from slipstream.track.pictures import pictures
+        from slipstream.track.pictures import SortedPictures
 
         mlflow = importlib.import_module("mlflow")
-        for name, given in values.items():
-            several = pictures(given)
+        found = SortedPictures(values)
+        for name, several in found.made.items():
             for number, one in enumerate(several):
                 shown = _name(name) if len(several) == 1 else f"{_name(name)}-{number}"
                 place = {"artifact_file": f"images/{shown}{'' if step is None else f'-{step}'}.png"}
                 mlflow.log_image(one, **(kwargs or place))
+        found.refuse()
 
     @on_main_process
     def log_table(
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Any = None,
         dataframe: Any = None,
         step: int | None = None,
         **kwargs: Any,

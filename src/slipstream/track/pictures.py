@@ -10,12 +10,15 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-__all__ = ["Picture", "picture", "pictures", "png"]
+from slipstream.track.values import NotKept, kind_of
+
+__all__ = ["Picture", "SortedPictures", "picture", "pictures", "png"]
 
 Picture = NDArray[numpy.uint8]
 """Height, width, channels (1 to 4)."""
@@ -55,7 +58,7 @@ def picture(given: Any) -> Picture:
     if hasattr(given, "__array__"):
         return _bytes(numpy.asarray(given), first=False, what=given)
     raise TypeError(
-        f"a {type(given).__name__} is no picture: give one of PIL, a figure of matplotlib, or an array or tensor of (H, W), (H, W, C) "
+        f"{kind_of(given)} is no picture: give one of PIL, a figure of matplotlib, or an array or tensor of (H, W), (H, W, C) "
         "or (C, H, W), or a list of those"
     )
 
@@ -94,6 +97,37 @@ def _bytes(values: NDArray[Any], *, first: bool, what: Any) -> Picture:
     scale = 1.0 if values.max() > 2.0 else 255.0
     shown: Picture = numpy.clip(numpy.rint(values * scale), 0, 255).astype(numpy.uint8)
     return shown
+
+
+class SortedPictures:
+    """The pictures of one call by name, and what is none; a tracker keeps the former and then calls `refuse`.
+
+    `read` makes the list of pictures of one name, for trackers that know more than `pictures` does.
+
+    >>> found = SortedPictures({"good": numpy.zeros((2, 2)), "bad": None})
+    >>> list(found.made)
+    ['good']
+    >>> found.refuse()
+    Traceback (most recent call last):
+        ...
+    slipstream.track.values.NotKept: the picture bad is left out: None is no picture: give one of PIL, a figure of matplotlib, ...
+    """
+
+    def __init__(self, values: Mapping[str, Any], read: Callable[[Any], list[Any]] = pictures) -> None:
+        self.made: dict[str, list[Any]] = {}
+        self.wrong: dict[str, str] = {}
+        for name, given in values.items():
+            try:
+                self.made[str(name)] = read(given)
+            except TypeError as error:
+                self.wrong[str(name)] = str(error)
+            except Exception as error:  # one without data, or a figure that cannot draw itself: the others are kept all the same
+                self.wrong[str(name)] = f"{kind_of(given)} cannot be read as a picture ({type(error).__name__}: {error})"
+
+    def refuse(self) -> None:
+        """An error for what is no picture; nothing where everything is one."""
+        if self.wrong:
+            raise NotKept("picture", self.wrong)
 
 
 def png(image: Picture) -> bytes:

@@ -9,12 +9,15 @@ import math
 import types
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from itertools import count
 from typing import Any
 
 __all__ = ["flat", "number", "plain"]
 
 _MANY = 1000
 """Tensors with more elements are described and not written out."""
+_DEEPEST = 50
+"""Levels of nested data that are written out; what is deeper is three dots."""
 
 
 def plain(value: Any) -> Any:
@@ -36,6 +39,8 @@ def _plain(value: Any, above: tuple[int, ...]) -> Any:
         return _finite(value)
     if id(value) in above:
         return "(the same again)"
+    if len(above) >= _DEEPEST:
+        return "..."
     above = (*above, id(value))
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return {name: _plain(one, above) for name, one in vars(value).items()}
@@ -58,10 +63,10 @@ def _finite(value: float) -> Any:
 
 def _from_array(value: Any, above: tuple[int, ...]) -> Any:
     """Tensors and arrays, and numbers of numpy, as their elements; anything else as its text."""
-    count = _count(value)
-    if count is None:
+    size = _count(value)
+    if size is None:
         return _text(value)
-    if count > _MANY:
+    if size > _MANY:
         return f"{type(value).__name__} of {tuple(value.shape)}"
     try:
         elements = value.tolist()
@@ -100,17 +105,22 @@ def number(value: Any) -> Any:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with names that are joined by slashes.
+    """Nested dicts as one, with names that are joined by slashes; a name that comes again gets a number, so that both values are kept.
 
-    >>> flat({"a": 1, "b": {"c": 2, "d": {"e": 3}}})
-    {'a': 1, 'b/c': 2, 'b/d/e': 3}
+    >>> flat({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "b/c": 4})
+    {'a': 1, 'b/c': 2, 'b/d/e': 3, 'b/c-2': 4}
     """
-    return dict(_flat(values, prefix))
+    found: dict[str, Any] = {}
+    for name, value in _flat(values, prefix, _DEEPEST):
+        if name in found:
+            name = next(again for number in count(2) if (again := f"{name}-{number}") not in found)
+        found[name] = value
+    return found
 
 
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any], prefix: str, levels: int) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}/")
+        if isinstance(value, Mapping) and levels:
+            yield from _flat(value, f"{prefix}{name}/", levels - 1)
         else:
             yield f"{prefix}{name}", value

@@ -56,11 +56,13 @@ class SwanLabTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs pictures by name; keywords go to `swanlab.Image`."""
-        from slipstream.track.pictures import pictures
+        from slipstream.track.pictures import SortedPictures
 
         image = importlib.import_module("swanlab").Image
-        shown = {name: [image(_three(one), **kwargs) for one in pictures(given)] for name, given in values.items()}
-        self.run.log(shown, step=step)
+        found = SortedPictures(values)
+        if shown := {name: [image(_three(one), **kwargs) for one in several] for name, several in found.made.items()}:
+            self.run.log(shown, step=step)
+        found.refuse()
 
     @on_main_process
     def finish(self) -> None:

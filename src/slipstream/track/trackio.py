@@ -7,7 +7,8 @@ from typing import Any
 
 from slipstream.track.base import GeneralTracker, on_main_process
 from slipstream.track.plain import plain
-from slipstream.track.values import refuse, sort_values, table_of
+from slipstream.track.tables import table_of
+from slipstream.track.values import refuse, sort_values
 
 __all__ = ["TrackioTracker"]
 
@@ -51,22 +52,24 @@ class TrackioTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs pictures by name; keywords go to `trackio.Image`."""
-        from slipstream.track.pictures import pictures
+        from slipstream.track.pictures import SortedPictures
 
         image = importlib.import_module("trackio").Image
         shown: dict[str, Any] = {}
-        for name, given in values.items():
-            several = pictures(given)
+        found = SortedPictures(values)
+        for name, several in found.made.items():
             for number, one in enumerate(several):
                 shown[name if len(several) == 1 else f"{name}/{number}"] = image(_three(one), **kwargs)
-        self.run.log(shown, step=step)
+        if shown:
+            self.run.log(shown, step=step)
+        found.refuse()
 
     @on_main_process
     def log_table(
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Any = None,
         dataframe: Any = None,
         step: int | None = None,
         **kwargs: Any,

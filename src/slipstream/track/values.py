@@ -1,4 +1,4 @@
-"""What is logged, sorted by what a tracker can do with it: numbers, texts, and the rest; tables as columns and rows.
+"""What is logged, sorted by what a tracker can do with it: numbers, texts, and the rest.
 
 Nested dicts become names that are joined by slashes, tensors and arrays of one element become numbers. What a tracker has no place for
 is refused by `refuse`, after the rest was kept: with its name, the tracker, and what to write instead.
@@ -6,19 +6,63 @@ is refused by `refuse`, after the rest was kept: with its name, the tracker, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from slipstream.errors import ConfigError
-from slipstream.track.plain import flat, number, plain
+from slipstream.track.plain import flat, number
 
-__all__ = ["NotANumber", "Sorted", "Table", "refuse", "sort_values", "table_of"]
+__all__ = ["NotANumber", "NotKept", "Sorted", "kind_of", "refuse", "sort_values"]
+
+_SHOWN = 5
+"""Names that one message has room for."""
 
 
-class NotANumber(TypeError):
-    """A value that a tracker cannot draw; the other values of the call were kept."""
+class NotKept(TypeError):
+    """Pictures or tables that could not be kept, and why, by their names; the others of the call were kept."""
+
+    def __init__(self, what: str, wrong: Mapping[str, str]) -> None:
+        self.what, self.wrong = what, dict(wrong)
+        super().__init__(self.text(self.wrong))
+
+    def text(self, names: Iterable[str]) -> str:
+        """The message about some of them.
+
+        >>> NotKept("picture", {"a": "it is a text", "b": "it is None"}).text(["a", "b"])
+        'the pictures a and b are left out: it is a text; it is None'
+        """
+        some = list(names)
+        reasons = "; ".join(dict.fromkeys(self.wrong[name] for name in some[:_SHOWN]))
+        return f"the {self.what}{'s' if len(some) > 1 else ''} {_listed(some)} {'are' if len(some) > 1 else 'is'} left out: {reasons}"
+
+
+class NotANumber(NotKept):
+    """Values that a tracker cannot draw, and what they are, by their names; the other values of the call were kept."""
+
+    def __init__(self, tracker: str, wrong: Mapping[str, str], keeps: str) -> None:
+        self.tracker, self.keeps = tracker, keeps
+        super().__init__("value", wrong)
+
+    def text(self, names: Iterable[str]) -> str:
+        """The message about some of them."""
+        some = list(names)
+        named = _listed([f"{name} is {self.wrong[name]}" for name in some])
+        of_it = "each" if len(some) > 1 else "it"
+        return (
+            f"{named}, and the tracker {self.tracker} keeps {self.keeps}: log a number of {of_it} (its mean, say), pictures with "
+            f"log_images, rows with log_table, or what else {self.tracker} can do through get_tracker({self.tracker!r}, unwrap=True)"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    """Names as one says them.
+
+    >>> _listed(["a"]), _listed(["a", "b", "c"]), _listed(list("abcdefgh"))
+    ('a', 'a, b and c', 'a, b, c, d, e and 3 more')
+    """
+    shown = names if len(names) <= _SHOWN else [*names[:_SHOWN], f"{len(names) - _SHOWN} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
 @dataclass(frozen=True)
@@ -69,58 +113,18 @@ def refuse(tracker: str, others: Mapping[str, Any], keeps: str = "numbers and te
     slipstream.track.values.NotANumber: weights is a list, and the tracker local keeps numbers and texts: log a number of it (its mean, ...
     """
     if others:
-        named = ", ".join(f"{name} is a {_kind(value)}" for name, value in others.items())
-        raise NotANumber(
-            f"{named}, and the tracker {tracker} keeps {keeps}: log a number of it (its mean, say), pictures with log_images, "
-            f"rows with log_table, or what else {tracker} can do through get_tracker({tracker!r}, unwrap=True)"
-        )
+        raise NotANumber(tracker, {name: kind_of(value) for name, value in others.items()}, keeps)
 
 
-def _kind(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"{type(value).__name__} of {tuple(shape)}" if isinstance(shape, tuple) else type(value).__name__
+def kind_of(value: Any) -> str:
+    """What a value is, in a word or two.
 
-
-@dataclass(frozen=True)
-class Table:
-    """Columns, and rows of plain data."""
-
-    columns: list[str]
-    rows: list[list[Any]]
-
-    def markdown(self) -> str:
-        """The table as text.
-
-        >>> print(Table(["a", "b"], [[1, "x|y"]]).markdown())
-        | a | b |
-        |---|---|
-        | 1 | x\\|y |
-        """
-        lines = [self.columns, *([str(cell) for cell in row] for row in self.rows)]
-        shown = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines]
-        return "\n".join([shown[0], "|" + "---|" * len(self.columns), *shown[1:]])
-
-
-def table_of(name: str, columns: Sequence[str] | None, data: Sequence[Sequence[Any]] | None, dataframe: Any = None) -> Table:
-    """A table from rows with the names of their columns, or from a data frame.
-
-    >>> table_of("samples", ["prompt", "score"], [["a", 1.0]])
-    Table(columns=['prompt', 'score'], rows=[['a', 1.0]])
+    >>> import torch
+    >>> kind_of(torch.zeros(3)), kind_of(None), kind_of([1]), kind_of(1)
+    ('a Tensor of (3,)', 'None', 'a list', 'an int')
     """
-    if (data is None) == (dataframe is None):
-        given = "neither rows (data=[[...], ...]) nor a dataframe" if data is None else "both rows (data) and a dataframe"
-        raise ConfigError(f"log_table({name!r}) has {given}: give one of them")
-    if dataframe is not None:
-        given_rows = dataframe.rows() if hasattr(dataframe, "rows") else dataframe.values.tolist()
-        columns = list(dataframe.columns) if columns is None else columns
-    else:
-        given_rows = list(data or ())
-    rows = [list(plain(list(row))) for row in given_rows]
-    widths = {len(row) for row in rows}
-    names = [str(column) for column in columns] if columns is not None else [str(place) for place in range(max(widths, default=0))]
-    if widths - {len(names)}:
-        raise ConfigError(
-            f"log_table({name!r}): the rows have {', '.join(map(str, sorted(widths)))} cells and there are {len(names)} columns "
-            f"({', '.join(names)}): give every row one cell for each column"
-        )
-    return Table(names, rows)
+    if value is None:
+        return "None"
+    name, shape = type(value).__name__, getattr(value, "shape", None)
+    article = "an" if name[0].lower() in "aeio" else "a"
+    return f"{article} {name} of {tuple(shape)}" if isinstance(shape, tuple) else f"{article} {name}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.track.base import GeneralTracker, on_main_process
 from slipstream.track.plain import flat, number, plain
-from slipstream.track.values import table_of
+from slipstream.track.tables import table_of
 
 __all__ = ["WandBTracker"]
 
@@ -52,26 +52,27 @@ class WandBTracker(GeneralTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs pictures by name, also as files and as objects of wandb; keywords go to `wandb.Image`."""
+        from slipstream.track.pictures import SortedPictures
+
         image = importlib.import_module("wandb").Image
-        self.run.log({name: [image(one, **kwargs) for one in _pictures(given)] for name, given in values.items()}, step=step)
+        found = SortedPictures(values, _pictures)
+        if shown := {name: [image(one, **kwargs) for one in several] for name, several in found.made.items()}:
+            self.run.log(shown, step=step)
+        found.refuse()
 
     @on_main_process
     def log_table(
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Any = None,
         dataframe: Any = None,
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
         """Logs a table, of rows with `columns` or of a data frame; keywords go to the call that logs it."""
-        kind = importlib.import_module("wandb").Table
-        if dataframe is None and data is not None and any(type(cell).__module__.startswith("wandb") for row in data for cell in row):
-            made = kind(columns=columns, data=data)  # pictures and the like in cells are wandb's own business
-        else:
-            table = table_of(table_name, columns, data, dataframe)
-            made = kind(columns=table.columns, data=table.rows)
+        table = table_of(table_name, columns, data, dataframe, own="wandb")  # pictures and the like in cells are wandb's own business
+        made = importlib.import_module("wandb").Table(columns=table.columns, data=table.rows)
         self.run.log({table_name: made}, step=step, **kwargs)
 
     @on_main_process
