@@ -17,13 +17,20 @@ does nothing, so that scripts need no condition around their calls.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
+from slipstream.config.redact import redact_text
+from slipstream.errors import ConfigError
 from slipstream.runtime.where import this_process
 
-__all__ = ["GeneralTracker", "NullTracker", "on_main_process"]
+__all__ = ["GeneralTracker", "NullTracker", "folder_for", "on_main_process"]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:\-]+://")
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,6 +51,23 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(self, *args, **kwargs)
 
     return method
+
+
+def folder_for(tracker: str, logging_dir: str | os.PathLike[str]) -> Path:
+    """The logging folder of a tracker that writes files; a URL is none.
+
+    >>> folder_for("local", "s3://bucket/run")
+    Traceback (most recent call last):
+        ...
+    slipstream.errors.ConfigError: the tracker local writes into a folder of this machine, and 's3://bucket/run' is a URL: give it one ...
+    """
+    if _URL.match(os.fspath(logging_dir)):
+        shown = redact_text(os.fspath(logging_dir))
+        raise ConfigError(
+            f"the tracker {tracker} writes into a folder of this machine, and {shown!r} is a URL: give it one of its own, "
+            'as in Accelerator(project_config=ProjectConfiguration(project_dir="s3://...", logging_dir="logs"))'
+        )
+    return Path(logging_dir)
 
 
 class GeneralTracker:

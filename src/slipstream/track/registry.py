@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.names import nearest
 from slipstream.devices.packages import PACKAGES, installed
 from slipstream.errors import ConfigError
-from slipstream.track.base import GeneralTracker, NullTracker
+from slipstream.track.base import GeneralTracker, NullTracker, folder_for
 
 __all__ = ["Chosen", "LoggerType", "filter_trackers", "get_available_trackers", "missing_account", "register_tracker_class", "resolve"]
 
@@ -89,6 +90,9 @@ _ACCOUNTS = {
 }
 """The trackers whose runs go to a service unless they are told otherwise."""
 
+_IN_FOLDERS = (LoggerType.LOCAL, LoggerType.TENSORBOARD)
+"""The trackers that write files of their own into the logging folder."""
+
 _Given = str | LoggerType | GeneralTracker | type[GeneralTracker]
 _Tracker = GeneralTracker | type[GeneralTracker]
 
@@ -148,13 +152,13 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
     return tracker_class
 
 
-def resolve(log_with: _Given | Sequence[_Given] | None, logging_dir: str | os.PathLike[str] | None) -> Chosen:
+def resolve(log_with: _Given | Sequence[_Given] | Set[_Given] | None, logging_dir: str | os.PathLike[str] | None) -> Chosen:
     """The trackers that `log_with` names, each once and in order: instances of the user's as they are, and classes to be made.
 
     >>> [tracker.name for tracker in resolve(["local", LoggerType.LOCAL], "runs")]
     ['local']
     """
-    given = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+    given = _several(log_with)
     found: list[_Tracker] = []
     named: set[str] = set()
     for one in given:
@@ -163,8 +167,12 @@ def resolve(log_with: _Given | Sequence[_Given] | None, logging_dir: str | os.Pa
         if not isinstance(one, str) or str(one).lower() != LoggerType.ALL:
             named.update(tracker.name for tracker in several)
     for tracker in found:
-        if isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None:
+        if not isinstance(tracker, type) or not tracker.requires_logging_directory:
+            continue
+        if logging_dir is None:
             raise ConfigError(f'log_with="{tracker.name}" needs a folder to write to: pass project_dir="..." to the Accelerator')
+        if tracker.name in named and tracker.name in _IN_FOLDERS:
+            folder_for(tracker.name, logging_dir)
     names = [tracker.name for tracker in found]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"log_with has several trackers of the name {', '.join(sorted(twice))}: leave all but one out, or rename them")
@@ -172,7 +180,7 @@ def resolve(log_with: _Given | Sequence[_Given] | None, logging_dir: str | os.Pa
 
 
 def filter_trackers(
-    log_with: _Given | Sequence[_Given] | None, logging_dir: str | os.PathLike[str] | None = None
+    log_with: _Given | Sequence[_Given] | Set[_Given] | None, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[str | GeneralTracker]:
     """`log_with` checked: the names of trackers, each once, and the instances of the user's.
 
@@ -180,6 +188,13 @@ def filter_trackers(
     ['local']
     """
     return [tracker.name if isinstance(tracker, type) else tracker for tracker in resolve(log_with, logging_dir)]
+
+
+def _several(log_with: Any) -> list[Any]:
+    """What was given, one by one; a set has no order, so the names give it one, which is the same on every process."""
+    if isinstance(log_with, set | frozenset):
+        return sorted(log_with, key=lambda one: str(getattr(one, "name", one)) if not isinstance(one, str) else str(one))
+    return [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
 
 
 def _find(given: Any) -> list[_Tracker]:
@@ -195,7 +210,9 @@ def _find(given: Any) -> list[_Tracker]:
         return [_own(LoggerType(name))]
     users = [one for one in _users_classes() if one.name.lower() == name]
     if not users:
-        raise ConfigError(f"log_with={str(given)!r} is not known: write one of {_known()}, or an instance of a tracker of yours")
+        raise ConfigError(
+            f"log_with={str(given)!r} is not known{_hint(name)}: write one of {_known()}, or an instance of a tracker of yours"
+        )
     _check_complete(users[-1])
     return [users[-1]]  # of several definitions, as in a notebook, the last
 
@@ -218,7 +235,19 @@ def _is_installed(kind: LoggerType) -> bool:
 
 
 def _known() -> str:
-    return ", ".join([*(kind.value for kind in _HOMES), *dict.fromkeys(one.name for one in _users_classes())])
+    return ", ".join(_names())
+
+
+def _names() -> list[str]:
+    own = [kind.value for kind in _HOMES]
+    return [*own, LoggerType.ALL.value, *dict.fromkeys(one.name for one in _users_classes())]
+
+
+def _hint(name: str) -> str:
+    if "," in name:
+        return f" (several names are a list: {[one.strip() for one in name.split(',')]})"
+    near = nearest(name, _names())
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _users_classes(base: type[GeneralTracker] = GeneralTracker) -> Iterator[type[GeneralTracker]]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from slipstream.devices.packages import version_of
-from slipstream.track.base import GeneralTracker, on_main_process
+from slipstream.track.base import GeneralTracker, folder_for, on_main_process
 from slipstream.track.plain import flat, plain
-from slipstream.track.values import refuse, sort_values, table_of
+from slipstream.track.tables import table_of
+from slipstream.track.values import refuse, sort_values
 
 __all__ = ["TensorBoardTracker"]
 
@@ -27,7 +27,7 @@ class TensorBoardTracker(GeneralTracker):
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
-        self.logging_dir = Path(logging_dir) / run_name
+        self.logging_dir = folder_for(self.name, logging_dir) / run_name
         self.init_kwargs = kwargs
         self.writer: Any = None
 
@@ -64,7 +64,9 @@ class TensorBoardTracker(GeneralTracker):
             if isinstance(several, Mapping):
                 inner = sort_values(several)
                 self.writer.add_scalars(name, inner.numbers, global_step=step, **kwargs)
-                others |= {f"{name}/{key}": one for key, one in (inner.texts | inner.others).items()}
+                for key, text in inner.texts.items():
+                    self.writer.add_text(f"{name}/{key}", text, global_step=step, **kwargs)
+                others |= {f"{name}/{key}": one for key, one in inner.others.items()}
         self.writer.flush()
         refuse(self.name, others)
 
@@ -73,26 +75,29 @@ class TensorBoardTracker(GeneralTracker):
         """Logs pictures by name: one, several, or a batch; keywords go to `add_images`, which with `dataformats` gets them as they are."""
         import numpy
 
-        from slipstream.track.pictures import pictures
+        from slipstream.track.pictures import SortedPictures
 
-        for name, given in values.items():
-            if "dataformats" in kwargs:
+        if "dataformats" in kwargs:
+            for name, given in values.items():
                 self.writer.add_images(name, given, global_step=step, **kwargs)
-                continue
-            several = pictures(given)
+            self.writer.flush()
+            return
+        found = SortedPictures(values)
+        for name, several in found.made.items():
             if len({one.shape for one in several}) == 1:
                 self.writer.add_images(name, numpy.stack(several), global_step=step, dataformats="NHWC", **kwargs)
             else:
                 for number, one in enumerate(several):
                     self.writer.add_image(f"{name}/{number}", one, global_step=step, dataformats="HWC", **kwargs)
         self.writer.flush()
+        found.refuse()
 
     @on_main_process
     def log_table(
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Any = None,
         dataframe: Any = None,
         step: int | None = None,
         **kwargs: Any,
