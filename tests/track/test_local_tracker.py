@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_plain_numbers_take_the_short_way(tracker: LocalTracker, monkeypatch: py
 
 
 def test_what_is_no_number_is_named_and_the_rest_is_kept(tracker: LocalTracker) -> None:
-    with pytest.raises(NotANumber, match=r"weights is a Tensor of \(3,\), nothing is a NoneType, and the tracker local keeps numbers"):
+    with pytest.raises(NotANumber, match=r"weights is a Tensor of \(3,\) and nothing is None, and the tracker local keeps numbers"):
         tracker.log({"loss": 1.0, "weights": torch.zeros(3), "nothing": None}, step=1)
     assert lines_of(tracker)[1]["values"] == {"loss": 1.0}
 
@@ -141,6 +142,18 @@ def test_what_cannot_be_written_or_was_not_started_is_said(tmp_path: Path) -> No
         LocalTracker("run", tmp_path / "file").start()
     with pytest.raises(ConfigError, match=r"not started: call start\(\) first"):
         LocalTracker("run", tmp_path).log({"loss": 1.0})
+
+
+def test_a_folder_that_is_removed_during_the_run_is_said(tracker: LocalTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker.log({"loss": 1.0})
+    shutil.rmtree(tracker.tracker)
+    tracker.log({"loss": 1.0})  # between two looks nobody knows
+    monkeypatch.setattr(tracker, "_look_at", 0.0)
+    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl was removed while the run goes on"):
+        tracker.log({"loss": 1.0})
+    with pytest.raises(FileNotFoundError, match="was removed"):
+        tracker.finish()
+    tracker.finish()
 
 
 def test_a_writer_that_is_killed_at_any_moment_leaves_every_confirmed_line_readable(tmp_path: Path, rounds: Any) -> None:

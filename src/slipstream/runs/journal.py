@@ -52,7 +52,9 @@ class Journal:
         self.path = Path(path)
         self._file = os.open(self.path, _APPEND, 0o666)
         self._index: int | None = None
-        self.size = os.fstat(self._file).st_size
+        found = os.fstat(self._file)
+        self.size = found.st_size
+        self._counts_links = found.st_nlink > 0
         self.lines = 0
         """Lines of the file, where there is an index; else those of this writer."""
         self._torn = self.size > 0 and _last_byte(self.path, self.size) != b"\n"
@@ -89,6 +91,11 @@ class Journal:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._file < 0
+
+    @property
+    def gone(self) -> bool:
+        """Whether the file was removed while it is open; False where the file system does not tell."""
+        return self._counts_links and self._file >= 0 and os.fstat(self._file).st_nlink == 0
 
     def _write(self, text: str) -> None:
         data = text.encode("utf-8", "backslashreplace")

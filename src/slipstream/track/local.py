@@ -24,14 +24,17 @@ from slipstream.config.redact import redact_values
 from slipstream.errors import ConfigError
 from slipstream.runs.folder import RunFolder
 from slipstream.runs.journal import Journal
-from slipstream.track.base import GeneralTracker, on_main_process
+from slipstream.track.base import GeneralTracker, folder_for, on_main_process
 from slipstream.track.plain import plain
-from slipstream.track.values import refuse, sort_values, table_of
+from slipstream.track.tables import table_of
+from slipstream.track.values import refuse, sort_values
 
 __all__ = ["LocalTracker"]
 
 _MANY_NAMES = 10_000
 """Names of metrics whose spelling is kept; more than these are no names that come again."""
+_LOOK = 10.0
+"""Seconds from one look whether the file is still there to the next."""
 
 
 class LocalTracker(GeneralTracker):
@@ -67,12 +70,13 @@ class LocalTracker(GeneralTracker):
         if folder is not None and name is not None and name != folder.name:
             raise ConfigError(f"the local tracker has the name {name!r} and a folder of the run {folder.name!r}: give one of them")
         self.run_name = run_name
-        self.logging_dir = Path(logging_dir)
+        self.logging_dir = folder_for(self.name, logging_dir)
         self.folder = folder
         self._wanted, self._resume = name, resume
         self._owns = folder is None
         self._journal: Journal | None = None
         self._begun = False
+        self._look_at = 0.0
         self._spelled: dict[str, str] = {}
 
     @property
@@ -124,6 +128,8 @@ class LocalTracker(GeneralTracker):
         if step is not None and type(step) is not int:
             return self._log_with(values, step, kwargs)
         now = time.time()
+        if now >= self._look_at:
+            self._look(journal, now)
         shown = "null" if step is None else step
         return journal.line(f'{{"step":{shown},"time":{now:.3f},"values":{{{",".join(parts)}}}}}', step=step, time=now)
 
@@ -149,25 +155,27 @@ class LocalTracker(GeneralTracker):
         journal = self._beginning()
         if journal is None:
             return
-        from slipstream.track.pictures import pictures, png
+        from slipstream.track.pictures import SortedPictures, png
 
-        made = {name: pictures(given) for name, given in values.items()}
+        found = SortedPictures(values)
         media = self.tracker / "media"
         media.mkdir(exist_ok=True)
         places: dict[str, list[str]] = {}
-        for name, several in made.items():
+        for name, several in found.made.items():
             slug = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:60]
             for number, one in enumerate(several):
                 place = media / f"{journal.lines}-{len(places)}-{number}-{slug}.png"
                 _write_whole(place, png(one))
                 places.setdefault(name, []).append(f"media/{place.name}")
-        self._append(journal, step, {"images": places, **plain(kwargs)})
+        if found.made:
+            self._append(journal, step, {"images": places, **plain(kwargs)})
+        found.refuse()
 
     def log_table(
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Any = None,
         dataframe: Any = None,
         step: int | None = None,
         **kwargs: Any,
@@ -182,15 +190,29 @@ class LocalTracker(GeneralTracker):
     def finish(self) -> None:
         """Closes the file, and ends the run where the folder is its own."""
         if self._journal is not None:
-            self._journal.close()
-            self._journal, self._begun = None, False
+            journal, self._journal, self._begun = self._journal, None, False
+            try:
+                self._look(journal, time.time())
+            finally:
+                journal.close()
             if self._owns and self.folder is not None:
                 self.folder.end("finished")
 
     def _append(self, journal: Journal, step: Any, record: dict[str, Any]) -> None:
         now = time.time()
+        if now >= self._look_at:
+            self._look(journal, now)
         place = None if step is None else int(step)
         journal.append({"step": place, "time": round(now, 3), **record}, step=place, time=now)
+
+    def _look(self, journal: Journal, now: float) -> None:
+        """An error where the file was removed: what is written to it goes nowhere, and the system does not say so."""
+        self._look_at = now + _LOOK
+        if journal.gone:
+            raise FileNotFoundError(
+                f"{journal.path} was removed while the run goes on: what was logged to it is lost, and so is what comes; "
+                "leave the folder of a run alone until its end"
+            )
 
     def _beginning(self) -> Journal | None:
         """The file, with the first line of this start in it."""
