@@ -23,7 +23,7 @@ from slipstream.errors import ConfigError, StateError
 from slipstream.runs.folder import RunFolder, find_runs
 from slipstream.track.base import GeneralTracker, NullTracker, on_main_process
 from slipstream.track.local import LocalTracker
-from slipstream.track.plain import plain
+from slipstream.track.plain import flat, plain
 from slipstream.track.registry import (
     Chosen,
     LoggerType,
@@ -90,6 +90,7 @@ def test_names_kinds_instances_and_lists_are_resolved_once_each_and_in_order() -
     assert found == [WandBTracker, TensorBoardTracker, own]
     assert resolve(None, None) == []
     assert resolve("local", "runs") == [LocalTracker]
+    assert resolve({"wandb", "tensorboard"}, "runs") == resolve(("tensorboard", "wandb"), "runs") == [TensorBoardTracker, WandBTracker]
     assert filter_trackers(["wandb", LoggerType.WANDB, own]) == ["wandb", own]
 
 
@@ -104,7 +105,8 @@ def test_all_are_those_that_are_installed() -> None:
 @pytest.mark.parametrize(
     ("log_with", "complaint"),
     [
-        ("wandbb", "'wandbb' is not known: write one of local, tensorboard, wandb"),
+        ("tensorbord", r"'tensorbord' is not known \(did you mean tensorboard\?\): write one of local, .*, swanlab, all"),
+        ("wandb,local", r"several names are a list: \['wandb', 'local'\]"),
         (3, "3 is no tracker"),
         ("local", "needs a folder to write to: pass project_dir"),
         ([Memory(), Memory()], "several trackers of the name memory of a test"),
@@ -167,6 +169,11 @@ def test_names_that_fit_no_tracker_and_a_second_start_are_errors() -> None:
     trackers = Trackers([Memory()], None, is_main_process=True)
     with pytest.raises(ConfigError, match="init_kwargs has wandb, but log_with has memory of a test"):
         trackers.start("project", None, {"wandb": {}})
+    for given, complaint in ((5, "init_kwargs=5 is no dict"), ({Memory.name: 5}, "memory of a test, 5, are no keywords")):
+        with pytest.raises(ConfigError, match=complaint):
+            trackers.start("project", None, given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="init_kwargs has foo for local, which takes name, resume"):
+        Trackers([LocalTracker], ".", is_main_process=True).start("project", None, {"local": {"foo": 1}})
     with pytest.raises(ConfigError, match="is an object already"):
         trackers.start("project", None, {Memory.name: {"run_name": "x"}})
     trackers.start("project")
@@ -244,7 +251,7 @@ def test_pictures_and_tables_reach_those_that_keep_them_and_the_others_are_named
         "log_images() goes nowhere",
         "the tracker memory of a test keeps no pictures",
         "the tracker memory of a test keeps no tables",
-        "the tracker local failed in log_images (TypeError",
+        "the picture sample is left out",
     ]
 
 
@@ -257,7 +264,35 @@ def test_each_value_that_is_no_number_is_named_once_and_what_is_one_is_kept(tmp_
     values = [json.loads(line).get("values") for line in trackers.get("local").path.read_text().splitlines()]
     trackers.finish()
     assert values == [None, {"loss": 1.0}, {"loss": 1.0}]
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["weights is a list", "settings is a object"]
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["weights is a list", "settings is an object"]
+
+
+def test_every_kind_of_mistake_is_said_once_for_each_name_and_twenty_at_most(tmp_path: Path, caplog: Any) -> None:
+    trackers = Trackers(resolve("local", tmp_path), tmp_path, is_main_process=True)
+    trackers.start("project")
+    for _ in range(2):
+        trackers.log_images({"x": None, "good": numpy.zeros((2, 2))})
+        trackers.log_images({"x": None, "y": "text"})
+        trackers.log_table("a", data=[1])
+        trackers.log_table("b", data=[1])
+    last = json.loads(trackers.get("local").path.read_text().splitlines()[-1])
+    assert list(last["images"]) == ["good"]
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "the picture x is left out",
+        "the picture y is left out",
+        "the table a is left out",
+        "the table b is left out",
+    ]
+    caplog.clear()
+    for place in range(30):
+        trackers.log({f"name {place}": None, "name": []})
+    trackers.finish()
+    assert len(caplog.messages) == 20
+    assert caplog.messages[0].startswith("name 0 is None and name is a list, and the tracker local keeps")
+    assert caplog.messages[1].startswith("name 1 is None, and")
+    assert caplog.messages[-1].endswith("further ones of local in log are not said")
+    with pytest.raises(ConfigError, match=r"log_images\(\) has a Tensor of \(3, 2, 2\): pictures are a dict of names"):
+        trackers.log_images(torch.zeros(3, 2, 2))  # type: ignore[arg-type]
 
 
 class Unwilling(Memory):
@@ -423,6 +458,17 @@ def test_settings_of_any_kind_become_plain_data() -> None:
     assert result["broken"] == "(Broken, whose text fails with RuntimeError)"
     assert result["lambda"].endswith("<lambda>")
     assert result["['a', 1]"] == [1, 2]
+
+
+def test_what_is_nested_too_deep_is_cut_and_names_that_meet_are_both_kept() -> None:
+    deep: Any = 1
+    for _ in range(3000):
+        deep = {"d": deep}
+    shown = json.dumps(plain({"deep": deep, "flat": 1}))
+    assert '"..."' in shown
+    assert '"flat": 1' in shown
+    assert list(flat({"deep": deep}).values())[0].keys() == {"d"}
+    assert flat({"a/b": 1, "a": {"b": 2}}) == {"a/b": 1, "a/b-2": 2}
 
 
 # -- the trackers themselves ------------------------------------------------------------------------------------------
