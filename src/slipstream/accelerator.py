@@ -25,7 +25,7 @@ from slipstream.facade.processes import Processes
 from slipstream.facade.saving import Saver
 from slipstream.facade.settings import Settings
 from slipstream.facade.training import Training
-from slipstream.facade.watching import Watch, guard, with_local
+from slipstream.facade.watching import Watch, guard, place_of, with_local
 from slipstream.parallel.compile import TorchDynamoPlugin
 from slipstream.runtime.state import AcceleratorState
 from slipstream.step.ledger.report import LedgerReport
@@ -135,11 +135,11 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         self._begin_watching(log_with, told)
 
     def _begin_watching(self, log_with: Any, told: dict[str, Any]) -> None:
-        chosen = resolve(log_with, self.logging_dir)
+        folder = place_of(self.logging_dir)
+        chosen = resolve(log_with, folder)
         self._log_with = [tracker.name for tracker in chosen]
-        self._trackers = Trackers(
-            with_local(chosen, self.project_configuration), self.logging_dir, is_main_process=self.state.is_main_process
-        )
+        trackers = with_local(chosen, self.project_configuration)
+        self._trackers = Trackers(trackers, folder, is_main_process=self.state.is_main_process)
         self._watch = Watch(self._parts, self.project_configuration, self._trackers, told)
 
     def __getattr__(self, name: str) -> Any:
@@ -187,12 +187,12 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Any = None,
         dataframe: Any = None,
         step: int | None = None,
         log_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Sends a table, rows with `columns` or a data frame, to every tracker that keeps tables."""
+        """Sends a table (rows with `columns`, a dict of columns, records, an array, or a data frame) to every tracker that keeps tables."""
         self._trackers.log_table(table_name, columns, data, dataframe, step, log_kwargs)
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Accelerator
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
 from slipstream.runs.folder import find_runs
 from slipstream.runs.reading import Run
@@ -111,6 +111,46 @@ def test_a_project_dir_that_is_no_folder_does_not_stop_a_run(tmp_path: Path, cap
     train(accelerator)
     accelerator.end_training()
     assert "is no folder of this machine, so this run gets none" in caplog.text
+
+
+def test_a_folder_is_where_it_was_whatever_the_script_does_and_a_url_of_a_file_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for place in ("relative", f"file://{tmp_path}/by%20url"):
+        monkeypatch.chdir(tmp_path)
+        accelerator = Accelerator(cpu=True, project_dir=place, log_with=["local", "tensorboard"])
+        accelerator.init_trackers("demo")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        accelerator.log({"loss": 1.0}, step=0)
+        accelerator.end_training()
+        (folder,) = find_runs(tmp_path / ("relative" if place == "relative" else "by url"))
+        assert (folder / "report.html").exists()
+        assert (folder.parent.parent / "demo").is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert not caplog.messages
+    for name in ("local", "tensorboard"):
+        with pytest.raises(
+            ConfigError, match=rf"tracker {name} writes into a folder of this machine, and 's3://bucket/run' is a URL: .*logging_dir="
+        ):
+            Accelerator(cpu=True, project_dir="s3://bucket/run", log_with=name)
+
+
+def test_arguments_that_are_wrong_make_no_folder_and_leave_a_run_alone(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
+    for wrong in ((None,), (5,), ("demo", 5), ("demo", None, 5), ("demo", None, {"local": 5}), ("demo", None, {"local": {"foo": 1}})):
+        with pytest.raises(ConfigError):
+            accelerator.init_trackers(*wrong)
+    assert not list(tmp_path.iterdir())
+    accelerator.init_trackers("demo", init_kwargs={"local": {"name": "first"}})
+    folder = tmp_path / "runs" / "first"
+    before = {one.name: one.read_bytes() for one in folder.iterdir()}
+    with pytest.raises(StateError, match="run already"):
+        accelerator.init_trackers("demo")
+    assert {one.name: one.read_bytes() for one in folder.iterdir()} == before
+    assert accelerator.run_dir == folder
+    accelerator.end_training()
+    assert [event["kind"] for event in lines(folder / "events.jsonl")] == ["start", "end"]
 
 
 def test_a_full_disk_is_said_once_and_the_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

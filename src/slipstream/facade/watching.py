@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint.store import is_url, redacted
+from slipstream.checkpoint.store import is_url, local_path, redacted
 from slipstream.comm.gather import gather_objects
 from slipstream.config.handlers import ProjectConfiguration
 from slipstream.config.redact import redact_text, redact_values
@@ -42,7 +42,7 @@ from slipstream.track.plain import plain
 from slipstream.track.registry import Chosen
 from slipstream.track.trackers import Trackers, settings_of
 
-__all__ = ["Watch", "guard", "with_local"]
+__all__ = ["Watch", "guard", "place_of", "with_local"]
 
 _GUARDS = "slipstream.guards"
 _NOTE = "folder of the run"
@@ -55,7 +55,7 @@ class Watch:
 
     def __init__(self, parts: Parts, project: ProjectConfiguration, trackers: Trackers, told: Mapping[str, Any]) -> None:
         self._parts = parts
-        self._project = project
+        self._root = place_of(project.project_dir)
         self._trackers = trackers
         self._told = told
         """The arguments of the Accelerator that were given."""
@@ -82,19 +82,19 @@ class Watch:
     @property
     def root(self) -> Path | None:
         """Where runs are kept; None where nothing is, and on processes that do not write."""
-        given = self._project.project_dir
-        if given is None or not self._parts.state.is_main_process:
+        if self._root is None or not self._parts.state.is_main_process:
             return None
-        if is_url(given):
-            self._say(f"project_dir={redacted(given)} is no folder of this machine, so this run gets none: no report is written")
+        if is_url(self._root):
+            self._say(f"project_dir={redacted(self._root)} is no folder of this machine, so this run gets none: no report is written")
             return None
-        return Path(os.path.expanduser(given))
+        return Path(self._root)
 
     def begin(self, project: str, config: Any, init_kwargs: Mapping[str, Any] | None) -> None:
-        """Begins a run under its own name: the folder, then the trackers."""
-        if self.folder is not None and not self._trackers.started:
+        """Begins a run under its own name: the folder, then the trackers; arguments that are wrong leave a run that goes on alone."""
+        self._trackers.check(project, config, init_kwargs)
+        if self.folder is not None:
             self._close("finished")  # one that was made without a name, before this call
-        if self.root is not None and not self._trackers.started:
+        if self.root is not None:
             local = dict((init_kwargs or {}).get("local", {}))
             self._open(project, local.get("name"), resume=bool(local.get("resume", False)), config=config)
         try:
@@ -211,7 +211,7 @@ class Watch:
     def _tell_snapshot(self, path: Path, snapshot: MemorySnapshot) -> None:
         ledger = self._parts.ledger
         ledger.tell({"kind": "memory", "text": "memory ran out", "path": path.name, "step": ledger.step})
-        ledger.settle()  # there is no next time
+        ledger.leave()  # there is no next time
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -275,6 +275,15 @@ def guard(parts: Parts, options: GuardKwargs | None) -> Guards:
     return guards
 
 
+def place_of(given: str | None) -> str | None:
+    """A folder that was given, as a path that stays the same wherever the script goes; a URL of something else as it is.
+
+    >>> place_of("file:///data/run"), place_of("s3://bucket/run"), place_of(None)
+    ('/data/run', 's3://bucket/run', None)
+    """
+    return given if given is None or is_url(given) else os.path.abspath(os.path.expanduser(local_path(given)))
+
+
 def with_local(chosen: Chosen, project: ProjectConfiguration) -> Chosen:
     """The trackers of `log_with`, and the local one besides where the run has a folder."""
     if project.project_dir is None or is_url(project.project_dir) or any(one.name == LocalTracker.name for one in chosen):
@@ -293,7 +302,7 @@ def _left_alone(folder: RunFolder, journal: Journal, ledger: Ledger) -> None:
     from slipstream.report import write
 
     try:
-        ledger.settle()  # the last steps, and what other processes told before they ended
+        ledger.leave()  # the last steps, and what other processes told before they ended
         journal.close()
         state, why = _how_it_ended()
         folder.event("end", why)
