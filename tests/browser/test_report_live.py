@@ -74,6 +74,17 @@ def test_points_names_and_runs_appear_by_themselves(look, run, serve, tmp_path):
     page.until("slipstream.page.runs.length === 2 && slipstream.model('loss').lines.length === 2")
 
 
+def test_a_page_waits_for_the_first_run_and_drops_one_that_is_gone(look, serve, tmp_path):
+    page = look(serve().url)
+    page.may_complain = True  # about a run that went while it was asked for
+    page.until("document.getElementById('status').textContent === 'Waiting for the first run'")
+    first = RunFolder.create(tmp_path, "first", project="spirals", attempt={"pid_started": 1})
+    page.until("document.getElementById('status').textContent === 'Live'")
+    page.until("document.querySelector('.run .state').textContent === 'killed'")
+    first.path.rename(first.path.with_name("renamed"))
+    page.until("slipstream.page.runs.map((one) => one.name).join() === 'renamed'")
+
+
 def test_zooming_in_brings_the_points_that_were_thinned_away(look, run, serve):
     journal = run.journal("metrics.jsonl")
     for step in range(6_000):

@@ -3,7 +3,7 @@
 
 class Live {
   constructor(page) {
-    Object.assign(this, { page, points: 2000, asked: 0, loading: false, waiting: [] });
+    Object.assign(this, { page, points: 2000, asked: 0, loading: false, waiting: [], names: null });
     page.state.listen((changed) => {
       if (changed.includes("range") || changed.includes("axis")) this.later();
     });
@@ -28,10 +28,12 @@ class Live {
     try {
       const names = (await this.ask("/api/runs")).map((one) => one.name);
       this.page.replace(await Promise.all(names.map((name) => this.view(name))));
-      this.say("live", "Live");
+      this.say(...(names.length ? ["live", "Live"] : ["waiting", "Waiting for the first run"]));
       if (this.page.state.range) this.later();
+      if (this.differs()) this.again(300);
     } catch {
       this.say("lost", "Connection lost; trying again");
+      this.again(2000); // a run may have gone between the list and its view
     }
     this.loading = false;
     const waiting = this.waiting;
@@ -45,16 +47,27 @@ class Live {
     return answer.json();
   }
 
-  view(name, low = null, high = null) {
-    const query = new URLSearchParams({ run: name, points: String(this.points) });
+  view(name, low = null, high = null, more = {}) {
+    const query = new URLSearchParams({ run: name, points: String(this.points), ...more });
     if (low !== null) query.set("low", String(low));
     if (high !== null) query.set("high", String(high));
     return this.ask(`/api/view?${query}`);
   }
 
-  /** One more run has begun. */
+  /** One more run has begun, or one is gone. */
   listed(runs) {
-    if (!this.loading && runs.some((one) => !this.page.runs.some((known) => known.name === one.name))) this.load();
+    this.names = runs.map((one) => one.name);
+    if (!this.loading && this.differs()) this.load();
+  }
+
+  differs() {
+    const known = new Set(this.page.runs.map((one) => one.name));
+    return this.names !== null && (this.names.length !== known.size || this.names.some((name) => !known.has(name)));
+  }
+
+  again(milliseconds) {
+    clearTimeout(this.turn);
+    this.turn = setTimeout(() => this.load(), milliseconds);
   }
 
   update(news) {
@@ -102,7 +115,7 @@ class Live {
       if (!Number.isFinite(low) || !Number.isFinite(high)) continue;
       const room = Math.max(1, (high - low) * 0.1);
       try {
-        const view = await this.view(run.name, Math.floor(low - room), Math.ceil(high + room));
+        const view = await this.view(run.name, Math.floor(low - room), Math.ceil(high + room), { only: "series" });
         if (turn !== this.asked) return;
         run.detail = { series: new Map(Object.entries(view.series || {}).map(([name, given]) => [name, new Series(given)])) };
       } catch {
