@@ -146,6 +146,8 @@ class Watched:
         return {name: list(one) for name, one in self._run.images.items()}
 
     def _mark(self) -> None:
+        for series in self._run.series.values():
+            series.settle()
         self._told = {name: len(series) for name, series in self._run.series.items()}
         self._beginnings = self._run.beginnings
         self._said = self._others()

@@ -48,12 +48,16 @@ class Series:
         self.times.append(time)
         self.values.append(value)
 
+    def settle(self) -> None:
+        """Looks through what is new, so that the next view is quick."""
+        self._blocks.follow(self.values)
+
     def view(self, points: int, low: float | None = None, high: float | None = None) -> dict[str, Any]:
         """At most `points` of it between two steps as plain lists; `count` says how many there are in all."""
         shown = [range(0, len(self))] if low is None and high is None else list(self._between(low, high))
         if len(shown) <= 1:
             start, stop = (shown[0].start, shown[0].stop) if shown else (0, 0)
-            self._blocks.follow(self.values)
+            self.settle()
             places: Sequence[int] = kept(self.values, start, stop, points, self._blocks)
         else:
             order = [place for one in shown for place in one]
