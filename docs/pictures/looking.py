@@ -101,7 +101,7 @@ class Looker:
 
     def canvas(self, name: str) -> Any:
         """The canvas of a chart, in sight and drawn."""
-        found = next(one for one in self.all("figure.chart") if one.get_attribute("data-name") == name)
+        found = self.until("[...document.querySelectorAll('figure.chart')].find((one) => one.dataset.name === arguments[0])", name)
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
         self.until(f"(() => {{ {PLOT} return plot.visible && !plot.dirty }})()", name)
         return found.find_element(By.CSS_SELECTOR, "canvas[role=img]")

@@ -49,6 +49,18 @@ def hostile_run(folder: Path) -> Path:
     return folder
 
 
+def a_page(path: Path, *views: dict[str, Any], **options: Any) -> Path:
+    path.write_text(render(views, **options), encoding="utf-8")
+    return path
+
+
+def a_view(name: str = "first", **values: list[float | None]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "series": {key: {"steps": range(len(one)), "times": range(len(one)), "values": one} for key, one in values.items()},
+    }
+
+
 def pixels(looker: Any, name: str, color: str) -> int:
     """How many pixels of a chart have a colour."""
     looker.canvas(name)
@@ -191,9 +203,7 @@ def test_the_average_of_a_constant_is_that_constant_from_the_first_point_on(look
 def test_numbers_that_differ_by_next_to_nothing_are_drawn_as_one(look, tmp_path):
     steps = range(300)
     values = {"constant": [3e-4] * 300, "noise": [1e8 + step * 1e-6 for step in steps], "far": [(-1) ** step * 1e308 for step in steps]}
-    series = {name: {"steps": steps, "times": steps, "values": one} for name, one in values.items()}
-    (tmp_path / "page.html").write_text(render([{"name": "first", "series": series}]))
-    page = look(tmp_path / "page.html")
+    page = look(a_page(tmp_path / "page.html", a_view(**values)))
     page.driver.set_script_timeout(30)
     page.driver.execute_script("slipstream.page.state.set({smoothing: 0.6})")
     assert page.model("constant")["y"] == [pytest.approx(2.7e-4), pytest.approx(3.3e-4)]
@@ -205,9 +215,7 @@ def test_numbers_that_differ_by_next_to_nothing_are_drawn_as_one(look, tmp_path)
 
 def test_large_counters_and_slow_ramps_keep_their_digits(look, tmp_path):
     values = {"tokens": [100_000_000 + 3 * step for step in range(50)], "ramp": [1e6 + 0.01 * step for step in range(50)]}
-    series = {name: {"steps": range(50), "times": range(50), "values": one} for name, one in values.items()}
-    (tmp_path / "page.html").write_text(render([{"name": "first", "series": series}]))
-    page = look(tmp_path / "page.html")
+    page = look(a_page(tmp_path / "page.html", a_view(**values)))
     page.canvas("tokens")
     assert page.find('figure[data-name="tokens"] .legend').text.split() == ["last", "100,000,147"]
     assert page.find('figure[data-name="ramp"] .legend').text.split() == ["last", "1000000.49"]
@@ -217,6 +225,77 @@ def test_large_counters_and_slow_ramps_keep_their_digits(look, tmp_path):
     assert cells == [f"{one:,}" for one in values["tokens"]]
     assert [one.text for one in page.all('figure[data-name="ramp"] td:last-child')][:2] == ["1,000,000", "1000000.01"]
     assert page.ask("new Set(slipstream.page.plots[1].yTicks().map((one) => one.text)).size") >= 3
+
+
+def test_steps_done_again_after_a_restart_replace_the_first_ones(look, tmp_path):
+    steps = [*range(51), *range(40, 81)]
+    series = {"steps": steps, "times": range(92), "values": [float(step + 100 * (place > 50)) for place, step in enumerate(steps)]}
+    events = [{"kind": "restart", "time": 50.5, "step": 40}]
+    page = look(a_page(tmp_path / "page.html", {"name": "first", "series": {"loss": series}, "events": events}))
+    (line,) = page.model("loss")["lines"]
+    assert (line["points"], line["old"]) == (81, 11)
+    assert page.ask("Array.from(slipstream.page.plots[0].lines()[0].y.slice(39, 42))") == [39, 140, 141]
+    assert page.all(".returns") == []
+
+
+def test_steps_that_begin_anew_without_a_restart_are_told_and_stay_in_order_over_time(look, tmp_path):
+    series = {"steps": [*range(10)] * 3, "times": range(30), "values": [*range(100, 130)]}
+    page = look(a_page(tmp_path / "page.html", {"name": "first", "series": {"loss": series}}))
+    assert "go back 2 times without a restart: log with a step that counts on" in page.find(".returns").text
+    low, high = page.model("loss")["y"]
+    assert low < 100  # the earlier passes are in sight
+    assert high > 129
+    page.driver.execute_script("slipstream.page.state.set({axis: 'relative'})")
+    assert page.model("loss")["lines"][0]["points"] == 30
+
+
+def test_the_cross_hair_says_nothing_beyond_the_end_and_whole_steps(look, tmp_path):
+    page = look(a_page(tmp_path / "page.html", a_view("long", loss=[2.0] * 1000), a_view("short", loss=[*range(11)])))
+    page.driver.execute_script("slipstream.page.state.set({hover: 598.38})")
+    page.settle()
+    legend = page.find("figure .legend")
+    assert legend.text.split() == ["long", "2", "short", "\u2013", "step", "598"]
+    page.driver.execute_script("slipstream.page.state.set({hover: 4.2, smoothing: 0.995})")
+    page.settle()
+    assert re.search(r"short\s+4 \(smoothed [0-3]\.", legend.text)
+    page.driver.execute_script("slipstream.page.state.set({hover: null})")
+    page.settle()
+    assert legend.text.split() == ["long", "2", "short", "10"]  # the last that was logged, not its average
+
+
+def test_a_chart_that_cannot_be_logarithmic_says_so(look, tmp_path):
+    page = look(a_page(tmp_path / "page.html", a_view(negative=[-1.0, -2.0], positive=[1.0, 2.0])))
+    page.driver.execute_script("slipstream.page.state.set({log: true})")
+    page.settle()
+    assert [("linear: nothing above 0" in one.text) for one in page.all("figure .legend")] == [True, False]
+
+
+def test_a_page_of_thousands_of_names_furnishes_what_is_in_sight(look, tmp_path):
+    names = {f"layer{number // 100}/weight{number}": [0.0, float(number)] for number in range(2000)}
+    view = {**a_view(**names), "skipped": {"metrics.jsonl: points of too many names, such as 'last'": 3}}
+    page = look(a_page(tmp_path / "page.html", view))
+    assert "such as 'last'" in page.find(".left-out").text
+    assert page.ask("slipstream.page.plots.length") == 2000
+    assert 0 < page.ask("document.querySelectorAll('canvas[role=img]').length") < 100
+    assert page.ask("document.querySelectorAll('details.group[open]').length") == 1
+    page.find("#filter").send_keys("weight1999")
+    page.canvas("layer19/weight1999")
+    assert page.model("layer19/weight1999")["lines"][0]["last"] == 1999
+
+
+def test_a_run_without_points_is_drawn_too_and_names_cannot_turn_the_text(look, tmp_path):
+    page = look(a_page(tmp_path / "page.html", {"name": "a\u202etxt.exe"}, left_out=[("runs/broken", "it has no run.json")]))
+    assert page.find(".run-name").text == "a\\u202etxt.exe"
+    assert page.driver.title == "a\\u202etxt.exe"
+    assert "runs/broken" in page.find(".left-out").text
+    assert "it has no run.json" in page.find("#skipped").text
+
+
+def test_lines_beyond_the_eighth_are_dashed_in_the_legend_too(look, tmp_path):
+    page = look(a_page(tmp_path / "page.html", *(a_view(f"run{number}", loss=[float(number), 1.0]) for number in range(9))))
+    dashed = "[...document.querySelectorAll(arguments[0])].map((one) => one.classList.contains('dash-1'))"
+    for place in (".run .swatch", "figure .legend .swatch"):
+        assert page.ask(dashed, place) == [False] * 8 + [True]
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -27,6 +27,7 @@ class Series {
     this.times = unpacked(given.times);
     this.values = unpacked(given.values);
     this.count = given.count ?? this.values.length;
+    this.whole = this.steps.every(Number.isInteger);
     this.version = 0;
     this.lines = new Map();
   }
@@ -35,6 +36,7 @@ class Series {
     const more = new Series(given);
     for (const name of ["steps", "times", "values"]) this[name] = joined(this[name], more[name]);
     this.count = given.count ?? this.count + more.values.length;
+    this.whole = this.whole && more.whole;
     if (this.values.length > KEPT) this.thin();
     this.version += 1;
     this.lines.clear();
@@ -59,7 +61,7 @@ class Series {
     let least = Infinity;
     let dropped = 0;
     for (let at = x.length - 1; at >= 0; at--) {
-      if (x[at] <= least) {
+      if (x[at] < least || (x[at] === least && keep[at + 1])) { // of two at one place, both stay if nothing lies between them
         keep[at] = 1;
         least = x[at];
       } else dropped += 1;
@@ -67,6 +69,17 @@ class Series {
     if (!dropped) return { x, y: this.values, old: null };
     const pick = (values, wanted) => values.filter((_, at) => keep[at] === wanted);
     return { x: pick(x, 1), y: pick(this.values, 1), old: { x: pick(x, 0), y: pick(this.values, 0) } };
+  }
+
+  /** How often the step is smaller than the one before although no attempt began between the two. */
+  returns(beginnings) {
+    let count = 0;
+    for (let at = 1; at < this.steps.length; at++) {
+      if (this.steps[at] >= this.steps[at - 1]) continue;
+      const next = lowerBound(beginnings, this.times[at - 1]);
+      if (!(beginnings[next] <= this.times[at])) count += 1;
+    }
+    return count;
   }
 }
 
@@ -136,6 +149,11 @@ class Run {
     return fresh;
   }
 
+  get whole() {
+    for (const one of this.series.values()) if (!one.whole) return false;
+    return true;
+  }
+
   get started() {
     if (Number.isFinite(this.info.started)) return this.info.started;
     let least = Infinity;
@@ -151,10 +169,31 @@ class Run {
     return most;
   }
 
+  /** When attempts began, in order. */
+  get beginnings() {
+    const restarts = this.events.filter((event) => event.kind === "restart" || event.kind === "restore").map((event) => event.time);
+    const attempts = Array.isArray(this.info.attempts) ? this.info.attempts.map((one) => one?.started ?? one?.time) : [];
+    return Float64Array.from([...restarts, ...attempts].filter(Number.isFinite)).sort();
+  }
+
+  /** Names whose steps go back without a restart, with how often; kept until something changes. */
+  get returning() {
+    if (this.returned?.version !== this.version) {
+      const { beginnings } = this;
+      const found = new Map();
+      for (const [name, series] of this.series) {
+        const count = series.returns(beginnings);
+        if (count) found.set(name, count);
+      }
+      this.returned = { version: this.version, found };
+    }
+    return this.returned.found;
+  }
+
   /** The line of a name; the whole of it, or the part that is zoomed to with more points where the server gave them. */
   line(name, axis, whole = false) {
     const series = (!whole && this.detail?.series.get(name)) || this.series.get(name);
-    return series ? series.line(axis, this.started) : null;
+    return series ? { ...series.line(axis, this.started), passes: axis === "step" && this.returning.has(name) } : null;
   }
 
   /** Where something lies on an axis. What has no step lies at the step that was logged last before it. */

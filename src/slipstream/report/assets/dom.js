@@ -10,10 +10,21 @@ function make(tag, attributes = {}, ...children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name.startsWith("--")) element.style.setProperty(name, value);
     else if (name === "value" || name === "checked" || name === "selected") element[name] = value;
-    else element.setAttribute(name, value === true ? "" : String(value));
+    else element.setAttribute(name, value === true ? "" : SPOKEN.has(name) ? visible(String(value)) : String(value));
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.append(...contents(children));
   return element;
+}
+
+const SPOKEN = new Set(["title", "aria-label", "alt"]);
+
+function contents(children) {
+  return children.flat().filter((child) => child !== null && child !== undefined).map((child) => (typeof child === "string" ? visible(child) : child));
+}
+
+/** Characters that turn the direction of what follows are spelled out: a name shall not look like another one. */
+function visible(text) {
+  return text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (one) => `\\u${one.charCodeAt(0).toString(16)}`);
 }
 
 /** A small drawing of straight lines, which says nothing to those who do not see it: the text beside it does. */
@@ -36,7 +47,7 @@ const ICONS = {
 };
 
 function clear(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.replaceChildren(...contents(children));
   return element;
 }
 

@@ -77,9 +77,10 @@ function duration(seconds, digits = 3) {
   return `${sign}${Math.floor(whole / 86400)} d ${two(Math.floor((whole % 86400) / 3600))} h`;
 }
 
+/** In steps of 1024, spelled as everywhere else in Slipstream. */
 function bytes(value) {
   if (!Number.isFinite(value)) return NOTHING;
-  for (const [unit, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
+  for (const [unit, name] of [[2 ** 40, "TB"], [2 ** 30, "GB"], [2 ** 20, "MB"], [2 ** 10, "KB"]]) {
     if (Math.abs(value) >= unit) return `${number(value / unit, 3)} ${name}`;
   }
   return `${number(value)} B`;

@@ -5,6 +5,7 @@ const SLOWER = 0.5; // as much slower than the median as the scale goes
 class Heat extends Plot {
   constructor(page, title) {
     super(page, title, { format: duration, kind: "wide heat" });
+    this.furnish();
     this.overlay.parentElement.classList.add("ranks");
   }
 

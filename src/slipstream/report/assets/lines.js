@@ -4,7 +4,7 @@ class Lines extends Plot {
   /** `source(run, axis, whole)` gives {x, y, old} or null; `whole` asks for all of it, not only for what is zoomed to. Options: floor (the y axis begins at it), plain (never smoothed), runsOf (which runs). */
   constructor(page, title, source, options = {}) {
     super(page, title, options);
-    Object.assign(this, { source, floor: options.floor ?? null, plain: options.plain ?? false, lowest: options.lowest ?? null });
+    Object.assign(this, { source, floor: options.floor ?? null, plain: options.plain ?? false, logged: options.logged ?? false });
     this.cache = new Map();
     this.marksBehind = true;
   }
@@ -24,7 +24,7 @@ class Lines extends Plot {
         kept = { raw: line.y, weight, y: smoothed(line.x, line.y, weight, (x[x.length - 1] - x[0]) / 1000) };
         this.cache.set(run, kept);
       }
-      return { run, x: line.x, raw: line.y, y: kept.y, old: line.old, weight, color: this.page.theme.run(run) };
+      return { run, x: line.x, raw: line.y, y: kept.y, old: line.old, passes: line.passes, weight, color: this.page.theme.run(run) };
     });
   }
 
@@ -34,7 +34,7 @@ class Lines extends Plot {
       const { x, old } = this.source(run, axis, true);
       low = Math.min(low, x[0]);
       high = Math.max(high, x[x.length - 1]);
-      if (old) high = Math.max(high, old.x[old.x.length - 1]);
+      if (old) high = Math.max(high, largest(old.x) || -Infinity);
     }
     return [low, high];
   }
@@ -46,18 +46,22 @@ class Lines extends Plot {
 
   heights(range) {
     let [low, high, positive] = [Infinity, -Infinity, Infinity];
+    const look = (value) => {
+      if (!Number.isFinite(value)) return;
+      if (value < low) low = value;
+      if (value > high) high = value;
+      if (value > 0 && value < positive) positive = value;
+    };
     for (const line of this.lines()) {
       const [from, to] = this.window(line.x, range);
       for (let at = from; at < to; at++) {
         if (line.x[at] < range[0] || line.x[at] > range[1]) continue;
-        for (const value of line.weight ? [line.raw[at], line.y[at]] : [line.raw[at]]) {
-          if (!Number.isFinite(value)) continue;
-          if (value < low) low = value;
-          if (value > high) high = value;
-          if (value > 0 && value < positive) positive = value;
-        }
+        look(line.raw[at]);
+        if (line.weight) look(line.y[at]);
       }
+      if (line.passes && line.old) line.old.x.forEach((x, at) => (x >= range[0] && x <= range[1] ? look(line.old.y[at]) : null));
     }
+    this.remark = this.state.log && !this.plain && positive === Infinity && high >= low ? "linear: nothing above 0" : "";
     if (this.state.log && !this.plain && positive < Infinity) {
       this.logarithmic = true;
       [positive, high] = [Math.max(positive, 1e-300), Math.max(high, 1e-300)];
@@ -162,11 +166,18 @@ class Lines extends Plot {
   readings(where) {
     const lines = this.lines();
     return lines.map((line) => {
-      const at = where === null ? lastNumber(line.y) : nearestPlace(line.x, where);
-      const value = at < 0 ? NaN : line.y[at];
-      const shown = Number.isNaN(value) && at >= 0 ? "no number" : this.format === number ? number(value, digitsFor(...this.y)) : this.format(value);
-      return { label: this.page.runs.length > 1 ? line.run.label : where === null ? "last" : "", text: shown, color: line.color, at: at < 0 ? null : [line.x[at], value] };
+      const at = where === null ? lastNumber(line.raw) : this.placeAt(line.x, where);
+      const value = at < 0 ? NaN : line.raw[at];
+      const text = (one) => (this.format === number ? number(one, digitsFor(...this.y)) : this.format(one));
+      const shown = Number.isNaN(value) && at >= 0 ? "no number" : `${text(value)}${where !== null && line.weight && at >= 0 ? ` (smoothed ${text(line.y[at])})` : ""}`;
+      return { label: this.page.runs.length > 1 ? line.run.label : where === null ? "last" : "", text: shown, color: line.color, dash: this.page.theme.dashed(line.run), at: at < 0 ? null : [line.x[at], line.y[at]] };
     });
+  }
+
+  /** The place of the point at the cross-hair; -1 before the first and beyond the last. */
+  placeAt(x, where) {
+    const room = Math.max(((this.x[1] - this.x[0]) / (this.right - this.left)) * 2, x.length > 1 ? (x[x.length - 1] - x[0]) / (x.length - 1) / 2 : 0);
+    return x.length && where >= x[0] - room && where <= x[x.length - 1] + room ? nearestPlace(x, where) : -1;
   }
 
   following(from, direction, distance) {
@@ -193,7 +204,7 @@ class Lines extends Plot {
       const text = `${line.run.label}: from ${this.format(numbers[0])} to ${this.format(numbers[numbers.length - 1])}, lowest ${this.format(least)}, highest ${this.format(most)}`;
       return bad ? `${text}, ${counted(bad, "value")} that ${bad === 1 ? "is" : "are"} no number` : text;
     });
-    return `${counted(lines.length, "curve")} over ${along(this.state.axis, this.x[0])} to ${along(this.state.axis, this.x[1])}. ${parts.join(". ")}.`;
+    return `${counted(lines.length, "curve")} over ${this.words(this.x[0])} to ${this.words(this.x[1])}. ${parts.join(". ")}.`;
   }
 
   rows(range) {
@@ -221,7 +232,7 @@ class Lines extends Plot {
   }
 
   model() {
-    return { ...super.model(), lines: this.lines().map((line) => ({ run: line.run.label, points: line.x.length, last: line.y[lastNumber(line.y)], color: line.color })), drawn: this.drawn };
+    return { ...super.model(), lines: this.lines().map((line) => ({ run: line.run.label, points: line.x.length, last: line.raw[lastNumber(line.raw)], color: line.color, old: line.old?.x.length ?? 0 })), drawn: this.drawn };
   }
 }
 
@@ -231,6 +242,6 @@ function lastNumber(values) {
 }
 
 function byteTicks([low, high], count) {
-  const unit = 2 ** (10 * Math.floor(Math.log2(Math.max(high, 1)) / 10));
+  const unit = 1024 ** Math.floor(Math.log2(Math.max(high, 1)) / 10);
   return linearTicks(low / unit, high / unit, count).map((tick) => ({ at: tick.at * unit, text: tick.at === 0 ? "0" : bytes(tick.at * unit) }));
 }

@@ -3,6 +3,8 @@
 class Page {
   constructor(given) {
     this.live = given.live;
+    this.leftOut = given.left_out || []; // folders that look like runs: [path, why]
+    this.crowded = false;
     this.state = new State();
     this.theme = new Theme();
     this.tip = new Tip();
@@ -29,8 +31,8 @@ class Page {
   /** Everything below the controls, anew: for other runs, new names, other colours. What was open or large stays so. */
   build() {
     const kept = new Map(this.plots.map((plot) => [plot.name, { large: plot.element.classList.contains("large"), tabled: plot.tabled }]));
-    const closed = new Set([...this.body.querySelectorAll("details.group:not([open])")].map((one) => one.dataset.group));
-    const focused = this.plots.find((plot) => plot.canvas === document.activeElement)?.name;
+    const groups = new Map([...this.body.querySelectorAll("details.group")].map((one) => [one.dataset.group, one.open]));
+    const focused = this.plots.find((plot) => plot.canvas && plot.canvas === document.activeElement)?.name;
     this.sight.disconnect();
     this.plots = [];
     this.refreshers = [];
@@ -38,17 +40,20 @@ class Page {
     this.pickFocus();
     const parts = [overview(this), curves(this), time(this), ranks(this), memory(this), eventList(this), media(this), configuration(this), environment(this), leftOut(this)].filter(Boolean);
     clear(this.body, parts);
-    for (const group of this.body.querySelectorAll("details.group")) group.open = !closed.has(group.dataset.group);
+    for (const group of this.body.querySelectorAll("details.group")) group.open = groups.get(group.dataset.group) ?? group.open;
     clear(this.links, parts.map((part) => make("a", { href: `#${part.id}` }, { runs: "Runs", time: "Time", config: "Config", events: "Events", media: "Media", skipped: "Left out" }[part.id] || part.querySelector("h2").textContent)));
     for (const refresh of this.refreshers) refresh();
     for (const plot of this.plots) {
       if (kept.get(plot.name)?.large) plot.element.classList.add("large");
+      if (kept.get(plot.name)?.tabled || plot.name === focused) plot.furnish();
       if (kept.get(plot.name)?.tabled) plot.tools.lastChild.click();
       this.sight.observe(plot.element);
       if (plot.name === focused) plot.canvas.focus();
     }
+    this.byElement = new Map(this.plots.map((plot) => [plot.element, plot]));
     this.filter(this.wanted || "");
     this.fitting();
+    if (!this.plots.length) this.drawn();
   }
 
   add(plot) {
@@ -67,15 +72,20 @@ class Page {
 
   seen(entries) {
     for (const entry of entries) {
-      const plot = this.plots.find((one) => one.element === entry.target);
+      const plot = this.byElement.get(entry.target);
       if (!plot) continue;
       plot.visible = entry.isIntersecting;
       if (plot.visible && plot.dirty) plot.drawNow();
+      else if (!plot.visible && this.crowded) plot.rest();
     }
-    if (!this.first) {
-      this.first = true;
-      requestAnimationFrame(() => setTimeout(() => performance.mark("slipstream-drawn")));
-    }
+    this.drawn();
+  }
+
+  /** Marks, once, that what is in sight stands there. */
+  drawn() {
+    if (this.first) return;
+    this.first = true;
+    requestAnimationFrame(() => setTimeout(() => performance.mark("slipstream-drawn")));
   }
 
   changed(names) {
@@ -109,7 +119,7 @@ class Page {
     const hidden = new Set(this.runs.filter((run) => !run.shown).map((run) => run.name));
     this.runs = views.map((view, place) => new Run(view, place));
     for (const run of this.runs) run.shown = !hidden.has(run.name);
-    if (this.runs.length === 1) document.title = this.heading.textContent = this.runs[0].label;
+    if (this.runs.length === 1) document.title = this.heading.textContent = visible(this.runs[0].label);
     this.build();
   }
 
@@ -136,10 +146,13 @@ class Page {
     this.wanted = text;
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     for (const plot of this.plots) {
-      if (!(plot instanceof Lines) || !plot.element.closest("#curves")) continue;
+      if (!(plot instanceof Lines) || !plot.logged) continue;
       plot.element.hidden = !words.every((word) => plot.name.toLowerCase().includes(word));
     }
-    for (const group of this.body.querySelectorAll("details.group")) group.hidden = !group.querySelector("figure:not([hidden])");
+    for (const group of this.body.querySelectorAll("details.group")) {
+      group.hidden = !group.querySelector("figure:not([hidden])");
+      if (words.length && !group.hidden) group.open = true; // what one looks for is not to be hidden
+    }
   }
 
   say(text) {
@@ -156,7 +169,7 @@ class Page {
       }
     });
     addEventListener("beforeprint", () => {
-      for (const plot of this.plots) plot.drawNow();
+      for (const plot of this.plots.slice(0, 2 * MANY)) plot.drawNow();
     });
   }
 

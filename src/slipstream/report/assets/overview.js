@@ -1,6 +1,6 @@
 // The head of the page: the runs with their key figures, which are also the legend and the choice of runs; and the controls of all charts.
 
-const STATES = { running: "running", finished: "finished", failed: "failed" };
+const STATES = { running: "running", finished: "finished", failed: "failed", killed: "failed" }; // and the looks of each
 
 function figure(label, value, title = null) {
   return make("div", { class: "figure", title }, make("dt", {}, label), make("dd", {}, value));
@@ -8,8 +8,8 @@ function figure(label, value, title = null) {
 
 function lastStep(run) {
   let most = NaN;
-  for (const one of run.series.values()) if (one.steps.length) most = largest([most, one.steps[one.steps.length - 1]]);
-  return largest([most, run.ledger.length ? run.ledger[run.ledger.length - 1].last : NaN]);
+  for (const one of run.series.values()) if (one.steps.length) most = largest([most, largest(one.steps)]);
+  return most;
 }
 
 /** Figures of one run: only those that are known. */
@@ -21,7 +21,8 @@ function figures(run) {
   const troubles = run.events.filter((event) => ["guard", "warning", "memory"].includes(event.kind)).length;
   const found = [["Started", moment(info.started ?? run.started)], ["Took", duration(run.ended - run.started)]];
   if (world) found.push(["Processes", number(world)]);
-  found.push(["Steps", number(lastStep(run), 9)]);
+  if (sums.steps) found.push(["Steps", number(sums.steps, 9)]);
+  else if (Number.isFinite(lastStep(run))) found.push(["Last step logged", number(lastStep(run), 9)]);
   if (sums.samples) found.push(["Samples/s", short(sums.samples / busy)]);
   if (sums.tokens) found.push(["Tokens/s", short(sums.tokens / busy)]);
   const mfu = mean(run.ledger.map((row) => row.mfu ?? NaN));
@@ -36,7 +37,8 @@ function figures(run) {
 }
 
 function runCard(page, run) {
-  const state = STATES[run.info.state] || "unknown";
+  const state = STATES[run.info.state] ? run.info.state : "unknown";
+  const silent = Number.isFinite(run.info.silent) ? `, silent for ${duration(run.info.silent)}` : "";
   const title = `${run.label}${run.info.project ? `, project ${run.info.project}` : ""}`;
   const name = make("span", { class: "name" }, run.label);
   const several = page.runs.length > 1;
@@ -47,7 +49,7 @@ function runCard(page, run) {
   return make(
     "article",
     { class: `run ${run.shown ? "" : "hidden-run"}`, "data-run": run.label },
-    make("div", { class: "run-head" }, make(several ? "label" : "div", { class: "run-name" }, box, swatch(page.theme.run(run)), name), make("span", { class: `state ${state}` }, state), several ? make("button", { type: "button", class: "quiet text", "aria-label": `Show ${run.label} alone`, onclick: () => page.only(run) }, "only") : null),
+    make("div", { class: "run-head" }, make(several ? "label" : "div", { class: "run-name" }, box, swatch(page.theme.run(run), page.theme.dashed(run)), name), make("span", { class: `state ${STATES[state] || ""}` }, `${state}${silent}`), several ? make("button", { type: "button", class: "quiet text", "aria-label": `Show ${run.label} alone`, onclick: () => page.only(run) }, "only") : null),
     make("dl", { class: "figures" }, figures(run).map(([label, value]) => figure(label, value))),
     small.length ? make("p", { class: "note" }, small.join(" \u00b7 ")) : null,
     Array.isArray(run.info.command) && run.info.command.length ? make("p", { class: "command" }, make("code", {}, run.info.command.join(" "))) : null,
@@ -57,7 +59,7 @@ function runCard(page, run) {
 function overview(page) {
   const cards = make("div", { class: "runs" }, page.runs.map((run) => runCard(page, run)));
   const all = make("p", { class: "row" }, make("button", { type: "button", class: "quiet text", onclick: () => page.showAll(true) }, "Show all"), make("button", { type: "button", class: "quiet text", onclick: () => page.showAll(false) }, "Show none"));
-  return section("runs", page.runs.length > 1 ? "Runs" : "The run", page.runs.length > 2 ? all : null, cards);
+  return section("runs", page.runs.length > 1 ? "Runs" : "The run", page.runs.length > 2 ? all : null, cards, leftOutNote(page));
 }
 
 /** The bar that stays in sight: what holds for all charts. */

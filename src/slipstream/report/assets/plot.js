@@ -7,21 +7,29 @@ const WIDEST = 1200; // columns that are worth drawing
 class Plot {
   /** `page` has state, theme, runs, tip, status. A kind of chart fills in `extent`, `heights`, `paint`, `readings`, `summary` and `rows`. */
   constructor(page, title, { name = title, format = number, kind = "" } = {}) {
-    Object.assign(this, { page, title, name, format, dirty: true, visible: false, tabled: false, marks: [] });
+    Object.assign(this, { page, title, name, format, dirty: true, visible: false, tabled: false, marks: [], remark: "" });
+    this.element = make("figure", { class: `chart ${kind}`, "data-name": name }, make("figcaption", {}, make("h4", {}, title)), make("div", { class: "plot" }));
+    if (!page.crowded) this.furnish();
+  }
+
+  /** What a chart needs to be drawn and used; where there are very many, each gets it when it first comes into sight. */
+  furnish() {
+    const { name, title } = this;
+    if (this.canvas) return;
     this.canvas = make("canvas", { role: "img", tabindex: "0", "aria-describedby": "keys", "aria-label": name });
     this.overlay = make("canvas", { class: "overlay", "aria-hidden": "true" });
     this.legend = make("div", { class: "legend", "aria-hidden": "true" });
     this.table = make("div", { class: "data", hidden: true });
     this.tools = make("div", { class: "tools" }, this.larger(), this.tabling());
-    this.element = make(
-      "figure",
-      { class: `chart ${kind}`, "data-name": name },
-      make("figcaption", {}, make("h4", {}, title), this.tools),
-      this.legend,
-      make("div", { class: "plot" }, this.canvas, this.overlay),
-      this.table,
-    );
+    clear(this.element, make("figcaption", {}, make("h4", {}, title), this.tools), this.legend, make("div", { class: "plot" }, this.canvas, this.overlay), this.table);
     this.listen();
+  }
+
+  /** Gives back the memory of what is drawn; it is drawn again when it comes into sight. */
+  rest() {
+    if (!this.canvas) return;
+    for (const canvas of [this.canvas, this.overlay]) canvas.width = canvas.height = 0;
+    this.dirty = true;
   }
 
   get state() {
@@ -109,6 +117,7 @@ class Plot {
 
   drawNow() {
     this.dirty = false;
+    this.furnish();
     this.measure();
     if (!this.width) return;
     const brush = this.brush(this.canvas);
@@ -131,7 +140,7 @@ class Plot {
     brush.restore();
     for (const mark of this.marks) glyph(brush, looks(mark).shape, mark.x, this.top - 9, this.colors[looks(mark).tone], this.colors.card);
     this.over(brush);
-    this.canvas.setAttribute("aria-label", `${this.name}. ${this.summary()}`);
+    this.canvas.setAttribute("aria-label", visible(`${this.name}. ${this.summary()}`));
     this.drawOver();
     if (this.tabled) this.fillTable();
   }
@@ -196,7 +205,7 @@ class Plot {
       brush.globalAlpha = 1;
       for (const at of this.pulled) this.rule(brush, at, this.top, at, this.bottom, this.colors.accent);
     }
-    this.fillLegend(readings, inside ? along(this.state.axis, hover) : "");
+    this.fillLegend(readings, [this.remark, inside ? this.words(hover) : ""].filter(Boolean).join(" \u00b7 "));
   }
 
   dot(brush, x, y, color) {
@@ -212,7 +221,7 @@ class Plot {
   }
 
   fillLegend(readings, where) {
-    const items = readings.slice(0, 9).map((one) => make("span", { class: "item" }, one.color ? swatch(one.color) : null, make("span", { class: "label" }, one.label), make("b", {}, one.text)));
+    const items = readings.slice(0, 9).map((one) => make("span", { class: "item" }, one.color ? swatch(one.color, one.dash) : null, make("span", { class: "label" }, one.label), make("b", {}, one.text)));
     if (readings.length > 9) items.push(make("span", { class: "item" }, `and ${readings.length - 9} more`));
     clear(this.legend, items, where ? make("span", { class: "where" }, where) : null);
   }
@@ -346,10 +355,15 @@ class Plot {
     this.state.set({ hover: value });
     const said = this.readings(value).slice(0, 6).map((one) => `${one.label} ${one.text}`);
     const events = this.marksAt(this.toX(value));
-    this.page.say([along(this.state.axis, value), ...said, ...(events || []).slice(0, 3).map((one) => `${one.kind}: ${one.text}`)].join(", "));
+    this.page.say([this.words(value), ...said, ...(events || []).slice(0, 3).map((one) => `${one.kind}: ${one.text}`)].join(", "));
   }
 
   // ---- words
+
+  /** A place on the axis; a whole step where all steps are whole. */
+  words(value) {
+    return along(this.state.axis, this.state.axis === "step" && this.page.runs.every((run) => run.whole) ? Math.round(value) : value);
+  }
 
   fillTable() {
     if (!this.tabled) return;

@@ -105,6 +105,12 @@ class Theme {
     return [[], [6, 3], [2, 3], [8, 3, 2, 3]][Math.floor(run.place / RUN_COLORS.light.length) % 4];
   }
 
+  /** The class of a swatch whose line is dashed. */
+  dashed(run) {
+    const kind = Math.floor(run.place / RUN_COLORS.light.length) % 4;
+    return kind ? `dash-${kind}` : "";
+  }
+
   phase(name) {
     return PHASE_COLORS[this.name][name] || PHASE_COLORS[this.name].other;
   }
