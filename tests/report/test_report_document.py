@@ -108,6 +108,38 @@ def test_the_page_of_one_run_lies_in_its_folder_and_that_of_several_here(run, tm
     assert sorted(one.name for one in tmp_path.iterdir()) == ["other.html", "report.html", "runs"]
 
 
+def test_only_a_report_is_ever_replaced(run, tmp_path):
+    other = tmp_path / "notes.html"
+    other.write_text("<!doctype html> notes of mine")
+    with pytest.raises(ConfigError, match="no report of slipstream"):
+        write(run.path, other)
+    assert other.read_text() == "<!doctype html> notes of mine"
+    before = {one: one.read_bytes() for one in run.path.iterdir()}
+    for name in ("metrics.jsonl", "new.html", "deep/new.html"):
+        with pytest.raises(ConfigError, match="the folder of a run"):
+            write(run.path, run.path / name)
+    assert {one: one.read_bytes() for one in run.path.iterdir()} == before
+    assert write(run.path) == write(run.path)
+
+
+def test_damaged_runs_are_left_out_and_told(run, tmp_path, capsys):
+    RunFolder.create(tmp_path, "broken", project="spirals")
+    (tmp_path / "runs" / "broken" / "run.json").write_text("{nope")
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
+    assert "broken is left out: " in capsys.readouterr().err
+    found = data_of((tmp_path / "page.html").read_text())
+    assert [one["name"] for one in found["views"]] == ["first"]
+    assert [Path(path).name for path, _ in found["left_out"]] == ["broken"]
+
+
+def test_the_page_goes_to_the_standard_output(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(run.path), "-o", "-"]) == 0
+    assert data_of(capsys.readouterr().out)["views"][0]["name"] == "first"
+    assert main(["report", str(run.path), "-o", "-", "--open"]) != 0
+    assert [one.name for one in tmp_path.iterdir()] == ["runs"]
+
+
 def test_a_curve_keeps_as_many_points_as_one_says(run):
     found = data_of(write(run.path, points=60).read_text())["views"][0]["series"]["loss"]
     assert len(numbers(found["values"])) <= 60

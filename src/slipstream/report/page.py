@@ -21,7 +21,7 @@ from importlib import metadata, resources
 from math import nan
 from typing import Any, Final
 
-__all__ = ["policy", "render"]
+__all__ = ["is_report", "policy", "render"]
 
 _STYLE: Final = "style.css"
 _SCRIPTS: Final = (
@@ -45,10 +45,15 @@ _SCRIPTS: Final = (
 """In the order in which they need each other."""
 
 _WHOLE: Final = 2**31
+_MARK: Final = b'<meta name="generator" content="Slipstream">'
 
 
-def render(views: Iterable[Mapping[str, Any]], *, live: bool = False, title: str | None = None) -> str:
+def render(
+    views: Iterable[Mapping[str, Any]], *, live: bool = False, title: str | None = None, left_out: Iterable[tuple[object, str]] = ()
+) -> str:
     """The document that shows these views, laid over each other; `live` also lets it ask its server for news.
+
+    `left_out` are folders that look like runs and cannot be read, each with the reason; the page says so.
 
     >>> text = render([{"name": "first", "series": {"loss": {"steps": [1, 2], "times": [5.0, 6.0], "values": [0.5, None], "count": 2}}}])
     >>> text.startswith("<!doctype html>"), "https:" in text
@@ -62,10 +67,13 @@ def render(views: Iterable[Mapping[str, Any]], *, live: bool = False, title: str
         "live": live,
         "made": None if live else round(time.time()),
         "version": metadata.version("slipstream"),
+        "left_out": [[str(path), why] for path, why in left_out],
         "views": [{**view, "series": {name: _packed_series(one) for name, one in view.get("series", {}).items()}} for view in shown],
     }
     style, script = _assets()
-    return _DOCUMENT.format(policy=html.escape(policy(live=live)), title=html.escape(heading), style=style, script=script, data=_json(data))
+    return _DOCUMENT.format(
+        policy=html.escape(policy(live=live)), title=html.escape(_visible(heading)), style=style, script=script, data=_json(data)
+    )
 
 
 _DOCUMENT: Final = """<!doctype html>
@@ -115,6 +123,23 @@ def _json(data: Any) -> str:
     """JSON that no HTML parser takes for a tag or a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").encode("utf-8", "replace").decode()
+
+
+def _visible(text: str) -> str:
+    """Characters that turn the direction of what follows are spelled out."""
+    return "".join(f"\\u{ord(one):04x}" if one in _TURNS else one for one in text)
+
+
+_TURNS: Final = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+
+
+def is_report(start: bytes) -> bool:
+    """Whether a file that starts so, over at least some kilobytes, is a page of this module.
+
+    >>> is_report(render([]).encode()), is_report(b"<!doctype html> another page")
+    (True, False)
+    """
+    return start.startswith(b"<!doctype html>") and _MARK in start
 
 
 def _labelled(views: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """The report as a file: reads runs, thins what they logged, puts their pictures into the page, and replaces the file as a whole.
 
+Only a report is ever replaced: a file that is something else stays, and so does everything in the folder of a run but its `report.html`.
+
 A run that goes on can be reported too: the page shows what there is. A picture that cannot be read, or that would make the page too large
 to open, is left out, and the page says so.
 """
@@ -15,11 +17,11 @@ from typing import Any, Final
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.inside import Folder
-from slipstream.report.page import render
+from slipstream.report.page import is_report, render
 from slipstream.runs.folder import find_runs
 from slipstream.runs.reading import Run
 
-__all__ = ["write"]
+__all__ = ["document", "write"]
 
 _MOST_POINTS: Final = 1_000_000
 """Points in one page: with very many series each gets fewer."""
@@ -33,11 +35,19 @@ _KINDS: Final[Mapping[str, str]] = MappingProxyType(
 _AnyPath = str | os.PathLike[str]
 
 
-def write(paths: _AnyPath | Sequence[_AnyPath], output: _AnyPath | None = None, *, title: str | None = None, points: int = 4000) -> Path:
+def write(
+    paths: _AnyPath | Sequence[_AnyPath],
+    output: _AnyPath | None = None,
+    *,
+    title: str | None = None,
+    points: int = 4000,
+    left_out: list[tuple[Path, str]] | None = None,
+) -> Path:
     """Writes the page of these runs and returns its path.
 
     Each path is the folder of a run, or a folder with runs in it. Without `output` the page of one run is `report.html` in its folder,
     and that of several is `report.html` here. `points` is what a curve keeps at most: first, last, lowest and highest of each part of it.
+    Folders that look like runs and cannot be read are not in it: the page says so, and they go to `left_out`, with the reason.
 
     >>> import tempfile
     >>> from slipstream.runs.folder import RunFolder
@@ -47,15 +57,58 @@ def write(paths: _AnyPath | Sequence[_AnyPath], output: _AnyPath | None = None, 
     ...     write(run.path).relative_to(project).as_posix()
     'runs/first/report.html'
     """
+    broken: list[tuple[Path, str]] = [] if left_out is None else left_out
+    folders = _folders(paths, broken)
+    target = Path(output) if output is not None else folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
+    _check_target(target)
+    _replace(target, render(_views(folders, points), title=title, left_out=broken))
+    return target
+
+
+def document(
+    paths: _AnyPath | Sequence[_AnyPath],
+    *,
+    title: str | None = None,
+    points: int = 4000,
+    left_out: list[tuple[Path, str]] | None = None,
+) -> str:
+    """The page that `write` writes, as text."""
+    broken: list[tuple[Path, str]] = [] if left_out is None else left_out
+    folders = _folders(paths, broken)
+    return render(_views(folders, points), title=title, left_out=broken)
+
+
+def _folders(paths: _AnyPath | Sequence[_AnyPath], left_out: list[tuple[Path, str]]) -> list[Path]:
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    folders = list(dict.fromkeys(folder for path in given for folder in find_runs(path)))
+    folders = list(dict.fromkeys(folder for path in given for folder in find_runs(path, left_out)))
     if not folders:
         raise ConfigError("No run was given to report: give the folder of a run, or a project_dir that has runs/ in it.")
-    target = Path(output) if output is not None else folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
+    return folders
+
+
+def _check_target(target: Path) -> None:
+    """Refuses a place where something would be lost."""
     if target.is_dir():
         raise ConfigError(f"The output {target} is a folder: give the name of a file, such as {target / 'report.html'}.")
-    _replace(target, render(_views(folders, points), title=title))
-    return target
+    whole = target.parent.resolve() / target.name
+    run = next((folder for folder in whole.parents if (folder / "run.json").exists()), None)
+    if run is not None and whole != run / "report.html":
+        raise ConfigError(
+            f"The output {target} lies in the folder of a run, where only {run / 'report.html'} is a report: give another place."
+        )
+    if not target.exists():
+        return
+    try:
+        ours = target.is_file() and is_report(_start(target))
+    except OSError:  # it cannot be read, so nobody knows what would be lost
+        ours = False
+    if not ours:
+        raise ConfigError(f"The output {target} exists and is no report of slipstream, so it stays: give another name, or remove it first.")
+
+
+def _start(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(8192)
 
 
 def _views(folders: Iterable[Path], points: int) -> list[dict[str, Any]]:
