@@ -9,6 +9,7 @@ What it never does: take part in a collective, or end a training because of some
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -130,6 +131,7 @@ class Watch:
         self._parts.state.runtime.notes.agree(_NOTE, str(self.folder.path.absolute()))
         self._ledger = self.folder.journal("ledger.jsonl")
         self._left = weakref.finalize(self, _left_alone, self.folder, self._ledger, self._parts.ledger)
+        atexit.register(self._left)  # before the group is closed: handlers run in the other order than they were registered
         while self._waiting:
             kind, record = self._waiting.popleft()
             self._write(kind, record)
@@ -240,6 +242,7 @@ class Watch:
         self.folder = self._ledger = None
         if self._left is not None:
             self._left.detach()
+            atexit.unregister(self._left)
         if folder is not None:
             self._safely("written", lambda: folder.event("end", state))
             self._safely("closed", lambda: folder.end(state))

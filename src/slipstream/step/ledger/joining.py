@@ -72,14 +72,6 @@ class Joiner:
         self.next += count
         return taken
 
-    def waiting_for(self) -> Rows:
-        """The rows of every rank that are here and not joined yet, as `take` would give them; they stay."""
-        count = max(len(rows) for rows in self._pending)
-        shown = numpy.full((self.world_size, count, COLUMNS), numpy.nan)
-        for rank, rows in enumerate(self._pending):
-            shown[rank, : len(rows)] = rows
-        return shown
-
 
 def phases(taken: Rows) -> tuple[dict[str, list[float | None]], list[int]]:
     """Seconds by phase and rank, and how many steps each rank was the last of. Ranks of which nothing is known have None."""

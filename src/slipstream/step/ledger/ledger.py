@@ -82,6 +82,8 @@ class Ledger:
         """Called on rank 0 with every interval: a line of `ledger.jsonl`."""
         self.event_sinks: list[Callable[[dict[str, Any]], None]] = []
         """Called on rank 0 with everything that any rank told by `tell`: a line of `events.jsonl`."""
+        self.admits: Callable[[Mapping[str, Any]], bool] = bool
+        """On rank 0: whether an event goes to `event_sinks`."""
         self.last_words: list[Callable[[], None]] = []
         """Called on rank 0 at the end, when everybody was heard."""
         self.events: list[dict[str, Any]] = []
@@ -207,7 +209,7 @@ class Ledger:
     def _hear(self, rank: int, message: Message) -> None:
         self._joiner.add(rank, message.first, message.rows)
         self._totals.remember(rank, message.memory)
-        for event in message.events:
+        for event in filter(self.admits, message.events):
             self._deliver(self.event_sinks, event)
 
     def _join(self, *, patient: bool = True) -> None:
@@ -242,7 +244,8 @@ class Ledger:
         """
         told = {"time": time.time(), "rank": self.rank, **event}
         if self.rank == 0:
-            self._deliver(self.event_sinks, told)
+            if self.admits(told):
+                self._deliver(self.event_sinks, told)
         elif len(self.events) < _KEPT:
             self.events.append(told)
 
@@ -275,10 +278,34 @@ class Ledger:
                 self._hear(other, word)
                 tails[other] = word.tail
         self._join(patient=False)
+        self._add_tails(tails)
         for speak in self.last_words:
             speak()
-        self._finished = self._report(tail, tails)
+        self._finished = self._report(None)
         return self._finished
+
+    def leave(self) -> None:
+        """The end of a process that fails: what it knows is told, and it waits for nobody."""
+        if self._finished is not None or self.meter is None:
+            return
+        self.settle()
+        tail = self._tail()
+        if self.rank:
+            self._exchange.publish_last(pack(self._message(tail)))
+        else:
+            for other, words in self._exchange.collect_last(0.0).items():
+                for word in map(unpack, words):
+                    self._hear(other, word)
+            self._join(patient=False)
+            self._add_tails({0: tail})
+        self._finished = self._report(None)
+
+    def _add_tails(self, tails: dict[int, list[float] | None]) -> None:
+        """What came after the last step, such as a last checkpoint, as an interval without steps."""
+        entry = self._totals.add_tails(tails, self._joiner.next)
+        if any(any(values) for values in entry["phases"].values()):
+            self._intervals.append(entry)
+            self._deliver(self.sinks, entry)
 
     def _tail(self) -> list[float]:
         """The row of what came after the last step, which goes on."""
@@ -292,16 +319,13 @@ class Ledger:
             reader.read(meter.log[:])
         return [float(value) for value in seconds(reader.open)]
 
-    def _report(self, tail: list[float] | None, tails: dict[int, list[float] | None] | None = None) -> LedgerReport:
+    def _report(self, tail: list[float] | None) -> LedgerReport:
+        """On rank 0 of many, steps that not all ranks have told yet are left out: half of them would say something wrong."""
         totals = self._totals.copy()
-        if self.rank == 0:
-            pending = self._joiner.waiting_for()
-            if pending.shape[1]:
-                totals.add(pending, self._joiner.next)
-        else:
+        if self.rank:
             totals.add_alone(self.rank, self._untold)
-        if tail is not None:
-            totals.add_tails(tails or {self.rank: tail})
+        if tail is not None and (self.rank or self.world_size == 1):
+            totals.add_tails({self.rank: tail}, self._drained)
         totals.remember(self.rank, (host_peak(), device_peak(self._device)))
         return totals.report(self.rank, self._joiner.late, list(self._intervals))
 

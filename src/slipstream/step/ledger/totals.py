@@ -69,19 +69,22 @@ class Totals:
         self._add_row(rank, totals)
         self.steps += len(rows)
 
-    def add_tails(self, tails: dict[int, list[float] | None]) -> None:
-        """Adds what came after the last step, by rank. Only the rank that asks counts for the wall time."""
-        known = {rank: numpy.array(tail) for rank, tail in tails.items() if tail is not None}
-        if len(known) == 1:
-            self._add_row(*next(iter(known.items())))
-            return
+    def add_tails(self, tails: dict[int, list[float] | None], first: int) -> dict[str, Any]:
+        """Adds what came after the last step, by rank; gives its interval, which has no steps. The first rank's is the wall time."""
         taken = numpy.full((self.world_size, 1, COLUMNS), numpy.nan)
-        for rank, tail in known.items():
-            taken[rank, 0] = tail
-        self._add_phases(phases(taken)[0])
-        self.seconds += float(numpy.nansum(taken[0, :, :PHASES]))
-        self.samples += counted(taken, SAMPLES) or 0
-        self.tokens += counted(taken, TOKENS) or 0
+        for rank, tail in tails.items():
+            if tail is not None:
+                taken[rank, 0] = tail
+        if len(tails) == 1 and self.world_size > 1:  # of a rank that knows no other
+            ((rank, tail),) = tails.items()
+            self._add_row(rank, numpy.array(tail))
+        else:
+            self._add_phases(phases(taken)[0])
+            self.seconds += float(numpy.nansum(taken[0, :, :PHASES]))
+            self.samples += counted(taken, SAMPLES) or 0
+            self.tokens += counted(taken, TOKENS) or 0
+        without = {"last": first - 1, "steps": 0, "slowest": [0] * self.world_size, "flops": None, "mfu": None}
+        return {**interval(taken, first, self.began), **without, "memory": self._told_memory()}
 
     def _add_row(self, rank: int, row: Any) -> None:
         own = {name: float(row[EXPOSED] if column is None else row[column]) for name, column in NAMES.items() if name != "waiting"}
