@@ -3,7 +3,8 @@
     python benchmarks/watch.py [--quick] [--json FILE]
 
 Each run has a file of 100,000 lines with two values each and 4,000 seconds of a ledger of four ranks; during the measurement every run gets
-a hundred lines a second more, a page listens to the events, and views of all runs are asked for in turn, whole ones, and curves of a part as when one zooms in. Goals:
+a hundred lines a second more, a page listens to the events, and views of all runs are asked for in turn, whole ones, and curves of a part
+as when one zooms in. Goals:
 
 - memory of the process, after it has read everything and answered    at most 200 MB
 - an answer, p99                                                      at most 100 ms
