@@ -30,7 +30,7 @@ from slipstream.config import for_worker
 from slipstream.config.schema import Safety
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
-from slipstream.launch.jsonlines import JsonLines, handlers_of, speak_json
+from slipstream.launch.jsonlines import HEARD, JsonLines, handlers_of, hearers, message_of, speak_json
 from slipstream.runtime.clusters import detect
 from slipstream.runtime.process import Process
 
@@ -138,10 +138,12 @@ class MultiProcessAdapter(_Adapter):
         if self.formatter is not None:  # the program may have installed handlers since the last time
             speak_json(handlers_of(self.logger), self.formatter)
         msg, keywords = self.process(msg, {**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
+        told = hearers() if level >= logging.WARNING else ()
+        if told:
+            keywords["extra"] = {**(keywords.get("extra") or {}), HEARD: True}
         self.logger.log(level, msg, *args, **keywords)
-        runtime = _runtime() if level >= logging.WARNING else None
-        for hear in () if runtime is None else tuple(runtime.hearers):
-            hear(self.logger.name, str(msg) % args if args else str(msg))
+        for hear in told:
+            hear(self.logger.name, message_of(logging.LogRecord(self.logger.name, level, "", 0, msg, args, None)))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Adds this adapter's `extra` to that of the call, which wins."""

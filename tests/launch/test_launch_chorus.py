@@ -107,6 +107,62 @@ def test_warnings_are_left_alone_where_somebody_wants_all_of_them(tmp_path, flag
     assert done.stderr.count("lib.py:3: UserWarning: careful") == count, done.stderr
 
 
+HEARD = """
+import logging, sys, warnings
+from slipstream.launch.chorus import join, Voice
+from slipstream.logging import get_logger
+from slipstream.runtime.current import current
+join(Voice(json=True).dump(), {})
+told = []
+current().hearers.append(lambda logger, text: told.append((logger, text)))
+warnings.warn_explicit("careful", UserWarning, "lib.py", 3)
+logging.getLogger("other").addHandler(logging.StreamHandler())
+logging.getLogger("other").warning("lost %d", 1)
+logging.getLogger("other").addHandler(logging.StreamHandler())
+logging.getLogger("other").warning("twice")  # meets two handlers that print
+logging.getLogger("other").info("not shown")
+get_logger("ours").warning("bad %d", "x")
+print(told)
+"""
+
+
+def test_warnings_that_are_shown_are_told_once():
+    done = subprocess.run([sys.executable, "-c", HEARD], capture_output=True, text=True, timeout=60, check=True)
+    told = [("py.warnings", "UserWarning: careful"), ("other", "lost 1"), ("other", "twice")]
+    assert done.stdout.startswith(repr(told)[:-1] + ", ('ours', \"bad %d ('x',) (these do not fit"), done.stdout + done.stderr
+
+
+ENDS = """
+import sys, threading, warnings
+from slipstream.launch.chorus import join, Voice
+join(Voice(json=True).dump(), {})
+class Bad:
+    def __del__(self):
+        raise ValueError("deleted")
+sys.stderr.write("\\r 50%")
+warnings.warn("careful")
+print("waiting ...", end="", file=sys.stderr)
+thread = threading.Thread(target=lambda: 1 / 0, name="mine")
+thread.start()
+thread.join()
+Bad()
+sys.stderr.write("\\r 99%")
+"""
+
+
+def test_what_python_prints_is_json_on_lines_of_its_own():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stderr.split("\n")
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [line.strip() for line in lines if line and not line.startswith("{")] == ["50%", "waiting ...", "99%"]
+    assert [one["message"].partition(":")[0] for one in found] == ["UserWarning", "Exception in thread mine", "Exception ignored in"]
+    assert ["exception" in one and one["exception"].splitlines()[-1] for one in found] == [
+        False,
+        "ZeroDivisionError: division by zero",
+        "ValueError: deleted",
+    ]
+
+
 # What the terminal leaves out
 
 

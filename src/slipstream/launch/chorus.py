@@ -9,11 +9,13 @@ What is never dropped: errors, a warning that only one process gives, the repeti
 code, warnings with a traceback, and anything if claims cannot be made. Warnings are left alone while the user has a `showwarning` of
 their own, asks for "always" or "error" (a filter, or -W), or runs under pytest. It costs nothing before there is a warning.
 
-With the format json, text that handlers would print to the terminal, and warnings, become lines of JSON.
+With the format json, text that handlers would print to the terminal, warnings, and exceptions that end a thread or that Python can only
+print, become lines of JSON. Warnings that the terminal shows are told to the run, if there is one, for its report.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -21,12 +23,13 @@ import logging
 import os
 import sys
 import sysconfig
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, TextIO
 
-from slipstream.launch.jsonlines import JsonLines, handlers_of, message_of, on_console, speak_json
+from slipstream.launch.jsonlines import HEARD, JsonLines, begin_on_new_lines, handlers_of, hearers, message_of, on_console, speak_json
 
 __all__ = ["VOICE", "Chorus", "Voice", "join"]
 
@@ -64,9 +67,8 @@ class Voice:
 
 def join(text: str, environ: Mapping[str, str]) -> None:
     """Take up what the launcher wrote into the variable, in a worker that is about to run the user's program."""
-    voice = Voice.load(text) if text else Voice()
-    if voice.json or voice.claims:
-        Chorus(voice, int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")), environ).install()
+    if text:
+        Chorus(Voice.load(text), int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")), environ).install()
 
 
 class Chorus:
@@ -77,6 +79,7 @@ class Chorus:
         self._rank = rank
         self._formatter = JsonLines(lambda: (rank, world), environ) if voice.json else None
         self._claimed: dict[str, bool] = {}
+        self._telling = _Telling()
         here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         folders = (here, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
         self._installed = tuple(os.path.normcase(folder) + os.sep for folder in folders)
@@ -95,12 +98,42 @@ class Chorus:
             self._meet([logging.lastResort])
         if getattr(warnings.showwarning, "__module__", "") in ("warnings", "_py_warnings"):
             warnings.showwarning = self._show
+        if self._formatter is not None:
+            self._speak_json()
+
+    def _speak_json(self) -> None:
+        """What Python itself prints, and the lines that it is printed on."""
+        if sys.stdout is not None:
+            begin_on_new_lines(sys.stdout)
+        if sys.stderr is not None:
+            atexit.register(begin_on_new_lines(sys.stderr))  # what the launcher has to say follows
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = self._thread_failed
+        if sys.unraisablehook is sys.__unraisablehook__:
+            sys.unraisablehook = self._could_not_raise
+
+    def _thread_failed(self, told: threading.ExceptHookArgs) -> None:
+        """In the place of `threading.excepthook`."""
+        if told.exc_type is not SystemExit:
+            name = told.thread.name if told.thread is not None else "unknown"
+            self._print_exception("threading", "Exception in thread %s", (name,), told)
+
+    def _could_not_raise(self, told: sys.UnraisableHookArgs) -> None:
+        """In the place of `sys.unraisablehook`: an exception in __del__ or the like."""
+        self._print_exception("sys.unraisablehook", "%s: %r", (told.err_msg or "Exception ignored in", told.object), told)
+
+    def _print_exception(self, logger: str, text: str, args: tuple[object, ...], told: Any) -> None:
+        info = (told.exc_type, told.exc_value, told.exc_traceback)
+        record = logging.LogRecord(logger, logging.ERROR, "", 0, text, args, info)
+        if self._formatter is not None and sys.stderr is not None:
+            with contextlib.suppress(OSError):
+                sys.stderr.write(self._formatter.format(record) + "\n")
 
     def _meet(self, handlers: Sequence[logging.Handler]) -> None:
         """Handlers that print to the terminal ask before they print a warning, and speak JSON where that is wanted."""
         if self._formatter is not None:
             speak_json(handlers, self._formatter)
-        for handler in handlers if self._voice.claims else ():
+        for handler in handlers:
             if on_console(handler) and not any(isinstance(found, _Ear) for found in handler.filters):
                 handler.addFilter(_Ear(self, handler))
 
@@ -124,10 +157,13 @@ class Chorus:
             said = f"{category.__name__}: {message}"
             record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (said,), None)
             text = self._formatter.format(record) + "\n"
-        if file is None and not _asked_for(category, str(message)):
-            if not self.first(category.__qualname__, str(message), filename, lineno) and not self._only_in_file(text, stream):
+        if file is None:
+            wanted = _asked_for(category, str(message))
+            if wanted or self.first(category.__qualname__, str(message), filename, lineno):
+                self._tell("py.warnings", f"{category.__name__}: {message}")
+            elif not self._only_in_file(text, stream):
                 return
-            text = self.label(stream) + text
+            text = text if wanted else self.label(stream) + text
         with contextlib.suppress(OSError):  # as Python does it: a terminal that is gone is no reason to fail
             stream.write(text)
 
@@ -180,21 +216,46 @@ class Chorus:
 
     def lets_through(self, record: logging.LogRecord, handler: logging.Handler) -> bool:
         """Whether a handler that prints to the terminal prints this record."""
-        if not logging.WARNING <= record.levelno < logging.ERROR or record.exc_info or not self._is_installed(record.pathname):
+        if record.levelno < logging.WARNING:
             return True
         text, stream = message_of(record), getattr(handler, "stream", None)
-        if text.startswith("[RANK "):  # a message of every process on purpose, or one that another handler has shown already
-            return True
-        if self.first(record.name, record.levelno, text, record.pathname, record.lineno):
-            label = self.label(stream)
+        if not self._is_heard(record, text):
+            return self._only_in_file(handler.format(record) + getattr(handler, "terminator", "\n"), stream)
+        if not vars(record).get(HEARD):
+            setattr(record, HEARD, True)
+            self._tell(record.name, text)
+            label = self.label(stream) if self._is_shared(record, text) else ""
             record.msg = f"{label}{record.msg}" if label else record.msg
-            return True
-        return self._only_in_file(handler.format(record) + getattr(handler, "terminator", "\n"), stream)
+        return True
+
+    def _is_heard(self, record: logging.LogRecord, text: str) -> bool:
+        return not self._is_shared(record, text) or self.first(record.name, record.levelno, text, record.pathname, record.lineno)
+
+    def _is_shared(self, record: logging.LogRecord, text: str) -> bool:
+        """A warning that one process gives for all of them; not one of every process on purpose, or that is shown already."""
+        is_warning = record.levelno < logging.ERROR and not record.exc_info
+        return is_warning and self._is_installed(record.pathname) and not text.startswith("[RANK ")
+
+    def _tell(self, logger: str, text: str) -> None:
+        """What the terminal shows is told to whoever keeps the events of the run; what they say of it is not."""
+        if not self._telling.active:
+            self._telling.active = True
+            try:
+                for hear in hearers():
+                    hear(logger, text)
+            finally:
+                self._telling.active = False
 
     def _is_installed(self, path: str) -> bool:
         """The file of a library, ours included, or of Python itself; the user's own files are elsewhere."""
         path = os.path.normcase(path)
         return "site-packages" in path or "dist-packages" in path or path.startswith(self._installed)
+
+
+class _Telling(threading.local):
+    """Whether this thread is about to tell."""
+
+    active: bool = False
 
 
 class _Ear:

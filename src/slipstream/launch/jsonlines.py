@@ -2,8 +2,8 @@
 
 `JsonLines` is a `logging.Formatter`: one record, one line, always valid JSON in ASCII, with secrets taken out. `speak_json` gives it to
 handlers that print plain text to the terminal, and to no others: a handler that writes to a file, or has a formatter of its own making,
-stays as it is. `announce` prints what the launcher itself has to say, in either format. Nothing here raises because of what a record
-holds, and nothing here imports torch.
+stays as it is. `begin_on_new_lines` keeps lines of JSON apart from text that was left without an end. `announce` prints what the launcher
+itself has to say, in either format. Nothing here raises because of what a record holds, and nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,22 @@ from typing import Any, Final
 from slipstream.config.redact import message_redactor, redact
 from slipstream.config.sources import environment
 
-__all__ = ["JsonLines", "announce", "as_json_line", "handlers_of", "message_of", "on_console", "speak_json"]
+__all__ = [
+    "HEARD",
+    "JsonLines",
+    "announce",
+    "as_json_line",
+    "begin_on_new_lines",
+    "handlers_of",
+    "hearers",
+    "message_of",
+    "on_console",
+    "speak_json",
+]
+
+HEARD: Final = "_heard"
+"""The attribute of records that the hearers know of already."""
+_BEGINNING: Final = '{"time": "'
 
 _STANDARD: Final = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"})
 """What every record has; the rest is what the call gave as `extra`."""
@@ -119,6 +134,45 @@ def speak_json(handlers: Iterable[logging.Handler], formatter: logging.Formatter
         kind = type(handler.formatter).__module__.partition(".")[0] if handler.formatter is not None else "logging"
         if kind in _PLAIN_FORMATTERS and on_console(handler):
             handler.setFormatter(formatter)
+
+
+def begin_on_new_lines(stream: Any) -> Callable[[], None]:
+    """From now on a line of JSON that is written to the stream begins on a new line, also after a progress bar or the like.
+
+    The function that this returns ends a line that has no end. What goes around the stream (C code, other processes) is not seen.
+
+    >>> import io
+    >>> stream = io.StringIO()
+    >>> finish = begin_on_new_lines(stream)
+    >>> for text in ("50%", '{"time": "now"}\\n', "a line\\n", '{"time": "then"}\\n', "99%"):
+    ...     _ = stream.write(text)
+    >>> finish()
+    >>> stream.getvalue()
+    '50%\\n{"time": "now"}\\na line\\n{"time": "then"}\\n99%\\n'
+    """
+    write_on: Callable[[str], int] = stream.write
+    ended = True
+
+    def write(text: str) -> int:
+        nonlocal ended
+        before = "" if ended or not text.startswith(_BEGINNING) else "\n"
+        ended = text.endswith("\n") if text else ended
+        return write_on(before + text)
+
+    def finish() -> None:
+        if not ended:
+            stream.write("\n")
+
+    stream.write = write
+    return finish
+
+
+def hearers() -> tuple[Callable[[str, str], None], ...]:
+    """Who wants to know of warnings of this process: told the name of the logger and the text. Nobody before there is a runtime."""
+    module = sys.modules.get("slipstream.runtime.current")
+    current_or_none = getattr(module, "current_or_none", None)  # absent while the module itself is being loaded
+    runtime = current_or_none() if current_or_none is not None else None
+    return () if runtime is None else tuple(runtime.hearers)
 
 
 def announce(
