@@ -39,6 +39,10 @@ LONGEST = (
     "test_notebook.py",
     "test_launched_losses.py",
     "test_batch_size.py",
+    "test_hostile.py",
+    "test_report_page.py",
+    "test_resume.py",
+    "test_tracker_packages.py",
 )
 """Files that take long. Where several workers share the files, these are begun first, so that no worker is left with one at the end."""
 
