@@ -47,6 +47,14 @@ def curves() -> dict[str, Any]:
         "an easier half of every epoch": fall * (1 + 0.1 * normal) * (1 - 0.15 * (numpy.arange(STEPS) % 500 > 250)),
         "learnt by heart": numpy.exp(-numpy.arange(STEPS) / 1000 + 0.3 * normal),
         "half of them zero": numpy.where(random.random(STEPS) < 0.5, 0, random.exponential(1, STEPS)),
+        "mostly zero": numpy.where(random.random(STEPS) < 0.003, 1.0, 0.0),
+        "nearly zero": 1e-6 * numpy.abs(normal) + 1e-9 + numpy.where(random.random(STEPS) < 0.01, 0.5, 0),
+        "warm restarts": (1 + 0.03 * normal) * (1 + numpy.maximum(0, 1 - (numpy.arange(STEPS) + 500) % 1000 / 100)),
+        "cycles": 1 + 0.8 * (numpy.arange(STEPS) % 500 < 20) + 0.05 * normal,
+        "a rare second task": numpy.where(numpy.arange(STEPS) % 500, 0.1, 5) + 0.01 * normal,
+        "rare hard batches": (1 + 0.1 * normal) * numpy.where(random.random(STEPS) < 0.002, 20, 1),
+        "a slow ramp": 1 + numpy.maximum(0, numpy.arange(STEPS) - 800) / 20 + 0.02 * normal,
+        "rewards of many sizes": 0.01 * normal * numpy.exp(1.2 * random.standard_normal(STEPS)),
         "constant": numpy.zeros(STEPS),
     }
 
@@ -74,6 +82,16 @@ def test_a_jump_is_found_where_it_is_and_said_once(noise: float, at: int, times:
     found = [finding for step, loss in enumerate(losses.tolist()) if (finding := spikes.look(step, loss))]
     assert [finding.rank for finding in found] == [3]
     assert at <= (found[0].step or 0) <= at + 1
+
+
+@pytest.mark.parametrize(("at", "times", "told"), [(30, 100.0, 45), (1500, 1.5, 1699)])
+def test_a_jump_that_is_early_or_small_is_told_once_it_has_stayed(at: int, times: float, told: int) -> None:
+    losses = 1 + 0.05 * numpy.random.default_rng(0).standard_normal(3000)
+    losses[at:] *= times
+    spikes = Spikes(10.0)
+    [finding] = [finding for step, loss in enumerate(losses.tolist()) if (finding := spikes.look(step, loss))]
+    assert told <= (finding.step or 0) <= told + 10
+    assert "and has been up for" in finding.text
 
 
 def test_one_value_out_of_this_world_is_found_and_a_fall_is_not() -> None:
@@ -147,6 +165,16 @@ def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogC
     for step in (8, 110):
         voice.say(Finding("drift", step, None, "apart", "look"))
     assert caplog.records[-1].getMessage().endswith("(Found once more since it was said last.)")
+
+
+def test_the_run_has_some_events_of_a_kind_and_not_those_of_a_thousand_ranks() -> None:
+    accelerator, _ = guarded(GuardKwargs())
+    ledger, kept = accelerator._parts.ledger, []
+    ledger.event_sinks.append(kept.append)
+    for rank in range(30):
+        ledger.tell(Finding("spike", 5, rank, "it jumped", "look").event())
+        ledger.tell({"kind": "warning", "text": "other"})
+    assert [sum(event["kind"] == kind for event in kept) for kind in ("guard", "warning")] == [20, 30]
 
 
 def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(ranks: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from slipstream.logging import get_logger
 __all__ = ["Finding", "NonFiniteError", "Voice"]
 
 _TIMES = 3
+_EVENTS = 20
+"""How many events of a kind the run has, of all ranks together."""
 _DISTANCE = 100
 """Steps between the first time that something is said and the second; ten times as many before the third."""
 
@@ -74,6 +76,7 @@ class Voice:
         self._next: dict[str, int] = {}
         self._first: dict[str, int] = {}
         self._kept: dict[str, int] = {}
+        self._admitted: dict[str, int] = {}
         self._telling = False
         self._held: list[tuple[Finding, bool]] = []
 
@@ -120,6 +123,14 @@ class Voice:
             self.tell(finding.event())
         finally:
             self._telling = False
+
+    def admits(self, event: Mapping[str, Any]) -> bool:
+        """On the main process: whether an event is kept, or there are enough of its kind. Those that are no finding are."""
+        if event.get("kind") != "guard":
+            return True
+        kind = str(event["guard"])
+        self._admitted[kind] = self._admitted.get(kind, 0) + 1
+        return self._admitted[kind] <= _EVENTS
 
     def hear(self, event: dict[str, Any]) -> None:
         """On the main process: says what another rank has found."""

@@ -116,6 +116,7 @@ class Guards:
             if self._rank == 0:
                 ledger.sinks.append(self.interval)
                 ledger.event_sinks.append(self.voice.hear)
+                ledger.admits = self.voice.admits
                 if self._world_size > 1 and self._updates is None:
                     self.voice.waits = frozenset(("nan",))
                     ledger.last_words.append(self.voice.release)

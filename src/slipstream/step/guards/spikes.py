@@ -1,19 +1,24 @@
-"""Losses that jump: above everything that is usual for this curve, however noisy it is.
+"""Losses that jump: far above all that was usual for this curve, suddenly, and for more than a moment.
 
 The usual is the median of the last values and their median deviation from it, both of which a few wild values leave alone. Losses above
-zero are compared as logarithms, in which batch losses lie about evenly around their median; others as they are. A loss has jumped when it
-is above everything in the memory for some steps in a row: for five, if it is half of `limit` deviations above the median; for two, if
-it is `limit` of them; and for one if it is three times as many.
+zero are compared as logarithms, in which batch losses lie about evenly around their median; others as they are. A loss has jumped when
+it came up within a few steps and
 
-A curve with hardly any noise is taken to have a deviation of two hundredths of its size, so that its ordinary wobble is no finding; nor is
-a loss that is still below a hundredth of where the curve began. Nothing is said about the first 64 steps, and a jump that lasts is said
-once: its values become the usual.
+- two in a row are `limit` deviations above the median, two and a half times as high as it, and higher than every bump of the run before;
+- or it stays up for 200 steps, if it is half of `limit` deviations above the median and above all of the memory;
+- or one alone is out of this world: a thousand times the median, and thrice as far as anything else.
+
+What is left alone: hard batches, the bumps of warm restarts and of a second task, losses that are mostly zero, and those that rise slowly,
+as they do where a part of them is weighted up. A curve with hardly any noise is taken to have a deviation of two hundredths of its size;
+a loss that is still below a hundredth of where the curve began is no finding. In the first 64 steps, where nothing is usual yet,
+only ten times as much as all before, for 16 steps, is one. A jump that lasts is said once: its values become the usual.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from statistics import median
 
 from slipstream.step.guards.finding import Finding
@@ -24,11 +29,56 @@ _MEMORY = 256
 _FIRST = 64
 _EVERY = 64
 """After how many values the usual is computed anew."""
+_EARLY = 16
+"""From how many values on it is computed, and again after as many, until there are enough; and how long a jump has to last until then."""
+_STAYS = 200
+_RISING = 16
+"""Within how many steps a jump is up."""
 _NORMAL = 1.4826
 """The standard deviation of a normal distribution, in median deviations."""
 _LEAST = 0.02
 _SMALL = 0.01
-_NEVER = (math.inf, math.inf, math.inf)
+_LOW, _HIGH, _FAR, _TENFOLD = 1.25, 2.5, 1000.0, 10.0
+"""How many times the median a jump is at the least: one that stays, one of two steps, one of a single step, and one at the beginning."""
+
+
+@dataclass
+class _Bounds:
+    """Above which values a loss stays up, has jumped, is out of this world; and how long it has to stay."""
+
+    low: float = math.inf
+    high: float = math.inf
+    far: float = math.inf
+    stays: int = _STAYS
+
+
+@dataclass
+class _Rise:
+    """Values that are up, since one was."""
+
+    first: int
+    usual: str
+    """What was usual before."""
+    steps: int = 0
+    above: int = 0
+    high_in_a_row: int = 0
+    total: float = 0.0
+    begun: float = -math.inf
+    """The highest of the first few."""
+    highest: float = -math.inf
+
+    def add(self, value: float, bounds: _Bounds) -> None:
+        self.steps += 1
+        self.above += value > bounds.low
+        self.high_in_a_row = self.high_in_a_row + 1 if value > bounds.high else 0
+        self.total += value
+        self.highest = max(self.highest, value)
+        if self.steps <= _RISING // 2:
+            self.begun = max(self.begun, value)
+
+    @property
+    def is_over(self) -> bool:
+        return self.steps - self.above > self.steps // 10
 
 
 class Spikes:
@@ -48,11 +98,12 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         self._values: deque[float] = deque(maxlen=_MEMORY)
         self._new = 0
         self._logs = True
-        self._bounds = _NEVER
-        self._score = 0
+        self._bounds = _Bounds()
+        self._middle = 0.0
+        self._bump = 0.0
+        """How far above the median of its time the highest of the run was."""
         self._began: float | None = None
-        self._above: tuple[int, str] | None = None
-        """The first step of a jump, and what was usual before."""
+        self._rise: _Rise | None = None
 
     def look(self, step: int, loss: float) -> Finding | None:
         """Takes the next loss in; what is wrong with it, if something is. Values that are not finite are another guard's."""
@@ -61,45 +112,70 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         if self._logs and loss <= 0.0:
             self._leave_logarithms()
         value = math.log(loss) if self._logs else loss
-        if value <= self._bounds[0]:
-            self._above, self._score = None, 0
+        if self._rise is None and value <= self._bounds.low:
             self._take(value)
             return None
-        self._above = first, usual = self._above or (step, self._usual())
-        self._score += next(points for bound, points in zip(reversed(self._bounds), (5, 3, 1), strict=True) if value > bound)
-        far = self._bounds[-1]
-        found = self._score >= 5
-        if found:
-            self._above, self._score, self._bounds, self._new = None, 0, _NEVER, 0  # until the usual is computed anew
+        rise = self._rise = self._rise or _Rise(step, self._usual())
+        rise.add(value, self._bounds)
+        told = self._judge(rise, value)
+        ended = told is not None or rise.is_over or rise.steps >= self._bounds.stays
+        far = self._bounds.far
+        if ended:
+            self._rise = None
+            self._bump = max(self._bump, rise.highest - self._middle)
+            self._bounds.high = max(self._bounds.high, self._middle + 1.25 * self._bump)
+            if told is not None or not rise.is_over:
+                self._bounds, self._new = _Bounds(), 0  # until the usual is computed anew
         self._take(min(value, far))
-        if not found:
+        return None if told is None else self._finding(step, rise, f"the loss jumped to {loss:.4g}{told} ({rise.usual})")
+
+    def _judge(self, rise: _Rise, value: float) -> str | None:
+        """What is said of a jump; None if it is none, or not yet."""
+        if value > self._bounds.far or (rise.high_in_a_row >= 2 and rise.steps <= _RISING):
+            return ""
+        if rise.steps < self._bounds.stays or rise.is_over:
             return None
-        return self._finding(step, first, f"the loss jumped to {loss:.4g} ({usual})")
+        slowly = rise.total / rise.steps - self._middle > 1.25 * (rise.begun - self._middle)
+        return None if slowly else f" and has been up for {rise.steps} steps"
 
     def _take(self, value: float) -> None:
         self._values.append(value)
         self._new += 1
-        if self._new >= _EVERY and len(self._values) >= _FIRST and not self._score:  # a jump that begins is not the usual
+        every = _EVERY if len(self._values) > _FIRST else _EARLY
+        if self._new >= every and self._rise is None:  # a jump that begins is not the usual
             self._new = 0
             self._compute()
 
     def _compute(self) -> None:
-        middle = median(self._values)
+        self._middle = middle = median(self._values)
         apart = [abs(value - middle) for value in self._values]
-        deviation = max(_NORMAL * median(apart), sum(apart) / len(apart))  # the second, where most values are the same
-        deviation = max(deviation, _LEAST if self._logs else _LEAST * abs(middle), 1e-12)
+        usual = median(apart)
         highest = max(self._values) - middle
-        rises = max(self._limit / 2 * deviation, highest), max(self._limit * deviation, 1.25 * highest)
+        if not self._logs and not usual:  # most are the same, as zeros are: what is not has no measure
+            self._bounds = _Bounds()
+            return
+        deviation = max(_NORMAL * usual, sum(apart) / len(apart), _LEAST if self._logs else _LEAST * abs(middle), 1e-12)
+        if len(self._values) < _FIRST:
+            self._bounds = _Bounds(low=middle + highest + max(self._times(_TENFOLD), self._limit * deviation), stays=_EARLY)
+            return
         if self._began is None:
             self._began = math.exp(middle) if self._logs else abs(middle)
+        bump = max(highest, self._bump)
+        low = max(self._limit / 2 * deviation, highest, self._times(_LOW))
+        high = max(self._limit * deviation, 1.25 * bump, self._times(_HIGH))
+        far = max(3.0 * self._limit * deviation, (3.0 if self._logs else 100.0) * bump, self._times(_FAR))
         least = math.log(_SMALL * self._began) if self._logs else -math.inf
-        self._bounds = max(middle + rises[0], least), max(middle + rises[1], least), max(middle + 3.0 * rises[1], least)
+        self._bounds = _Bounds(max(middle + low, least), max(middle + high, least), max(middle + far, least))
+
+    def _times(self, factor: float) -> float:
+        """How far above the median so many times it is."""
+        return math.log(factor) if self._logs else (factor - 1.0) * abs(self._middle)
 
     def _leave_logarithms(self) -> None:
         self._logs = False
         self._values = deque((math.exp(value) for value in self._values), maxlen=_MEMORY)
-        self._bounds, self._new = _NEVER, 0
-        if len(self._values) >= _FIRST:
+        self._bounds, self._rise, self._bump, self._new = _Bounds(), None, 0.0, 0
+        if len(self._values) >= _EARLY:
             self._compute()
 
     def _usual(self) -> str:
@@ -107,8 +183,9 @@ to the last checkpoint with a lower learning rate, a longer warm-up or accelerat
         low, high = min(shown), max(shown)
         return f"usually {median(shown):.4g}, between {low:.4g} and {high:.4g} in the last {len(shown)} steps"
 
-    def _finding(self, step: int, first: int, text: str) -> Finding:
-        batches = f"the batch of step {step}" if first == step else f"the batches of steps {first} to {step}"
+    def _finding(self, step: int, rise: _Rise, text: str) -> Finding:
+        first, last = rise.first, min(step, rise.first + _RISING)
+        batches = f"the batch of step {step}" if first == step else f"the batches of steps {first} to {last}"
         remedy = (
             "if it stays up, go back to the last checkpoint with a lower learning rate, a longer warm-up or accelerator.clip_grad_norm_; "
             f"look at {batches}"
