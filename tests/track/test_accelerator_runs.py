@@ -128,7 +128,7 @@ def test_a_folder_is_where_it_was_whatever_the_script_does_and_a_url_of_a_file_i
         assert (folder / "report.html").exists()
         assert (folder.parent.parent / "demo").is_dir()
     assert not list((tmp_path / "elsewhere").iterdir())
-    assert not caplog.messages
+    assert not [message for message in caplog.messages if "could not be" in message or "failed" in message]
     for name in ("local", "tensorboard"):
         with pytest.raises(
             ConfigError, match=rf"tracker {name} writes into a folder of this machine, and 's3://bucket/run' is a URL: .*logging_dir="
