@@ -126,7 +126,7 @@ def test_damaged_runs_are_left_out_and_told(run, tmp_path, capsys):
     RunFolder.create(tmp_path, "broken", project="spirals")
     (tmp_path / "runs" / "broken" / "run.json").write_text("{nope")
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
-    assert "broken is left out: " in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"Left out: {tmp_path / 'runs' / 'broken'}")
     found = data_of((tmp_path / "page.html").read_text())
     assert [one["name"] for one in found["views"]] == ["first"]
     assert [Path(path).name for path, _ in found["left_out"]] == ["broken"]

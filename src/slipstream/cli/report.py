@@ -46,7 +46,7 @@ def command(runs: tuple[Path, ...], output: str | None, title: str | None, point
     else:
         path = write(runs, output, title=title, points=points, left_out=left_out)
         click.echo(str(path))
-    for folder, why in left_out:
-        click.echo(f"{folder} is left out: {why}", err=True)
+    for _, why in left_out:  # which names the folder
+        click.echo(f"Left out: {why}", err=True)
     if open_it and not webbrowser.open(path.resolve().as_uri()):
         click.echo("There is no browser here that could be opened: open the file yourself.", err=True)

@@ -46,5 +46,5 @@ function returnNote(page, run) {
   const { count, values } = run.series.get(name);
   const often = `${count > values.length ? "at least " : ""}${counted(run.returning.get(name), "time")}`;
   const others = names.length > 1 ? ` (and those of ${counted(names.length - 1, "other name")})` : "";
-  return make("p", { class: "note returns" }, `${page.runs.length > 1 ? `${run.label}: ` : ""}the steps of ${name}${others} go back ${often} without a restart: log with a step that counts on. The line is the last pass, and the earlier ones are faint; over time, all are in order.`);
+  return make("p", { class: "note returns" }, `${page.runs.length > 1 ? `${run.label}: the` : "The"} steps of ${name}${others} go back ${often} without a restart: log with a step that counts on. The line is the last pass, and the earlier ones are faint; over time, all are in order.`);
 }

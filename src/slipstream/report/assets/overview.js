@@ -38,7 +38,7 @@ function figures(run) {
 
 function runCard(page, run) {
   const state = STATES[run.info.state] ? run.info.state : "unknown";
-  const silent = Number.isFinite(run.info.silent) ? `, silent for ${duration(run.info.silent)}` : "";
+  const silent = Number.isFinite(run.info.silent) ? `, silent for ${run.info.silent < 3600 ? `${Math.round(run.info.silent / 60)} min` : duration(run.info.silent)}` : "";
   const title = `${run.label}${run.info.project ? `, project ${run.info.project}` : ""}`;
   const name = make("span", { class: "name" }, run.label);
   const several = page.runs.length > 1;

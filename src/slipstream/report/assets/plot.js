@@ -221,6 +221,7 @@ class Plot {
   }
 
   fillLegend(readings, where) {
+    if (readings.length > 9) readings = [...readings.filter((one) => one.at !== null), ...readings.filter((one) => one.at === null)]; // those that say something first
     const items = readings.slice(0, 9).map((one) => make("span", { class: "item" }, one.color ? swatch(one.color, one.dash) : null, make("span", { class: "label" }, one.label), make("b", {}, one.text)));
     if (readings.length > 9) items.push(make("span", { class: "item" }, `and ${readings.length - 9} more`));
     clear(this.legend, items, where ? make("span", { class: "where" }, where) : null);

@@ -133,7 +133,7 @@ function pictures(page, run, name, shots) {
 function leftOutNote(page) {
   const place = make("p", { class: "note left-out" });
   page.refreshers.push(() => {
-    const told = [...page.leftOut.map(([path, why]) => `${path} (${why})`), ...page.runs.flatMap((run) => Object.keys(run.skipped).map((what) => (page.runs.length > 1 ? `${run.label}: ${what}` : what)))];
+    const told = [...page.leftOut.map(([path, why]) => (why.includes(path) ? why : `${path} (${why})`)), ...page.runs.flatMap((run) => Object.keys(run.skipped).map((what) => (page.runs.length > 1 ? `${run.label}: ${what}` : what)))];
     const more = told.length > 3 ? `, and ${told.length - 3} more` : "";
     clear(place, told.length ? ["Left out: ", `${told.slice(0, 3).join("; ")}${more}. `, make("a", { href: "#skipped" }, "All that is left out")] : null);
     place.hidden = !told.length;
@@ -143,6 +143,6 @@ function leftOutNote(page) {
 
 function leftOut(page) {
   const rows = page.runs.flatMap((run) => Object.entries(run.skipped).map(([what, count]) => [run.label, what, number(count)]));
-  rows.unshift(...page.leftOut.map(([path, why]) => [path, why, "1"]));
+  rows.unshift(...page.leftOut.map(([path, why]) => [path.split(/[/\\]/).pop(), why.includes(path) ? why : `${path}: ${why}`, "1"]));
   return rows.length ? section("skipped", "What could not be read", scrolling(tableOf(["Run", "What", "Times"], rows, ["text", "text", "number"], "Left out"), "Left out")) : null;
 }
