@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -47,6 +47,8 @@ __all__ = ["Watch", "guard", "place_of", "with_local"]
 
 _GUARDS = "slipstream.guards"
 _NOTE = "folder of the run"
+_SAME = 3
+"""How often one and the same warning is noted."""
 _KEPT = 1000
 """Events and intervals that wait for a folder."""
 
@@ -64,6 +66,8 @@ class Watch:
         self._ledger: Journal | None = None
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT)
         self._said: set[str] = set()
+        self._heard: Counter[str] = Counter()
+        """Warnings of this process, and how often each came."""
         self._ended = False
         self._left: weakref.finalize[..., Any] | None = None
         self._memory = watch_memory(self._tensors, self._place_of_snapshots, self._tell_snapshot)
@@ -153,8 +157,9 @@ class Watch:
         self._write("event", {"time": time.time(), "step": None, "rank": None, "text": "", **event})
 
     def _hear(self, logger: str, text: str) -> None:
-        """A warning of this process; what guards say is an event of its own."""
-        if not logger.startswith(_GUARDS):
+        """A warning of this process, the first times that it comes; what guards say is an event of its own."""
+        self._heard[text] += 1
+        if not logger.startswith(_GUARDS) and self._heard[text] <= _SAME and len(self._heard) <= _KEPT:
             self._parts.ledger.tell({"kind": "warning", "text": redact_text(text), "step": self._parts.ledger.step or None})
 
     def trace(self, path: Path) -> None:
