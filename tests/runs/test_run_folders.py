@@ -136,6 +136,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made below .*give a folder of yours as project_dir"):
         RunFolder.create(tmp_path / "file", project="p")
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match="runs is there already and is no folder: move it away"):
+        RunFolder.create(tmp_path, project="p")
 
 
 def test_a_line_torn_at_any_byte_loses_itself_alone(tmp_path: Path) -> None:

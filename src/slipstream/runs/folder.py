@@ -96,9 +96,11 @@ class RunFolder:
             runs.mkdir(parents=True, exist_ok=True)
             path = _claimed(runs, name, run_name(project))
         except FileExistsError:
-            if resume and name is not None and is_run(runs / name):
+            if name is None or not runs.is_dir():
+                raise ConfigError(f"{runs} is there already and is no folder: move it away, or give another project_dir") from None
+            if resume and is_run(runs / name):
                 return cls.open(runs / name)._begin(attempt, "restart")
-            raise ConfigError(_taken(runs, str(name))) from None
+            raise ConfigError(_taken(runs, name)) from None
         except OSError as error:
             raise ConfigError(
                 f"the folder of the run cannot be made below {runs} ({error.strerror}): give a folder of yours as project_dir"
