@@ -24,10 +24,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def train(accelerator: Accelerator, steps: int = 4) -> None:
+def train(accelerator: Accelerator, steps: int = 4, load: Path | None = None) -> None:
     net = torch.nn.Linear(3, 1)
     data = DataLoader(TensorDataset(torch.randn(2 * steps * accelerator.num_processes, 3)), batch_size=2)
     net, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), data)
+    if load is not None:
+        accelerator.load_state(load)
     for step, (rows,) in enumerate(data):
         loss = net(rows).square().mean()
         accelerator.backward(loss)
@@ -60,13 +62,26 @@ def test_a_run_with_a_project_dir_keeps_everything_in_its_folder(tmp_path: Path,
     assert [event["kind"] for event in lines(folder / "events.jsonl")] == ["start", "warning", "checkpoint", "restore", "end"]
     assert lines(folder / "events.jsonl")[1]["text"] == "the batch is small, password=[redacted]"
     intervals = lines(folder / "ledger.jsonl")
-    assert sum(interval["steps"] for interval in intervals) == 4
+    assert [interval["steps"] for interval in intervals] == [4, 0], "what comes after the last step has an interval too"
+    assert intervals[1]["phases"]["checkpoint"][0] > 0
     run = Run(folder)
     run.refresh()
     assert list(run.series["loss"].steps) == [0.0, 1.0, 2.0, 3.0]
     assert run.info["state"] == "finished"
     assert "where the time went: 4 steps" in capsys.readouterr().err
     assert "<title>" in (folder / "report.html").read_text()
+
+
+def test_the_steps_of_a_run_that_goes_on_go_on(tmp_path: Path) -> None:
+    for begin in (0, 4):
+        accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
+        accelerator.init_trackers("demo", init_kwargs={"local": {"name": "again", "resume": begin > 0}})
+        train(accelerator, load=tmp_path / "saved" if begin else None)
+        accelerator.save_state(tmp_path / "saved")
+        accelerator.end_training()
+    folder = tmp_path / "runs" / "again"
+    assert [(one["first"], one["last"]) for one in lines(folder / "ledger.jsonl") if one["steps"]] == [(0, 3), (4, 7)]
+    assert [one["step"] for one in lines(folder / "events.jsonl") if one["kind"] in ("checkpoint", "restore")] == [4, 4, 8]
 
 
 def test_a_script_that_names_no_run_has_a_folder_all_the_same(tmp_path: Path) -> None:

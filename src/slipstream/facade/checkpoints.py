@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.facade.parts import Parts
 from slipstream.facade.restoring import Wishes, restore
 from slipstream.facade.saving import Options, Saver
+from slipstream.facade.taking import step_of
 from slipstream.facade.watching import Watch
 from slipstream.logging import get_logger
 
@@ -119,6 +120,7 @@ class Checkpoints:
             allow_pickle = True
         with self._watch.timed("restore") as details:
             path = restore(self._saver, input_dir, Wishes(strict, allow_pickle, resume))
+            self._parts.ledger.count_from(step_of(self._parts))
             details.update(path=redacted(path), text=os.path.basename(path))
         return path
 

@@ -95,6 +95,8 @@ class Ledger:
         self._totals = Totals(world_size)
         self._intervals: deque[dict[str, Any]] = deque(maxlen=3600)
         self._untold = numpy.zeros((0, COLUMNS))
+        self._base = 0
+        """What the steps of a run that goes on are ahead of those that were made here."""
         self._drained = 0
         """Steps that were taken from the meter."""
         self._reader = Reader(0 if self.meter is None else self.meter.since)
@@ -125,12 +127,17 @@ class Ledger:
     @property
     def step(self) -> int:
         """The number of the step under way, from 0."""
-        return 0 if self.meter is None else self.meter.step
+        return 0 if self.meter is None else self.meter.step + self._base
+
+    def count_from(self, step: int) -> None:
+        """The next step has this number: the run goes on from a checkpoint."""
+        self.settle()
+        self._base = 0 if self.meter is None else step - self.meter.step
 
     @property
     def losses(self) -> list[tuple[int, torch.Tensor]]:
         """(step, loss) of the backward passes that no examiner has seen yet."""
-        return [] if self.meter is None else _as_tensors(list(self.meter.losses))
+        return [] if self.meter is None else [(self._base + step, loss) for step, loss in _as_tensors(list(self.meter.losses))]
 
     def _attend(self, now: int) -> None:
         """Between two steps, when it is time, or after each of them where that is needed; and where the log is full."""
@@ -169,7 +176,7 @@ class Ledger:
         """Takes the rows of steps that have ended."""
         first = self._drained
         rows = self._read(meter)
-        losses = _as_tensors(list(meter.losses))
+        losses = self.losses
         meter.losses.clear()
         if first <= _COUNTED_STEP < self._drained and self._counted is not None:
             samples = rows[_COUNTED_STEP - first, SAMPLES]
@@ -179,7 +186,7 @@ class Ledger:
             self._untold = numpy.concatenate([self._untold, rows])[-_KEPT:] if len(self._untold) else rows
         if not first and len(rows):
             self._totals.began = time.time() - float(rows[:, :PHASES].sum()) - 1e-9 * float(self._reader.open[:PHASES].sum())
-        return Window(len(rows), first, rows, losses)
+        return Window(len(rows), self._base + first, rows, losses)
 
     def _read(self, meter: Meter) -> Rows:
         log = meter.log
@@ -217,7 +224,7 @@ class Ledger:
         taken = self._joiner.take(patient=patient)
         if taken is not None:
             self._find_peak()
-            entry = self._totals.add(taken, first)
+            entry = self._totals.add(taken, self._base + first)
             self._intervals.append(entry)
             self._deliver(self.sinks, entry)
 
@@ -302,7 +309,7 @@ class Ledger:
 
     def _add_tails(self, tails: dict[int, list[float] | None]) -> None:
         """What came after the last step, such as a last checkpoint, as an interval without steps."""
-        entry = self._totals.add_tails(tails, self._joiner.next)
+        entry = self._totals.add_tails(tails, self._base + self._joiner.next)
         if any(any(values) for values in entry["phases"].values()):
             self._intervals.append(entry)
             self._deliver(self.sinks, entry)
