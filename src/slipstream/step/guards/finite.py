@@ -71,6 +71,8 @@ def to_numbers(values: Sequence[Any]) -> list[float]:
     >>> to_numbers([torch.tensor(1.0), 2.5, torch.tensor([1.0, 2.0])])
     [1.0, 2.5, 1.5]
     """
+    if all(type(value) is float for value in values):
+        return list(values)
     single = [value if isinstance(value, torch.Tensor) and not value.ndim else torch.as_tensor(value).mean() for value in values]
     if len({(one.dtype, one.device) for one in single}) > 1:
         single = [one.to("cpu", torch.float64) for one in single]

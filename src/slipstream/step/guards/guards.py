@@ -72,7 +72,7 @@ class Guards:
         self._world_size = world_size
         self._store = store
         self._ledger: Any = None
-        self._norms: list[tuple[int | None, torch.Tensor]] = []
+        self._norms: list[tuple[int | None, float | torch.Tensor]] = []
         self._spikes = None if options.loss_spike is None else Spikes(options.loss_spike, rank)
         self._starving = None if options.starving is None else Starving(options.starving, local_ranks=local_ranks)
         self._straggler = None if options.straggler is None else Straggler(options.straggler)
@@ -151,7 +151,7 @@ class Guards:
 
     def _keep_norm(self, norm: torch.Tensor) -> None:
         if len(self._norms) < _NORMS:
-            self._norms.append((self._step(), norm))
+            self._norms.append((self._step(), norm.item() if norm.is_cpu else norm))  # small tensors that are kept make the heap grow
 
     def _step(self) -> int | None:
         meter = None if self._ledger is None else self._ledger.meter

@@ -135,9 +135,10 @@ class Ledger:
         self._base = 0 if self.meter is None else step - self.meter.step
 
     @property
-    def losses(self) -> list[tuple[int, torch.Tensor]]:
-        """(step, loss) of the backward passes that no examiner has seen yet."""
-        return [] if self.meter is None else [(self._base + step, loss) for step, loss in _as_tensors(list(self.meter.losses))]
+    def losses(self) -> list[tuple[int, float | torch.Tensor]]:
+        """(step, loss) of the backward passes that no examiner has seen yet; a number where the loss was on the host."""
+        base = self._base
+        return [] if self.meter is None else [(base + step, loss) for step, loss in list(self.meter.losses)]
 
     def _attend(self, now: int) -> None:
         """Between two steps, when it is time, or after each of them where that is needed; and where the log is full."""
@@ -343,15 +344,6 @@ def _attend(ledger: weakref.ref[Ledger], meter: weakref.ref[Meter], now: int) ->
         present._attend(now)
     elif left is not None:  # its Accelerator is gone, and what was prepared goes on
         left.log.clear()
-
-
-def _as_tensors(losses: list[tuple[int, Any]]) -> list[tuple[int, torch.Tensor]]:
-    """Losses that were kept as numbers, as tensors, all at once."""
-    numbers = [loss for _, loss in losses if not isinstance(loss, torch.Tensor)]
-    if not numbers:
-        return losses
-    made = iter(torch.tensor(numbers, dtype=torch.float64 if isinstance(numbers[0], int | float) else None).unbind())
-    return [(step, loss if isinstance(loss, torch.Tensor) else next(made)) for step, loss in losses]
 
 
 def _token_counter(wanted: str | Callable[[Any], int] | None, batch: Any) -> Callable[[Any], int] | None:

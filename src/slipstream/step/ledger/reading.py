@@ -126,12 +126,12 @@ class Reader:
 
     def _fill(self, marks: _Array, depth: _Array, after: _Array) -> None:
         """After the end of a phase inside of another it is the other's turn again."""
-        innermost = dict(enumerate(self._stack, 1))
-        for place, (mark, level) in enumerate(zip(marks.tolist(), depth.tolist(), strict=True)):
-            if level > 0 and mark in (LEAVE, TICK):
-                after[place] = innermost[level]
-            else:
-                innermost[level] = int(after[place])
+        ends = (marks == LEAVE) | (marks == TICK)
+        for level in range(1, int(depth.max()) + 1):
+            (places,) = numpy.nonzero(depth == level)
+            begun = numpy.maximum.accumulate(numpy.where(ends[places], -1, numpy.arange(len(places))))
+            outside = self._stack[level - 1] if level <= len(self._stack) else OTHER
+            after[places] = numpy.where(begun < 0, outside, after[places[begun]])
 
     def _level(self, level: int, depth: _Array, after: _Array) -> int:
         """The phase that is open at a level in the end."""

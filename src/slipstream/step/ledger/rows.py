@@ -46,7 +46,7 @@ class Window:
     """The number of the first of them; steps are counted from 0."""
     rows: Rows
     """Steps x columns of `comm/meter.py`: seconds of each phase (DATA, FORWARD, ...), then samples and tokens."""
-    losses: Sequence[tuple[int, torch.Tensor]]
+    losses: Sequence[tuple[int, float | torch.Tensor]]
     """(step, loss) of each backward pass, as it was given to `backward`, without its graph. The last may be of the step under way."""
 
 
