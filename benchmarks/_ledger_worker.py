@@ -7,6 +7,7 @@ steps are compared before anything is timed. Rank 0 writes all times as JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import warnings
@@ -37,7 +38,6 @@ Build = Callable[[], Callable[[], None]]
 def model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(LAYERS)))
-
 
 
 class Batches(torch.utils.data.Dataset[Any]):
@@ -77,15 +77,19 @@ def plain() -> Callable[[], None]:
     return step
 
 
-def ours(**options: Any) -> Build:
+def ours(folder: str | None = None, **options: Any) -> Build:
+    """A loop of ours; with a folder, its loss is logged there in every step."""
+
     def build() -> Callable[[], None]:
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[LedgerKwargs(**options)])
+        accelerator = Accelerator(cpu=True, project_dir=folder, kwargs_handlers=[LedgerKwargs(summary=False, **options)])
+        if folder is not None:
+            accelerator.init_trackers("bench")
         net: Any = model()
         weights = list(net.parameters())
         net, optimizer, reader = accelerator.prepare(
             net, torch.optim.SGD(weights, lr=1e-3), DataLoader(Batches(2000 * accelerator.num_processes), batch_size=None)
         )
-        batches = endless(reader)
+        batches, numbers = endless(reader), itertools.count()
 
         def step() -> None:
             accelerator.backward(net(next(batches)).square().mean())
@@ -93,8 +97,17 @@ def ours(**options: Any) -> Build:
             optimizer.step()
             optimizer.zero_grad()
 
-        step.weights = weights  # type: ignore[attr-defined]
-        return step
+        def logged() -> None:
+            loss = net(next(batches)).square().mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.log({"loss": loss.item()}, step=next(numbers))
+
+        chosen = step if folder is None else logged
+        chosen.weights = weights  # type: ignore[attr-defined]
+        return chosen
 
     return build
 
@@ -147,10 +160,10 @@ def bare(**options: Any) -> Build:
     return build
 
 
-def cases() -> dict[str, dict[str, Build]]:
+def cases(folder: str) -> dict[str, dict[str, Build]]:
     """What is compared: by case, by contender."""
     off = {"enabled": False}
-    step: dict[str, Build] = {"plain": plain, "off": ours(**off), "on": ours(), "off, again": ours(**off)}
+    step: dict[str, Build] = {"plain": plain, "off": ours(**off), "on": ours(), "logged": ours(folder), "off, again": ours(**off)}
     return {"step": step} if dist.is_initialized() else {"step": step, "bare": {"off": bare(**off), "on": bare()}}
 
 
@@ -183,14 +196,14 @@ def main() -> None:
     state = PartialState(cpu=True)
     barrier = dist.barrier if dist.is_initialized() else (lambda: None)
     found: dict[str, Any] = {}
-    for case, builds in cases().items():
+    for case, builds in cases(str(options.output.parent / "project")).items():
         if case == "step":
             check(builds)
         times = {name: Times() for name in builds}
         for number in range(options.builds):
             turned = list(builds)[number % len(builds) :] + list(builds)[: number % len(builds)]
             contenders = {name: repeated(builds[name]()) for name in turned}
-            for name, more in in_turns(contenders, options.rounds, 2 if case == "step" else 100, barrier).items():
+            for name, more in in_turns(contenders, options.rounds, 10 if case == "step" else 100, barrier).items():
                 times[name].extend(more)
         found[case] = joined(state.gather_object([{name: asdict(one) for name, one in times.items()}]))
     if state.is_main_process:
