@@ -158,8 +158,10 @@ class Watch:
 
     def _hear(self, logger: str, text: str) -> None:
         """A warning of this process, the first times that it comes; what guards say is an event of its own."""
+        if logger.startswith(_GUARDS) or (text not in self._heard and len(self._heard) >= _KEPT):
+            return
         self._heard[text] += 1
-        if not logger.startswith(_GUARDS) and self._heard[text] <= _SAME and len(self._heard) <= _KEPT:
+        if self._heard[text] <= _SAME:
             self._parts.ledger.tell({"kind": "warning", "text": redact_text(text), "step": self._parts.ledger.step or None})
 
     def trace(self, path: Path) -> None:
