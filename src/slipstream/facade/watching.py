@@ -68,7 +68,6 @@ class Watch:
         self._said: set[str] = set()
         self._heard: Counter[str] = Counter()
         """Warnings of this process, and how often each came."""
-        self._ended = False
         self._left: weakref.finalize[..., Any] | None = None
         self._memory = watch_memory(self._tensors, self._place_of_snapshots, self._tell_snapshot)
         weakly = weakref.WeakMethod
@@ -125,7 +124,6 @@ class Watch:
             },
             attempt={"world_size": process.world_size, "host": process.host},
         )
-        self._ended = False
         options = {name: {"value": shown, "origin": origin} for name, shown, origin in self._options()}
         settings = redact_values("config", plain(settings_of(config)) or {})
         self.folder.write_json("config.json", {"settings": settings, "options": options})
@@ -177,7 +175,7 @@ class Watch:
         self.event({"kind": kind, "step": self._parts.ledger.step, "seconds": round(time.perf_counter() - began, 6), **details})
 
     def _write(self, kind: str, record: dict[str, Any]) -> None:
-        if self._ended or self.root is None:
+        if self.root is None:
             return
         if self.folder is None:
             self._waiting.append((kind, record))
