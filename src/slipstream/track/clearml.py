@@ -12,7 +12,8 @@ from typing import Any
 from slipstream.config.sources import environment
 from slipstream.track.base import GeneralTracker, on_main_process
 from slipstream.track.plain import plain
-from slipstream.track.tables import table_of
+from slipstream.track.shared import KeepsTables
+from slipstream.track.tables import Table
 from slipstream.track.values import refuse, sort_values
 
 __all__ = ["ClearMLTracker"]
@@ -21,7 +22,7 @@ _PARTS = re.compile(r"(train|eval|test|val|validation)[_/](.+)")
 """Names of one metric on several parts of the data: they share a chart."""
 
 
-class ClearMLTracker(GeneralTracker):
+class ClearMLTracker(KeepsTables, GeneralTracker):
     """A task of clearml; keywords go to `Task.init`, and `run_name` is its project and task (or CLEARML_PROJECT, CLEARML_TASK)."""
 
     name = "clearml"
@@ -87,20 +88,10 @@ class ClearMLTracker(GeneralTracker):
                 logger.report_image(**{"title": title, "series": shown, "iteration": step, "image": one, **kwargs})
         found.refuse()
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Any = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
         """Logs a table, of rows with `columns` or of a data frame; keywords go to `report_table`."""
-        table = table_of(table_name, columns, data, dataframe)
-        title, series = _chart(table_name)
-        given = {"title": title, "series": series, "iteration": step, "table_plot": [table.columns, *table.rows], **kwargs}
+        title, series = _chart(name)
+        given = {"title": title, "series": series, "iteration": step, "table_plot": [table.columns, *table.rows], **keywords}
         self.task.get_logger().report_table(**given)
 
     @on_main_process

@@ -11,13 +11,14 @@ from typing import Any
 
 from slipstream.track.base import GeneralTracker, on_main_process
 from slipstream.track.plain import plain
-from slipstream.track.tables import table_of
+from slipstream.track.shared import KeepsTables
+from slipstream.track.tables import Table
 from slipstream.track.values import refuse, sort_values
 
 __all__ = ["CometMLTracker"]
 
 
-class CometMLTracker(GeneralTracker):
+class CometMLTracker(KeepsTables, GeneralTracker):
     """An experiment of comet_ml; keywords go to `comet_ml.start`, and `run_name` is its project."""
 
     name = "comet_ml"
@@ -67,20 +68,10 @@ class CometMLTracker(GeneralTracker):
                 self.experiment.log_image(file, **{"name": f"{shown}.png", "step": step, **kwargs})
         found.refuse()
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Any = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
         """Logs a table as a file of comma-separated values, which carries the step in its name; keywords go to `log_table`."""
-        table = table_of(table_name, columns, data, dataframe)
-        file = f"{table_name}.csv" if step is None else f"{table_name}-{step}.csv"
-        self.experiment.log_table(file, tabular_data=table.rows, headers=table.columns, **kwargs)
+        file = f"{name}.csv" if step is None else f"{name}-{step}.csv"
+        self.experiment.log_table(file, tabular_data=table.rows, headers=table.columns, **keywords)
 
     @on_main_process
     def finish(self) -> None:

@@ -26,7 +26,8 @@ from slipstream.runs.folder import RunFolder
 from slipstream.runs.journal import Journal
 from slipstream.track.base import GeneralTracker, folder_for, on_main_process
 from slipstream.track.plain import plain
-from slipstream.track.tables import table_of
+from slipstream.track.shared import KeepsTables
+from slipstream.track.tables import Table
 from slipstream.track.values import refuse, sort_values
 
 __all__ = ["LocalTracker"]
@@ -37,7 +38,7 @@ _LOOK = 10.0
 """Seconds from one look whether the file is still there to the next."""
 
 
-class LocalTracker(GeneralTracker):
+class LocalTracker(KeepsTables, GeneralTracker):
     """`metrics.jsonl` and pictures in `<logging_dir>/runs/<name>`, or in a folder of a run that is given.
 
     `run_name` is the project. Without a `name` the run is called after project and time. A name that is taken is an error, unless
@@ -171,20 +172,11 @@ class LocalTracker(GeneralTracker):
             self._append(journal, step, {"images": places, **plain(kwargs)})
         found.refuse()
 
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Any = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
         """Writes a table, of rows with `columns` or of a data frame, as one line."""
         journal = self._beginning()
         if journal is not None:
-            table = table_of(table_name, columns, data, dataframe)
-            self._append(journal, step, {"table": {"name": table_name, "columns": table.columns, "rows": table.rows}, **plain(kwargs)})
+            self._append(journal, step, {"table": {"name": name, "columns": table.columns, "rows": table.rows}, **plain(keywords)})
 
     @on_main_process
     def finish(self) -> None:

@@ -15,7 +15,8 @@ from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
 from slipstream.track.base import GeneralTracker, on_main_process
 from slipstream.track.plain import flat, plain
-from slipstream.track.tables import table_of
+from slipstream.track.shared import KeepsTables
+from slipstream.track.tables import Table
 from slipstream.track.values import refuse, sort_values
 
 __all__ = ["MLflowTracker"]
@@ -27,7 +28,7 @@ _LONGEST = 6000
 """Characters of a parameter that MLflow takes."""
 
 
-class MLflowTracker(GeneralTracker):
+class MLflowTracker(KeepsTables, GeneralTracker):
     """A run of mlflow below an experiment, which is made where there is none; `logging_dir` is then the place of its artifacts.
 
     MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID go before what is given, because MLflow sets them for jobs that it starts; MLFLOW_TAGS (JSON)
@@ -130,21 +131,11 @@ class MLflowTracker(GeneralTracker):
                 mlflow.log_image(one, **(kwargs or place))
         found.refuse()
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Any = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Logs a table as `<table_name>.json` among the artifacts; with a step, each row has it as a column. Later rows are added."""
-        table = table_of(table_name, columns, data, dataframe)
+    def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
+        """Logs a table as `<name>.json` among the artifacts; with a step, each row has it as a column. Later rows are added."""
         cells = {column: [row[place] for row in table.rows] for place, column in enumerate(table.columns)}
         steps = {} if step is None else {"step": [step] * len(table.rows)}
-        importlib.import_module("mlflow").log_table({**steps, **cells}, artifact_file=f"{table_name}.json", **kwargs)
+        importlib.import_module("mlflow").log_table({**steps, **cells}, artifact_file=f"{name}.json", **keywords)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:

@@ -8,34 +8,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from slipstream.track.base import GeneralTracker, on_main_process
+from slipstream.track.base import on_main_process
 from slipstream.track.plain import plain
+from slipstream.track.shared import ProjectRun
 from slipstream.track.values import refuse, sort_values
 
 __all__ = ["SwanLabTracker"]
 
 
-class SwanLabTracker(GeneralTracker):
+class SwanLabTracker(ProjectRun):
     """A run of swanlab; keywords go to `swanlab.init`, and `run_name` is its project."""
 
     name = "swanlab"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The run of swanlab."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Makes the run."""
-        self.run = importlib.import_module("swanlab").init(**{"project": self.run_name, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -63,13 +47,6 @@ class SwanLabTracker(GeneralTracker):
         if shown := {name: [image(_three(one), **kwargs) for one in several] for name, several in found.made.items()}:
             self.run.log(shown, step=step)
         found.refuse()
-
-    @on_main_process
-    def finish(self) -> None:
-        """Ends the run; what is not sent or written yet is waited for."""
-        if self.run is not None:
-            self.run.finish()
-            self.run = None
 
 
 def _three(picture: Any) -> Any:

@@ -12,13 +12,14 @@ import yaml
 from slipstream.devices.packages import version_of
 from slipstream.track.base import GeneralTracker, folder_for, on_main_process
 from slipstream.track.plain import flat, plain
-from slipstream.track.tables import table_of
+from slipstream.track.shared import KeepsTables
+from slipstream.track.tables import Table
 from slipstream.track.values import refuse, sort_values
 
 __all__ = ["TensorBoardTracker"]
 
 
-class TensorBoardTracker(GeneralTracker):
+class TensorBoardTracker(KeepsTables, GeneralTracker):
     """Event files in `<logging_dir>/<run_name>`; keywords go to the `SummaryWriter`."""
 
     name = "tensorboard"
@@ -92,19 +93,9 @@ class TensorBoardTracker(GeneralTracker):
         self.writer.flush()
         found.refuse()
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Any = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
         """Logs a table as a text that TensorBoard shows as one; keywords go to `add_text`."""
-        table = table_of(table_name, columns, data, dataframe)
-        self.writer.add_text(table_name, table.markdown(), global_step=step, **kwargs)
+        self.writer.add_text(name, table.markdown(), global_step=step, **keywords)
         self.writer.flush()
 
     @on_main_process

@@ -5,35 +5,19 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from slipstream.track.base import GeneralTracker, on_main_process
+from slipstream.track.base import on_main_process
 from slipstream.track.plain import plain
-from slipstream.track.tables import table_of
+from slipstream.track.shared import KeepsTables, ProjectRun
+from slipstream.track.tables import Table
 from slipstream.track.values import refuse, sort_values
 
 __all__ = ["TrackioTracker"]
 
 
-class TrackioTracker(GeneralTracker):
+class TrackioTracker(KeepsTables, ProjectRun):
     """A run of trackio; keywords go to `trackio.init`, and `run_name` is its project."""
 
     name = "trackio"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The run of trackio."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Makes the run."""
-        self.run = importlib.import_module("trackio").init(**{"project": self.run_name, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -64,27 +48,10 @@ class TrackioTracker(GeneralTracker):
             self.run.log(shown, step=step)
         found.refuse()
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Any = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
         """Logs a table, of rows with `columns` or of a data frame; keywords go to `trackio.Table`."""
-        table = table_of(table_name, columns, data, dataframe)
-        made = importlib.import_module("trackio").Table(columns=table.columns, data=table.rows, **kwargs)
-        self.run.log({table_name: made}, step=step)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Ends the run; what is not written yet is waited for."""
-        if self.run is not None:
-            self.run.finish()
-            self.run = None
+        made = importlib.import_module("trackio").Table(columns=table.columns, data=table.rows, **keywords)
+        self.run.log({name: made}, step=step)
 
 
 def _three(picture: Any) -> Any:

@@ -10,34 +10,19 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from slipstream.track.base import GeneralTracker, on_main_process
+from slipstream.track.base import on_main_process
 from slipstream.track.plain import flat, number, plain
-from slipstream.track.tables import table_of
+from slipstream.track.shared import KeepsTables, ProjectRun
+from slipstream.track.tables import Table
 
 __all__ = ["WandBTracker"]
 
 
-class WandBTracker(GeneralTracker):
+class WandBTracker(KeepsTables, ProjectRun):
     """A run of wandb; keywords go to `wandb.init`, and `run_name` is its project."""
 
     name = "wandb"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The run of wandb."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Makes the run."""
-        self.run = importlib.import_module("wandb").init(**{"project": self.run_name, **self.init_kwargs})
+    _own_cells = "wandb"  # pictures and the like in cells are wandb's own business
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -60,27 +45,10 @@ class WandBTracker(GeneralTracker):
             self.run.log(shown, step=step)
         found.refuse()
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Any = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
         """Logs a table, of rows with `columns` or of a data frame; keywords go to the call that logs it."""
-        table = table_of(table_name, columns, data, dataframe, own="wandb")  # pictures and the like in cells are wandb's own business
         made = importlib.import_module("wandb").Table(columns=table.columns, data=table.rows)
-        self.run.log({table_name: made}, step=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Ends the run; what wandb has not sent or written yet is waited for."""
-        if self.run is not None:
-            self.run.finish()
-            self.run = None
+        self.run.log({name: made}, step=step, **keywords)
 
 
 def _pictures(given: Any) -> list[Any]:
