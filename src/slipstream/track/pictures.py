@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.track.values import NotKept, kind_of
 
-__all__ = ["Picture", "SortedPictures", "picture", "pictures", "png"]
+__all__ = ["Picture", "SortedPictures", "picture", "pictures", "png", "three_channels"]
 
 Picture = NDArray[numpy.uint8]
 """Height, width, channels (1 to 4)."""
@@ -146,3 +146,8 @@ def png(image: Picture) -> bytes:
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def three_channels(picture: Any) -> Any:
+    """A grey picture with three channels, which every viewer takes; any other as it is."""
+    return picture.repeat(3, axis=2) if picture.shape[2] == 1 else picture

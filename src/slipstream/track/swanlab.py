@@ -40,15 +40,10 @@ class SwanLabTracker(ProjectRun):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs pictures by name; keywords go to `swanlab.Image`."""
-        from slipstream.track.pictures import SortedPictures
+        from slipstream.track.pictures import SortedPictures, three_channels
 
         image = importlib.import_module("swanlab").Image
         found = SortedPictures(values)
-        if shown := {name: [image(_three(one), **kwargs) for one in several] for name, several in found.made.items()}:
+        if shown := {name: [image(three_channels(one), **kwargs) for one in several] for name, several in found.made.items()}:
             self.run.log(shown, step=step)
         found.refuse()
-
-
-def _three(picture: Any) -> Any:
-    """Grey pictures with three channels, which every version takes."""
-    return picture.repeat(3, axis=2) if picture.shape[2] == 1 else picture

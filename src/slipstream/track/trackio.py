@@ -36,14 +36,14 @@ class TrackioTracker(KeepsTables, ProjectRun):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs pictures by name; keywords go to `trackio.Image`."""
-        from slipstream.track.pictures import SortedPictures
+        from slipstream.track.pictures import SortedPictures, three_channels
 
         image = importlib.import_module("trackio").Image
         shown: dict[str, Any] = {}
         found = SortedPictures(values)
         for name, several in found.made.items():
             for number, one in enumerate(several):
-                shown[name if len(several) == 1 else f"{name}/{number}"] = image(_three(one), **kwargs)
+                shown[name if len(several) == 1 else f"{name}/{number}"] = image(three_channels(one), **kwargs)
         if shown:
             self.run.log(shown, step=step)
         found.refuse()
@@ -52,8 +52,3 @@ class TrackioTracker(KeepsTables, ProjectRun):
         """Logs a table, of rows with `columns` or of a data frame; keywords go to `trackio.Table`."""
         made = importlib.import_module("trackio").Table(columns=table.columns, data=table.rows, **keywords)
         self.run.log({name: made}, step=step)
-
-
-def _three(picture: Any) -> Any:
-    """Grey pictures with three channels, which every version takes."""
-    return picture.repeat(3, axis=2) if picture.shape[2] == 1 else picture

@@ -22,6 +22,24 @@ _MOSTLY = 0.7
 """In which share of the steps a rank has to be the last to be called the slow one."""
 
 
+class _Recent:
+    """The last intervals with steps, without the first ones of the run, in which much happens once."""
+
+    def __init__(self) -> None:
+        self.last: deque[Mapping[str, Any]] = deque(maxlen=_COUNT)
+        self._seen = 0
+
+    def take(self, interval: Mapping[str, Any]) -> bool:
+        """Takes an interval in; whether there are enough to say something."""
+        if not interval.get("steps"):
+            return False
+        self._seen += 1
+        if self._seen <= _WARM:
+            return False
+        self.last.append(interval)
+        return len(self.last) == _COUNT
+
+
 class Starving:
     """Steps that wait for data.
 
@@ -36,25 +54,18 @@ DataLoader(..., num_workers=2, prefetch_factor=4, persistent_workers=True).
     def __init__(self, limit: float, processors: int | None = None, local_ranks: int = 1) -> None:
         self._limit = limit
         self._processors = max(1, (processors or _processors()) // max(1, local_ranks))
-        self._seen = 0
-        self._last: deque[Mapping[str, Any]] = deque(maxlen=_COUNT)
+        self._recent = _Recent()
 
     def look(self, interval: Mapping[str, Any], *, workers: int | None = None, pinned: bool = True) -> Finding | None:
         """Takes an interval in. `workers`: how many the loader has, if one is known; `pinned`: whether pinning would bring nothing."""
-        if not interval.get("steps"):
+        if not self._recent.take(interval):
             return None
-        self._seen += 1
-        if self._seen <= _WARM:
-            return None
-        self._last.append(interval)
-        if len(self._last) < _COUNT:
-            return None
-        seconds = sum(one["seconds"] for one in self._last)
-        waited = _by_rank(self._last, "data")
+        seconds = sum(one["seconds"] for one in self._recent.last)
+        waited = _by_rank(self._recent.last, "data")
         rank = max(range(len(waited)), key=waited.__getitem__, default=0)
         if not waited or not seconds or waited[rank] / seconds <= self._limit:
             return None
-        steps = sum(one["steps"] for one in self._last)
+        steps = sum(one["steps"] for one in self._recent.last)
         share, step, wait = waited[rank] / seconds, seconds / steps, waited[rank] / steps
         text = f"its steps waited {share:.0%} of the time for data ({wait * 1e3:.3g} ms of {step * 1e3:.3g} ms per step)".replace("%", " %")
         return Finding("starving", interval.get("last"), rank, text, self._remedy(step, wait, workers, pinned), {"share": round(share, 3)})
@@ -100,24 +111,17 @@ class Straggler:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._seen = 0
-        self._last: deque[Mapping[str, Any]] = deque(maxlen=_COUNT)
+        self._recent = _Recent()
 
     def look(self, interval: Mapping[str, Any]) -> Finding | None:
         """Takes an interval in."""
         last = interval.get("slowest") or []
-        if not interval.get("steps") or len(last) < 2:
+        if len(last) < 2 or not self._recent.take(interval):
             return None
-        self._seen += 1
-        if self._seen <= _WARM:
-            return None
-        self._last.append(interval)
-        if len(self._last) < _COUNT:
-            return None
-        seconds = sum(one["seconds"] for one in self._last)
-        times = [sum(one["slowest"][rank] or 0 for one in self._last) for rank in range(len(last))]
+        seconds = sum(one["seconds"] for one in self._recent.last)
+        times = [sum(one["slowest"][rank] or 0 for one in self._recent.last) for rank in range(len(last))]
         rank = max(range(len(times)), key=times.__getitem__)
-        waited = [value for other, value in enumerate(_by_rank(self._last, "waiting")) if other != rank]
+        waited = [value for other, value in enumerate(_by_rank(self._recent.last, "waiting")) if other != rank]
         mostly = times[rank] / (sum(times) or 1)
         share = sum(waited) / len(waited) / seconds if waited and seconds else 0.0
         if mostly < _MOSTLY or share <= self._limit:
@@ -128,7 +132,7 @@ class Straggler:
     def _remedy(self, rank: int, seconds: float) -> str:
         best, own, theirs = "", 0.0, 0.0
         for phase in ("data", "forward", "backward", "optimizer", "checkpoint", "other"):
-            values = _by_rank(self._last, phase)
+            values = _by_rank(self._recent.last, phase)
             if rank >= len(values):
                 continue
             others = [value for other, value in enumerate(values) if other != rank]
