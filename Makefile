@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PACKAGE_INSTALLED := .venv/.package-installed
 BENCH := .venv-bench/bin
 BENCH_INSTALLED := .venv-bench/.installed
 BENCH_OPTIONS ?= --quick
@@ -19,7 +20,7 @@ help:
 	@echo "make bench    measure against plain torch and accelerate, side by side"
 	@echo "make soak     random faults, many rounds: restarts, kills, and ten minutes on busy cores without a false alarm"
 
-demo: $(INSTALLED)
+demo: $(PACKAGE_INSTALLED)
 	$(BIN)/slipstream launch --cpu --num_processes 2 examples/demo.py
 
 test: lint
@@ -46,9 +47,13 @@ soak: $(INSTALLED)
 	$(BIN)/python benchmarks/false_alarms.py --minutes 10
 
 # The stamps are touched last, so an interrupted installation is repeated.
-$(INSTALLED): pyproject.toml constraints.txt
+$(PACKAGE_INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Slipstream needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 demo"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/$(PIP) -e .
+	@touch $@
+
+$(INSTALLED): $(PACKAGE_INSTALLED)
 	$(BIN)/$(PIP) -e '.[dev]'
 	@touch $@
 

@@ -7,13 +7,13 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from slipstream import Accelerator
-from slipstream.utils import DataLoaderConfiguration, set_seed
+from slipstream.utils import set_seed
 
 FOLDS, SAMPLES = 5, 103  # 103 divides by nothing here; nobody has to care
 
 
 def main() -> None:
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))  # exact: the errors are those of one process
+    accelerator = Accelerator()  # exact: the errors are those of one process
     set_seed(0)
     x = torch.randn(SAMPLES, 4)
     y = x @ torch.tensor([[1.0], [-2.0], [0.5], [0.0]]) + 0.1 * torch.randn(SAMPLES, 1)

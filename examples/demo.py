@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Accelerator
-from slipstream.utils import DataLoaderConfiguration, set_seed, tqdm
+from slipstream.utils import set_seed, tqdm
 
 EPOCHS, BATCH = 8, 256
 WIDTH, HEIGHT = 35, 17
@@ -51,9 +51,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 
 def main() -> None:
-    accelerator = Accelerator(
-        effective_batch_size=BATCH, dataloader_config=DataLoaderConfiguration(even_batches=False), project_dir="outputs/demo"
-    )
+    accelerator = Accelerator(effective_batch_size=BATCH, project_dir="outputs/demo")
     accelerator.init_trackers("spiral", config={"epochs": EPOCHS, "batch": BATCH, "lr": 1e-2})
     set_seed(0)
     model = torch.nn.Sequential(

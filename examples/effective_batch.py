@@ -10,14 +10,14 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Accelerator
-from slipstream.utils import DataLoaderConfiguration, set_seed
+from slipstream.utils import set_seed
 
 EFFECTIVE = 24
 
 
 def train(fits: int) -> list[float]:
     """The loss of every epoch, with loaders whose batches are as large as fits."""
-    accelerator = Accelerator(effective_batch_size=EFFECTIVE, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    accelerator = Accelerator(effective_batch_size=EFFECTIVE)
     set_seed(0)
     x = torch.randn(100, 3, dtype=torch.float64)
     loader = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True).sin()), batch_size=fits, shuffle=True)

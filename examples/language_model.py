@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream import Accelerator
-from slipstream.utils import DataLoaderConfiguration, set_seed
+from slipstream.utils import set_seed
 
 SENTENCES = [
     "the cat sat on the mat",
@@ -47,7 +47,7 @@ class NextByte(torch.nn.Module):
 
 
 def main() -> None:
-    accelerator = Accelerator(effective_batch_size=4, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    accelerator = Accelerator(effective_batch_size=4)
     set_seed(0)
     model = NextByte().double()  # so that the printed digits are the same everywhere
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

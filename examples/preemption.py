@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Accelerator
-from slipstream.utils import DataLoaderConfiguration, ProjectConfiguration, broadcast_object_list, set_seed
+from slipstream.utils import ProjectConfiguration, broadcast_object_list, set_seed
 
 EPOCHS = 4
 
@@ -23,7 +23,7 @@ EPOCHS = 4
 def train(folder: str, *, signal_after: int | None = None) -> bool:
     """Trains from the newest checkpoint on, if there is one; whether it came to the end."""
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(project_config=project, dataloader_config=DataLoaderConfiguration(resume="auto"))
+    accelerator = Accelerator(project_config=project)
     signal.signal(signal.SIGTERM, lambda number, frame: accelerator.set_trigger())
     set_seed(0)
     x = torch.randn(256, 4)

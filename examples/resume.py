@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Accelerator
-from slipstream.utils import DataLoaderConfiguration, broadcast_object_list, set_seed
+from slipstream.utils import broadcast_object_list, set_seed
 
 EPOCHS = 3
 
@@ -32,8 +32,7 @@ class Record:
 
 def run(seed: int, folder: str, *, save_after: int | None = None) -> tuple[list[float], torch.Tensor]:
     """The losses and the weights at the end, of a run that saves after so many batches, or else loads."""
-    resuming = DataLoaderConfiguration(resume="auto")  # the next loop goes on where the checkpoint was saved
-    accelerator = Accelerator(gradient_accumulation_steps=4, dataloader_config=resuming)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
     set_seed(seed)
     x = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))  # the data is always the same
     loader = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True).sin()), batch_size=4, shuffle=True)
@@ -45,7 +44,7 @@ def run(seed: int, folder: str, *, save_after: int | None = None) -> tuple[list[
     accelerator.register_for_checkpointing(record)
 
     if save_after is None:
-        accelerator.load_state(folder)
+        accelerator.load_state(folder)  # the next loop over the loader continues where the checkpoint was saved
         accelerator.print(f"goes on after {len(record.losses)} batches, in epoch {loader.epoch}")
 
     for _ in range(loader.epoch, EPOCHS):

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Accelerator, PartialState
-from slipstream.utils import DataLoaderConfiguration, ProjectConfiguration, broadcast_object_list, set_seed
+from slipstream.utils import ProjectConfiguration, broadcast_object_list, set_seed
 
 
 def dataset(count: int, seed: int) -> TensorDataset:
@@ -42,8 +42,6 @@ def train(options: argparse.Namespace, folder: str) -> float:
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
         effective_batch_size=options.batch_size,  # of an update, over all processes; accumulation follows from it
-        # no sample is repeated, and gradients are exact; after load_state the next loop goes on where the checkpoint stood
-        dataloader_config=DataLoaderConfiguration(even_batches=False, resume="auto"),
         log_with="local",  # one line of JSON for each log(); "wandb" and "tensorboard" work the same way
         # the two newest checkpoints and the best one stay, in folder/checkpoints
         project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2, keep_best=1, best_mode="max"),
@@ -67,14 +65,14 @@ def train(options: argparse.Namespace, folder: str) -> float:
     deadline = time.monotonic() + options.seconds
     accuracy, stop = 0.0, False
     if accelerator.save_iteration:  # the number of the next checkpoint: there are some already
-        path = accelerator.load_state()  # the newest that is whole
+        path = accelerator.load_state()  # the newest that is whole; the next loop over a loader continues where it was saved
         accuracy = evaluate(accelerator, model, test_loader)
         accelerator.print(f"goes on from {path}: epoch {train_loader.epoch}, accuracy {accuracy:.3f}")
     for epoch in range(train_loader.epoch, options.epochs):
         for points, labels in train_loader:
             with accelerator.accumulate(model):
                 # The mean over this batch: do not divide it by the steps of accumulation or the number of processes.
-                loss = torch.nn.functional.cross_entropy(model(points).float(), labels)
+                loss = torch.nn.functional.cross_entropy(model(points), labels)
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)  # acts once per update
                 optimizer.step()  # so does this

@@ -2,12 +2,12 @@
 
     slipstream launch --cpu --num_processes 2 examples/uneven_data.py
 
-`even_batches=False` shares the last batch out as it is. Losses are weighed by samples, so each update has exactly the gradient that one
-process would compute on the whole batch; this script compares them. A process that gets nothing of the last batch is handed a sample
-that counts nothing, so that it can keep step.
+By default the last batch is dealt out as it is. Losses are weighed by samples, so each update has exactly the gradient that one process
+would compute on the whole batch; this script compares them. A process that gets nothing of the last batch is handed a batch that counts
+nothing, so that it can keep step.
 
-`even_batches=True`, the default, fills the last batch up with samples from the start, so that all batches have the same size.
-Those samples count twice in the training; in what is gathered for metrics, everything counts once either way.
+`even_batches=True` completes the last batch with samples from the start, so that all batches have the same size. Those samples count
+twice in the training; in what is gathered for metrics, everything counts once either way.
 """
 
 import torch

@@ -13,12 +13,13 @@ from functools import cache
 Check = Callable[[str, str], Iterable[str]]
 
 PACKAGE = "slipstream"
-FILE_LINES = 450
+FILE_LINES = 700
 FUNCTION_LINES = 60
 
 LAYERS = {
     "errors": 0,
-    "lazy": 0,
+    "accelerate_names": 0,
+    "lazy": 1,
     "config": 1,
     "devices": 2,
     "launch": 2,
@@ -64,6 +65,7 @@ MAY_TOUCH_VARIABLES = {
 DEVICE_FAMILIES = frozenset({"cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron", "xla"})
 MAY_NAME_DEVICES = {
     "devices/table.py": "the table itself",
+    "accelerate_names.py": "public names that scripts import, such as is_npu_available",
     "utils.py": "public names that scripts import, such as is_npu_available; what they mean is defined by the table",
 }
 GO_THROUGH_A_SHELL = {
@@ -74,6 +76,11 @@ GO_THROUGH_A_SHELL = {
 }
 MAY_HOLD_STATE = {"runtime/current.py": "the one place where the runtime of this process is kept"}
 
+
+COMMUNICATES = ("comm", "runtime", "strategies", "step", "data", "parallel", "precision", "checkpoint", "facade", "accelerator")
+"""Rooms in which a collective may follow from what is done."""
+
+ORDER_FREE = ("sorted", "any", "all", "sum", "len", "min", "max", "set", "frozenset")
 
 def file_length(path: str, text: str) -> Iterator[str]:
     lines = text.count("\n")
@@ -202,6 +209,32 @@ def no_shell(path: str, text: str) -> Iterator[str]:
                 yield f"line {node.lineno}: shell=...; use a list of arguments"
 
 
+def set_order(path: str, text: str) -> Iterator[str]:
+    """Ranks do not share the order of a set: where a collective may follow, nothing is done for each member of one in turn."""
+    if room(path) not in COMMUNICATES:
+        return
+    attributes = {name for name in _names_of_sets(nodes_of(text)) if name.startswith("self.")}
+    functions = [node for node in nodes_of(text) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    told = set()
+    for scope in (*functions, tree_of(text)):
+        nodes = tuple(ast.walk(scope))
+        sets = attributes | (_names_of_sets(nodes if scope in functions else scope.body))
+        calls = [node for node in nodes if isinstance(node, ast.Call) and _last_name(node.func) in ORDER_FREE]
+        free = {id(argument) for call in calls for argument in call.args}
+        for node in nodes:
+            if isinstance(node, ast.For):
+                walked = [node.iter]
+            elif isinstance(node, (ast.ListComp, ast.DictComp, ast.GeneratorExp)) and id(node) not in free:
+                walked = [part.iter for part in node.generators]
+            else:
+                continue
+            for iterated in walked:
+                if _is_set(iterated, sets) and iterated not in told:
+                    told.add(iterated)
+                    spelled = ast.unparse(iterated)
+                    yield f"line {iterated.lineno}: walks the set {spelled}, whose order ranks do not share; use a list or sorted()"
+
+
 CHECKS: tuple[Check, ...] = (
     file_length,
     function_length,
@@ -214,6 +247,7 @@ CHECKS: tuple[Check, ...] = (
     silent_except,
     documented,
     no_shell,
+    set_order,
 )
 
 
@@ -351,6 +385,36 @@ def _is_mutable(value: ast.expr | None) -> bool:
     if isinstance(value, ast.Call):
         return ast.unparse(value.func).split(".")[-1].split("[")[0] in made
     return isinstance(value, (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp))
+
+
+def _names_of_sets(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names and attributes of `self` that hold sets, by how they are made or annotated."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.AnnAssign) and _is_set_type(node.annotation):
+            found.add(ast.unparse(node.target))
+        elif isinstance(node, ast.arg) and node.annotation is not None and _is_set_type(node.annotation):
+            found.add(node.arg)
+        elif isinstance(node, ast.Assign) and _is_set(node.value, frozenset()):
+            found.update(ast.unparse(target) for target in node.targets)
+    return found
+
+
+def _is_set_type(annotation: ast.expr) -> bool:
+    whole = annotation.value if isinstance(annotation, ast.Subscript) else annotation
+    return _last_name(whole) in ("set", "frozenset", "Set", "AbstractSet", "WeakSet")
+
+
+def _is_set(value: ast.expr, known: Iterable[str]) -> bool:
+    if isinstance(value, (ast.Set, ast.SetComp)):
+        return True
+    if isinstance(value, ast.Call):
+        if _last_name(value.func) in ("list", "tuple", "enumerate", "reversed") and value.args:
+            return _is_set(value.args[0], known)
+        return _last_name(value.func) in ("set", "frozenset", "WeakSet")
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.BitOr, ast.BitAnd, ast.Sub)):
+        return _is_set(value.left, known) or _is_set(value.right, known)
+    return isinstance(value, (ast.Name, ast.Attribute)) and ast.unparse(value) in known
 
 
 def _is_broad(kind: ast.expr | None) -> bool:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 import slipstream
+from slipstream import patch_environment
 from slipstream.checkpoint.format import parse
+from slipstream.cli.main import main
 from slipstream.testing.outcome import Outcome
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +105,55 @@ def test_pages_show_what_is_really_printed(outcomes_of, code, shown):
     """Line by line, in this order: what a thread says about the run may come between any two of them."""
     came = iter(outcomes_of(code)[0].output.splitlines())
     assert [line for line in shown.strip().splitlines() if not any(line in one for one in came)] == []
+
+
+def cheat_sheet() -> list[str]:
+    """The lines in the right column of the cheat sheet, in order."""
+    section = (ROOT / "docs" / "coming-from-accelerate.md").read_text().partition("## Cheat sheet")[2].partition("\nWhat to look")[0]
+    cells = [row.split(" | ")[1] for row in section.splitlines() if row.startswith("| `")]
+    return [line for cell in cells for line in re.findall(r"`([^`]+)`", cell)]
+
+
+BEFORE_ALL = """
+import os
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 2)), batch_size=4)
+x, rows, labels, texts, config, tokens = torch.ones(4, 2), torch.ones(3, 2), torch.ones(3), ["a", "b"], {"lr": 0.1}, 4
+"""
+BEFORE_WEIGHTS = "optimizer.step(); optimizer.zero_grad(); loss_sum = model(x).sum()"
+
+
+def run_cheat_sheet(lines: list[str], folder: Path) -> None:
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(BEFORE_ALL, names)
+    with patch_environment(slipstream_mixed_precision="no"):
+        for line in lines:
+            if "weight=" in line:
+                exec(BEFORE_WEIGHTS, names)
+            exec(compile(line, line, "exec"), names)
+
+
+def test_cheat_sheet(ranks, tmp_path):
+    """Every Python line of Slipstream in the cheat sheet runs on two processes, in the order of the table."""
+    lines = [line for line in cheat_sheet() if not line.startswith("slipstream ")]
+    assert len(lines) > 30
+    ranks(2).run(run_cheat_sheet, lines, tmp_path)
+
+
+def test_cheat_sheet_commands(tmp_path, monkeypatch, capsys):
+    """Every command of the cheat sheet exists, and a launch with its options can be planned."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    Path("config.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\n")
+    commands = [line.split()[1:] for line in cheat_sheet() if line.startswith("slipstream ")]
+    assert {command[0] for command in commands} > {"launch", "config", "estimate"}
+    for command in commands:
+        asked = [command[0], "--cpu", "--show", *command[1:]] if command[0] == "launch" else [*command, "--help"]
+        assert main(asked) == 0, command
+    assert "2 on this machine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

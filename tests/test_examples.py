@@ -9,7 +9,6 @@ import re
 import runpy
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,14 +20,13 @@ EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
 Outputs = Callable[..., list[str]]
 
 
-def run(path: Path, arguments: tuple[str, ...]) -> str:
-    """Runs a file as a script, on one rank, in a folder of its own; what it printed."""
+def run(path: Path, arguments: tuple[str, ...], folder: Path) -> str:
+    """Runs a file as a script, on one rank, in a folder that the processes share; what it printed."""
     before, here, sys.argv = sys.argv, os.getcwd(), [str(path), *arguments]
     try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             os.chdir(folder)
             runpy.run_path(str(path), run_name="__main__")
-            os.chdir(here)
     finally:
         os.chdir(here)
         sys.argv = before
@@ -41,13 +39,13 @@ def done() -> dict[object, list[str]]:
 
 
 @pytest.fixture
-def outputs(ranks, done) -> Outputs:
+def outputs(ranks, done, tmp_path_factory) -> Outputs:
     """What an example printed on each of so many ranks; it is run once for all tests of this file."""
 
     def of(name: str, size: int, *arguments: str) -> list[str]:
         key = (name, size, *arguments)
         if key not in done:
-            done[key] = ranks(size).run(run, FOLDER / f"{name}.py", arguments, timeout=100)
+            done[key] = ranks(size).run(run, FOLDER / f"{name}.py", arguments, tmp_path_factory.mktemp(name), timeout=100)
         return done[key]
 
     return of
@@ -104,7 +102,7 @@ def test_a_mistake_between_processes_is_explained(outputs: Outputs):
 
 def test_uneven_data_shows_what_is_repeated_and_what_is_not(outputs: Outputs):
     text = outputs("uneven_data", 2)[0]
-    assert "even_batches=False: 14 samples were handed out for 13" in text
+    assert "even_batches=False: 15 samples were handed out for 13" in text
     assert "even_batches=True: 16 samples were handed out for 13" in text
 
 

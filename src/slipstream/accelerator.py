@@ -54,7 +54,6 @@ _NOT_YET = MappingProxyType(
         "context_parallel_rank": _ENGINES,
         "deepspeed_ulysses_dl_adapter": _ENGINES,
         "lomo_backward": _ENGINES,
-        "maybe_context_parallel": _ENGINES,
         "pipeline_parallel_rank": _ENGINES,
     }
 )
@@ -71,10 +70,14 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
     >>> optimizer.step()
     >>> optimizer.zero_grad()
 
-    Besides what is known from the relative: `effective_batch_size` fixes the samples per update over all processes, `outputs_to_fp32` casts
-    outputs of models, `async_save` writes checkpoints behind the training, `scheduler_steps_per_process` moves schedulers as often per
+    Besides what is known from the relative: `effective_batch_size` fixes the samples per update over all processes,
+    `outputs_to_fp32=False` leaves outputs of models in the half precision in which they were computed (by default they are cast to
+    float32), `async_save` writes checkpoints behind the training, `scheduler_steps_per_process` moves schedulers as often per
     update as there are processes (which is the rule of the relative), and `debug`, `timeout`, `barrier_timeout` and `hang_warning` are
     those of `PartialState`.
+
+    An Accelerator that was pickled or copied is read back as a new one of the process that reads it, with the same settings and with
+    what a script or a subclass has put on it. What was prepared or registered, running trackers and the open window are not part of it.
     """
 
     def __init__(
@@ -102,18 +105,19 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         parallelism_config: Any = None,
         *,
         effective_batch_size: int | None = None,
-        outputs_to_fp32: bool = False,
+        outputs_to_fp32: bool | None = None,
         scheduler_steps_per_process: bool = False,
         async_save: bool = False,
         on_nan: str | None = None,
         **options: Any,
     ) -> None:
         check_arguments(locals(), Accelerator.__init__)
-        told = given_arguments(locals(), Accelerator.__init__)
+        told = self._given = given_arguments(locals(), Accelerator.__init__)
         asked = sort_handlers(kwargs_handlers).guarding(on_nan)
         if asked.init is not None:
             options = {**asked.init.to_kwargs(), **options}
         self.state = AcceleratorState(mixed_precision, cpu, gradient_accumulation_steps=gradient_accumulation_steps, **options)
+        self.state.dynamo_plugin = dynamo_of(self.state, dynamo_backend, dynamo_plugin)
         self._handlers = asked.fitting(self.state.mixed_precision)
         self.project_configuration = project_of(project_dir, project_config)
         self._parts = assemble(
@@ -121,7 +125,7 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
             self._handlers,
             accumulation_of(self.state, gradient_accumulation_steps, gradient_accumulation_plugin, effective_batch_size),
             loading_of(dataloader_config, split_batches),
-            dynamo_of(self.state, dynamo_backend, dynamo_plugin),
+            self.state.dynamo_plugin,
             outputs_to_fp32=outputs_to_fp32,
             rng_types=random_kinds(rng_types),
             device_placement=device_placement,
@@ -133,6 +137,11 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         self._saver.begin_numbering()
         self._guards = guard(self._parts, self._handlers.guards)
         self._begin_watching(log_with, told)
+        self._own = frozenset(vars(self))
+
+    def __reduce__(self) -> Any:
+        added = {name: value for name, value in vars(self).items() if name not in self._own and name != "_own"}
+        return _remake, (type(self), self.arguments(), added)
 
     def _begin_watching(self, log_with: Any, told: dict[str, Any]) -> None:
         folder = place_of(self.logging_dir)
@@ -220,7 +229,15 @@ class Accelerator(Processes, Preparation, Training, Checkpoints, Settings):
         report, and closes the process group.
         """
         try:
-            self._saver.background.wait()
+            self._saver.settle()
         finally:
             self._watch.end()
             self.state.destroy_process_group()
+
+
+def _remake(kind: type[Accelerator], arguments: dict[str, Any], added: dict[str, Any]) -> Accelerator:
+    """An Accelerator of this process, as `Accelerator.__reduce__` described it; a subclass's own `__init__` is not called."""
+    accelerator = kind.__new__(kind)
+    Accelerator.__init__(accelerator, **arguments)
+    vars(accelerator).update(added)
+    return accelerator

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -30,12 +29,11 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, Literal, NoReturn
 
 from slipstream.config import OPTIONS, Config, resolve
-from slipstream.config.sources import environment
+from slipstream.config.sources import environment, patch_environment
 from slipstream.devices.table import CPU, count_without_torch
 from slipstream.errors import ConfigError, LaunchError, SlipstreamError, StateError
 from slipstream.launch.plan import LOOPBACK, Accelerators, Machine
 from slipstream.launch.start import launch_function
-from slipstream.launch.worker import take_on
 from slipstream.runtime.clusters import detect
 
 __all__ = ["debug_launcher", "notebook_launcher"]
@@ -94,7 +92,8 @@ def notebook_launcher(
     }
     if num_processes == 1 and not max_restarts:
         resolve(constructor=options, caller="notebook_launcher")  # the options are checked all the same
-        with _variable(OPTIONS["mixed_precision"].variable, options["mixed_precision"]):
+        chosen = {} if options["mixed_precision"] is None else {str(OPTIONS["mixed_precision"].variable): mixed_precision}
+        with patch_environment(**chosen):
             function(*args)
         return
     _launch(function, tuple(args), options, "notebook_launcher", log_line_prefix_template or _template(output))
@@ -284,20 +283,6 @@ def _refuse_other_machines(**given: object) -> None:
             f"notebook_launcher starts processes on this machine alone, where they meet by themselves: {', '.join(wrong)} cannot be used. "
             f"Leave it out; for several machines write the function into a script and use `slipstream launch` on each."
         )
-
-
-@contextmanager
-def _variable(name: str | None, value: object) -> Iterator[None]:
-    """An option of the call in the environment while the function runs here; an empty variable means "not given"."""
-    if name is None or value is None:
-        yield
-        return
-    before = environment().get(name, "")
-    take_on({name: str(value)})
-    try:
-        yield
-    finally:
-        take_on({name: before})
 
 
 # What the function drags along -------------------------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
 """The flat namespace of helpers: `from slipstream.utils import set_seed, gather_object`.
 
-Each name is found in its own room when it is first used; nothing is defined here.
+Each name is found in its own room when it is first used; nothing is defined here. Module paths below it that users of Accelerate write
+(`slipstream.utils.operations`, ...) are in `accelerate_names.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.lazy import lazily as _lazily
+from slipstream.lazy import lazily as _lazily, offer as _offer
 
 if TYPE_CHECKING:
     from slipstream.checkpoint.models import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
@@ -54,6 +55,14 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs as InitProcessGroupKwargs,
         KwargsHandler as KwargsHandler,
         ProjectConfiguration as ProjectConfiguration,
+    )
+    from slipstream.config.sources import (
+        clear_environment as clear_environment,
+        get_int_from_env as get_int_from_env,
+        parse_choice_from_env as parse_choice_from_env,
+        parse_flag_from_env as parse_flag_from_env,
+        patch_environment as patch_environment,
+        str_to_bool as str_to_bool,
     )
     from slipstream.config.write import write_basic_config as write_basic_config
     from slipstream.data.loader import get_sampler as get_sampler
@@ -138,6 +147,7 @@ if TYPE_CHECKING:
     from slipstream.errors import DistributedOperationException as DistributedOperationException
     from slipstream.files.sizes import convert_file_size_to_int as convert_file_size_to_int
     from slipstream.inference.pipeline import prepare_pippy as prepare_pippy
+    from slipstream.launch.target import PrepareForLaunch as PrepareForLaunch
     from slipstream.offload.hooking.tensors import (
         align_module_device as align_module_device,
         has_offloaded_params as has_offloaded_params,
@@ -261,29 +271,24 @@ _HOMES = {
         "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
         "WEIGHTS_PATTERN_NAME",
     ),
-    "slipstream.checkpoint.single": (
-        "load", "save",
-    ),
+    "slipstream.checkpoint.single": ("load", "save"),
     "slipstream.comm.nested": (
         "CannotPadNestedTensorWarning", "ConvertOutputsToFp32", "TensorInformation", "concatenate", "convert_outputs_to_fp32",
         "convert_to_fp32", "find_batch_size", "find_device", "get_data_structure", "get_shape", "ignorant_find_batch_size",
         "initialize_tensors", "is_tensor_information", "is_torch_tensor", "listify", "pad_input_tensors", "recursively_apply",
         "send_to_device", "slice_tensors",
     ),
-    "slipstream.comm.tree": (
-        "honor_type", "is_namedtuple",
-    ),
-    "slipstream.config.handlers": (
-        "GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "ProjectConfiguration",
+    "slipstream.comm.tree": ("honor_type", "is_namedtuple"),
+    "slipstream.config.handlers": ("GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "ProjectConfiguration"),
+    "slipstream.config.sources": (
+        "clear_environment", "get_int_from_env", "parse_choice_from_env", "parse_flag_from_env", "patch_environment", "str_to_bool",
     ),
     "slipstream.config.write": ("write_basic_config",),
     "slipstream.data.loader": ("get_sampler",),
     "slipstream.data.options": ("DataLoaderConfiguration",),
     "slipstream.data.prepare": ("prepare_data_loader",),
     "slipstream.data.skip": ("skip_first_batches",),
-    "slipstream.devices.memory": (
-        "clear_device_cache", "convert_bytes", "release_memory", "should_reduce_batch_size",
-    ),
+    "slipstream.devices.memory": ("clear_device_cache", "convert_bytes", "release_memory", "should_reduce_batch_size"),
     "slipstream.devices.packages": (
         "compare_versions", "deepspeed_required", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
         "is_amdsmi_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available", "is_clearml_available",
@@ -304,19 +309,12 @@ _HOMES = {
     "slipstream.errors": ("DistributedOperationException",),
     "slipstream.files.sizes": ("convert_file_size_to_int",),
     "slipstream.inference.pipeline": ("prepare_pippy",),
-    "slipstream.offload.hooking.tensors": (
-        "align_module_device", "has_offloaded_params", "set_module_tensor_to_device",
-    ),
+    "slipstream.launch.target": ("PrepareForLaunch",),
+    "slipstream.offload.hooking.tensors": ("align_module_device", "has_offloaded_params", "set_module_tensor_to_device"),
     "slipstream.offload.lanes": ("layer_major",),
-    "slipstream.offload.load": (
-        "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict",
-    ),
-    "slipstream.offload.planning.budget": (
-        "get_balanced_memory", "get_max_memory",
-    ),
-    "slipstream.offload.planning.plan": (
-        "DeviceMap", "check_device_map", "infer_auto_device_map",
-    ),
+    "slipstream.offload.load": ("load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict"),
+    "slipstream.offload.planning.budget": ("get_balanced_memory", "get_max_memory"),
+    "slipstream.offload.planning.plan": ("DeviceMap", "check_device_map", "infer_auto_device_map"),
     "slipstream.offload.planning.sizes": (
         "CustomDtype", "calculate_maximum_sizes", "compute_module_sizes", "dtype_byte_size", "get_max_layer_size", "id_tensor_storage",
         "named_module_tensors",
@@ -325,30 +323,20 @@ _HOMES = {
         "check_tied_parameters_in_config", "check_tied_parameters_on_same_device", "find_tied_parameters", "retie_parameters",
     ),
     "slipstream.offload.quantize.bnb": ("has_4bit_bnb_layers",),
-    "slipstream.offload.quantize.config": (
-        "BnbQuantizationConfig", "TorchaoQuantizationConfig",
-    ),
+    "slipstream.offload.quantize.config": ("BnbQuantizationConfig", "TorchaoQuantizationConfig"),
     "slipstream.offload.quantize.load": ("load_and_quantize_model",),
     "slipstream.offload.store.parked": (
         "extract_submodules_state_dict", "load_offloaded_weight", "load_offloaded_weights", "offload_state_dict", "offload_weight",
         "save_offload_index",
     ),
-    "slipstream.offload.store.weights": (
-        "OffloadedWeightsLoader", "PrefixedDataset",
-    ),
+    "slipstream.offload.store.weights": ("OffloadedWeightsLoader", "PrefixedDataset"),
     "slipstream.parallel.compile": (
         "DynamoBackend", "TorchDynamoPlugin", "compile_regions", "has_compiled_regions", "has_repeated_blocks", "is_compiled_module",
         "is_repeated_blocks",
     ),
-    "slipstream.parallel.unwrap": (
-        "extract_model_from_parallel", "is_peft_model",
-    ),
-    "slipstream.precision.amp": (
-        "get_grad_scaler", "get_mixed_precision_context_manager",
-    ),
-    "slipstream.precision.fp8": (
-        "convert_model_to_fp8_ao", "filter_first_and_last_linear_layers", "has_ao_layers",
-    ),
+    "slipstream.parallel.unwrap": ("extract_model_from_parallel", "is_peft_model"),
+    "slipstream.precision.amp": ("get_grad_scaler", "get_mixed_precision_context_manager"),
+    "slipstream.precision.fp8": ("convert_model_to_fp8_ao", "filter_first_and_last_linear_layers", "has_ao_layers"),
     "slipstream.precision.options": (
         "AORecipeKwargs", "AutocastKwargs", "FP8BackendType", "FP8RecipeKwargs", "GradScalerKwargs", "MSAMPRecipeKwargs", "PrecisionType",
         "TERecipeKwargs",
@@ -363,24 +351,16 @@ _HOMES = {
         "is_port_in_use", "merge_dicts", "recursive_getattr",
     ),
     "slipstream.runtime.mapping": ("map_across_processes",),
-    "slipstream.runtime.memory.snapshot": (
-        "MemorySnapshot", "memory_snapshot",
-    ),
-    "slipstream.runtime.rng": (
-        "synchronize_rng_state", "synchronize_rng_states",
-    ),
+    "slipstream.runtime.memory.snapshot": ("MemorySnapshot", "memory_snapshot"),
+    "slipstream.runtime.rng": ("synchronize_rng_state", "synchronize_rng_states"),
     "slipstream.step.guards.finding": ("NonFiniteError",),
     "slipstream.step.guards.options": ("GuardKwargs",),
     "slipstream.step.ledger.options": ("LedgerKwargs",),
     "slipstream.step.ledger.report": ("LedgerReport",),
-    "slipstream.step.profiling.options": (
-        "PROFILE_PATTERN_NAME", "ProfileKwargs",
-    ),
+    "slipstream.step.profiling.options": ("PROFILE_PATTERN_NAME", "ProfileKwargs"),
     "slipstream.step.profiling.table": ("top_operators",),
     "slipstream.step.profiling.traces": ("merge_traces",),
-    "slipstream.strategies.options": (
-        "DDPCommunicationHookType", "DistributedDataParallelKwargs",
-    ),
+    "slipstream.strategies.options": ("DDPCommunicationHookType", "DistributedDataParallelKwargs"),
     "slipstream.track.progress": ("tqdm",),
     "slipstream.track.registry": ("LoggerType",),
 }
@@ -393,38 +373,40 @@ __all__ = [
     "DistributedDataParallelKwargs", "DistributedOperationException", "DistributedType", "DynamoBackend", "FP8BackendType",
     "FP8RecipeKwargs", "GradScalerKwargs", "GradientAccumulationPlugin", "GuardKwargs", "InitProcessGroupKwargs", "KwargsHandler",
     "LedgerKwargs", "LedgerReport", "LoggerType", "MSAMPRecipeKwargs", "MemorySnapshot", "NonFiniteError", "OffloadedWeightsLoader",
-    "PrecisionType", "PrefixedDataset", "ProfileKwargs", "ProjectConfiguration", "RNGType", "TERecipeKwargs", "TensorInformation",
-    "TorchDynamoPlugin", "TorchaoQuantizationConfig", "align_module_device", "broadcast", "broadcast_object_list",
+    "PrecisionType", "PrefixedDataset", "PrepareForLaunch", "ProfileKwargs", "ProjectConfiguration", "RNGType", "TERecipeKwargs",
+    "TensorInformation", "TorchDynamoPlugin", "TorchaoQuantizationConfig", "align_module_device", "broadcast", "broadcast_object_list",
     "calculate_maximum_sizes", "check_device_map", "check_os_kernel", "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device", "clean_state_dict_for_safetensors", "clear_device_cache", "compare_versions", "compile_regions",
-    "compute_module_sizes", "concatenate", "convert_bytes", "convert_file_size_to_int", "convert_model_to_fp8_ao",
-    "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required", "dtype_byte_size",
-    "extract_model_from_parallel", "extract_submodules_state_dict", "filter_first_and_last_linear_layers", "find_batch_size", "find_device",
-    "find_executable_batch_size", "find_tied_parameters", "gather", "gather_object", "gather_tensor_shape", "get_balanced_memory",
-    "get_data_structure", "get_free_port", "get_grad_scaler", "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager",
-    "get_module_children_bottom_up", "get_module_class_from_name", "get_pretty_name", "get_sampler", "get_shape", "has_4bit_bnb_layers",
-    "has_ao_layers", "has_compiled_regions", "has_offloaded_params", "has_repeated_blocks", "honor_type", "id_tensor_storage",
-    "ignorant_find_batch_size", "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
-    "is_aim_available", "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
-    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
-    "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1",
-    "is_hpu_available", "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available",
-    "is_mlflow_available", "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple",
-    "is_neuron_available", "is_npu_available", "is_numpy_available", "is_pandas_available", "is_peft_available", "is_peft_model",
-    "is_pippy_available", "is_port_in_use", "is_pynvml_available", "is_pytest_available", "is_repeated_blocks", "is_rich_available",
-    "is_rocm_available", "is_sagemaker_available", "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available",
-    "is_tensor_information", "is_tensorboard_available", "is_timm_available", "is_torch_distributed_available", "is_torch_tensor",
-    "is_torch_version", "is_torch_xla_available", "is_torchao_available", "is_torchdata_available",
-    "is_torchdata_stateful_dataloader_available", "is_torchvision_available", "is_tqdm_available", "is_trackio_available",
-    "is_transformer_engine_available", "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
-    "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available", "layer_major", "listify", "load",
-    "load_and_quantize_model", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_offloaded_weight",
-    "load_offloaded_weights", "load_state_dict", "map_across_processes", "memory_snapshot", "merge_dicts", "merge_traces",
-    "named_module_tensors", "offload_state_dict", "offload_weight", "pad_across_processes", "pad_input_tensors", "prepare_data_loader",
-    "prepare_pippy", "recursive_getattr", "recursively_apply", "reduce", "release_memory", "retie_parameters", "save", "save_offload_index",
-    "send_to_device", "set_module_tensor_to_device", "set_seed", "should_reduce_batch_size", "skip_first_batches", "slice_tensors",
-    "synchronize_rng_state", "synchronize_rng_states", "top_operators", "torchao_required", "tqdm", "wait_for_everyone",
-    "write_basic_config",
+    "check_tied_parameters_on_same_device", "clean_state_dict_for_safetensors", "clear_device_cache", "clear_environment",
+    "compare_versions", "compile_regions", "compute_module_sizes", "concatenate", "convert_bytes", "convert_file_size_to_int",
+    "convert_model_to_fp8_ao", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required",
+    "dtype_byte_size", "extract_model_from_parallel", "extract_submodules_state_dict", "filter_first_and_last_linear_layers",
+    "find_batch_size", "find_device", "find_executable_batch_size", "find_tied_parameters", "gather", "gather_object",
+    "gather_tensor_shape", "get_balanced_memory", "get_data_structure", "get_free_port", "get_grad_scaler", "get_int_from_env",
+    "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager", "get_module_children_bottom_up",
+    "get_module_class_from_name", "get_pretty_name", "get_sampler", "get_shape", "has_4bit_bnb_layers", "has_ao_layers",
+    "has_compiled_regions", "has_offloaded_params", "has_repeated_blocks", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
+    "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
+    "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
+    "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available", "is_datasets_available",
+    "is_deepspeed_available", "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available",
+    "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
+    "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple", "is_neuron_available",
+    "is_npu_available", "is_numpy_available", "is_pandas_available", "is_peft_available", "is_peft_model", "is_pippy_available",
+    "is_port_in_use", "is_pynvml_available", "is_pytest_available", "is_repeated_blocks", "is_rich_available", "is_rocm_available",
+    "is_sagemaker_available", "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensor_information",
+    "is_tensorboard_available", "is_timm_available", "is_torch_distributed_available", "is_torch_tensor", "is_torch_version",
+    "is_torch_xla_available", "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
+    "is_torchvision_available", "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available", "is_wandb_available",
+    "is_weights_only_available", "is_xccl_available", "is_xpu_available", "layer_major", "listify", "load", "load_and_quantize_model",
+    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_offloaded_weight", "load_offloaded_weights", "load_state_dict",
+    "map_across_processes", "memory_snapshot", "merge_dicts", "merge_traces", "named_module_tensors", "offload_state_dict",
+    "offload_weight", "pad_across_processes", "pad_input_tensors", "parse_choice_from_env", "parse_flag_from_env", "patch_environment",
+    "prepare_data_loader", "prepare_pippy", "recursive_getattr", "recursively_apply", "reduce", "release_memory", "retie_parameters",
+    "save", "save_offload_index", "send_to_device", "set_module_tensor_to_device", "set_seed", "should_reduce_batch_size",
+    "skip_first_batches", "slice_tensors", "str_to_bool", "synchronize_rng_state", "synchronize_rng_states", "top_operators",
+    "torchao_required", "tqdm", "wait_for_everyone", "write_basic_config",
 ]
 
 __getattr__, __dir__ = _lazily(__name__, _HOMES)
+_offer(__name__)

@@ -72,6 +72,7 @@ def test_points_names_and_runs_appear_by_themselves(look, run, serve, tmp_path):
     with_points.append(point(3, loss=2.0))
     with_points.close()
     page.until("slipstream.page.runs.length === 2 && slipstream.model('loss').lines.length === 2")
+    assert page.ask("slipstream.page.runs.map((one) => `${one.name} ${one.color}`)") == ["second 1", "first 0"], "colours stay"
 
 
 def test_a_page_waits_for_the_first_run_and_drops_one_that_is_gone(look, serve, tmp_path):

@@ -60,8 +60,8 @@ def go_on(run: Run, folder: Path, skipped: int | None) -> tuple[list[Any], list[
 def compare_all(folder: Path, every: int, *, by_itself: bool, exactly: bool = True, **options: Any) -> int:
     """Cuts a run everywhere, and compares each rest with that of the straight run; how many cuts there were."""
     came, seen, weights, epoch = straight(folder, every, **options)
-    if by_itself:
-        options = {**options, "dataloader_config": DataLoaderConfiguration(resume="auto")}
+    if not by_itself:
+        options = {**options, "dataloader_config": DataLoaderConfiguration(resume="manual")}
     for cut in range(0, epoch, every):
         run = begin(seed=11, **options)
         rest, again, ended = go_on(run, folder / f"after_{cut}", None if by_itself else cut + 1)
@@ -117,7 +117,7 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(
         return run.counter.seen[:read], run.counter.seen[read:], run.weights()
 
     def go_on_elsewhere() -> Any:
-        run = begin(batch_size=8 // after, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(resume="auto"))
+        run = begin(batch_size=8 // after, gradient_accumulation_steps=2)
         run.model.eval()
         run.accelerator.load_state(tmp_path / "middle")
         run.counter.seen = []

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -28,6 +29,16 @@ KINDS: dict[str, tuple[Act, tuple[str, ...]]] = {
     "receiver": (lambda state, me: state.gather(torch.ones(1), dst=me % 2), ("to rank 0", "to rank 1")),
     "tensor against text": (lambda state, me: state.gather("a" if me else torch.ones(1)), ("str", "float32(1,)")),
     "padded dimension": (lambda state, me: state.pad_across_processes(torch.ones(2, 2), dim=me % 2), ("dim=0", "dim=1")),
+    "padded dimensions": (lambda state, me: state.pad_across_processes(torch.ones((2, 3, 4) if me else (2, 3))), ("(2, 3)", "(2, 3, 4)")),
+    "padded scalar": (lambda state, me: state.pad_across_processes(torch.ones(()) if me else torch.ones(2)), ("float32()", "float32(2,)")),
+    "padded leaf of a dict": (
+        lambda state, me: state.pad_across_processes({"ids": torch.ones(2), "mask": torch.ones((2,) * (1 + me % 2))}, dim=0),
+        ("mask: float32(2,)", "mask: float32(2, 2)"),
+    ),
+    "padded array": (lambda state, me: state.pad_across_processes(numpy.ones((2, 3) if me else 2)), ("array float64(2,)", "(2, 3)")),
+    "gathered dimensions": (lambda state, me: state.gather(torch.ones((2, 3, 4) if me else (2, 3))), ("(2, 3)", "(2, 3, 4)")),
+    "reduced dimensions": (lambda state, me: state.reduce(torch.ones((1, 2) if me else 2)), ("(1, 2)", "(2,)")),
+    "broadcast dimensions": (lambda state, me: state.broadcast(torch.ones((1, 2) if me else 2)), ("(1, 2)", "(2,)")),
     "not to be pickled": (lambda state, me: state.gather_object((lambda: 1) if me else 1), ("could not be sent", "int")),
     "barrier against gather": (lambda state, me: state.gather(["a"]) if me else state.wait_for_everyone(), ("gather", "wait_for_everyone")),
 }
@@ -88,6 +99,44 @@ def test_a_call_that_one_rank_misses_is_named_at_the_next(ranks: Any) -> None:
     for message in ranks(2).run(run):
         assert "rank 0: gather_for_metrics float32(1,)" in message
         assert "rank 1: wait_for_everyone" in message
+        assert "Rank 0 alone is at test_mistakes.py:" in message
+        assert "is that under `if accelerator.is_main_process:`" in message
+
+
+QUESTIONS = {
+    0: "Rank 0 alone is at test_mistakes.py:{line} in run: is that under `if accelerator.is_main_process:`?",
+    1: "Rank 1 alone is at test_mistakes.py:{line} in run: is that under a condition that is true on rank 1 alone?",
+    2: "Rank 2 alone is at test_mistakes.py:{line} in run: is that under `if accelerator.is_last_process:`?",
+}
+
+
+@pytest.mark.parametrize("alone", QUESTIONS)
+def test_the_condition_is_asked_for(ranks: Any, alone: int) -> None:
+    """The error asks for the condition under which one rank of three makes a call alone, and names its line."""
+
+    def run() -> tuple[str, int]:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught:  # noqa: PT012 - the ranks raise at different lines
+            if state.process_index == alone:
+                state.gather(torch.ones(1))
+            state.wait_for_everyone()
+        return str(caught.value), run.__code__.co_firstlineno + 4
+
+    for message, line in ranks(3).run(run):
+        assert QUESTIONS[alone].format(line=line) in message
+
+
+def test_no_condition_is_asked_for_at_one_line(ranks: Any) -> None:
+    """Where all ranks are at one line and pass different things, nothing is said of conditions on ranks."""
+
+    def run() -> str:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught:
+            state.gather(torch.ones(1, 2 + state.process_index))
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "is_main_process" not in message
 
 
 def test_an_extra_call_at_the_end_is_named_when_the_other_leaves(ranks: Any) -> None:
@@ -116,6 +165,7 @@ def test_an_extra_call_when_the_other_process_has_ended_is_an_error(ranks: Any) 
     assert other.error is None
     assert isinstance(main.error, DistributedOperationException)
     assert "rank 1 left the group after 0 collectives" in str(main.error)
+    assert "If rank 0 makes this call alone: is that under `if accelerator.is_main_process:`?" in str(main.error)
 
 
 def test_a_missed_call_of_the_same_kind_and_shape_is_an_error_and_not_mixed_data(ranks: Any) -> None:

@@ -112,6 +112,15 @@ def test_default_writes_a_minimal_file_and_refuses_to_overwrite(tmp_path: Path) 
     assert "is not one of the choices" in refused("default", "--config_file", str(path), "--mixed_precision", "fp64", "--overwrite")
 
 
+@pytest.mark.parametrize("arguments", [["default"], ["--set", "debug=yes"]])
+def test_where_it_writes_is_said_first(tmp_path: Path, arguments: list[str]) -> None:
+    """The first line names the file, and how to choose another."""
+    path = tmp_path / "c.yaml"
+    first, *rest = run(*arguments, *(["--config_file", str(path)])).stdout.splitlines()
+    assert first == f"This writes {path} (--config_file FILE chooses another place)."
+    assert rest[0] == f"Wrote {path}."
+
+
 def test_the_file_may_be_named_before_the_subcommand(tmp_path: Path) -> None:
     assert run("--config_file", str(tmp_path / "c.yaml"), "default").exit_code == 0
     assert (tmp_path / "c.yaml").exists()

@@ -81,7 +81,7 @@ def test_the_value_given_to_an_unknown_name_is_never_shown(tmp_path: Path) -> No
         ("megatron_lm_tp_degree", "Megatron-LM"),
         ("use_parallelism_config", "mesh"),
         ("parallelism_config_tp_size", "mesh"),
-        ("fp8_backend", "8-bit"),
+        ("fp8_margin", "TransformerEngine"),
         ("tpu", "TPU"),
         ("tpu_use_sudo", "TPU"),
         ("downcast_bf16", "TPU"),

@@ -136,7 +136,6 @@ def test_a_block_that_asks_for_nothing_is_listed_with_the_reason(changes: dict[s
         ({"distributed_type": "FSDP"}, "FSDP"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}, "DeepSpeed"),
         ({"distributed_type": "MEGATRON_LM"}, "Megatron-LM"),
-        ({"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}, "8-bit"),
         ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "mesh"),
         ({"mpirun_config": {"mpirun_hostfile": "/hosts"}}, "mpirun"),
         ({"enable_cpu_affinity": True}, "CPU cores"),
@@ -192,3 +191,16 @@ def test_the_same_file_as_json(tmp_path: Path) -> None:
     path = tmp_path / "default_config.json"
     path.write_text(json.dumps(SEVERAL))
     assert resolve(config_file=path, environ={}).launch.num_processes == 4
+
+
+def test_fp8_block(tmp_path: Path) -> None:
+    """The block of fp8 is read where it means torchao; keys of other engines have no effect beside it, and that is said."""
+    block = {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": True, "margin": 0}
+    config = reading(tmp_path, {**SEVERAL, "mixed_precision": "fp8", "fp8_config": block})
+    assert (config.compute.fp8_backend, config.compute.fp8_pad_inner_dim) == ("ao", True)
+    assert {key for key, _ in config.unused} >= {"fp8_config.enable_fsdp_float8_all_gather", "fp8_config.margin"}
+    for engine, name in (("TE", "TransformerEngine"), ("MSAMP", "MS-AMP")):
+        refused = complaint(tmp_path, {**SEVERAL, "mixed_precision": "fp8", "fp8_config": {"backend": engine}})
+        assert name in refused
+        assert "torchao" in refused
+    assert "bakend" in complaint(tmp_path, {**SEVERAL, "mixed_precision": "fp8", "fp8_config": {"bakend": "AO"}})

@@ -118,7 +118,7 @@ def test_a_rank_that_reads_a_batch_alone_is_found_out(ranks: Any) -> None:
 
     texts = ranks(2).run(run)[0]
     assert len(texts) == 1
-    assert "at different lines: rank 0 at test_agree.py" in texts[0]
+    assert "at different lines (rank 0 at test_agree.py" in texts[0]
 
 
 def test_a_sampler_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
@@ -133,17 +133,23 @@ def test_a_sampler_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
 
 
 def test_samples_that_differ_are_told_once_and_read(ranks: Any) -> None:
+    """One line of the main process for the whole run, with its level and the line of the loop."""
+
     def run() -> Any:
         with heard() as texts:
             accelerator = Accelerator(cpu=True)
             paths = [f"{number}.txt" for number in range(8)][accelerator.process_index :: 2]
-            loader = accelerator.prepare(DataLoader(paths, batch_size=1))
-            return [len(list(loader)) for _ in range(2)], texts
+            loaders = [accelerator.prepare(DataLoader(paths, batch_size=1)) for _ in range(2)]
+            counts = [len(list(loader)) for loader in loaders for _ in range(2)]
+            return counts, texts, run.__code__.co_firstlineno + 5
 
-    (counts, texts), _ = ranks(2).run(run)
-    assert counts == [2, 2]
-    assert len(texts) == 1
-    assert "part of its part" in texts[0]
+    (counts, texts, line), (_, others, _) = ranks(2).run(run)
+    assert counts == [2, 2, 2, 2]
+    assert (len(texts), others) == (1, [])
+    assert texts[0].startswith(f"WARNING: test_agree.py:{line} in ")
+    assert ": processes hold different samples in list. Give every process the whole data" in texts[0]
+    assert len(texts[0]) < 200
+    assert "\n" not in texts[0]
 
 
 def test_equal_data_is_read_from_different_lines_and_a_place_given_by_hand_asks_nobody(ranks: Any) -> None:

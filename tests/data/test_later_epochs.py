@@ -7,6 +7,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream import Accelerator, prepare_data_loader
+from slipstream.utils import DataLoaderConfiguration
 
 
 class Shards(IterableDataset[int]):
@@ -88,12 +89,13 @@ class Lines(IterableDataset[int]):
 
 def test_a_last_batch_is_completed_from_the_start_of_a_stream_that_keeps_its_position(ranks: Any) -> None:
     def run() -> tuple[list[Any], list[Any]]:
-        loader = Accelerator(cpu=True).prepare(DataLoader(Lines(), batch_size=2))
+        config = DataLoaderConfiguration(even_batches=True)
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Lines(), batch_size=2))
         batches = iter(loader)
         next(batches)
         position = loader.state_dict()
         rest = [batch.tolist() for batch in batches]
-        loader = Accelerator(cpu=True).prepare(DataLoader(Lines(), batch_size=2))
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Lines(), batch_size=2))
         loader.load_state_dict(position, resume=True)
         return rest, [batch.tolist() for batch in loader]
 

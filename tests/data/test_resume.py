@@ -275,18 +275,19 @@ def test_a_map_style_loader_goes_on_from_every_point(kind: str, world: int, capl
     epochs, states = saved_everywhere(ranks_of(make, world))
     for epoch, read, state in states:
         expected = [epochs[epoch][read:], *epochs[epoch + 1 :]]
-        going_on = ranks_of(make, world, seed=1, resume="auto")
+        going_on = ranks_of(make, world, seed=1)
         for one in going_on:
             one.load_state_dict(copy.deepcopy(state))
-        assert kind.startswith("budget") or len(going_on[0]) == len(expected[0])
+        assert kind.startswith("budget") or len(going_on[0]) == len(epochs[epoch])
         assert rest(going_on, EPOCHS - epoch) == expected, f"cut after {read} of epoch {epoch}, by itself"
-        skipping = ranks_of(make, world, seed=1)
-        for one in skipping:
-            one.load_state_dict(copy.deepcopy(state))
-        assert state["batches"] == read
-        twins = [skip_first_batches(one, read) for one in skipping]
-        assert rest(twins, 1) + rest(skipping, EPOCHS - epoch - 1) == expected, f"cut after {read} of epoch {epoch}, skipping"
-    assert not caplog.text, "nothing is to be warned of"
+        for how in ("manual", "auto"):
+            skipping = ranks_of(make, world, seed=1, resume=how)
+            for one in skipping:
+                one.load_state_dict(copy.deepcopy(state))
+            assert state["batches"] == read
+            twins = [skip_first_batches(one, read) for one in skipping]
+            assert rest(twins, 1) + rest(skipping, EPOCHS - epoch - 1) == expected, f"cut after {read} of epoch {epoch}, skipping, {how}"
+    assert all("is empty" in record.message for record in caplog.records), "nothing else is to be warned of"
 
 
 _elsewhere = numpy.random.RandomState(8)
@@ -351,7 +352,7 @@ def test_a_sampler_that_watches_the_training_goes_on_with_what_it_saw(kind: Any,
     for number, (_, state) in enumerate(straight, 1):
         again = kind()
         caplog.clear()
-        resumed = prepared(DataLoader(DATA, batch_size=2, sampler=again, collate_fn=keep), resume="auto")
+        resumed = prepared(DataLoader(DATA, batch_size=2, sampler=again, collate_fn=keep))
         resumed.load_state_dict(state)
         found = [batch for batch, _ in trained(resumed, again)]
         if "is not that of the saved run" in caplog.text:
@@ -369,7 +370,7 @@ def test_an_order_that_cannot_be_known_is_told_and_never_handed_out_in_silence(k
     for number, _ in enumerate(loader):
         if number == 2:
             state = loader.state_dict()
-    resumed = prepared(by_sampler(kind)(), resume="auto")
+    resumed = prepared(by_sampler(kind)())
     resumed.load_state_dict(state)
     assert len(list(resumed)) == 3
     assert f"the order of {kind.__name__} is not that of the saved run" in caplog.text
@@ -384,7 +385,7 @@ def shuffled(**options: Any) -> Any:
 
 
 def resumed_from(state: dict[str, Any], **options: Any) -> Any:
-    loader = shuffled(**{"resume": "auto", **options})
+    loader = shuffled(**options)
     loader.load_state_dict(copy.deepcopy(state))
     return loader
 
@@ -415,9 +416,10 @@ def test_a_pass_that_was_left_can_be_gone_on_with_in_this_process_and_in_another
     state = copy.deepcopy(loader.state_dict())
     assert list(skip_first_batches(loader, 3)) == epochs[0][3:], "a sampler that keeps a generator is put back for it"
     assert list(loader) == epochs[1]
-    again = resumed_from(state, resume=None)
-    assert list(skip_first_batches(again, 3)) == epochs[0][3:]
-    assert list(again) == epochs[1]
+    for how in ("auto", "manual"):
+        again = resumed_from(state, resume=how)
+        assert list(skip_first_batches(again, 3)) == epochs[0][3:]
+        assert list(again) == epochs[1]
 
 
 def test_a_resumed_run_can_be_resumed_and_so_on() -> None:
@@ -455,7 +457,7 @@ def test_inside_of_an_evaluation_the_position_of_the_training_is_kept_and_the_ev
     def loaders() -> tuple[Any, Any]:
         state = GradientState()
         make = lambda: DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=keep)  # noqa: E731
-        return tuple(prepared(make(), seed=seed, gradient_state=state, resume="auto") for seed in (1, 2))  # type: ignore[return-value]
+        return tuple(prepared(make(), seed=seed, gradient_state=state) for seed in (1, 2))  # type: ignore[return-value]
 
     train, test = loaders()
     read, evaluations, saved = [], [], None
@@ -483,7 +485,7 @@ def test_two_loaders_that_are_read_side_by_side_both_keep_their_places() -> None
     def loaders() -> list[Any]:
         state = GradientState()
         make = lambda: DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=keep)  # noqa: E731
-        return [prepared(make(), seed=seed, gradient_state=state, resume="auto") for seed in (1, 2)]
+        return [prepared(make(), seed=seed, gradient_state=state) for seed in (1, 2)]
 
     pairs, states = [], []
     both = loaders()
@@ -504,7 +506,7 @@ def test_set_epoch_keeps_the_position_of_its_epoch_and_says_so_if_it_gives_it_up
     for number, _ in enumerate(loader, 1):
         if number == 3:
             state = loader.state_dict()
-    going_on = prepared(MAPPED["shuffle"](), seed=0, resume="auto")
+    going_on = prepared(MAPPED["shuffle"](), seed=0)
     going_on.load_state_dict(state)
     going_on.set_epoch(2)
     assert list(going_on) == epochs[2][3:]
@@ -515,12 +517,18 @@ def test_set_epoch_keeps_the_position_of_its_epoch_and_says_so_if_it_gives_it_up
     assert list(going_on) == epochs[0]
 
 
-def test_len_is_that_of_the_pass_that_goes_on_until_it_is_over() -> None:
-    loader = prepared(MAPPED["shuffle"](), resume="auto")
+def test_len_of_a_resumed_loader() -> None:
+    """`len` is that of a whole pass, before and in a resumed pass: scripts do arithmetic with it after load_state."""
+    loader = prepared(MAPPED["shuffle"]())
     loader.load_state_dict({"epoch": 0, "batches": 4, "samples": 8, "seed": 7})
-    assert len(loader) == 2
-    assert [len(loader) for _ in loader] == [2, 2]
     assert len(loader) == 6
+    later = skip_first_batches(loader, 4)
+    assert len(later) == 2, "only what skip_first_batches gives back is shorter"
+    assert [len(loader) for _ in loader] == [6, 6]
+    assert len(loader) == 6
+    loader.load_state_dict({"epoch": 0, "batches": 4, "samples": 8, "seed": 7})
+    assert [(len(loader), len(later)) for _ in later] == [(6, 2)] * 2
+    assert len(later) == 6, "until its first pass is over"
 
 
 # -- on another number of processes ----------------------------------------------------------------------------------------------
@@ -566,10 +574,11 @@ def test_the_samples_that_are_left_are_those_that_were_not_read(kind: str, old: 
         for cut, state in enumerate(states, 1):
             before = flat([read[:cut]])[0]
             assert state["samples"] == (len(before) if kind != "batches" else min(cut * old[0], length - 1))
-            loaders = make(*new, resume="auto")
+            loaders = make(*new)
             for loader in loaders:
                 loader.load_state_dict(copy.deepcopy(state))
-            expected = None if kind in STREAMS else len(loaders[0])
+            expected = None if kind in STREAMS else len(skip_first_batches(loaders[0], cut))
+            assert kind in STREAMS or len(loaders[0]) == len(straight)
             batches = pass_of(loaders)
             assert expected in (None, len(batches))
             # also where the saved run dropped what this one would have read
@@ -624,7 +633,7 @@ def masked(batch: list[Any]) -> list[Any]:
 def test_random_numbers_of_workers_go_on_with_any_number_of_workers(kind: Any, stay: bool) -> None:
     def make(workers: int = 2) -> Any:
         how: dict[str, Any] = {"num_workers": workers, "persistent_workers": stay and workers > 0}
-        return prepared(DataLoader(kind(), batch_size=3, shuffle=True, collate_fn=masked, **how), resume="auto")
+        return prepared(DataLoader(kind(), batch_size=3, shuffle=True, collate_fn=masked, **how))
 
     loader = make()
     epochs, states = [], []
@@ -755,11 +764,11 @@ def resumed_everywhere(make: Callable[[], DataLoader[Any]], world: int, *, every
     found = []
     for epoch, read, state in states[::every]:
         expected = [epochs[epoch][read:], *epochs[epoch + 1 :]]
-        for how in ("auto", None):
+        for how in ("auto", "manual"):
             loaders = ranks_of(make, world, seed=1, resume=how, **options)
             for one in loaders:
                 one.load_state_dict(copy.deepcopy(state))
-            first = loaders if how else [skip_first_batches(one, read) for one in loaders]
+            first = loaders if how == "auto" else [skip_first_batches(one, read) for one in loaders]
             found.append((read, loaders[0], rest(first, 1) + rest(loaders, EPOCHS - epoch - 1)))
             assert found[-1][-1] == expected, f"cut after {read} of epoch {epoch}"
     return found
@@ -781,7 +790,7 @@ def test_seeking_reads_little_of_what_comes_before(kind: Any) -> None:
     for number, _ in enumerate(loader, 1):
         if number == 90:
             state = copy.deepcopy(loader.state_dict())
-    resumed = prepared(make(), resume="auto")
+    resumed = prepared(make())
     resumed.load_state_dict(state)
     data: Any = resumed.original.dataset
     assert len(list(resumed)) == 10
@@ -804,7 +813,7 @@ def masked_items(batch: list[Any]) -> list[Any]:
 
 def test_another_number_of_workers_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def make(workers: int) -> Any:
-        return prepared(DataLoader(Stream(range(13)), batch_size=2, num_workers=workers), resume="auto")
+        return prepared(DataLoader(Stream(range(13)), batch_size=2, num_workers=workers))
 
     loader = make(2)
     iterator = iter(loader)
@@ -881,7 +890,7 @@ def resumed_together(kind: str, from_rank_0: bool) -> list[str]:
             states.append((epoch, len(epochs[-1]), copy.deepcopy(loader.state_dict())))
     told = gather_object([states])
     for epoch, read, state in told[0] if from_rank_0 else states:
-        resumed = ranked(make(), **options, resume="auto")
+        resumed = ranked(make(), **options)
         resumed.load_state_dict(copy.deepcopy(state))
         found = [[(plain(batch), resumed.shares, resumed.end_of_dataloader) for batch in resumed] for _ in range(2 - epoch)]
         if found != [epochs[epoch][read:], *epochs[epoch + 1 :]]:
@@ -905,13 +914,13 @@ def test_processes_go_on_together(ranks: Any, world: int) -> None:
 
 def test_a_place_in_parts_of_their_own_is_not_carried_to_another_number_of_processes(ranks: Any) -> None:
     def begin() -> Any:
-        loader = ranked(TOGETHER["parts"][0](), resume="auto")
+        loader = ranked(TOGETHER["parts"][0]())
         return [copy.deepcopy(loader.state_dict()) for _ in loader]
 
     states = ranks(2).run(begin)[0]
 
     def go_on() -> Any:
-        loader = ranked(TOGETHER["parts"][0](), resume="auto")
+        loader = ranked(TOGETHER["parts"][0]())
         with Hearing() as heard:
             loader.load_state_dict(states[1])
         return heard.text, [sample for batch in loader for sample in batch][:4], loader.state_dict()["epoch"]
@@ -958,7 +967,7 @@ class Counted(Dataset[int]):
 @pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}])
 @pytest.mark.parametrize("sampler", [None, KeepsRandomState, DrawsWhileRead, AtItsPlace])
 def test_no_data_is_read_to_get_to_a_position(options: dict[str, Any], sampler: Any) -> None:
-    for how in ("auto", None):
+    for how in ("auto", "manual"):
         data = Counted(LENGTH)
         make = lambda: DataLoader(data, batch_size=2, sampler=sampler and sampler(), shuffle=None if sampler else True, collate_fn=keep)  # noqa: B023, E731
         loader = prepared(make(), **options)
@@ -969,7 +978,7 @@ def test_no_data_is_read_to_get_to_a_position(options: dict[str, Any], sampler: 
         resumed = prepared(make(), **options, resume=how)
         resumed.load_state_dict(state)
         assert data.read == 0
-        assert len(list(resumed if how else skip_first_batches(resumed, 5))) == 1
+        assert len(list(resumed if how == "auto" else skip_first_batches(resumed, 5))) == 1
         assert data.read == 1
 
 
@@ -1004,7 +1013,7 @@ STATE = {"epoch": 1, "batches": 2, "samples": 4, "seed": 7, "left": 0}
 )
 def test_a_state_that_cannot_be_meant_is_refused_before_anything_changes(state: Any, words: str) -> None:
     for options in ({}, {"dispatch_batches": True}):
-        loader = prepared(MAPPED["shuffle"](), resume="auto", **options)
+        loader = prepared(MAPPED["shuffle"](), **options)
         before = loader.state_dict()
         for load in (loader.check_state_dict, loader.load_state_dict):
             with pytest.raises(ConfigError, match=words):
@@ -1031,7 +1040,7 @@ def test_a_state_that_cannot_be_meant_is_refused_before_anything_changes(state: 
     ],
 )
 def test_a_state_of_another_sampler_is_refused_before_anything_changes(changes: dict[str, Any], words: str) -> None:
-    loader = shuffled(resume="auto")
+    loader = shuffled()
     straight = epochs_of_shuffled(1)
     with pytest.raises(ConfigError, match=words):
         loader.load_state_dict({**STATE, **changes})
@@ -1055,7 +1064,7 @@ def test_a_state_of_another_sampler_is_refused_before_anything_changes(changes: 
     ],
 )
 def test_a_place_in_a_stream_that_cannot_be_is_refused_before_anything_changes(changes: dict[str, Any], words: str) -> None:
-    loader = prepared(DataLoader(Stream(DATA), batch_size=2, collate_fn=keep), resume="auto")
+    loader = prepared(DataLoader(Stream(DATA), batch_size=2, collate_fn=keep))
     with pytest.raises(ConfigError, match=words):
         loader.load_state_dict({**STATE, **changes})
     assert sum(loader, []) == DATA
@@ -1067,10 +1076,12 @@ def test_data_of_another_length_is_told(caplog: pytest.LogCaptureFixture) -> Non
     assert "had 11 samples (or batches) when its position was saved, and has 20 now" in caplog.text
 
 
-@pytest.mark.parametrize("value", ["always", True, 1, ""])
+@pytest.mark.parametrize("value", ["always", True, 1, "", None, ["auto"]])
 def test_other_ways_to_resume_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="write resume='auto'"):
+    with pytest.raises(ConfigError, match=r"write resume='auto' \(the default\) .* or resume='manual'"):
         DataLoaderConfiguration(resume=value)
+    with pytest.raises(ConfigError, match="Leave out one of them"):
+        DataLoaderConfiguration(resume="manual", use_stateful_dataloader=True)
 
 
 # -- the receipt -----------------------------------------------------------------------------------------------------------------
@@ -1121,6 +1132,6 @@ def test_the_digest_of_an_order_is_equal_exactly_if_the_order_is() -> None:
         DataLoader(Stream(DATA), batch_size=2),
         DataLoader(Stream(DATA), batch_size=2, num_workers=2),
     ]
-    digests = [digest(one) for one in other] + [digest(mapped, seed=8), digest(mapped, even_batches=False)]
+    digests = [digest(one) for one in other] + [digest(mapped, seed=8), digest(mapped, even_batches=True)]
     assert len(set(digests)) == len(digests)
     assert digest(make()) == digest(make(), seed=8), "a seed means nothing where nothing is drawn"

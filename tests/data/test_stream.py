@@ -313,7 +313,7 @@ def test_skipping_with_workers_finds_the_same_batches() -> None:
 
 
 def test_a_saved_position_goes_on_at_another_number_of_processes() -> None:
-    first = [prepared(DataLoader(Seekable(range(24)), batch_size=2), rank, 2, use_stateful_dataloader=True) for rank in range(2)]
+    first = [prepared(DataLoader(Seekable(range(24)), batch_size=2), rank, 2) for rank in range(2)]
     iterators = [iter(loader) for loader in first]
     for _ in range(3):
         for iterator in iterators:
@@ -323,7 +323,7 @@ def test_a_saved_position_goes_on_at_another_number_of_processes() -> None:
     for iterator in iterators:
         iterator.close()  # type: ignore[attr-defined]
     state["left"] = 0
-    alone = prepared(DataLoader(Seekable(range(24)), batch_size=3), 0, 1, use_stateful_dataloader=True)
+    alone = prepared(DataLoader(Seekable(range(24)), batch_size=3), 0, 1)
     alone.load_state_dict(state)
     assert [item for one, *_ in passed(alone) for item in one] == list(range(12, 24))
 
@@ -560,7 +560,7 @@ class Keeping(Stream):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_state_of_the_dataset_is_saved_and_leads_back_without_reading(world: int) -> None:
     whole = simulated(lambda: DataLoader(Keeping(range(203)), batch_size=2), world)
-    make = lambda rank: prepared(DataLoader(Keeping(range(203)), batch_size=2), rank, world, use_stateful_dataloader=True)  # noqa: E731
+    make = lambda rank: prepared(DataLoader(Keeping(range(203)), batch_size=2), rank, world)  # noqa: E731
     for cut in (0, 1, 40):
         loader = make(0)
         iterator = iter(loader)
@@ -583,7 +583,7 @@ def test_a_stream_of_hugging_face_datasets_goes_on_where_it_was_saved() -> None:
     """Exactly, though what its shuffle holds in a buffer is not part of its own state."""
     datasets = pytest.importorskip("datasets")
     stream = datasets.Dataset.from_dict({"id": list(range(40))}).to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=5)
-    make = lambda: prepared(DataLoader(stream, batch_size=4), 0, 1, use_stateful_dataloader=True)  # noqa: E731
+    make = lambda: prepared(DataLoader(stream, batch_size=4), 0, 1)  # noqa: E731
     whole = [batch["id"].tolist() for batch in make()]
     assert sorted(sum(whole, [])) == list(range(40))
     loader = make()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from slipstream.errors import CheckpointError
 from slipstream.files import reading
 from slipstream.files.digest import digest
-from slipstream.files.reading import read_digest, read_whole
+from slipstream.files.reading import give_back, read_digest, read_into, read_whole
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4 << 20, (9 << 20) + 13])
@@ -121,3 +122,34 @@ def test_a_large_file_is_whole_in_pages_of_any_size(slow: float, tmp_path: Path,
         buffer, checksum = read_whole(file.fileno(), len(content))
     assert buffer == content
     assert checksum == digest(content)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 5000, (17 << 20) + 13])
+def test_memory_in_many_pieces_is_filled(size: int, alone: bool, tmp_path: Path) -> None:
+    """`read_into` fills pieces of any sizes, more of them than one system call takes, in and outside of the page cache."""
+    content = os.urandom(min(size, 1 << 20)) * max(1, size >> 20) + os.urandom(size % (1 << 20) if size > 1 << 20 else 0)
+    (tmp_path / "file").write_bytes(content)
+    cuts = sorted({0, *range(0, min(len(content), 4000), 3), len(content) // 3, len(content)})
+    parts = [memoryview(bytearray(end - start)) for start, end in zip(cuts, cuts[1:], strict=False)]
+    with (tmp_path / "file").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert read_into(file.fileno(), parts, alone=alone) == digest(content)
+    assert b"".join(parts) == content
+
+
+def test_memory_that_is_given_back_takes_nothing_else_with_it(tmp_path: Path) -> None:
+    """`give_back` empties the whole pages of a part, and no other byte."""
+    content = os.urandom(5 * mmap.PAGESIZE)
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file:
+        buffer, _ = read_whole(file.fileno(), len(content))
+    start, end = mmap.PAGESIZE // 2, 4 * mmap.PAGESIZE + 7
+    give_back(buffer[start:end])
+    assert bytes(buffer[: mmap.PAGESIZE]) == content[: mmap.PAGESIZE]
+    assert bytes(buffer[4 * mmap.PAGESIZE :]) == content[4 * mmap.PAGESIZE :]
+    assert not any(buffer[mmap.PAGESIZE : 4 * mmap.PAGESIZE])
+    for other in (memoryview(bytearray(b"kept")), memoryview(b"kept")):
+        give_back(other)
+        assert bytes(other) == b"kept"

@@ -35,7 +35,7 @@ def test_the_rank_is_told_with_what_was_alive(launch, script, tmp_path):
     found = json.loads((folder / "memory-rank1.json").read_text())
     assert found["rank"] == 1
     assert ["weight", 500 * 400 * 4] in [[one["name"], one["bytes"]] for one in found["alive"]]
-    assert "[RANK 1] memory ran out; alive were" in finished.err
+    assert "[RANK 1] memory ran out: " in finished.err
     assert finished.err.count("Traceback") == 1
     assert finished.err.count("can't allocate memory") == 1
     assert str(folder / "memory-rank1.json") in finished.err

@@ -115,3 +115,27 @@ def test_a_rank_that_the_terminal_does_not_show_has_its_files_and_the_launcher_s
         own = (folder / "attempt_0" / str(rank) / "stderr.log").read_text()
         assert list(counts(own, *SAID).values()) == [1, 2, 1, 1, rank, rank, 1]
         assert (folder / "attempt_0" / str(rank) / "stdout.log").read_text() == f"recorded 1\nout {rank}\n"
+
+
+MISTAKEN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from slipstream import Accelerator
+
+accelerator = Accelerator()
+loaders = [accelerator.prepare(DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2)) for _ in range(2)]
+for loader in loaders:
+    for (rows,) in loader:
+        pass
+rows.undefined()
+"""
+
+
+def test_the_error_stands_last(launch, script):
+    """Of a script with a mistake and unseeded data: one line of warning that names the loop, then the error."""
+    done = launch(*TWO, script(MISTAKEN))
+    lines = done.err.strip().splitlines()
+    warned = [line for line in lines if "different samples" in line]
+    assert len(warned) == 1
+    assert warned[0].startswith("WARNING: train.py:9: processes hold different samples in TensorDataset.")
+    assert lines[-1] == "AttributeError: 'Tensor' object has no attribute 'undefined'"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from allocated import most_allocated
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from slipstream.checkpoint.models import save_model
 from slipstream.errors import ConfigError
@@ -54,16 +54,17 @@ def really_kept(run) -> int:
     return sum(memory.values())
 
 
-def real_peak(step) -> int:
-    """The most that was allocated at a time while a step ran, by the allocator's own account."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
-    now = most = 0
-    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
+def stepping(dtype: str):
+    """One training step of a small decoder, once that is called; see `allocated.py`."""
+    model = decoder(num_hidden_layers=2).train().to(getattr(torch, dtype))
+    ids = torch.randint(0, 300, (BATCH, LENGTH))
+
+    def step():
+        outputs = model(input_ids=ids, labels=ids, use_cache=False)  # held, as scripts do
+        outputs.loss.backward()
+
+    step()
+    return step
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
@@ -89,14 +90,7 @@ def test_the_peak_of_a_step_is_what_the_allocator_sees():
     model = decoder(num_hidden_layers=2).train()
     with undisturbed():
         found = measure(model, tokens("meta"), dtype=torch.float32)
-    ids = torch.randint(0, 300, (BATCH, LENGTH))
-
-    def step():
-        outputs = model(input_ids=ids, labels=ids, use_cache=False)  # held, as scripts do
-        outputs.loss.backward()
-
-    step()
-    assert found.peak == pytest.approx(real_peak(step), rel=0.03)
+    assert found.peak == pytest.approx(most_allocated("test_estimates:stepping", "float32")["float32"], rel=0.03)
 
 
 def test_measuring_leaves_the_model_as_it_was():

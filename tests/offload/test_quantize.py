@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 import transformers
+from allocated import most_allocated
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from slipstream.checkpoint.models import save_model
 from slipstream.errors import CheckpointError, ConfigError
@@ -122,31 +125,33 @@ def test_types_of_the_rest():
     assert (model[3].running_mean.dtype, model[3].num_batches_tracked.dtype) == (torch.bfloat16, torch.int64)
 
 
-def allocated(run) -> int:
-    """The most memory that was allocated at a time while something ran, by the allocator's own account."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    now = most = 0
-    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
+SIDE, COUNT = 256, 24
+LAYERS = {"torchao 8": (8, 4), "torchao 4": (4, 6), "bnb 8": (8, 4), "bnb nf4": (4, 4)}
+"""Bits of a weight, and how many layers in 32 bits the conversion of one may take: itself, and what is made of it."""
 
 
-@pytest.mark.parametrize(("name", "bits", "layers"), [("torchao 8", 8, 4), ("torchao 4", 4, 6), ("bnb 8", 8, 4), ("bnb nf4", 4, 4)])
-def test_the_most_memory_is_that_of_the_quantised_model_and_one_layer(tmp_path, name, bits, layers):
-    """One layer in full, with what its conversion makes of it: up to six copies in 32 bits."""
-    side, count = 256, 24
-    save_model(nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(count))), tmp_path)
+def loading(name: str) -> Callable[[], object]:
+    """Loads and quantises a model of many layers, once that is called; see `allocated.py`."""
+    folder = tempfile.mkdtemp()
+    save_model(nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(COUNT))), folder)
     with init_empty_weights():
-        model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(count)))
+        model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(COUNT)))
     config = BITS[name][0]
     load_and_quantize_model(net(), config)  # so that libraries are imported and have what they allocate once
-    most = allocated(lambda: load_and_quantize_model(model, config, weights_location=tmp_path))
-    one = side * side * 4
-    quantised = (count - 1) * one * bits // 32
-    assert quantised < most < quantised * 1.25 + layers * one < count * one
+    return lambda: (load_and_quantize_model(model, config, weights_location=folder), shutil.rmtree(folder))
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[str, int]:
+    return most_allocated("test_quantize:loading", *LAYERS)
+
+
+@pytest.mark.parametrize(("name", "bits", "layers"), [(name, *numbers) for name, numbers in LAYERS.items()])
+def test_the_most_memory_is_that_of_the_quantised_model_and_one_layer(peaks, name, bits, layers):
+    """One layer in full, with what its conversion makes of it: up to six copies in 32 bits."""
+    one = SIDE * SIDE * 4
+    quantised = (COUNT - 1) * one * bits // 32
+    assert quantised < peaks[name] < quantised * 1.25 + layers * one < COUNT * one
 
 
 def test_a_shared_layer_is_converted_once_and_stays_shared():

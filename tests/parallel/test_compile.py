@@ -151,7 +151,7 @@ def test_nothing_is_compiled_unless_asked_for(plugin: TorchDynamoPlugin) -> None
 
 def test_what_is_installed_on_a_model_is_compiled_with_it(backend: Counting) -> None:
     model = Model()
-    install(model, policy_for("bf16"), "cpu")
+    install(model, policy_for("bf16", outputs_to_fp32=False), "cpu")
     compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True))
     assert model(X).dtype is torch.bfloat16
     assert backend.graphs == 1
@@ -286,7 +286,7 @@ def test_what_is_installed_after_settling_is_compiled_too(backend: Counting) -> 
     model = Model()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert compiled(X).dtype is torch.float32
-    install(settle(compiled), policy_for("bf16"), "cpu")
+    install(settle(compiled), policy_for("bf16", outputs_to_fp32=False), "cpu")
     assert model(X).dtype is compiled(X).dtype is torch.bfloat16
 
 

@@ -7,7 +7,9 @@ import gc
 import inspect
 import io
 import weakref
+from collections import namedtuple
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from slipstream.precision.options import AutocastKwargs
 from slipstream.precision.policy import policy_for
 
 X = torch.ones(2, 4)
-BF16, FP16, NO = policy_for("bf16"), policy_for("fp16"), policy_for("no")
+Point = namedtuple("Point", "x y")
+BF16, FP16, NO = policy_for("bf16", outputs_to_fp32=False), policy_for("fp16", outputs_to_fp32=False), policy_for("no")
 
 
 class Model(nn.Module):
@@ -68,12 +71,40 @@ def test_the_policy_is_what_ran(model: Model, policy, dtype) -> None:
     assert policy.output is None
 
 
-def test_outputs_are_float32_where_asked_for(model: Model) -> None:
-    for policy, argument in [(policy_for("bf16", outputs_to_fp32=True), False), (BF16, True)]:
-        model.seen.clear()
-        install(model, policy, "cpu", outputs_to_fp32=argument)
-        assert model(X)["out"].dtype is torch.float32
-        assert model.seen == [torch.bfloat16]
+@dataclass
+class Outputs(dict):  # as the outputs of transformers are: a mapping and a dataclass
+    loss: torch.Tensor
+    inner: object
+
+    def __post_init__(self) -> None:
+        self["loss"], self["inner"] = self.loss, self.inner
+
+    def __setitem__(self, key: str, value: object) -> None:
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+def test_outputs_are_float32_by_default(model: Model, precision: str) -> None:
+    """Wherever they are in nested outputs; integers, and tensors that are float64, stay."""
+    kind = policy_for(precision).autocast_dtype
+    install(model, policy_for(precision), "cpu")
+    assert model(X)["out"].dtype is torch.float32
+    assert model.seen == [kind]
+
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            low = x.to(kind)
+            return Outputs(low.sum(), [(low, torch.arange(2)), {"wide": x.double(), "text": "a"}, Point(low, None)])
+
+    nested = Nested()
+    install(nested, policy_for(precision), "cpu")
+    found = nested(X)
+    assert type(found) is Outputs
+    assert found.loss.dtype is found["loss"].dtype is torch.float32
+    assert [found.inner[0][0].dtype, found.inner[0][1].dtype, found.inner[1]["wide"].dtype] == [torch.float32, torch.int64, torch.float64]
+    assert type(found.inner[2]) is Point
+    assert found.inner[2].x.dtype is torch.float32
 
 
 def test_outputs_of_half_precision_weights_are_float32_without_mixed_precision_too(model: Model) -> None:
@@ -150,7 +181,7 @@ def test_a_copy_computes_with_its_own_weights(model: Model, kind: str) -> None:
         twin.layer.weight.zero_()
         twin.layer.bias.fill_(7.0)
     assert twin(X)["out"].tolist() == [[7.0] * 3] * 2
-    assert twin(X)["out"].dtype is torch.bfloat16
+    assert twin(X)["out"].dtype is (torch.float32 if kind == "pickle" else torch.bfloat16)
     assert torch.equal(model(X)["out"], before)
     del model
     gc.collect()
@@ -188,7 +219,7 @@ def test_a_forward_whose_model_is_gone_says_so() -> None:
 @pytest.mark.parametrize("in_place", [True, False])
 def test_the_compiler_traces_through(dynamo: None, backend: str, in_place: bool) -> None:
     model = Traced()
-    install(model, BF16, "cpu", outputs_to_fp32=True)
+    install(model, policy_for("bf16"), "cpu")
     expected = model(X, factor=2.0)["out"]
     expected.sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]

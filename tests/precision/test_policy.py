@@ -20,7 +20,11 @@ from slipstream.precision.policy import check_device, check_parameters, policy_f
     ("options", "line"),
     [
         ({"mixed_precision": "no"}, "no: parameters float32, compute float32, gradients reduced in float32, outputs as computed"),
-        ({"mixed_precision": "bf16"}, "bf16: parameters float32, compute bfloat16, gradients reduced in float32, outputs as computed"),
+        ({"mixed_precision": "bf16"}, "bf16: parameters float32, compute bfloat16, gradients reduced in float32, outputs cast to float32"),
+        (
+            {"mixed_precision": "bf16", "outputs_to_fp32": False},
+            "bf16: parameters float32, compute bfloat16, gradients reduced in float32, outputs as computed",
+        ),
         (
             {"mixed_precision": PrecisionType.FP16, "outputs_to_fp32": True, "reduce": torch.bfloat16},
             "fp16: parameters float32, compute float16, gradients reduced in bfloat16, outputs cast to float32",
@@ -28,11 +32,11 @@ from slipstream.precision.policy import check_device, check_parameters, policy_f
         (
             {"mixed_precision": "fp8"},
             "fp8: parameters float32, compute float8 in converted linear layers and bfloat16 elsewhere, "
-            "gradients reduced in float32, outputs as computed",
+            "gradients reduced in float32, outputs cast to float32",
         ),
         (
             {"mixed_precision": "bf16", "autocast": False},
-            "bf16: parameters float32, compute float32 (autocast is turned off), gradients reduced in float32, outputs as computed",
+            "bf16: parameters float32, compute float32 (autocast is turned off), gradients reduced in float32, outputs cast to float32",
         ),
     ],
 )

@@ -8,6 +8,7 @@ import html
 import json
 import math
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -193,3 +194,26 @@ def test_the_command_does_without_torch_and_every_asset_is_packed():
     script = re.findall(r"<script>(.*?)</script>", render([]), re.DOTALL)[0]
     for asset in (ROOT / "src" / "slipstream" / "report" / "assets").glob("*.js"):
         assert asset.read_text() in script
+
+
+RATES = """
+const rows = [
+  { first: 0, last: 9, steps: 10, seconds: 2, samples: 640, time: 2 },
+  { first: 10, last: 9, steps: 0, seconds: 1, samples: null, time: 3 },
+];
+const line = rateLine({ ledger: rows, version: 1, started: 0 }, "step", "samples");
+console.log(JSON.stringify([...line.y].map((value) => (Number.isFinite(value) ? value : null))));
+"""
+
+
+def test_rate_of_the_end() -> None:
+    """What came after the last step, such as a last checkpoint, has no rate: the curve does not end with 0 samples per second."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    assets = ROOT / "src" / "slipstream" / "report" / "assets"
+    script = "".join((assets / f"{name}.js").read_text() for name in ("math", "data", "ledger")) + RATES
+    done = subprocess.run([node, "-e", script], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)[:1] == [320]
+    assert [value for value in json.loads(done.stdout) if value is not None] == [320]

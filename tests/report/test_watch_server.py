@@ -173,6 +173,22 @@ def test_what_is_asked_wrongly_is_told(run: RunFolder, tmp_path: Path) -> None:
 # -- to whom --------------------------------------------------------------------------------------------------------------
 
 
+def test_order(tmp_path: Path) -> None:
+    """A list of runs begins with the newest one that is running, also where that began before others that have ended."""
+    for number, (name, state) in enumerate([("old", None), ("new", None), ("done", "finished"), ("stopped", "interrupted")]):
+        folder = RunFolder.create(tmp_path, name, project="spirals")
+        folder.update(started=float(number))
+        if state is not None:
+            folder.end(state)
+    gone = RunFolder.create(tmp_path, "gone", project="spirals", attempt={"pid": 2**22 + 1})
+    gone.update(started=9.0)
+    with serving(tmp_path) as server:
+        runs = json.loads(ask(server, "/api/runs")[1])
+    assert [(run["name"], run["state"]) for run in runs] == [
+        ("new", "running"), ("old", "running"), ("gone", "killed"), ("stopped", "interrupted"), ("done", "finished"),
+    ]  # fmt: skip
+
+
 def test_only_the_names_of_this_machine_and_the_own_origin_are_answered(run: RunFolder, tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         for host in ("localhost", "127.0.0.1", "localhost:9999", "[::1]:80", f"127.0.0.1:{server.server_port}", "LOCALHOST"):
@@ -264,7 +280,7 @@ def test_a_run_that_begins_later_is_shown_by_itself(run: RunFolder, tmp_path: Pa
         stream.next("runs")
         (tmp_path / "runs" / "no run").mkdir()
         second = RunFolder.create(tmp_path, "second", project="spirals")
-        assert [one["name"] for one in stream.next("runs")] == ["first", "second"]
+        assert [one["name"] for one in stream.next("runs")] == ["second", "first"]
         log(second, 1, loss=1.0)
         assert stream.next("update", lambda news: news["run"] == "second" and news["series"])["series"]["loss"]["values"] == [1.0]
         second.end("finished")

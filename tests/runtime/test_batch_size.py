@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slipstream import Accelerator, PartialState
 from slipstream.errors import ConfigError, PeerLostError, StateError
 from slipstream.runtime.batch_size import find_executable_batch_size
+from slipstream.runtime.memory.watch import examine
 from slipstream.runtime.sizes import Sizes
 
 
@@ -91,7 +92,7 @@ def test_when_nothing_fits_the_error_names_the_sizes_and_the_last_cause() -> Non
 def test_each_reduction_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         find_executable_batch_size(fitting(3, []), 8)()
-    said, alive = zip(*(record.getMessage().split(". Alive were ") for record in caplog.records), strict=True)
+    said, alive = zip(*(record.getMessage().split(". When memory ran out: ") for record in caplog.records), strict=True)
     assert said == (
         "batch size 8 did not fit (OutOfMemoryError: no room for 8); trying 4",
         "batch size 4 did not fit (OutOfMemoryError: no room for 4); trying 2",
@@ -242,8 +243,37 @@ def test_the_line_names_the_rank_and_is_said_once(ranks: Any) -> None:
 
     main, other = ranks(2).outcomes(run)
     (line,) = main.output.splitlines()
-    assert line.startswith("batch size 8 did not fit (rank 1: OutOfMemoryError: no room for 8); trying 4. Alive were rank 1: ")
+    assert line.startswith("batch size 8 did not fit (rank 1: OutOfMemoryError: no room for 8); trying 4. When memory ran out: rank 1: ")
     assert other.output == ""
+
+
+def test_quoted_error(ranks: Any) -> None:
+    """A rank that learns in a collective that memory ran out on another one is not named as one that ran out."""
+
+    def run() -> str:
+        state = PartialState()
+
+        @find_executable_batch_size(starting_batch_size=2)
+        def train(batch_size: int) -> None:
+            if state.process_index == 1:
+                torch.empty(2**50)
+            state.wait_for_everyone()
+
+        try:
+            train()
+        except StateError as error:
+            examine(error)
+            return str(error)
+        return ""
+
+    main, other = ranks(2).outcomes(run)
+    for outcome in (main, other):
+        assert "(the last time: rank 1: RuntimeError: " in outcome.value
+        assert "MismatchError" not in outcome.value
+    assert main.output.count("\n") == 1, main.output
+    assert "batch size 2 did not fit (rank 1: RuntimeError: " in main.output
+    assert "rank 0" not in main.output
+    assert "[RANK 1] memory ran out: " in other.output
 
 
 @pytest.mark.parametrize("world", [2, 3])

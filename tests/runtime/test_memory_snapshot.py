@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.runtime.current import current
 from slipstream.runtime.memory.naming import Named, named_tensors
-from slipstream.runtime.memory.snapshot import MemorySnapshot, memory_snapshot
+from slipstream.runtime.memory.snapshot import AliveTensors, MemorySnapshot, memory_snapshot
 from slipstream.runtime.memory.watch import FailureHook, MemoryWatch, examine, watch_memory
 
 
@@ -148,7 +149,44 @@ def test_a_snapshot_that_fails_hides_nothing(watched: Callable[..., MemoryWatch]
     watched(lambda: (), lambda: tmp_path / "file" / "inside")
     examine(MemoryError())
     assert "could not be written" in caplog.text
-    assert "memory ran out; alive were" in caplog.text
+    assert "memory ran out: " in caplog.text
+
+
+def made(*alive: AliveTensors) -> MemorySnapshot:
+    total, count = sum(entry.bytes for entry in alive), sum(entry.count for entry in alive)
+    by_kind: dict[str, int] = {}
+    for entry in alive:
+        by_kind[entry.kind] = by_kind.get(entry.kind, 0) + entry.bytes
+    return MemorySnapshot(0, "host", 0.0, count, total, {"cpu": total}, by_kind, alive, 0, process=2048, available=4096)
+
+
+def test_texts() -> None:
+    """A snapshot reads as a sentence: without tensors, with one, and with several."""
+    left = "; the process takes 2.0 KB of main memory, 4.0 KB are left"
+    assert made().line() == "no tensors were alive"
+    assert str(made()) == f"no tensors were alive{left}"
+    weight = AliveTensors("weight", "parameter", (2,), "float32", "cpu", 1, 8)
+    assert made(weight).line() == "8 bytes in 1 tensor were alive (parameters 8 bytes), the largest 8 bytes: weight, float32 [2] on cpu"
+    assert str(made(weight)).splitlines() == [
+        f"8 bytes in 1 tensor were alive (parameters 8 bytes){left}",
+        "  bytes  count  tensor           what",
+        "8 bytes      1  float32 [2] cpu  parameter weight",
+    ]
+    alike = AliveTensors(None, "other tensors", (4,), "int64", "cpu", 2, 64)
+    assert made(alike, weight).line() == (
+        "72 bytes in 3 tensors were alive (other tensors 64 bytes, parameters 8 bytes), the largest 64 bytes: 2 x int64 [4] on cpu"
+    )
+
+
+def test_whole_message() -> None:
+    """A process that runs out of memory before it has a tensor says so in whole sentences, without an empty table."""
+    script = "import torch; from slipstream import Accelerator; Accelerator(cpu=True); torch.empty(2**50)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    first, second, *_, last = done.stderr.splitlines()
+    assert re.fullmatch(r"memory ran out: no tensors were alive; the process takes \S+ \wB of main memory, \S+ \wB are left", first)
+    assert second == "Traceback (most recent call last):"
+    if sys.version_info >= (3, 11):
+        assert last == "When memory ran out, no tensors were alive"
 
 
 SCRIPT = """

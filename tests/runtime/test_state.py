@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,34 @@ def test_the_group_closes_and_reopens_any_number_of_times(ranks: Any) -> None:
     for beacons, generation in ranks(2).run(run):
         assert beacons == 1
         assert generation >= 20
+
+
+def test_short_life(ranks: Any, tmp_path: Path) -> None:
+    """A process that ends right after it opened the group waits until the others have connected to it."""
+    connected = tmp_path / "connected"
+
+    def run() -> bool:
+        state = PartialState()
+        state.destroy_process_group()
+        if state.is_main_process:  # slow to connect
+            connect = torch.distributed.init_process_group
+
+            def slowly(*args: Any, **kwargs: Any) -> None:
+                connect(*args, **kwargs)
+                time.sleep(0.5)
+                connected.touch()
+
+            torch.distributed.init_process_group = slowly
+            try:
+                PartialState()
+            finally:
+                torch.distributed.init_process_group = connect
+        else:
+            PartialState()
+        current().close("end of the process")
+        return connected.exists()
+
+    assert ranks(2).run(run) == [True, True]
 
 
 def test_a_closed_group_leaks_no_files_threads_or_memory(ranks: Any) -> None:
@@ -321,11 +350,11 @@ def test_a_rank_that_stops_early_does_not_change_the_order_on_itself_alone(ranks
 
 
 def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(AttributeError, match="maybe_context_parallel is not in this version"):
-        Accelerator().maybe_context_parallel()
+    with pytest.raises(AttributeError, match="lomo_backward is not in this version"):
+        Accelerator().lomo_backward(None, 0.1)
     with pytest.raises(AttributeError, match="no attribute 'perpare'"):
         Accelerator().perpare  # noqa: B018
-    assert not hasattr(Accelerator(), "maybe_context_parallel")
+    assert not hasattr(Accelerator(), "lomo_backward")
 
 
 def test_a_rank_that_ends_the_generation_says_why_to_those_who_wait(ranks: Any) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import torch
 
 from slipstream import Accelerator
 from slipstream.step.guards.guards import Guards
 from slipstream.step.guards.options import GuardKwargs
+from slipstream.step.ledger.rows import Window
 
 
 def guarded(options: GuardKwargs, kwargs_handlers: Any = (), **settings: Any) -> tuple[Accelerator, Guards]:
@@ -24,6 +26,10 @@ def network(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
 
 def batch(number: int, rank: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * number + rank), dtype=torch.float64).to(dtype)
+
+
+def window(losses: Any, first: int = 0) -> Window:
+    return Window(len(losses), first, numpy.zeros((len(losses), 10)), [(first + at, torch.tensor(loss)) for at, loss in enumerate(losses)])
 
 
 class Poison:

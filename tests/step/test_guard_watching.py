@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from guarding import batch, guarded, network
+from guarding import batch, guarded, network, window
 from hypothesis import given, settings, strategies as st
 
 from slipstream import ConfigError
-from slipstream.parallel.local_sgd import LocalSGD
 from slipstream.step.guards.finding import Finding, Voice
 from slipstream.step.guards.options import GuardKwargs
-from slipstream.step.guards.schedule import Course, Schedule
 from slipstream.step.guards.spikes import Spikes
 from slipstream.step.guards.starving import Starving, Straggler
-from slipstream.step.ledger.rows import Window
 
 STEPS = 20_000
-
-
-def window(losses: Any, first: int = 0) -> Window:
-    return Window(len(losses), first, numpy.zeros((len(losses), 10)), [(first + at, torch.tensor(loss)) for at, loss in enumerate(losses)])
 
 
 # -- loss curves ------------------------------------------------------------------------------------------------------
@@ -199,6 +194,40 @@ def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(rank
     assert "the loss is nan" not in second.output
 
 
+def test_nan_again() -> None:
+    """A NaN that comes again after finite losses is told again; one that lasts over many looks is not."""
+    _, guards = guarded(GuardKwargs())
+    guards.examine(window([1.0, math.nan]))
+    for first in range(2, 1000, 10):
+        guards.examine(window([math.nan] * 10, first=first))
+    assert [finding.step for finding in guards.voice.said] == [1]
+    guards.examine(window([1.0, math.nan], first=2000))
+    assert [finding.step for finding in guards.voice.said] == [1, 2001]
+
+
+SHORT = """
+import torch
+from slipstream import Accelerator
+
+def main():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(5):
+        accelerator.backward(model(torch.full((1, 2), float("nan") if number == 3 else 1.0)).mean())
+        optimizer.step()
+
+main()
+"""
+
+
+def test_nan_short_loop() -> None:
+    """A NaN in a script of five steps, which never calls end_training, is said when it ends."""
+    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, timeout=90)
+    assert done.stderr.startswith("step 3, rank 0: the loss is nan; ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_main_process_does_not_wait_forever_for_ranks_that_tell_nothing() -> None:
     accelerator, guards = guarded(GuardKwargs())
     guards.voice.waits = frozenset(("nan",))
@@ -213,53 +242,6 @@ def test_the_main_process_does_not_wait_forever_for_ranks_that_tell_nothing() ->
     assert len(guards.voice.said) == 1
     guards.interval({"seconds": 1.0, "first": 300, "last": 300, "steps": 1, "phases": {}, "slowest": [1]})
     assert [one.step for one in guards.voice.said] == [1, 300]
-
-
-# -- learning rates ---------------------------------------------------------------------------------------------------
-
-
-def scheduled(make: Any, per_update: int, updates: int) -> list[Finding]:
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    scheduler = make(optimizer)
-    schedule, found = Schedule(processes=per_update), []
-    for update in range(1, updates + 1):
-        optimizer.step()
-        for _ in range(per_update):
-            scheduler.step()
-        if update % 7 == 0:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            found.append(schedule.look(update, rates, moves=scheduler.last_epoch, course=Course.of(scheduler), per_process=True))
-    return [finding for finding in found if finding]
-
-
-def linear(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda move: min(move / 20, max(0.0, (400 - move) / 380)))
-
-
-def test_a_rate_that_ended_early_is_told_with_the_reason() -> None:
-    found = scheduled(linear, per_update=4, updates=400)
-    assert "came to 0 between update 98 and 105, and training goes on (the scheduler has moved 504 times in 126 updates)" in found[0].text
-    assert "it moves 4 times per update, once for each process" in found[0].remedy
-    [finding, *_] = scheduled(lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 100, eta_min=0.01), 1, 200)
-    assert "rises again, to 0.0242 by now: its schedule of 100 steps was over between update 98 and 105" in finding.text
-    assert "as long as training" in finding.remedy
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        linear,
-        lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 400),
-        lambda one: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(one, 50),
-        lambda one: torch.optim.lr_scheduler.CyclicLR(one, 0.0, 0.1, step_size_up=50),
-        lambda one: torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=401),
-        lambda one: torch.optim.lr_scheduler.StepLR(one, 100),
-        lambda one: torch.optim.lr_scheduler.ConstantLR(one, 0.5, 10),
-        lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda move: 0.0),
-    ],
-)
-def test_rates_that_last_are_no_finding(make: Any) -> None:
-    assert not scheduled(make, per_update=1, updates=400)
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
@@ -295,63 +277,6 @@ def test_a_rank_that_is_always_the_last_is_named_with_what_takes_it_longer() -> 
     assert not any([straggler.look(interval(waiting=[0.0, 0.2])) for _ in range(10)])
 
 
-# -- replicas ---------------------------------------------------------------------------------------------------------
-
-
-def test_replicas_that_drift_apart_are_told_with_the_parameter_and_the_rank(ranks: Any) -> None:
-    def run() -> Any:
-        accelerator, guards = guarded(GuardKwargs(drift_every=3, schedule=False))
-        net = network()
-        net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-        said = []
-        for number in range(7):
-            accelerator.backward(net(batch(number, accelerator.process_index)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            if number == 4 and accelerator.process_index == 1:
-                with torch.no_grad():
-                    net[2].weight[0, 1] += 1e-12
-            accelerator.wait_for_everyone()
-            guards.examine(window([]))
-            said.append([(one.kind, one.step, one.rank, one.text) for one in guards.voice.said])
-        return said
-
-    main, other = ranks(2).run(run)
-    assert main[4] == []
-    [(kind, step, rank, text)] = main[5]
-    assert (kind, step, rank) == ("drift", 6, 1)
-    assert "2.weight of rank 1 is not that of rank 0 (1 of 4 parameters differ)" in text
-    assert not any(other)
-
-
-def test_replicas_that_may_differ_are_not_compared(ranks: Any) -> None:
-    def run() -> Any:
-        accelerator, guards = guarded(GuardKwargs(drift_every=1, schedule=False))
-        net = network()
-        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-        def step(number: int) -> None:
-            accelerator.backward(net(batch(number, accelerator.process_index)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            guards.examine(window([]))
-
-        with LocalSGD(accelerator, net, local_sgd_steps=4) as local:
-            for number in range(4):
-                step(number)
-                local.step()
-        with accelerator.join_uneven_inputs([net]):
-            for number in range(2 + accelerator.process_index):
-                step(number)
-        for number in range(3):
-            step(number)
-        accelerator.wait_for_everyone()
-        guards.examine(window([]))
-        return guards.voice.said, optimizer.updates
-
-    assert ranks(2).run(run) == [([], 9), ([], 10)]
-
-
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +295,7 @@ def test_replicas_that_may_differ_are_not_compared(ranks: Any) -> None:
         ({"straggler": 0}, "straggler=0.*between 0 and 1"),
         ({"straggler": math.nan}, "straggler=nan"),
         ({"schedule": 1}, "schedule=1"),
+        ({"same_batches": None}, "same_batches=None"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:

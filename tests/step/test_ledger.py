@@ -669,6 +669,20 @@ def test_the_table_answers_why_more_processes_are_not_faster() -> None:
     assert "rank 0 can tell them apart" in other.advice
 
 
+@pytest.mark.parametrize(("nap", "told"), [(1, False), (200, True)])
+def test_summary(capsys: pytest.CaptureFixture[str], nap: int, told: bool) -> None:
+    """`end_training` says where the time went if there was enough of it, and leaves out phases that took none."""
+    loop = Loop(forward=nap)
+    for batch in loop.loader:
+        loop.step(batch)
+    loop.accelerator.end_training()
+    text = capsys.readouterr().err
+    assert ("where the time went: 10 steps in 2.1 s" in text) is told
+    assert ("forward" in text) is told
+    assert "0.0%" not in text
+    assert "evaluation" not in text
+
+
 def test_a_ledger_on_its_own_clock_needs_no_accelerator() -> None:
     ledger = on_clock(Ledger(), Clock())
     assert ledger.report().table().startswith("where the time went: 0 steps")

@@ -181,9 +181,9 @@ def test_an_interval_costs_a_handful_of_calls_of_the_store() -> None:
     world.steps(1000)
     intervals = 22
     assert world.store.calls["set"] <= 2 * (intervals + 1)
-    assert world.store.calls["get"] <= 2 * (intervals + 1)
+    assert world.store.calls["compare_set"] <= 2 * (intervals + 1)
     assert sum(world.store.calls.values()) <= 2 * 7 * (intervals + 1)
-    assert set(world.store.calls) == {"set", "get", "check", "delete_key"}
+    assert set(world.store.calls) == {"set", "compare_set", "check", "delete_key"}
 
 
 def test_the_store_does_not_grow_when_rank_0_takes_nothing() -> None:
@@ -255,6 +255,16 @@ def test_two_accelerators_do_not_hear_each_other() -> None:
     first.publish(b"one")
     assert Exchange(lambda: store, 1, 0, 2).collect() == {}
     assert Exchange(lambda: store, 0, 0, 2).collect() == {1: b"one"}
+
+
+def test_taken_meanwhile() -> None:
+    """A message that the other side took between two calls of the store is no message, and nobody waits for it."""
+
+    class Raced(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+    assert Exchange(Raced, 0, 0, 2).collect() == {}
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------------
@@ -402,3 +412,21 @@ def test_waits_in_other_collectives_are_communication_too(ranks: Any) -> None:
         assert fast["steps"] == slow["steps"] == 5
         assert fast["exposed"] > 0.4 * slow["slept"], (fast["kind"], fast, slow)
         assert slow["other"] >= slow["slept"]
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_last_events(heard: bool) -> None:
+    """What a rank told is heard by rank 0, or, if rank 0 has left before, given back to the rank itself; never lost, never both."""
+    world = World(2)
+    taken: list[str] = []
+    back: list[str] = []
+    world.ledgers[0].event_sinks.append(lambda event: taken.append(event["text"]))
+    world.ledgers[1].unheard.append(lambda event: back.append(event["text"]))
+    world.steps(3)
+    world.ledgers[1].tell({"kind": "guard", "text": "in a message"})
+    world.ledgers[1].settle()
+    world.ledgers[1].tell({"kind": "guard", "text": "after the last one"})
+    for ledger in reversed(world.ledgers) if heard else world.ledgers:
+        ledger.leave()
+    expected = ["in a message", "after the last one"]
+    assert (taken, back) == ((expected, []) if heard else (expected[:1], expected[1:]))

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from slipstream import Accelerator
 from slipstream.errors import ConfigError
+from slipstream.runtime.gradient_state import Reading
+from slipstream.step.accumulation import Accumulation
 from slipstream.step.loop_state import redistribute
-from slipstream.step.window import Window
 from slipstream.utils import DataLoaderConfiguration, GradScalerKwargs
 
 
@@ -163,7 +164,8 @@ def test_a_model_that_follows_the_window_of_another_is_saved_with_it() -> None:
     stepper = accelerator._parts.stepper
     assert sorted(stepper.open_gradients()) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     state = stepper.loop_state()
-    assert (state["latest"], state["sync_gradients"]) == (0, False)
+    assert [(window["index"], window["named"]) for window in state["windows"]] == [(1, True), (1, False)]
+    assert not state["sync_gradients"]
 
 
 def test_a_scale_that_is_due_reaches_gradients_of_other_windows_before_they_are_saved() -> None:
@@ -299,7 +301,7 @@ class Epoch(Loop):
     """An epoch of 48 samples, 24 of them in each update, on any number of processes; and its states after every batch."""
 
     def __init__(self, size: int) -> None:
-        config = DataLoaderConfiguration(data_seed=5, resume="auto", even_batches=False)
+        config = DataLoaderConfiguration(data_seed=5, even_batches=False)
         super().__init__(effective_batch_size=24, steps=1, dataloader_config=config)
         self.loader = self.accelerator.prepare(DataLoader(range(48), batch_size=size, shuffle=True))
 
@@ -351,19 +353,19 @@ def test_updates_are_the_same_after_a_change_of_processes_at_any_batch(ranks: An
 @settings(max_examples=60, deadline=None)
 def test_the_mean_of_a_window_counts_batches_of_both_sizes(steps: int, cut: int, ratio: float, values: list[float]) -> None:
     cut = min(cut, steps - 1)
-    window, gradient = Window(), 0.0
+    window, gradient = Accumulation(), 0.0
     for value in values[:cut]:
-        window.begin(steps, end=False, left=None)
-        change = window.add_mean()
-        gradient = gradient * change.existing + value / change.divisor
-    state = {"windows": [window.state()], "latest": 0, "sync_gradients": False, "loose": False}
+        window.begin(steps, None)
+        divisor = window.add_mean()
+        gradient = gradient * window.settle(divisor) + value / divisor
+    state = {"windows": [window.state()], "sync_gradients": False, "loose": False}
     begun, _ = redistribute([(state, None)], saved_by=1, world_size=1, batch_ratio=ratio)
-    again = Window()
+    again = Accumulation()
     again.restore(begun["windows"][0])
-    again.begin(steps, end=True, left=None)
+    again.begin(steps, Reading().hand_out(None, True, 0, None, None))
     assert not again.single
-    change = again.add_mean()
-    gradient = gradient * change.existing + values[cut] / change.divisor
+    divisor = again.add_mean()
+    gradient = gradient * again.settle(divisor) + values[cut] / divisor
     expected = (ratio * sum(values[:cut]) + values[cut]) / (ratio * cut + 1.0)
     assert gradient == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
@@ -386,8 +388,8 @@ def broken() -> list[tuple[Any, Any, str]]:
         ({}, None, "no state of a training loop"),
         ({**state, "windows": [window, window]}, None, "windows of 2 models, and 1 are prepared"),
         ({**state, "windows": [{}]}, None, "no state of a window"),
-        ({**state, "latest": 1}, None, "cannot be"),
-        ({**state, "loose": 0}, None, "cannot be"),
+        ({**state, "latest": 1}, None, "latest=1"),
+        ({**state, "loose": 0}, None, "loose=0"),
         (with_window(index=-1), None, "index=-1"),
         (with_window(index=True), None, "index=True"),
         (with_window(total=float("nan")), None, "total=nan"),

@@ -68,7 +68,7 @@ def test_a_run_with_a_project_dir_keeps_everything_in_its_folder(tmp_path: Path,
     run.refresh()
     assert list(run.series["loss"].steps) == [0.0, 1.0, 2.0, 3.0]
     assert run.info["state"] == "finished"
-    assert "where the time went: 4 steps" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines()[-1] == f"report: {folder / 'report.html'}"
     assert "<title>" in (folder / "report.html").read_text()
 
 
@@ -227,3 +227,22 @@ def test_a_script_that_ends_without_end_training_says_how(tmp_path: Path) -> Non
         assert lines(folder / "events.jsonl")[-1]["text"] == why
         assert sum(interval["steps"] for interval in lines(folder / "ledger.jsonl")) == 3
         assert (folder / "report.html").exists()
+
+
+FORKS = """
+import os, sys
+from slipstream import Accelerator
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
+accelerator.init_trackers("project", init_kwargs={"local": {"name": "run"}})
+if not os.fork():
+    sys.exit(0)
+os.wait()
+print(open(accelerator.run_dir / "run.json").read())
+"""
+
+
+def test_child_that_exits(tmp_path: Path) -> None:
+    """A child process that ends, with what it has inherited, does not end the run of its parent."""
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, timeout=90)
+    assert json.loads(done.stdout)["state"] == "running", done.stderr
+    assert json.loads((tmp_path / "runs" / "run" / "run.json").read_text())["state"] == "ended"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,3 +44,36 @@ def train_plain(batches: Sequence[Sequence[int]], data: torch.utils.data.TensorD
 
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-9, atol=1e-11)
+
+
+class Net(torch.nn.Module):
+    """A small model that can be called in three ways."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.inner = torch.nn.Linear(3, width).double()
+            self.outer = torch.nn.Linear(width, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+
+class Batches:
+    """A batch sampler whose batches have these sizes."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = 0
+        for size in self.sizes:
+            yield list(range(start, start + size))
+            start += size
+
+    def __len__(self) -> int:
+        return len(self.sizes)

@@ -32,7 +32,7 @@ def evaluate(count: int, batch_size: int, *, drop_last: bool, kind: str, even: b
     if split:
         batch_size *= accelerator.num_processes
     loader = accelerator.prepare(DataLoader(dataset, batch_size=batch_size, drop_last=drop_last))
-    found: dict[str, Any] = {"numbers": [], "texts": [], "pairs": [], "losses": [], "kept": []}
+    found: dict[str, Any] = {"numbers": [], "texts": [], "pairs": [], "losses": [], "busy": [], "kept": []}
     for batch in loader:
         texts = [str(number) for number in batch.tolist()]
         inner = accelerator.prepare(DataLoader([1, 2, 3], batch_size=2 * accelerator.num_processes))
@@ -45,6 +45,8 @@ def evaluate(count: int, batch_size: int, *, drop_last: bool, kind: str, even: b
         found["texts"] += told["texts"]
         found["pairs"] += left
         found["losses"].append(len(told["loss"]))
+        found["busy"].append(accelerator.num_processes if loader.shares is None else sum(real > 0 for real in loader.shares.real))
+    for batch in loader:
         found["kept"] += batch.tolist()
     after = accelerator.gather_for_metrics(torch.tensor(found.pop("kept"), dtype=torch.long))
     found["after"] = after.tolist()
@@ -68,7 +70,7 @@ def test_every_sample_once_and_in_order(ranks: Any, world: int) -> None:
         for found in ranks(world).run(lambda: evaluate(case["count"], **{k: v for k, v in case.items() if k != "count"})):
             assert found["numbers"] == numbers
             assert found["texts"] == found["pairs"] == [str(number) for number in numbers]
-            assert set(found["losses"]) <= {world}, "a scalar is one value per process"
+            assert found["losses"] == found["busy"], "a scalar is one value per process that has samples"
             if len(found["losses"]) > 1 and world > 1:
                 assert found["after"] == numbers, "gathered after the loop, too"
 
@@ -85,3 +87,30 @@ def test_without_a_loader_nothing_is_dropped(ranks: Any) -> None:
         return accelerator.gather_for_metrics([f"{rank}"]), accelerator.gather_for_metrics(torch.tensor([rank])).tolist()
 
     assert ranks(2).run(run) == [(["0", "1"], [0, 1])] * 2
+
+
+@pytest.mark.parametrize(("even", "size"), [(False, 4), (True, 1), (False, 1)])
+def test_squeezed(ranks: Any, even: bool, size: int) -> None:
+    """Predictions of a batch of one sample that `squeeze()` has left without dimensions are those of one sample, and gathered once."""
+
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even))
+        loader = accelerator.prepare(DataLoader(torch.arange(9).reshape(9, 1), batch_size=size))
+        return [row for batch in loader for row in accelerator.gather_for_metrics(batch.squeeze()).tolist()]
+
+    assert ranks(2).run(run) == [list(range(9))] * 2
+
+
+def test_loss_of_an_idle_rank(ranks: Any) -> None:
+    """A single value of a process whose batch only keeps it busy is left out."""
+
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        loader = accelerator.prepare(DataLoader(torch.arange(5.0), batch_size=2))
+        return [
+            (accelerator.gather_for_metrics(batch.mean()).tolist(), accelerator.gather_for_metrics({"step": 1, "text": "a"}))
+            for batch in loader
+        ]
+
+    full, last = ([0.5, 2.5], {"step": [1, 1], "text": ["a", "a"]}), ([4.0], {"step": [1], "text": ["a"]})
+    assert ranks(2).run(run) == [[full, last]] * 2

@@ -254,7 +254,10 @@ def test_two_accelerators_keep_their_own_settings() -> None:
     assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 8)
     assert (first.mixed_precision, second.mixed_precision) == ("bf16", "no")
     low, full = first.prepare(torch.nn.Linear(1, 1)), second.prepare(torch.nn.Linear(1, 1))
-    assert (low(torch.ones(1, 1)).dtype, full(torch.ones(1, 1)).dtype) == (torch.bfloat16, torch.float32)
+    with first.autocast():
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is torch.bfloat16
+    with second.autocast():
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is torch.float32
     closing = []
     for _ in range(2):
         with first.accumulate(low), second.accumulate(full):

@@ -22,6 +22,7 @@ from slipstream.checkpoint.format import FileEntry
 from slipstream.checkpoint.pieces import Box, Place, gathered, places_in, spans, whole
 from slipstream.checkpoint.raw import TORCH_DTYPES, from_buffer
 from slipstream.checkpoint.shares import is_sharded, like, replicated_like, wanted
+from slipstream.comm.tensor_memory import empty
 from slipstream.errors import CheckpointError
 from slipstream.files.blocks import BLOCK, BlockFile, sums_name
 from slipstream.files.inside import open_inside
@@ -88,17 +89,15 @@ class Pieces:
             file.release()
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor. It may share memory with what else was read."""
+        """A box of a tensor, in memory of its own."""
         pieces = self._pieces[name]
         if not box.volume:
-            return torch.empty(box.shape, dtype=TORCH_DTYPES[pieces[0].entry.dtype])
+            return empty(TORCH_DTYPES[pieces[0].entry.dtype], box.shape)
         try:
             found = list(gathered([piece.place.box for piece in pieces], box))
         except ValueError as error:
             raise CheckpointError(f"{self.where}: {name[:100]!r} cannot be put together: {error}") from None
-        if len(found) == 1:
-            return pieces[found[0][0]].read(box).contiguous()
-        made = torch.empty(box.shape, dtype=TORCH_DTYPES[pieces[0].entry.dtype])
+        made = empty(TORCH_DTYPES[pieces[0].entry.dtype], box.shape)
         for number, part in found:
             made[part.relative_to(box).slices()] = pieces[number].read(part)
         return made
@@ -143,7 +142,7 @@ class StandIns:
     def read(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
         """A box of a tensor, or of what it stands for."""
         if not tensor.is_meta:
-            return tensor if box == whole(tensor.shape) else tensor[box.slices()]
+            return tensor if box == whole(tensor.shape) else tensor[box.slices()].clone(memory_format=torch.contiguous_format)
         known = self._known.get(id(tensor))
         if known is None:
             raise CheckpointError("A tensor of the checkpoint is in pieces, and something else than a tensor is made of it.")

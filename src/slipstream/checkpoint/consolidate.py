@@ -6,6 +6,7 @@ after the one has been read back and has the checksum of what was written.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from slipstream.checkpoint.sources import Source, find
 from slipstream.checkpoint.weights import split
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.disk import Disk
-from slipstream.files.tensors import plan
+from slipstream.files.tensors import file_order, plan
 from slipstream.runtime.progress import bar, waiting
 
 __all__ = ["Progress", "merge_weights"]
@@ -135,7 +136,7 @@ def _merge(files: Placing, source: Source, target: Path, progress: Progress) -> 
 
 
 def _contents(source: Source) -> tuple[list[_Tensor], dict[str, str]]:
-    """All tensors, larger elements first and else file by file, and the other names of those that have several."""
+    """All tensors in the order of a file (`file_order`) and else file by file, and the other names of those that have several."""
     found: dict[str, _Tensor] = {}
     aliases = dict(source.aliases)
     for name, file in zip(source.files, source.each(), strict=True):
@@ -154,7 +155,7 @@ def _contents(source: Source) -> tuple[list[_Tensor], dict[str, str]]:
                 entry = file.layout.entries[key]
                 span = (file.layout.data_start + entry.start, file.layout.data_start + entry.end)
             found[key] = _Tensor(key, name, tensor.dtype, tuple(tensor.shape), span)
-    return sorted(found.values(), key=lambda one: -one.dtype.itemsize), aliases
+    return sorted(found.values(), key=lambda one: file_order(math.prod(one.shape) * one.dtype.itemsize, one.dtype.itemsize)), aliases
 
 
 def _pieces(source: Source, tensors: list[_Tensor], header: bytes, total: int, progress: Progress) -> Iterator[Any]:

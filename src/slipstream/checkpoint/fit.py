@@ -218,7 +218,7 @@ def _renamed(given: Iterable[str], expected: Mapping[str, Any]) -> dict[str, str
     given = list(given)
     left = [name for name in given if name not in expected]
     open_names: dict[str, list[str]] = {}
-    for name in expected.keys() - set(given):
+    for name in sorted(expected.keys() - set(given)):
         open_names.setdefault(_unwrapped(name), []).append(name)
     wanted = [(name, open_names.get(_unwrapped(name), [])) for name in left]
     found = {name: names[0] for name, names in wanted if len(names) == 1}

@@ -23,7 +23,8 @@ from slipstream.checkpoint.assembling import StandIns, open_pieces
 from slipstream.checkpoint.format import MANIFEST, Manifest, RankFile
 from slipstream.checkpoint.leftovers import recover
 from slipstream.checkpoint.lookup import rank_files, read_manifest
-from slipstream.checkpoint.plain import read_part, read_tensors
+from slipstream.checkpoint.plain import read_part
+from slipstream.checkpoint.tensor_file import Content, read_tensor_file, tensors_in
 from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.blocks import sums_name
 from slipstream.files.inside import open_inside
@@ -44,8 +45,8 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
-    buffers: dict[str, Any] = field(repr=False)
-    """The bytes of its files; taken out as they are used."""
+    buffers: dict[str, Content] = field(repr=False)
+    """What its files hold: tensors, or bytes; taken out as they are used."""
     stand_ins: StandIns = field(default_factory=StandIns, repr=False)
     """What stands for tensors that are in pieces."""
     _late: dict[int, Path] | None = field(default=None, repr=False)
@@ -54,7 +55,7 @@ class Checkpoint:
         """The tensors of a model, by name; their memory is handed over. Those that are in pieces are stand-ins."""
         tensors: dict[str, torch.Tensor] = {}
         for name in self.manifest.models[number].files:
-            for key, tensor in read_tensors(self.buffers.pop(name), self._path(name)).items():
+            for key, tensor in tensors_in(self.buffers.pop(name), self._path(name)).tensors.items():
                 if key in tensors:
                     raise CheckpointError(f"{self._path(name)}: {key!r} stands in another file of the same model too")
                 tensors[key] = tensor
@@ -173,7 +174,7 @@ def _parts(manifest: Manifest) -> set[str]:
 
 def _read(
     folder: Path, name: str, size: int | None, checksum: str, *, alone: bool = False, advance: Callable[[int], object] = lambda _: None
-) -> Any:
+) -> Content:
     where = folder / name
     try:
         descriptor = _opened(folder, name)
@@ -181,14 +182,15 @@ def _read(
             present = os.fstat(descriptor).st_size
             if size is not None and present != size:
                 raise CheckpointError(f"{where} is damaged: it has {present} bytes, and the manifest says {size}")
-            buffer, found = read_whole(descriptor, present, where=str(where), alone=alone, advance=advance)
+            read = read_tensor_file if name.endswith(".safetensors") else read_whole
+            content, found = read(descriptor, present, where=str(where), alone=alone, advance=advance)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error}") from error
     if found != checksum:
         raise CheckpointError(f"{where} is damaged: its checksum is {found}, and {checksum[:40]} was written")
-    return buffer
+    return content
 
 
 def _check_present(folder: Path, name: str, size: int) -> None:

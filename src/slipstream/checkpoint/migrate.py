@@ -212,29 +212,33 @@ class _Reader:
         except (NotPlain, OldFormat) as problem:
             if not self._allow_pickle:
                 raise NotPlain(f"{problem}. To unpickle it, if you trust it, pass allow_pickle=True.") from None
-            return Values(self._unpickled(name), ())
+            return self._unpickled(name)
         if values.unknown and self._allow_pickle:
-            return Values(self._unpickled(name), ())
+            return self._unpickled(name)
         return values
 
-    def _plain(self, name: str, largest: int | None = None) -> Any:
+    def _plain(self, name: str, largest: int | None = None, *, views: bool = False) -> Any:
+        """What a file holds. Its tensors have memory of their own; with `views` they share that of all its bytes."""
         values = self._values(name, largest)
         if values.unknown:
             raise NotPlain(
                 f"{self._where(name)} holds more than data: {_listed(values.unknown)}. Making those runs code that the file names; "
                 "if you trust it, pass allow_pickle=True."
             )
-        return values.value
+        return values.value if views else values.owned()
 
-    def _unpickled(self, name: str) -> Any:
+    def _unpickled(self, name: str) -> Values:
         with os.fdopen(self._folder.open(name), "rb") as file:
             try:
-                return torch.load(file, map_location="cpu", weights_only=False)
+                value = torch.load(file, map_location="cpu", weights_only=False)
             except Exception as problem:  # whatever the classes in it do
                 raise CheckpointError(f"{self._where(name)} cannot be unpickled: {type(problem).__name__}: {problem!s:.500}") from problem
+        return Values(value, (), lambda: value)
 
-    def _state(self, name: str, check: Callable[[dict[str, Any]], str | None] = lambda state: None) -> dict[str, Any]:
-        value = self._plain(name)
+    def _state(
+        self, name: str, check: Callable[[dict[str, Any]], str | None] = lambda state: None, *, views: bool = False
+    ) -> dict[str, Any]:
+        value = self._plain(name, views=views)
         problem = "is not a mapping" if not isinstance(value, dict) else check(value)
         if problem:
             raise CheckpointError(f"{self._where(name)} cannot be used: it {problem}")
@@ -256,7 +260,7 @@ class _Reader:
 
     def _weights(self, name: str, suffix: str) -> dict[str, Any]:
         if suffix == _TORCH:
-            return self._state(name, _check_weights)
+            return self._state(name, _check_weights, views=True)  # they are copied into a model
         buffer = self._buffer(name)
         layout = read_layout(lambda offset, count: buffer[offset : offset + count], len(buffer), self._where(name))
         at = layout.data_start

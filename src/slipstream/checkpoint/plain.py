@@ -30,7 +30,6 @@ from slipstream.checkpoint.raw import (
     TORCH_DTYPES,
     VIEWED,
     dtype_name,
-    from_buffer,
     identity,
     is_text,
     packed,
@@ -39,18 +38,17 @@ from slipstream.checkpoint.raw import (
 )
 from slipstream.checkpoint.rebuilding import rebuild
 from slipstream.checkpoint.shares import is_sharded
+from slipstream.checkpoint.tensor_file import Content, TensorFile, tensors_in
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
-from slipstream.files.tensors import Layout, plan, read_layout
+from slipstream.files.tensors import Layout, file_order, plan
 
 __all__ = [
     "DTYPES",
     "TREE",
     "flatten",
-    "from_buffer",
     "read_file",
     "read_part",
-    "read_tensors",
     "rebuild",
     "tensor_bytes",
     "write_part",
@@ -84,7 +82,7 @@ _Maker = Callable[["_Flattener", Any, _Place, int], _Node]
 def flatten(value: Any, where: str, sharded: dict[str, Any] | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
     """A tree that JSON can hold, and the tensors of the value by names that the tree refers to.
 
-    The tensors are those of the value, not copies, and come in an order in which each can begin at a multiple of its element's size.
+    The tensors are those of the value, not copies, and come in the order of a file (`file_order`).
     `where` begins the place that an error names. Tensors that are sharded over ranks are put into `sharded`; without it they are refused.
 
     >>> flatten({"step": 3, "ratio": (float("nan"), 0.5), "mean": torch.zeros(2)}, "the state")
@@ -95,7 +93,7 @@ def flatten(value: Any, where: str, sharded: dict[str, Any] | None = None) -> tu
     """
     flattener = _Flattener(where, sharded)
     tree = flattener.node(value, (), 0)
-    return tree, dict(sorted(flattener.tensors.items(), key=lambda item: -item[1].element_size()))
+    return tree, dict(sorted(flattener.tensors.items(), key=lambda item: file_order(item[1].nbytes, item[1].element_size())))
 
 
 def write_part(add: _Add, name: str, value: Any, where: str) -> tuple[str, FileEntry]:
@@ -122,15 +120,17 @@ def write_tree(
     return file, add(file, chain([header], map(tensor_bytes, tensors.values())), layout.size)
 
 
-def read_part(name: str, buffer: Any, where: str | None = None, elsewhere: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """The state in a file that `write_part` wrote; its tensors are views of the buffer. Messages name `where`, or else the file.
+def read_part(name: str, content: Content, where: str | None = None, elsewhere: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """The state in a file that `write_part` wrote; each of its tensors has memory of its own. Messages name `where`, or else the file.
 
     `elsewhere` are tensors of the state that are not in the file.
     """
     where = name if where is None else where
     if name.endswith(".json"):
-        return rebuild(strict_json.parse(memoryview(buffer), where, deepest=_DEEPEST_JSON), elsewhere or {}, where)
-    layout, tensors = _tensors(buffer, where)
+        assert not isinstance(content, TensorFile)
+        return rebuild(strict_json.parse(memoryview(content), where, deepest=_DEEPEST_JSON), elsewhere or {}, where)
+    file = tensors_in(content, where)
+    layout, tensors = file.layout, dict(file.tensors)
     if twice := tensors.keys() & (elsewhere or {}).keys():
         raise CheckpointError(f"{where}: the tensor {min(twice)[:100]!r} is in this file, and in pieces elsewhere.")
     tensors |= elsewhere or {}
@@ -139,9 +139,10 @@ def read_part(name: str, buffer: Any, where: str | None = None, elsewhere: Mappi
     return _with_tree(layout, tensors, where)
 
 
-def read_file(buffer: Any, where: str, device: torch.device | None = None) -> Any:
+def read_file(content: Content, where: str, device: torch.device | None = None) -> Any:
     """The state in a safetensors file if it has one, else its tensors by name; on a device, if one is given."""
-    layout, tensors = _tensors(buffer, where)
+    file = tensors_in(content, where)
+    layout, tensors = file.layout, file.tensors
     if device is not None:
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     return _with_tree(layout, tensors, where) if TREE in layout.metadata else tensors
@@ -150,19 +151,6 @@ def read_file(buffer: Any, where: str, device: torch.device | None = None) -> An
 def _with_tree(layout: Layout, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
     beside = layout.size - layout.data_start
     return rebuild(strict_json.parse(layout.metadata[TREE], where, deepest=_DEEPEST_JSON, beside=beside), tensors, where)
-
-
-def read_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name, as views of its bytes."""
-    return _tensors(buffer, where)[1]
-
-
-def _tensors(buffer: Any, where: str) -> tuple[Layout, dict[str, torch.Tensor]]:
-    view = memoryview(buffer)
-    layout = read_layout(lambda offset, count: view[offset : offset + count], view.nbytes, where)
-    start = layout.data_start
-    found = {one.name: from_buffer(view, one.dtype, one.shape, start + one.start, start + one.end) for one in layout.entries.values()}
-    return layout, found
 
 
 class _Flattener:

@@ -1,6 +1,7 @@
 """Tensors as bytes and bytes as tensors, without a copy where there can be none.
 
-Everything that reaches a file goes through `tensor_bytes`, everything that comes back through `from_buffer`. What has no bytes of its
+Everything that reaches a file goes through `tensor_bytes`. What comes back to be kept gets memory of its own (`tensor_file.py`); what is
+read once, on its way into a model, is a view of the file's bytes (`from_buffer`). What has no bytes of its
 own (sparse, quantized, nested and meta tensors, subclasses that hold other tensors) is refused by name; nothing is converted silently.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from slipstream.comm.tensor_memory import copied
 from slipstream.errors import CheckpointError
 
 __all__ = [
@@ -153,10 +155,10 @@ def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: 
         return torch.empty(shape, dtype=kind)
     data = view if view.contiguous and view.format == "B" and view.ndim == 1 else view.cast("B")
     if data.readonly:
-        return torch.frombuffer(bytearray(data[start:end]), dtype=kind).reshape(shape)
+        return copied(data[start:end], kind, shape)
     found = torch.frombuffer(data, dtype=kind, count=count, offset=start)
     if found.data_ptr() % kind.itemsize:
-        found = torch.frombuffer(data, dtype=torch.uint8, count=end - start, offset=start).clone().view(kind)
+        return copied(data[start:end], kind, shape)
     return found if len(shape) == 1 else found.view(shape)
 
 

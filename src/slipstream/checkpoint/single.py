@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -17,6 +18,7 @@ import torch
 from slipstream.checkpoint.format import FileEntry
 from slipstream.checkpoint.placing import Placing, local_path
 from slipstream.checkpoint.plain import read_file, read_part, write_part
+from slipstream.checkpoint.tensor_file import Content, TensorFile, read_tensor_file
 from slipstream.checkpoint.torch_files import is_torch_file, read_torch_file
 from slipstream.config.sources import environment
 from slipstream.errors import CheckpointError, ConfigError
@@ -111,8 +113,9 @@ def _process() -> Process:
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
     """What a file holds that `save`, `torch.save` or the safetensors package wrote.
 
-    Tensors come to the CPU, or to the device `map_location`. A file of `torch.save` is read as data; with `weights_only=False` it is
-    unpickled, which runs what it says: only for files that you trust. Other keywords are those of `torch.load`, for its files.
+    Tensors come to the CPU, each in memory of its own, or to the device `map_location`. A file of `torch.save` is read as data; with
+    `weights_only=False` it is unpickled, which runs what it says: only for files that you trust. Other keywords are those of `torch.load`,
+    for its files.
 
     >>> load(io.BytesIO(b'{"step": 3}'))
     {'step': 3}
@@ -121,7 +124,10 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
     if not isinstance(weights_only, bool):
         raise ConfigError(f"weights_only={weights_only!r} is True or False.")
     _check_device(map_location)
-    where, buffer = _read(f)
+    where, content = _read(f)
+    if isinstance(content, TensorFile):
+        return read_file(content, where, _device(map_location, where, kwargs))
+    buffer = memoryview(content)
     if is_torch_file(buffer):
         if kwargs.pop("mmap", None):
             raise ConfigError(f"mmap=True cannot be had here: {where} is read as a whole. Leave it out, or call torch.load.")
@@ -129,10 +135,8 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
             remedy = "If you trust whoever wrote it, pass weights_only=False."
             return read_torch_file(buffer, where, remedy, map_location=map_location, **kwargs)
         return torch.load(io.BytesIO(buffer), map_location=map_location, weights_only=False, **kwargs)
-    if kwargs:
-        raise ConfigError(f"{', '.join(kwargs)} means something to torch.load, and {where} is no file of torch.save. Leave it out.")
-    device = _device(map_location, where)
-    if bytes(buffer[8:9]) == b"{" and int.from_bytes(buffer[:8], "little") <= len(buffer) - 8:
+    device = _device(map_location, where, kwargs)
+    if _looks_like_tensors(buffer, len(buffer)):
         return read_file(buffer, where, device)
     if bytes(buffer[:1]) not in _JSON_BEGINS:
         what = "is empty" if not buffer else "is neither safetensors, nor a file of torch.save, nor JSON"
@@ -140,7 +144,12 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
     return read_part("object.json", buffer, where)
 
 
-def _read(f: Any) -> tuple[str, memoryview]:
+def _looks_like_tensors(head: Any, size: int) -> bool:
+    """Whether bytes begin as a safetensors file of this size does."""
+    return bytes(head[8:9]) == b"{" and int.from_bytes(head[:8], "little") <= size - 8
+
+
+def _read(f: Any) -> tuple[str, Content]:
     if hasattr(f, "read"):
         _check_binary(f, "rb")
         return "the file", memoryview(bytearray(f.read()))
@@ -151,7 +160,9 @@ def _read(f: Any) -> tuple[str, memoryview]:
     with Folder(real.parent) as folder:
         fd = folder.open(real.name)
     try:
-        return str(path), read_whole(fd, os.fstat(fd).st_size, digest=False, where=str(path))[0]
+        size, head = os.fstat(fd).st_size, os.pread(fd, 9, 0)
+        read = read_tensor_file if _looks_like_tensors(head, size) and not is_torch_file(head) else read_whole
+        return str(path), read(fd, size, digest=False, where=str(path))[0]
     finally:
         os.close(fd)
 
@@ -167,7 +178,10 @@ def _check_device(map_location: Any) -> None:
             ) from error
 
 
-def _device(map_location: Any, where: str) -> torch.device | None:
+def _device(map_location: Any, where: str, options: Mapping[str, Any]) -> torch.device | None:
+    """Where the tensors of a file go that torch.load does not read; its options are refused."""
+    if options:
+        raise ConfigError(f"{', '.join(options)} means something to torch.load, and {where} is no file of torch.save. Leave it out.")
     if map_location is None:
         return None
     try:

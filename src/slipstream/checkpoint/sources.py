@@ -110,7 +110,7 @@ class Source:
         """What is no tensor."""
         if self.extra is None:
             return {}
-        found = read_part(self.extra, bytearray(self._mapped(self.extra)), str(self.folder / self.extra))
+        found = read_part(self.extra, self._mapped(self.extra), str(self.folder / self.extra))
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.folder / self.extra} holds no entries of a state dict.")
         return found
@@ -147,7 +147,7 @@ def _looks_safe(buffer: Any) -> bool:
 
 
 def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
-    state = read_torch_file(buffer, where, "Save the state_dict() of the model instead.")
+    state = read_torch_file(buffer, where, "Save the state_dict() of the model instead.", views=True)
     if isinstance(state, Mapping) and isinstance(inner := state.get("state_dict"), Mapping):
         get_logger(__name__).warning(f"{where} holds more than weights; its entry 'state_dict' is taken.")
         state = inner

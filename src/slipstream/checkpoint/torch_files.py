@@ -36,8 +36,8 @@ def is_torch_file(buffer: Any) -> bool:
     return bytes(buffer[:4]) == _ZIP or (bytes(buffer[:1]) == _PICKLE and bytes(buffer[8:9]) != b"{")
 
 
-def read_torch_file(buffer: Any, where: str, remedy: str, *, map_location: Any = None, **options: Any) -> Any:
-    """The value in these bytes; tensors may be views of them. `remedy` ends the message if there is more than data in it.
+def read_torch_file(buffer: Any, where: str, remedy: str, *, views: bool = False, map_location: Any = None, **options: Any) -> Any:
+    """The value in these bytes; with `views`, tensors may share their memory. `remedy` ends the message if there is more than data in it.
 
     With options of `torch.load`, that reads it.
     """
@@ -49,7 +49,7 @@ def read_torch_file(buffer: Any, where: str, remedy: str, *, map_location: Any =
                 raise
         else:
             if not values.unknown:
-                return values.value
+                return values.value if views else values.owned()
     if bytes(buffer[:4]) == _ZIP:
         read_archive(memoryview(buffer), where)  # torch would unpack what is compressed, to any size
     try:

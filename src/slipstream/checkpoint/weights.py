@@ -20,7 +20,7 @@ from slipstream.checkpoint.raw import DTYPES, identity, is_text, storable, tenso
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.sizes import parse_size
-from slipstream.files.tensors import plan
+from slipstream.files.tensors import file_order, plan
 
 __all__ = [
     "LoadReport",
@@ -97,7 +97,7 @@ def split(state_dict: Mapping[str, Any], where: str) -> Weights:
 def shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | None, frozen: Collection[str] = frozenset()) -> list[list[str]]:
     """The names that go into each file: at most `max_shard_size` bytes of tensors, unless a single one has more.
 
-    Those in `frozen` go to files of their own, which then do not change from save to save. In each file the larger elements come first.
+    Those in `frozen` go to files of their own, which then do not change from save to save. In each file they stand in `file_order`.
 
     >>> shards({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}, 32)
     [['a', 'b'], ['c']]
@@ -112,7 +112,7 @@ def shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | None, froz
                 taken = 0
             files[-1].append(name)
             taken += size
-    return [sorted(names, key=lambda name: -tensors[name].element_size()) for names in files] or [[]]
+    return [sorted(names, key=lambda name: file_order(tensors[name].nbytes, tensors[name].element_size())) for names in files] or [[]]
 
 
 def shard_names(base: str, count: int, suffix: str = "safetensors") -> list[str]:

@@ -83,6 +83,7 @@ def command(context: click.Context, config_file: str | None, settings: tuple[str
     values = _existing(path)
     if settings:
         values = _with_settings(values, settings)
+        _announce(path)
     elif sys.stdin is not None and sys.stdin.isatty():
         click.echo(f"The answers go to {path}. Enter keeps what stands in brackets.\n")
         values = interview(_prompt, values)
@@ -107,7 +108,10 @@ def _default(outer_file: str | None, config_file: str | None, mixed_precision: s
     """
     option = OPTIONS["mixed_precision"]
     given = option.default if mixed_precision is None else parse(option, mixed_precision, Origin("flag", "--mixed_precision"))
-    _report(write_file(_place(config_file or outer_file), {option.name: given}, overwrite=overwrite))
+    path = _place(config_file or outer_file)
+    if overwrite or not path.exists():  # else it is refused
+        _announce(path)
+    _report(write_file(path, {option.name: given}, overwrite=overwrite))
 
 
 @command.command(name="update", short_help="Rewrite an older file, or one of `accelerate config`, as ours.")
@@ -126,6 +130,7 @@ def _update(outer_file: str | None, config_file: str | None) -> None:
     if Path(path).read_text("utf-8-sig") == file_text(values, as_json=path.suffix == ".json"):
         click.echo(f"{path} is up to date.")
         return
+    _announce(path)
     copy = back_up(path)
     written = write_file(path, values, overwrite=True)
     for unused in reading.unused:
@@ -220,6 +225,11 @@ def _with_settings(existing: Mapping[str, Value], settings: Iterable[str]) -> di
     origins = {name: _SETTING if name in given else Origin("file", "the file") for name in values}
     build({name: Choice(value, origins[name]) for name, value in values.items() if value is not None})
     return values
+
+
+def _announce(path: Path) -> None:
+    """Where it is about to write, before it does."""
+    click.echo(f"This writes {path} (--config_file FILE chooses another place).")
 
 
 def _report(written: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 
 import click
 
+from slipstream.accelerate_names import COMMANDS as ABSENT_COMMANDS, said
 from slipstream.config.names import nearest
 from slipstream.errors import ConfigError, LaunchError, SlipstreamError
 
@@ -59,6 +60,8 @@ class _Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        if name in ABSENT_COMMANDS:
+            raise ConfigError(said(f"There is no command {name}", ABSENT_COMMANDS[name]))
         if name not in _COMMANDS and name not in _ALIASES:
             near = nearest(name, _COMMANDS)
             hint = f"Did you mean {near[0]}?" if near else "The commands are: " + ", ".join(_COMMANDS) + "."

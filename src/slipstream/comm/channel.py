@@ -25,12 +25,13 @@ from slipstream.comm.meter import Meter
 from slipstream.comm.verify import HEADER_SIZE, Call, Headers, explain_mismatch
 from slipstream.comm.vigil import Limits, Vigil
 from slipstream.comm.wire import ConnectionLost, Look, Wire
+from slipstream.devices.table import CPU
 from slipstream.errors import MismatchError, StateError
 
 __all__ = ["Body", "Channel", "GroupChannel", "Limits", "Solo", "Turn", "aligned", "wait_in_slices"]
 
 _SLICE = timedelta(milliseconds=200)
-_HOST = torch.empty(0).device.type
+_HOST = CPU.type
 _Array = Any
 """A one-dimensional numpy array of bytes."""
 

@@ -11,6 +11,7 @@ Layout: one byte of kind (`J` plain JSON, `T` tagged JSON), eight bytes of lengt
 from __future__ import annotations
 
 import json
+import math
 import pickle  # noqa: TID251 - only for objects of foreign classes, see above
 from collections.abc import Callable
 from itertools import chain
@@ -18,6 +19,8 @@ from typing import Any, ClassVar
 
 import numpy
 import torch
+
+from slipstream.comm.tensor_memory import copied
 
 __all__ = ["decode", "encode"]
 
@@ -191,10 +194,10 @@ class _Decoder:
         dtype = getattr(torch, node["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{node['dtype']!r} is not a type of tensor")
-        flat = (
-            torch.frombuffer(bytearray(self._bytes(node["at"])), dtype=torch.uint8) if node["at"][1] else torch.empty(0, dtype=torch.uint8)
-        )
-        return flat.view(dtype).reshape(node["shape"])
+        data, shape = self._bytes(node["at"]), node["shape"]
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+            raise ValueError(f"{len(data)} bytes are not a tensor of {dtype} with shape {shape}")
+        return copied(data, dtype, shape)
 
     def _make_foreign(self, node: dict[str, Any]) -> Any:
         return pickle.loads(self._bytes(node["at"]))

@@ -23,6 +23,7 @@ from slipstream.comm.channel import Body, Channel, Limits
 from slipstream.comm.guarded import Reader, announce, check_rank
 from slipstream.comm.leaves import Packed
 from slipstream.comm.sites import call_site
+from slipstream.comm.tensor_memory import copied
 from slipstream.comm.verify import Call
 from slipstream.errors import DistributedOperationException
 
@@ -203,7 +204,5 @@ def _take(data: Any, channel: Channel, operation: str, sender: int) -> Any:
 
 
 def _tensor(reader: Reader, dtype: torch.dtype, shape: list[int], is_array: bool) -> Any:
-    size = math.prod(shape) * dtype.itemsize
-    data = reader.take(size)
-    tensor = torch.from_numpy(data.copy()).view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+    tensor = copied(memoryview(reader.take(math.prod(shape) * dtype.itemsize)), dtype, shape)
     return tensor.numpy() if is_array else tensor

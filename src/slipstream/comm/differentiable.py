@@ -46,7 +46,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         totals = reduce(ctx.channel, ctx.limits, list(gradients), "sum", operation="gather backward")
         own = [
-            total[start : start + (shape[0] if shape else 1)].reshape(shape)
+            total[start : start + (shape[0] if shape else 1)].reshape(shape).clone()  # it may become a gradient that is kept
             for total, start, shape in zip(totals, ctx.starts, ctx.shapes, strict=True)
         ]
         return None, None, *own

@@ -1,8 +1,9 @@
 """Gather: the leaves of all ranks joined in the order of the ranks, in one guarded call for the whole tree.
 
 Tensors and arrays are joined along the first dimension, which may differ between ranks; a tensor without dimensions counts as one
-row. Lists and tuples without tensors in them (texts, ids, records) are concatenated. Any other leaf becomes a list of one value
-per rank. `arrange` puts samples into another order and drops repeated ones (see `runtime/split.py`).
+row. A list is concatenated, entry by entry (texts, ids, records that may hold tensors), unless it has tensors among its entries or holds
+nothing but tensors: then it is structure, as dicts, tuples and dataclasses are. A tuple of single values is concatenated, too. Any other
+leaf becomes a list of one value per rank. `arrange` puts samples into another order and drops repeated ones (see `runtime/split.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import torch
 from slipstream.comm import codec, tree
 from slipstream.comm.channel import Body, Channel, Limits, Turn, aligned
 from slipstream.comm.guarded import Reader, announce, check_rank, refuse
-from slipstream.comm.leaves import Packed, is_items, is_tensor_leaf, spell_tensor
+from slipstream.comm.leaves import Packed, is_entries, is_tensor_leaf, pack_object, spell_tensor, unpack_object
+from slipstream.comm.tensor_memory import concatenated
 
 __all__ = ["Arrange", "gather", "gather_objects"]
+
+_SCALAR = -1
+"""Stands for the number of rows of a tensor without dimensions."""
 
 
 class Arrange(Protocol):
@@ -32,6 +37,10 @@ class Arrange(Protocol):
     @property
     def leaf_by_leaf(self) -> bool:
         """Whether each leaf is judged by itself (some hold samples, others do not), rather than all together."""
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The ranks of which values that are one per rank (numbers, texts, tensors without dimensions) are kept; None for all."""
 
     def order(self, counts: Sequence[int]) -> list[int] | None:
         """Given how many samples each rank brought: positions in their concatenation; None if these are not results of the split."""
@@ -69,7 +78,8 @@ def gather_objects(
         return None
     values = [value for _, value in told]
     if not flat:
-        return values
+        kept = _kept_ranks(arrange, [total for total, _ in told])
+        return values if kept is None else [values[rank] for rank in kept]
     joined = [item for value in values for item in value]
     order = _agreed(arrange, [total for total, _ in told], [[len(value) for value in values]])
     return joined if order is None else [joined[position] for position in order]
@@ -91,14 +101,14 @@ def gather(
     """
     try:
         check_rank(dst, channel.world_size)
-        leaves = tree.flatten(data, is_items)
+        leaves = tree.flatten(data, is_entries)
         packed = [Packed(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
         body = _body(leaves, packed, _total(arrange))
-        agreement = tree.spell(data, _open, is_items)
+        agreement = tree.spell(data, _open, is_entries)
     except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
         raise refuse(channel, limits, operation, error) from None
     target = condition + ("" if dst is None else f" to rank {dst}")
-    call = announce(operation, agreement + target, lambda: tree.spell(data, _full, is_items) + target)
+    call = announce(operation, agreement + target, lambda: tree.spell(data, _full, is_entries) + target)
     tensors = [pack for pack in packed if pack is not None]
     on_host = all(pack.on_host for pack in tensors)
     with channel.turn(call, limits) as turn:
@@ -109,11 +119,16 @@ def gather(
         joined = _Joined(turn, bodies, tensors, has_objects=len(tensors) < len(packed))
     if dst not in (None, channel.rank):
         return None
-    return tree.unflatten(data, joined.finish(leaves, packed, arrange), is_items)
+    return tree.unflatten(data, joined.finish(leaves, packed, arrange), is_entries)
 
 
 def _total(arrange: Arrange | None) -> int:
     return -1 if arrange is None else arrange.total
+
+
+def _kept_ranks(arrange: Arrange | None, totals: Sequence[int]) -> list[int] | None:
+    """The ranks of which single values are kept, if all ranks know of the same samples; None for all."""
+    return None if arrange is None or totals[0] < 0 or len(set(totals)) > 1 else arrange.ranks
 
 
 def _agreed(arrange: Arrange | None, totals: Sequence[int], counts: list[list[int]]) -> list[int] | None:
@@ -128,23 +143,23 @@ def _open(leaf: Any) -> str:
     """What has to agree."""
     if is_tensor_leaf(leaf):
         return spell_tensor(leaf, ragged=True)
-    return "items" if is_items(leaf) else "object"
+    return "entries" if is_entries(leaf) else "object"
 
 
 def _full(leaf: Any) -> str:
     """What is shown."""
     if is_tensor_leaf(leaf):
         return spell_tensor(leaf)
-    return f"{len(leaf)} items" if is_items(leaf) else type(leaf).__name__
+    return f"{len(leaf)} entries" if is_entries(leaf) else type(leaf).__name__
 
 
 def _body(leaves: list[Any], packed: list[Packed | None], total: int) -> Body:
     """The rows of every tensor leaf, then the objects, then the bytes of tensors in host memory."""
     others = [leaf for leaf, pack in zip(leaves, packed, strict=True) if pack is None]
-    encoded = codec.encode([list(leaf) if is_items(leaf) else leaf for leaf in others]) if others else b""
+    encoded = codec.encode([pack_object(list(leaf)) if is_entries(leaf) else leaf for leaf in others]) if others else b""
     tensors = [pack for pack in packed if pack is not None]
     body = Body()
-    sizes = struct.pack(f"<{len(tensors) + 2}q", *[pack.rows for pack in tensors], total, len(encoded))
+    sizes = struct.pack(f"<{len(tensors) + 2}q", *[_SCALAR if pack.is_scalar else pack.rows for pack in tensors], total, len(encoded))
     body.add(numpy.frombuffer(sizes, dtype=numpy.uint8))
     body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
     for pack in tensors:
@@ -159,12 +174,16 @@ class _Joined:
     def __init__(self, turn: Turn, bodies: list[Any], tensors: list[Packed], has_objects: bool) -> None:
         self.rows: list[tuple[int, ...]] = []
         self.objects: list[list[Any]] = []
+        self.scalars = [True] * len(tensors)
+        """Of which leaves no rank has rows: one value each."""
         host: list[list[Any]] = [[] for _ in tensors]
         self.totals: list[int] = []
         sizes = struct.Struct(f"<{len(tensors) + 2}q")
         for data in bodies:
             reader = Reader(data)
-            *rows, total, length = sizes.unpack(reader.take(sizes.size))
+            *told, total, length = sizes.unpack(reader.take(sizes.size))
+            rows = [1 if count == _SCALAR else count for count in told]
+            self.scalars = [scalar and count == _SCALAR for scalar, count in zip(self.scalars, told, strict=True)]
             self.totals.append(total)
             encoded = reader.take(length)
             self.rows.append(tuple(rows))
@@ -174,7 +193,7 @@ class _Joined:
                     chunks.append(reader.take(count * pack.row_bytes))
         totals = [sum(counts) for counts in zip(*self.rows, strict=True)]
         self.tensors = [
-            pack.as_rows(torch.from_numpy(numpy.concatenate(chunks)), total) if pack.on_host else pack.tensor
+            concatenated(chunks, pack.dtype, (total, *pack.row_shape)) if pack.on_host else pack.tensor
             for pack, chunks, total in zip(tensors, host, totals, strict=True)
         ]
         self._gather_device(turn, tensors)
@@ -205,16 +224,17 @@ class _Joined:
             if pack is not None:
                 index, result = next(supply)
                 results.append(result)
-                counts.append(None if pack.is_scalar else [rows[index] for rows in self.rows])
-            elif is_items(leaf):
-                values = next(objects)
+                counts.append(None if self.scalars[index] else [rows[index] for rows in self.rows])
+            elif is_entries(leaf):
+                values = [unpack_object(value, leaf) for value in next(objects)]
                 results.append([item for value in values for item in value])
                 counts.append([len(value) for value in values])
             else:
                 results.append(list(next(objects)))
                 counts.append(None)
         if arrange is not None and arrange.leaf_by_leaf:
-            orders = [None if count is None else _agreed(arrange, self.totals, [count]) for count in counts]
+            kept = _kept_ranks(arrange, self.totals)
+            orders = [kept if count is None else _agreed(arrange, self.totals, [count]) for count in counts]
         else:
             order = _agreed(arrange, self.totals, [count for count in counts if count is not None])
             orders = [None if count is None else order for count in counts]

@@ -1,7 +1,7 @@
 """What the ends of nested data are to a collective, and how they become bytes.
 
-A leaf is a tensor or array (gathered along its first dimension), a number, a batch of items (a list or tuple without tensors
-in it, such as texts: concatenated), or any other object (one per rank). Structure is everything above the leaves.
+A leaf is a tensor or array (gathered along its first dimension), a number, a list of entries (texts, ids, records: concatenated), or any
+other object (one per rank). Structure is everything above the leaves.
 """
 
 from __future__ import annotations
@@ -12,9 +12,21 @@ from typing import Any
 import numpy
 import torch
 
-from slipstream.comm.tree import children, is_namedtuple, is_node
+from slipstream.comm.tree import children, flatten, is_namedtuple, is_node, map_leaves
+from slipstream.devices.table import CPU
 
-__all__ = ["Packed", "as_tensor", "is_items", "is_tensor_leaf", "numbers_as_tensors", "spell_tensor"]
+__all__ = [
+    "Entries",
+    "Packed",
+    "as_tensor",
+    "is_entries",
+    "is_items",
+    "is_tensor_leaf",
+    "numbers_as_tensors",
+    "pack_object",
+    "spell_tensor",
+    "unpack_object",
+]
 
 
 def is_tensor_leaf(value: object) -> bool:
@@ -41,6 +53,63 @@ def is_items(node: object) -> bool:
     return False
 
 
+class Entries(list[Any]):
+    """A list that is one of entries, whatever it holds."""
+
+
+def _holds_other(value: object) -> bool:
+    """Whether there is anything in it that is not a tensor."""
+    return any(_holds_other(item) for _, item in children(value)) if is_node(value) else not is_tensor_leaf(value)
+
+
+def is_entries(node: object) -> bool:
+    """Whether a container is joined entry by entry, rather than structure whose leaves are joined.
+
+    A list is, unless it has tensors among its entries, or holds nothing but tensors. A tuple is, if its entries are single values.
+
+    >>> is_entries(["a", "b"]), is_entries([{"prompt": "a", "embedding": torch.ones(2)}]), is_entries([])
+    (True, True, True)
+    >>> is_entries([torch.ones(2), "a"]), is_entries([{"logits": torch.ones(2)}]), is_entries(({"a": 1},))
+    (False, False, False)
+    """
+    if isinstance(node, Entries) or is_items(node):
+        return True
+    return isinstance(node, list) and not any(is_tensor_leaf(entry) for entry in node) and any(_holds_other(entry) for entry in node)
+
+
+def pack_object(value: Any) -> list[Any]:
+    """A value that is sent whole, as it travels: its tensors in host memory, and beside it where they were, unless all were there."""
+    if not _holds_tensor(value):
+        return [value, None]
+    kinds = [leaf.device.type for leaf in flatten(value) if isinstance(leaf, torch.Tensor)]
+    return [map_leaves(_at_rest, value), None if all(kind == _HOST for kind in kinds) else kinds]
+
+
+def unpack_object(packed: list[Any], own: Any) -> Any:
+    """A value that came from some rank, its tensors on the kind of device where they were; `own`: that of this rank.
+
+    >>> unpack_object(pack_object([{"text": "a", "row": torch.ones(1)}]), [])
+    [{'text': 'a', 'row': tensor([1.])}]
+    """
+    value, kinds = packed
+    if kinds is None:
+        return value
+    devices = {leaf.device.type: leaf.device for leaf in flatten(own) if isinstance(leaf, torch.Tensor)}
+    supply = iter(kinds)
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        kind = next(supply)
+        return leaf.to(devices.get(kind) or torch.device(kind))
+
+    return map_leaves(place, value)
+
+
+def _at_rest(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def spell_tensor(value: Any, *, ragged: bool = False) -> str:
     """`float32(2, 3)`; with `ragged`, the first dimension may differ between processes and is left open.
 
@@ -57,7 +126,7 @@ def spell_tensor(value: Any, *, ragged: bool = False) -> str:
     return f"{prefix}{kind}(*{rest}){where}"
 
 
-_HOST = torch.empty(0).device.type
+_HOST = CPU.type
 
 
 class Packed:

@@ -14,7 +14,16 @@ import torch
 from slipstream.comm import codec, tree
 from slipstream.comm.channel import Body, Channel, Limits, Turn
 from slipstream.comm.guarded import Reader, announce, check_rank, refuse
-from slipstream.comm.leaves import Packed, as_tensor, is_items, is_tensor_leaf, numbers_as_tensors, spell_tensor
+from slipstream.comm.leaves import (
+    Packed,
+    as_tensor,
+    is_entries,
+    is_tensor_leaf,
+    numbers_as_tensors,
+    pack_object,
+    spell_tensor,
+    unpack_object,
+)
 
 __all__ = ["REDUCTIONS", "barrier", "broadcast", "broadcast_objects", "pad", "reduce", "share"]
 
@@ -170,7 +179,7 @@ def _all_reduce(turn: Turn, packed: list[Packed], reduction: str, world_size: in
 
 def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0, *, operation: str = "broadcast") -> Any:
     """The leaves of one rank on every rank; all ranks pass data of the same structure, types and shapes."""
-    leaves = tree.flatten(data, is_items)
+    leaves = tree.flatten(data, is_entries)
     name = f"{operation} from rank {from_process}"
     try:
         check_rank(from_process, channel.world_size)
@@ -178,25 +187,25 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
         body = _broadcast_body(leaves, packed) if channel.rank == from_process else Body()
     except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
         raise refuse(channel, limits, name, error) from None
-    text = tree.spell(data, lambda leaf: spell_tensor(leaf) if is_tensor_leaf(leaf) else "object", is_items)
+    text = tree.spell(data, lambda leaf: spell_tensor(leaf) if is_tensor_leaf(leaf) else "object", is_entries)
     with channel.turn(announce(name, text, lambda: text), limits) as turn:
         reader = Reader(turn.exchange(body, sender=from_process)[from_process])
         objects = iter(_take_objects(reader))
         results = []
-        for pack in packed:
+        for leaf, pack in zip(leaves, packed, strict=True):
             if pack is None:
-                results.append(next(objects))
+                results.append(unpack_object(next(objects), leaf))
             elif pack.on_host:
                 results.append(pack.finish(_take(reader, pack).reshape(pack.shape).clone()))
             else:
                 value = pack.tensor.clone()
                 turn.broadcast(value, from_process)
                 results.append(value.reshape(pack.shape))
-    return tree.unflatten(data, results, is_items)
+    return tree.unflatten(data, results, is_entries)
 
 
 def _broadcast_body(leaves: list[Any], packed: list[Packed | None]) -> Body:
-    encoded = codec.encode([leaf for leaf, pack in zip(leaves, packed, strict=True) if pack is None])
+    encoded = codec.encode([pack_object(leaf) for leaf, pack in zip(leaves, packed, strict=True) if pack is None])
     body = Body()
     body.add(numpy.array([len(encoded)], dtype=numpy.int64).view(numpy.uint8))
     body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
@@ -258,7 +267,10 @@ def pad(
     *,
     operation: str = "pad_across_processes",
 ) -> Any:
-    """Every tensor padded along `dim` to the largest size over the ranks; leaves without that dimension stay as they are."""
+    """Every tensor padded along `dim` to the largest size over the ranks; leaves without that dimension stay as they are.
+
+    The ranks need the same number of dimensions; the sizes of the others may differ.
+    """
     leaves = tree.flatten(data)
     try:
         sizes = [_size_along(leaf, dim) for leaf in leaves]
@@ -266,7 +278,7 @@ def pad(
         raise refuse(channel, limits, operation, error) from None
     body = Body()
     body.add(numpy.array([-1 if size is None else size for size in sizes], dtype=numpy.int64).view(numpy.uint8))
-    agreement = f"dim={dim} " + tree.spell(data, lambda leaf: str(leaf.dtype) if is_tensor_leaf(leaf) else "object")
+    agreement = f"dim={dim} " + tree.spell(data, lambda leaf: f"{leaf.dtype} {len(leaf.shape)}" if is_tensor_leaf(leaf) else "object")
     call = announce(
         operation,
         agreement,

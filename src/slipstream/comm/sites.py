@@ -17,7 +17,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-__all__ = ["Line", "call_site", "calling_code", "is_of_the_user", "is_ours", "relevant", "spell", "user_frames"]
+__all__ = ["Line", "call_path", "call_site", "calling_code", "is_of_the_user", "is_ours", "relevant", "spell", "user_frames"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = os.path.join(_PACKAGE, "testing") + os.sep
@@ -66,6 +66,22 @@ def call_site() -> str:
     return spell(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
+def call_path() -> str:
+    """All lines of the user's program that led here, outermost last: the same on processes that are at the same place of it.
+
+    >>> call_path() == call_path()
+    True
+    """
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_of_the_user(code.co_filename):
+            lines.append(spell(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return ", ".join(lines)
+
+
 def calling_code() -> CodeType | None:
     """The function of the user's that led here, as its code object.
 
@@ -90,7 +106,7 @@ class Line(NamedTuple):
 @lru_cache(maxsize=1)
 def _libraries() -> tuple[str, ...]:
     folders = {os.path.dirname(os.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))}
-    return "<frozen ", *(os.path.join(folder, "") for folder in folders if folder)
+    return "<frozen ", *(os.path.join(folder, "") for folder in sorted(filter(None, folders)))
 
 
 @lru_cache(maxsize=4096)

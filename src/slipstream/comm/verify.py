@@ -15,7 +15,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
 
-__all__ = ["HEADER_SIZE", "Call", "Headers", "explain_mismatch", "inline_length"]
+__all__ = ["HEADER_SIZE", "Call", "Headers", "explain_mismatch", "inline_length", "suspicion"]
 
 _LAYOUT = struct.Struct("<IQ16s4xQQ")
 """Mark of the format, sequence number, digest of the agreement, length of the body, and how much of it follows at once."""
@@ -91,15 +91,23 @@ _EMPTY_ADVICE: Final = (
 )
 
 
+_LIST_ADVICE: Final = (
+    "A list of nothing but tensors is structure, and has to be alike on all processes. gather_object joins lists of any length that hold "
+    "anything."
+)
+_GATHERS: Final = ("gather ", "gather_for_metrics ")
+
+
 def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
     """The message for ranks that called different things, with ranks that did the same on one line.
 
-    >>> print(explain_mismatch(["gather int64(2,) at a.py:1", "reduce(sum) int64(2,) at a.py:9", "gather int64(2,) at a.py:1"], 4))
+    >>> texts = ["gather int64(2,) at a.py:1", "reduce(sum) int64(2,) at a.py:9", "gather int64(2,) at a.py:1"]
+    >>> print(explain_mismatch(texts, 4))  # doctest: +ELLIPSIS
     The processes did not call the same thing as collective number 4, so nothing was transferred:
       ranks 0, 2: gather int64(2,) at a.py:1
       rank 1: reduce(sum) int64(2,) at a.py:9
     Every process has to make the same call at the same line, with the same structure, types and shapes, in the same order.
-    Look for a call under a condition that is not true everywhere.
+    Rank 1 alone is at a.py:9: is that under a condition that is true on rank 1 alone? Call it on every process, and keep under ...
     >>> explain_mismatch(["gather int64(2,) at a.py:1", "gather float32(0,) at a.py:1"], 4).splitlines()[-1]
     'An empty list became float32: write torch.tensor(values, dtype=...), so that a process without values has the type of the others.'
     """
@@ -113,10 +121,44 @@ def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
             f"The processes did not call the same thing as collective number {sequence}, so nothing was transferred:",
             *lines,
             "Every process has to make the same call at the same line, with the same structure, types and shapes, in the same order.",
-            "Look for a call under a condition that is not true everywhere.",
+            _alone(texts) or "Look for a call under a condition that is not true everywhere.",
+            *([_LIST_ADVICE] if _are_lists(texts) else ()),
             *([_EMPTY_ADVICE] if any(" float32(0,)" in text for text in texts) else ()),
         ]
     )
+
+
+def _are_lists(texts: Sequence[str]) -> bool:
+    """Whether all ranks gather, and some of them a list."""
+    fit = all(text.startswith(_GATHERS) and "(which could not be sent" not in text for text in texts)
+    return fit and any("[" in text or " entries" in text for text in texts)
+
+
+def _alone(texts: Sequence[str]) -> str:
+    """A question about the line that one rank is at alone, if there is one: it names the condition that is most likely above it."""
+    sites = [text.rpartition(" at ")[2] for text in texts]
+    ranks = [rank for rank, site in enumerate(sites) if sites.count(site) == 1]
+    if not ranks or (ranks[0] != 0 and len(ranks) > 1):
+        return ""
+    rank = ranks[0]
+    opposite = f", or {sites[1]} under its opposite" if len(sites) == 2 else ""
+    return (
+        f"Rank {rank} alone is at {sites[rank]}: {suspicion(rank, len(texts))}{opposite}? Call it on every process, and keep under the "
+        "condition what is done with the result."
+    )
+
+
+def suspicion(rank: int, world_size: int) -> str:
+    """Under which condition a call most likely stands that this rank makes alone, as the beginning of a question.
+
+    >>> suspicion(0, 4), suspicion(3, 4)
+    ('is that under `if accelerator.is_main_process:`', 'is that under `if accelerator.is_last_process:`')
+    """
+    if rank == 0:
+        return "is that under `if accelerator.is_main_process:`"
+    if rank == world_size - 1 > 1:
+        return "is that under `if accelerator.is_last_process:`"
+    return f"is that under a condition that is true on rank {rank} alone"
 
 
 def _shorten(text: str, begin: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from slipstream.comm.beacon import PROCESS_ENDED, Beacon
 from slipstream.comm.notes import Here
+from slipstream.comm.verify import suspicion
 from slipstream.errors import MismatchError, PeerLostError, WaitTimeoutError
 
 __all__ = ["Limits", "Vigil"]
@@ -76,7 +77,11 @@ class Vigil:
         if beacon.loss is not None and beacon.loss.endswith(PROCESS_ENDED):
             beacon.find_loss(1.0)
         beacon.refresh()
-        raise PeerLostError(f"{self._here.call} cannot complete on rank {beacon.rank}: {beacon.loss}.\n{beacon.table()}")
+        text = f"{self._here.call} cannot complete on rank {beacon.rank}: {beacon.loss}.\n{beacon.table()}"
+        if beacon.loss is not None and PROCESS_ENDED in beacon.loss and not self._here.watched:  # it came to its end in peace
+            question = suspicion(beacon.rank, len(beacon.peers) + 1)
+            text += f"\nIf rank {beacon.rank} makes this call alone: {question}? Call it on every process."
+        raise PeerLostError(text)
 
     # -- ranks that wait for each other ---------------------------------------------------------------------------
 
@@ -102,7 +107,7 @@ class Vigil:
             f"{beacon.table()}\n"
             "Every process has to run every backward pass that averages gradients, and to make every call, in the same order.\n"
             "Look for a loop that one process leaves early (break, return, fewer batches), and for a call under a condition that is not "
-            "true everywhere."
+            "true everywhere, such as `if accelerator.is_main_process:`."
         )
         beacon.post("mistake", generation=self._here.generation, text=text)
         raise MismatchError(f"{text}\n(raised on rank {beacon.rank})")

@@ -63,7 +63,11 @@ FEATURES: Final = (
     ),
     Feature("Megatron-LM", ("use_megatron_lm", "megatron_lm_*"), _PLAIN),
     Feature("A mesh of parallel axes", ("use_parallelism_config", "parallelism_config", "parallelism_config_*"), _PLAIN),
-    Feature("8-bit training recipes", ("fp8_*",), "Leave it out, and use mixed_precision bf16."),
+    Feature(
+        "Recipes of TransformerEngine and MS-AMP for fp8",
+        ("fp8_use_*", "fp8_margin", "fp8_interval", "fp8_format", "fp8_amax_*", "fp8_override_*", "fp8_opt_level", "fp8_enable_*"),
+        "Leave it out: fp8 runs through torchao, whose recipe is AORecipeKwargs in the script.",
+    ),
     Feature(
         "Launching on TPU hosts",
         ("tpu", "tpu_*", "no_tpu_cluster", "vm", "env", "main_training_function", "downcast_bf16", "command_file", "commands"),

@@ -65,7 +65,7 @@ class Option:
     """Like `minimum`, but the bound itself is not allowed."""
     maximum: float | None = None
     check: Callable[[str], str | None] | None = None
-    """For text: says what is wrong with it ("is not ..."), or None when it is fine."""
+    """For text: says what is wrong with it ("is not ..."), or None when it is fine; with `choices`, about words that are none of them."""
     example: str = ""
     """A value to show in messages; derived from the type when empty."""
     short: str | None = None
@@ -265,7 +265,7 @@ def _read_str(option: Option, raw: object) -> str:
     for choice in option.choices:
         if choice.lower() == text.strip().lower():
             return choice
-    raise _Unfit("is not one of the choices")
+    raise _Unfit((option.check(text) if option.check else None) or "is not one of the choices")
 
 
 def _within(option: Option, value: bool | int | float | str) -> Value:

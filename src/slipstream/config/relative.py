@@ -19,14 +19,34 @@ __all__ = ["KEYS", "Entry", "recognise", "translate"]
 Entry = tuple[str, Any, str]
 """The key of an option, what it was given, and the key as the file has it."""
 
-_BLOCKS: Final = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config")
+_BLOCKS: Final = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "mpirun_config")
 _TPU_KEYS: Final = ("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
 _SINGLE_KEYS: Final = (*_TPU_KEYS, "command_file", "commands", "enable_cpu_affinity", "main_training_function")
-KEYS: Final = ("compute_environment", "distributed_type", "use_cpu", "dynamo_config", *_BLOCKS, *_SINGLE_KEYS)
+KEYS: Final = ("compute_environment", "distributed_type", "use_cpu", "dynamo_config", "fp8_config", *_BLOCKS, *_SINGLE_KEYS)
 """Keys that only files of `accelerate config` have."""
 
 _ENGINES: Final = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
-_BLOCK_NEEDS: Final = {"fp8_config": ("mixed_precision", "FP8")} | {block: ("distributed_type", kind) for kind, block in _ENGINES.items()}
+_BLOCK_NEEDS: Final = {block: ("distributed_type", kind) for kind, block in _ENGINES.items()}
+_FP8_OPTIONS: Final = {"backend": "fp8_backend", "pad_inner_dim": "fp8_pad_inner_dim"}
+_FP8_OTHERS: Final = {
+    "enable_fsdp_float8_all_gather": "no weights are sharded here, so none are gathered",
+    **dict.fromkeys(
+        (
+            "use_autocast_during_eval",
+            "margin",
+            "interval",
+            "fp8_format",
+            "amax_history_length",
+            "amax_history_len",
+            "amax_compute_algorithm",
+            "amax_compute_algo",
+            "override_linear_precision",
+            "use_mxfp8_block_scaling",
+        ),
+        "belongs to the recipe of TransformerEngine; fp8 runs through torchao",
+    ),
+    **dict.fromkeys(("optimization_level", "opt_level"), "belongs to the recipe of MS-AMP; fp8 runs through torchao"),
+}
 _COMPUTE: Final = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
 
 
@@ -44,6 +64,9 @@ def translate(data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[Unu
             continue
         if key == "dynamo_config":
             entries += _nested_options(key, raw, path)
+        elif key == "fp8_config":
+            chosen, others = _fp8(raw, data, path)
+            entries, unused = entries + chosen, unused + others
         elif key in _BLOCKS or key in _SINGLE_KEYS:
             unused.append(Unused(key, _why_unused(key, raw, data, path)))
         elif key == "num_processes" and raw == -1:
@@ -104,6 +127,17 @@ def _nested_options(block: str, raw: Any, path: str) -> list[Entry]:
     if not isinstance(raw, dict):
         raise ConfigError(f"The key {block} (in {path}) holds no keys of its own.\nWrite them below it, indented, or leave it out.")
     return [(str(key), value, f"{block}.{key}") for key, value in raw.items()]
+
+
+def _fp8(raw: Any, data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[Unused]]:
+    """The block of fp8: the keys of torchao are options; those of other engines have no effect beside it."""
+    if _asks_nothing(raw):
+        return [], [Unused("fp8_config", "asks for nothing")]
+    if _word(data.get("mixed_precision", "NO")) != "FP8":
+        return [], [Unused("fp8_config", "mixed_precision is not FP8")]
+    nested = _nested_options("fp8_config", raw, path)
+    unused = [Unused(shown, _FP8_OTHERS[key]) for key, _, shown in nested if key in _FP8_OTHERS]
+    return [(_FP8_OPTIONS.get(key, key), value, shown) for key, value, shown in nested if key not in _FP8_OTHERS], unused
 
 
 def _why_unused(key: str, raw: Any, data: Mapping[str, Any], path: str) -> str:

@@ -69,6 +69,11 @@ def _complaint_device_ids(text: str) -> str | None:
     return "names a device twice" if len(set(entries)) < len(entries) else None
 
 
+def _complaint_fp8_backend(text: str) -> str | None:
+    engine = {"te": "TransformerEngine", "msamp": "MS-AMP"}.get(text.strip().lower())
+    return f"is {engine}, which does not run here; fp8 runs through torchao" if engine else None
+
+
 def _several_machines(answers: Mapping[str, Value]) -> bool:
     machines = answers.get("num_machines")
     return isinstance(machines, int) and machines > 1
@@ -213,6 +218,15 @@ class Compute:
         example="4",
         help="Batches whose gradients are added up before the optimizer steps.",
         question="Over how many batches are gradients accumulated?",
+    )
+    fp8_backend: str = declare(
+        "auto",
+        choices=("auto", "ao"),
+        check=_complaint_fp8_backend,
+        help="What computes in float8 under mixed_precision fp8: ao is torchao, and auto takes it.",
+    )
+    fp8_pad_inner_dim: bool = declare(
+        False, help="Pad products whose inner size is no multiple of 16, for fp8; AORecipeKwargs in the script overrules it."
     )
     dynamo_backend: str = declare(
         "no",

@@ -2,28 +2,139 @@
 
 This is the only module that looks at `os.environ`; everything else is handed a mapping. A file is read once, as plain data
 (no object of a foreign class is ever made from it), and every way in which it can be unreadable is a ConfigError.
-It never writes: `write.py` does. PyYAML is imported when a file is read, not before.
+It never writes files: `write.py` does. PyYAML is imported when a file is read, not before.
+
+`str_to_bool`, `parse_flag_from_env`, `parse_choice_from_env`, `get_int_from_env`, `patch_environment` and `clear_environment` are for
+scripts, which import them from `slipstream.utils`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from slipstream.errors import ConfigError
 
-__all__ = ["default_file_path", "environment", "read_file"]
+__all__ = [
+    "clear_environment",
+    "default_file_path",
+    "environment",
+    "get_int_from_env",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "read_file",
+    "str_to_bool",
+]
 
 _LARGEST_FILE: Final = 1 << 20
+_YES: Final = ("y", "yes", "t", "true", "on", "1")
+_NO: Final = ("n", "no", "f", "false", "off", "0")
 
 
 def environment() -> Mapping[str, str]:
     """The variables of this process as they are now; a copy that cannot be written to."""
     return MappingProxyType(dict(os.environ))
+
+
+# -- variables, for scripts -------------------------------------------------------------------------------------------
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return 1 or 0 for a word that means yes or no, in any case; with `to_bool`, True or False.
+
+    >>> str_to_bool("Yes"), str_to_bool("off"), str_to_bool("1", to_bool=True)
+    (1, 0, True)
+    """
+    word = value.strip().lower()
+    if word not in (*_YES, *_NO):
+        raise ConfigError(f"{value!r} means neither yes nor no: write one of {', '.join((*_YES, *_NO))}")
+    return word in _YES if to_bool else int(word in _YES)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return whether a variable says yes; `default` where it is not set.
+
+    >>> with patch_environment(example_flag="true"):
+    ...     parse_flag_from_env("EXAMPLE_FLAG"), parse_flag_from_env("EXAMPLE_OTHER", True)
+    (True, True)
+    """
+    try:
+        return bool(str_to_bool(os.environ.get(key, str(default))))
+    except ConfigError as error:
+        raise ConfigError(f"the variable {key}: {error}") from None
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the text of a variable; `default` where it is not set."""
+    return os.environ.get(key, str(default))
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first whole number from 0 among some variables; `default` where there is none.
+
+    >>> with patch_environment(example_size=-1, example_number=3):
+    ...     get_int_from_env(["EXAMPLE_SIZE", "EXAMPLE_NUMBER"], 1), get_int_from_env(["EXAMPLE_NOTHING"], 1)
+    (3, 1)
+    """
+    for key in env_keys:
+        text = os.environ.get(key, "-1")
+        try:
+            number = int(text)
+        except ValueError:
+            raise ConfigError(f"the variable {key}={text!r} is not a whole number: set one, or unset it") from None
+        if number >= 0:
+            return number
+    return default
+
+
+@contextmanager
+def patch_environment(**kwargs: object) -> Iterator[None]:
+    """Set variables, by their names in capitals, for the length of a block; afterwards they are as before.
+
+    >>> with patch_environment(example_rank=1):
+    ...     os.environ["EXAMPLE_RANK"]
+    '1'
+    >>> "EXAMPLE_RANK" in os.environ
+    False
+    """
+    before = {name.upper(): os.environ.get(name.upper()) for name in kwargs}
+    os.environ.update({name.upper(): str(value) for name, value in kwargs.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Take every variable away for the length of a block; afterwards they are as before.
+
+    >>> with clear_environment():
+    ...     len(os.environ)
+    0
+    >>> len(os.environ) > 0
+    True
+    """
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def default_file_path(environ: Mapping[str, str]) -> Path:

@@ -3,7 +3,7 @@
 What it promises: ranks that are in different epochs (one of them read a batch alone), whose samplers draw different positions, or whose
 data was shared out before, do not go on to read some samples twice and others never: every rank raises an error that says which it is.
 Samples that differ although everything else agrees may be meant (random data for a test), and so may passes that begin at different
-lines: these are warnings, once for each loader.
+lines: these are warnings of the main process, one line each, once in a run.
 
 What it never does: run for a single process or for a loader whose place among the processes was given by hand; read samples of a dataset
 of the user's own.
@@ -27,6 +27,7 @@ from slipstream.data.fingerprint import fingerprint
 from slipstream.data.plan import Order
 from slipstream.errors import MismatchError
 from slipstream.logging import get_logger
+from slipstream.runtime.current import current_or_none
 
 if TYPE_CHECKING:
     from slipstream.data.loader import PreparedLoader
@@ -66,14 +67,22 @@ def agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Callable[
         if len(set(values)) > 1:
             spelled = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values) if not isinstance(value, bytes))
             raise MismatchError(complaint.format(name=name, values=spelled, rank=place.rank))
-    if first_time and len({one[-2] for one in told}) > 1:
-        get_logger(__name__).warning(_SAMPLES.format(name=name))
     lines = [one[-1] for one in told]
-    if len(set(lines)) > 1 and not loader.lines_told:
-        loader.lines_told = True
+    if first_time and len({one[-2] for one in told}) > 1:
+        _warn_once("samples", _SAMPLES.format(name=name), lines[0])
+    if len(set(lines)) > 1:
         spelled = ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
-        get_logger(__name__).warning(_LINES.format(name=name, lines=spelled))
+        _warn_once("lines", _LINES.format(name=name, lines=spelled), lines[0])
     return order, head
+
+
+def _warn_once(kind: str, text: str, line: str) -> None:
+    """One line on the main process, with the level and the user's line before it, as Python's own warnings have them."""
+    runtime = current_or_none()
+    if runtime is None or kind not in runtime.told:
+        get_logger(__name__).warning(f"WARNING: {line}: {text}")
+    if runtime is not None:
+        runtime.told.add(kind)
 
 
 def _line() -> str:
@@ -156,13 +165,11 @@ _COMPLAINTS = (
 """What differs, in the order in which it is told."""
 
 _LINES = (
-    "the processes begin a pass over a loader of {name} at different lines: {lines}. That is right only if each of them reads it as far as "
-    "the others do; a batch that one process reads alone (as under `if accelerator.is_main_process:`) puts it ahead of the others, and all "
-    "will wait for each other. (Said once for each loader.)"
+    "processes begin a pass over a loader of {name} at different lines ({lines}). If one of them reads a batch alone, as under "
+    "`if accelerator.is_main_process:`, it is ahead of the others from then on: read the loader on all of them."
 )
 
 _SAMPLES = (
-    "the processes hold different samples in {name}, though as many: if the data was shared out before (as in paths[rank::world_size], "
-    "shard, split_dataset_by_node), prepare shares it out a second time and each process reads a part of its part; give every process the "
-    "whole data. If it is drawn at random, call set_seed before. (Said once for each loader.)"
+    "processes hold different samples in {name}. Give every process the whole data (prepare shares it out), and call set_seed before you "
+    "draw data at random."
 )

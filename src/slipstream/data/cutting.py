@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from slipstream.comm import tree
-from slipstream.comm.leaves import is_items
+from slipstream.comm.leaves import is_entries, is_items
 from slipstream.data.plan import Piece
 from slipstream.runtime.gradient_state import Shares
 from slipstream.runtime.split import real_counts
@@ -68,14 +68,14 @@ class CutItems:
 def samples_in(batch: Any) -> int:
     """How many samples a ready-made batch holds: the first dimension of its first tensor, array or list; 1 where it has none.
 
-    >>> samples_in({"x": torch.ones(4, 2)}), samples_in({"text": ["a", "b"]}), samples_in("a")
-    (4, 2, 1)
+    >>> samples_in({"x": torch.ones(4, 2)}), samples_in([{"text": "a", "x": torch.ones(4)}]), samples_in("a")
+    (4, 1, 1)
     """
-    for leaf in tree.flatten(batch, is_items):
+    for leaf in tree.flatten(batch, is_entries):
         if isinstance(leaf, (torch.Tensor, numpy.ndarray)):
             if leaf.ndim:
                 return int(leaf.shape[0])
-        elif is_items(leaf):
+        elif is_entries(leaf):
             return len(leaf)
     return 1
 

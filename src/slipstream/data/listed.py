@@ -1,6 +1,6 @@
-"""Lists with one entry per sample that hold tensors (detections, masks, crops of different sizes), for `gather_for_metrics`.
+"""Lists with one entry per sample that hold tensors alone (detections, masks, crops of different sizes), for `gather_for_metrics`.
 
-Elsewhere a list that holds tensors is structure: its entries are gathered one by one, each along its first dimension. In
+Elsewhere a list of tensors is structure: its entries are gathered one by one, each along its first dimension. In
 `gather_for_metrics` such a list is a list of samples if on every rank it has exactly as many entries as the rank was handed samples,
 unless all it holds looks like batches (`[predictions, references]` of a batch of two): then every tensor in it has as many rows as there
 are samples. Entries that are dicts with the same keys are always those of samples. What a line of the script gathered as samples once
@@ -14,20 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from slipstream.comm import codec, tree
+from slipstream.comm import tree
 from slipstream.comm.channel import Channel, Limits
 from slipstream.comm.deal import tell
-from slipstream.comm.guarded import refuse
-from slipstream.comm.leaves import is_items, is_tensor_leaf
-from slipstream.comm.nested import send_to_device
+from slipstream.comm.leaves import Entries, is_entries, is_tensor_leaf
 from slipstream.comm.sites import call_site
 from slipstream.runtime.gradient_state import GradientState
 
 __all__ = ["gather_listed"]
-
-_HOST = torch.empty(0).device
 
 _Path = tuple[str, ...]
 _Found = dict[_Path, tuple[list[int], bool]]
@@ -56,24 +50,17 @@ def gather_listed(
         if not inside and all(path in one for one in told) and _of_samples(path, told, handed, (site, path) in state.listed):
             listed.add(path)
             state.listed.add((site, path))
-    if not listed:
-        return gather(data)
-    devices: dict[_Path, torch.device] = {}
-    try:
-        packed = _packed(data, (), listed, devices)
-    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
-        raise refuse(link, limits, "gather_for_metrics", error) from None
-    return _unpacked(gather(packed), (), listed, devices)
+    return gather(_marked(data, (), listed) if listed else data)
 
 
 def _has_lists(data: Any) -> bool:
-    if not tree.is_node(data) or is_items(data):
+    if not tree.is_node(data) or is_entries(data):
         return False
     return isinstance(data, list) or any(_has_lists(item) for _, item in tree.children(data))
 
 
 def _walk(data: Any, path: _Path, found: _Found, counts: list[int]) -> None:
-    if not tree.is_node(data) or is_items(data):
+    if not tree.is_node(data) or is_entries(data):
         return
     if isinstance(data, list):
         fitting = [place for place, count in enumerate(counts) if count == len(data)]
@@ -96,25 +83,10 @@ def _of_samples(path: _Path, told: list[_Found], handed: list[list[int]], before
     return any(certain or len(set(handed[place])) > 1 for place in fitting)
 
 
-def _packed(data: Any, path: _Path, listed: set[_Path], devices: dict[_Path, torch.device]) -> Any:
-    """The data with the entries of these lists as bytes: items to a gather."""
+def _marked(data: Any, path: _Path, listed: set[_Path]) -> Any:
+    """The data with these lists as lists of entries."""
     if path in listed:
-        tensors = [leaf for leaf in tree.flatten(data) if isinstance(leaf, torch.Tensor)]
-        devices[path] = tensors[0].device if tensors else _HOST
-        return [codec.encode(tree.map_leaves(_at_rest, entry)) for entry in data]
-    if not tree.is_node(data) or not any(path == one[: len(path)] for one in listed):
+        return Entries(data)
+    if not tree.is_node(data) or not any(path == place[: len(path)] for place in listed):
         return data
-    return tree.rebuild(data, [_packed(item, (*path, repr(key)), listed, devices) for key, item in tree.children(data)])
-
-
-def _at_rest(leaf: Any) -> Any:
-    return leaf.detach().to(_HOST) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _unpacked(data: Any, path: _Path, listed: set[_Path], devices: dict[_Path, torch.device]) -> Any:
-    if path in listed:
-        entries = [codec.decode(entry) for entry in data]
-        return entries if devices[path] == _HOST else send_to_device(entries, devices[path])
-    if not tree.is_node(data) or not any(path == one[: len(path)] for one in listed):
-        return data
-    return tree.rebuild(data, [_unpacked(item, (*path, repr(key)), listed, devices) for key, item in tree.children(data)])
+    return tree.rebuild(data, [_marked(item, (*path, repr(key)), listed) for key, item in tree.children(data)])

@@ -22,17 +22,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.comm.nested import send_to_device
-from slipstream.data.clock import Clock, Loaded, Pass
+from slipstream.data.clock import Clock, Loaded, Pass, Start
 from slipstream.data.describe import describe
 from slipstream.data.metered import metered
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.data.order import inner_samplers
 from slipstream.data.place import Place
-from slipstream.data.position import check_position, read_position
+from slipstream.data.position import check_position, read_position, tell_load_inside, tell_set_epoch, tell_start
+from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
-from slipstream.logging import get_logger
 from slipstream.runtime.current import current
-from slipstream.runtime.gradient_state import GradientState, Shares
+from slipstream.runtime.gradient_state import GradientState, MicroBatch, Shares
 
 __all__ = ["Handed", "PreparedLoader", "get_sampler"]
 
@@ -42,17 +42,19 @@ Handed = tuple[Any, "Shares | None", bool, "int | None"]
 _ALIGNED = ("samples", "stream")
 """Kinds of data whose batches begin at multiples of their size, wherever a pass begins."""
 
-_HOST = torch.empty(0).device.type
+_HOST = CPU.type
 
 
 class PreparedLoader(DataLoader[Any]):
     """A loader of one rank's part of the batches. A kind of loader implements `_batches`, `_count` and `_given`."""
 
-    handed: int = 0
-    end_of_dataloader: bool = False
+    current: MicroBatch | None = None
+    """The batch handed out last, while a pass is under way."""
     remainder: int = -1
-    batches_left: int | None = None
-    shares: Shares | None = None
+    merges: bool = False
+    """Whether several batches are worked on in one go, as far as that was seen."""
+    beside: Any = None
+    """A weak reference to the loader that this one is known to be read beside."""
 
     def __init__(  # that of DataLoader is not called: its attributes are those of the original
         self,
@@ -70,7 +72,6 @@ class PreparedLoader(DataLoader[Any]):
         """The loader that the script made."""
         self.place = place
         self.config = replace(config)
-        self.seed = seed
         self.device = device
         self.put_on_device = put_on_device
         self.non_blocking = config.non_blocking
@@ -83,10 +84,12 @@ class PreparedLoader(DataLoader[Any]):
         """Called when an iteration begins."""
         self.compared: tuple[bytes, bytes] | None = None
         """Digests of the data that the ranks compare before a pass; see `data/agree.py`."""
-        self.lines_told = False
         self._uneven = False
-        self._clock = Clock()
-        self._skipping = 0
+        self._clock = Clock(seed)
+        self._skipping: int | None = None
+        """How many batches `skip_first_batches` leaves out of the first pass; None after that, and in other loaders."""
+        self._begun: tuple[int, int] | None = None
+        """Epoch and position where a pass that skips began, while it is under way."""
         self._move = _mover(device, put_on_device, config.non_blocking)
 
     # -- what a kind of loader says -------------------------------------------------------------------------------
@@ -108,6 +111,10 @@ class PreparedLoader(DataLoader[Any]):
     def _stride(self) -> int:
         """How far one full batch of all ranks moves the position."""
         return sum(self._given)
+
+    @property
+    def _dataset_name(self) -> str:
+        return type(self.original.dataset).__name__
 
     @property
     def _kind(self) -> str:
@@ -144,34 +151,51 @@ class PreparedLoader(DataLoader[Any]):
     __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's guards its own loaders, at the price of a call each time
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator of ours, not torch's iterator
-        clock, earlier = self._clock, None
-        if self._skipping:
-            epoch, earlier = clock.take_present(self._skipping)
-            start = self._skipped_to(epoch)
-        else:
-            epoch, start = clock.take()
-        turn = Pass(epoch, start, start // self._stride if start else 0)
-        turn.resumed = start > 0 and not self._skipping
-        if earlier is not None:
-            turn.begin = earlier.begin
+        turn = self._open()
         meter, batches = self.gradient_state.meter, self._run(turn)
         if meter is None:
             return batches
         rank = self.place.rank
         return metered(batches, meter, self, rank, None if self.original.batch_size is None else self._given[rank])
 
-    def _skipped_to(self, epoch: int) -> int:
-        """Where a pass begins that skips: so many batches as they are now, or the position that was loaded, if it is meant."""
-        place = self._clock.place_of(epoch, self._skipping)
-        return self._skipping * self._stride if place is None else place
+    def _open(self) -> Pass:
+        """The pass that begins now, at the place where it is due."""
+        clock = self._clock
+        if clock.live:
+            self._keep_position(clock.live[-1])
+        start, position = self._start()
+        if clock.waits and clock.loaded is not None:
+            tell_start(start, clock, skips=self._skipping is not None, is_over=self._is_over, name=self._dataset_name)
+        clock.take(start)
+        if self._skipping is not None:
+            self._begun = start.epoch, position
+        state = self.gradient_state
+        turn = Pass(start.epoch, position, start.batches, resumed=start.loaded, trained=state.trained, inside=state.position())
+        turn.around = tuple((outer, outer.handed) for outer in clock.live)
+        if start.earlier is not None:
+            turn.begin = start.earlier.begin
+        return turn
+
+    def _start(self) -> tuple[Start, int]:
+        """Where the next pass begins, and that position in samples; changes nothing."""
+        clock, trained = self._clock, self.gradient_state.trained
+        start = clock.following(trained) if self._skipping is None else clock.after(self._skipping, self._is_over)
+        if start.samples is not None:
+            return start, start.samples
+        earlier = start.earlier
+        if earlier is None or start.batches < earlier.begun_at:
+            return start, start.batches * self._stride
+        part = Pass(earlier.epoch, earlier.start, earlier.begun_at)
+        part.handed = start.batches - earlier.begun_at
+        return start, self._moved(part)
 
     def _run(self, turn: Pass) -> Iterator[Any]:
         state, clock, move = self.gradient_state, self._clock, self._move
-        outer = (self.handed, self.end_of_dataloader, self.remainder, self.batches_left, self.shares) if clock.live else None
-        exhausted, previous = False, None
+        outer = (self.current, self.remainder)
+        exhausted, previous, steps = False, None, self.steps_per_update
         clock.live.append(turn)
-        state.enter(self)
-        self.handed, self.end_of_dataloader, self.shares, self.batches_left = 0, False, None, None
+        state.enter(turn, self)
+        self.current = None
         try:
             if self.at_start is not None:
                 self.at_start()
@@ -180,41 +204,78 @@ class PreparedLoader(DataLoader[Any]):
             for batch, shares, end, left in batches:
                 if shares is not previous:
                     turn.note(shares)
-                    self.shares = previous = shares
+                    previous = shares
                 if end:
-                    self.end_of_dataloader = turn.ended = True
+                    turn.ended = True
                     self.remainder = 0 if shares is None or shares.total == shares.full else shares.total
-                self.batches_left = left
-                self.handed = turn.handed = turn.handed + 1
-                yield batch if move is None else move(batch)
+                if move is not None:
+                    batch = move(batch)
+                self.current = turn.hand_out(batch, end, left, shares, steps)
+                yield batch
             exhausted = True
         finally:
             self._finish(turn, exhausted)
-            state.leave(self, exhausted=exhausted)
-            if outer is not None:
-                self.handed, self.end_of_dataloader, self.remainder, self.batches_left, self.shares = outer
-                if clock.live and self not in state.dataloader_references:
-                    state.enter(self)
+            state.leave(turn, exhausted=exhausted)
+            if clock.live:  # it is being read inside of itself
+                self.current, self.remainder = outer
 
     def _finish(self, turn: Pass, exhausted: bool) -> None:
         clock = self._clock
         clock.live.remove(turn)
-        self._skipping = 0
+        trained = turn.trained != self.gradient_state.trained
+        if trained:
+            clock.note_trained(turn)
+        turn.around = ()
+        if clock.waits and turn.kept_at is not None and turn.handed > turn.kept_at:
+            tell_load_inside(turn, clock, self._dataset_name)
+        if not exhausted and self._keep_position(turn):
+            return
+        self._skipping = self._begun = None
         if exhausted:
             self.last_pass = turn
-        elif clock.next == turn.epoch + 1:
+        elif clock.next == turn.epoch + 1 and not clock.waits and (turn.begun_at or trained or turn.handed > 1):
+            turn.interrupted = trained and not turn.ended
             clock.left = turn
+
+    # -- the batch handed out last --------------------------------------------------------------------------------
+
+    @property
+    def handed(self) -> int:
+        """How many batches were handed out in this iteration."""
+        return 0 if self.current is None else self.current.number
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether it was the last one of this iteration, on every rank."""
+        return self.current is not None and self.current.end
+
+    @property
+    def batches_left(self) -> int | None:
+        """How many batches follow; None where that is not known yet."""
+        return None if self.current is None else self.current.left
+
+    @property
+    def shares(self) -> Shares | None:
+        """How it was dealt out; None if every rank has a full share and every sample counts."""
+        return None if self.current is None else self.current.shares
+
+    def _keep_position(self, turn: Pass) -> bool:
+        """Whether a pass was only a look at a loaded position, which is then still to be read: one batch, and nothing was trained."""
+        clock, loaded = self._clock, self._clock.loaded
+        looked = turn.resumed and turn.handed <= 1 and turn.trained == self.gradient_state.trained
+        if not looked or clock.waits or clock.next != turn.epoch + 1 or loaded is None:
+            return False
+        clock.load(self._load_place(loaded), resume=True, trained=clock.trained)
+        self._begun = None
+        return True
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; those after it count on from there."""
         if isinstance(epoch, bool) or not isinstance(epoch, int):
             raise ConfigError(f"set_epoch({epoch!r}): epochs are whole numbers; write e.g. set_epoch(3)")
         lost, loaded = self._clock.set(epoch), self._clock.loaded
-        if lost and loaded is not None:
-            get_logger(__name__).warning(
-                f"set_epoch({epoch}) gives up the position that was loaded for this loader ({lost} into epoch {loaded.epoch}): the next "
-                f"pass is a whole one. Begin the loop with epoch {loaded.epoch} to go on there."
-            )
+        if lost and loaded is not None and not self._is_over(loaded):
+            tell_set_epoch(epoch, loaded)
 
     @property
     def uneven(self) -> bool:
@@ -228,21 +289,33 @@ class PreparedLoader(DataLoader[Any]):
             self._replan()
 
     @property
+    def seed(self) -> int:
+        """The seed of the order; after a position was loaded, that of the saved run."""
+        return self._clock.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._clock.seed = seed
+
+    @property
     def epoch(self) -> int:
         """The epoch that is being read, or else the one that comes next."""
-        return self._clock.live[-1].epoch if self._clock.live else self._clock.next
+        passes = self._clock.passes(self.gradient_state.trained)
+        return passes[-1].epoch if passes else self._clock.next
 
     def __len__(self) -> int:
-        """Batches of one iteration, the same on every rank; of a pass that begins later, those of this pass until it is over."""
-        clock = self._clock
-        if self._skipping:
-            epoch = clock.live[-1].epoch if clock.live else clock.left.epoch if clock.left is not None else clock.next
-            start = self._skipped_to(epoch)
-        elif clock.live and clock.live[-1].resumed:
-            epoch, start = clock.live[-1].epoch, clock.live[-1].start
+        """Batches of a whole pass, the same on every rank, also while a loaded position is waiting or a resumed pass is under way.
+
+        Only what `skip_first_batches` gives back is shorter, until its first pass is over.
+        """
+        if self._skipping is None:
+            return self._count(0)
+        if self._begun is None:
+            start, position = self._start()
+            epoch = start.epoch
         else:
-            epoch, start = clock.next, clock.resume
-        return 0 if start and clock.is_at_end(epoch, start) else self._count(start)
+            epoch, position = self._begun
+        return 0 if position and self._clock.is_at_end(epoch, position) else self._count(position)
 
     # -- position (position.py) -----------------------------------------------------------------------------------
 
@@ -250,30 +323,43 @@ class PreparedLoader(DataLoader[Any]):
         """Where the loader stands, in plain data: `samples` of the epoch's order were handed out, to all ranks together.
 
         Where a batch sampler of the user's own decides about batches, `samples` counts those. `left` is 1 for a pass that is over for
-        whoever goes on: left by `break`, or read inside of a batch of another loader; the next one is another epoch. `ended` is 1
-        after the last batch, inside of the loop.
+        whoever goes on: left by `break`, or read inside of a batch of another loader; the next one is another epoch. `interrupted` is
+        1 where it was left by `break` while it was trained on, `untrained` where nothing was trained since it began. `ended` is 1 after
+        the last batch, inside of the loop.
         """
         clock, loaded = self._clock, self._clock.loaded
         rest = {"seed": self.seed, "kind": self._kind, "length": self._length(), "batch": self._stride}
-        if clock.waits and loaded is not None:  # nothing was read since it was loaded
+        passes = clock.passes(self.gradient_state.trained)
+        if clock.waits and loaded is not None and not passes:  # nothing was read since it was loaded
             numbers = {"epoch": loaded.epoch, "batches": loaded.batches, "samples": loaded.samples, "left": int(loaded.left)}
-            return {**numbers, "ended": int(loaded.ended), **rest, **loaded.extra}
-        turn = clock.live[0] if clock.live else clock.left
+            flags = {flag: 1 for flag in ("interrupted", "untrained") if getattr(loaded, flag)}
+            return {**numbers, "ended": int(loaded.ended), **flags, **rest, **loaded.extra}
+        turn = passes[0] if passes else clock.left or self._read_ahead()
         if turn is None:
             return {"epoch": clock.next, "batches": 0, "samples": 0, "left": 0, "ended": 0, **rest, **self._place_state(None, 0)}
-        left = not clock.live or self.gradient_state.is_inside(lambda one: one._clock is clock)
-        batches = turn.start // self._stride + turn.handed
+        left = turn is clock.left or self.gradient_state.is_inside(lambda one: one._clock is clock)
+        ended = turn.ended and turn.done == turn.handed
+        batches = turn.begun_at + turn.done
         samples = self._moved(turn)
-        numbers = {"epoch": turn.epoch, "batches": batches, "samples": samples, "left": int(left), "ended": int(turn.ended)}
-        return {**numbers, **rest, **self._place_state(turn, samples)}
+        numbers = {"epoch": turn.epoch, "batches": batches, "samples": samples, "left": int(left), "ended": int(ended)}
+        untrained = not left and turn.trained == self.gradient_state.trained
+        flags = {flag: 1 for flag, given in (("interrupted", turn.interrupted), ("untrained", untrained)) if given}
+        return {**numbers, **flags, **rest, **self._place_state(turn, samples)}
+
+    def _read_ahead(self) -> Pass | None:
+        """The pass that was read to its end, if its batches are still being worked on."""
+        turn = self.last_pass
+        if turn is None or self._clock.next != turn.epoch + 1 or turn.done == turn.handed:
+            return None
+        return turn if any(batch.number == turn.worked and batch.anchor() is not None for batch in turn.unread) else None
 
     def _moved(self, turn: Pass) -> int:
-        """The position after what a pass handed out; its last batch may have been a short one."""
-        stride, aligned = self._stride, self._kind in _ALIGNED
-        if not turn.handed:
+        """The position after what was worked on of a pass; its last batch may have been a short one."""
+        stride, aligned, done = self._stride, self._kind in _ALIGNED, turn.done
+        if not done:
             return turn.start
-        before = turn.start - (turn.start % stride if aligned else 0) + (turn.handed - 1) * stride
-        shares = turn.record[-1][1] if turn.ended and turn.record else None
+        before = turn.start - (turn.start % stride if aligned else 0) + (done - 1) * stride
+        shares = turn.record[-1][1] if turn.ended and turn.record and done == turn.handed else None
         if shares is None or stride == 1:
             return before + stride
         if not aligned:
@@ -282,38 +368,37 @@ class PreparedLoader(DataLoader[Any]):
 
     def check_state_dict(self, state: Any) -> None:
         """Raises a `ConfigError` unless this is a position of this loader; changes nothing."""
-        name = type(self.original.dataset).__name__
-        check_position(state, kind=self._kind, length=self._length(), stride=self._stride, extras=self._extras, name=name)
+        check_position(state, kind=self._kind, length=self._length(), stride=self._stride, extras=self._extras, name=self._dataset_name)
         self._check_place(state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, resume: bool | None = None) -> None:
-        """Takes the seed and the epoch of a saved position; with `resume`, the next iteration goes on at that position.
+        """Takes the seed and the epoch of a saved position; with `resume`, the next iteration continues at that position.
 
-        `resume` is what the configuration says (`resume="auto"`, `use_stateful_dataloader`) unless given. Without it
-        `skip_first_batches` goes on, in the order of that epoch.
+        `resume` is what the configuration says (`DataLoaderConfiguration.resume`) unless given. Without it the epoch begins anew, and
+        `skip_first_batches` continues it.
         """
         self.check_state_dict(state)
         resume = self.config.resumes if resume is None else resume
-        position = read_position(state, length=self._length(), name=type(self.original.dataset).__name__)
-        if not resume and (position.ended or self._is_over(position.samples)):
+        position = read_position(state, length=self._length(), name=self._dataset_name)
+        if not resume and self._is_over(position):
             position = replace(position, left=True)
         self.seed = state["seed"]
-        self._clock.load(self._load_place(position), resume=resume)
+        self._clock.load(self._load_place(position), resume=resume, trained=self.gradient_state.trained)
         if self._clock.left is not None:
             self._clock.left.begin = (position.extra.get("order") or {}).get("begin")
 
-    def _is_over(self, samples: int) -> bool:
-        """Whether nothing of an epoch is left at this position."""
+    def _is_over(self, position: Loaded) -> bool:
+        """Whether nothing of its epoch is left at a loaded position."""
         try:
-            return samples > 0 and self._count(samples) == 0
-        except TypeError:
+            return position.ended or (position.samples > 0 and self._count(position.samples) == 0)
+        except TypeError:  # how many batches there are is not known
             return False
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """A loader whose first pass begins after so many batches of the present epoch; both count the same epochs."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin._skipping = self._skipping + num_batches
+        twin._skipping, twin._begun = (self._skipping or 0) + num_batches, None
         return twin
 
     def describe(self) -> dict[str, Any]:
@@ -365,7 +450,8 @@ class PreparedLoader(DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: the gradient state, the way to the other processes, passes under way."""
         place = replace(self.place, channel=_channel)
-        state = {**self.__dict__, "place": place, "gradient_state": None, "last_pass": None, "at_start": None, "_move": None}
+        own: dict[str, Any] = dict.fromkeys(("gradient_state", "last_pass", "at_start", "_move", "current", "beside"))
+        state = {**self.__dict__, "place": place, **own}
         state["plugin"] = self.gradient_state.plugin
         return state
 

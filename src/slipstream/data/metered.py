@@ -13,13 +13,13 @@ import torch
 
 from slipstream.comm.meter import COUNTED, DATA, HANDED, LEAVE, PASS, PASSED, STEP, Meter
 from slipstream.comm.nested import ignorant_find_batch_size
-from slipstream.runtime.gradient_state import Shares
+from slipstream.runtime.gradient_state import MicroBatch
 
 __all__ = ["metered"]
 
 
 class _Loader(Protocol):
-    shares: Shares | None
+    current: MicroBatch | None
 
 
 def metered(batches: Iterator[Any], meter: Meter, loader: _Loader, rank: int, size: int | None) -> Iterator[Any]:
@@ -56,7 +56,8 @@ def metered(batches: Iterator[Any], meter: Meter, loader: _Loader, rank: int, si
             if size is None:
                 add(measure(batch))
             else:
-                shares = loader.shares
+                current = loader.current
+                shares = None if current is None else current.shares
                 add(size if shares is None else shares.real[rank])
             if count is not None:
                 add(COUNTED)

@@ -1,16 +1,22 @@
-"""Which gathered results belong to which sample: results of all ranks into dataset order, without what only filled up a batch.
+"""Which gathered rows belong to which sample: results of all ranks in dataset order, without what only filled up a batch.
 
-Two questions: of the batch that a loader handed out last (results gathered inside the loop), and of a pass that was read to its end
-(results kept on each rank and gathered after the loop). Nothing here is counted while batches are read; it follows from the plan.
-Which of the two is meant is told by how many rows each rank brings; what fits neither while a batch holds repeated samples is warned of.
+There are two readings. Inside a loop, rows are those of the batch that the loader handed out last. After a loop that was read to its end,
+they are those of the whole pass, kept on each rank; this reading holds only if nothing was gathered inside that loop, and until another
+loader begins or an update is made. How many rows each rank brings decides. Nothing is counted while batches are read: what a rank was
+given follows from the plan of the pass.
+
+A batch of fewer samples than usual has a second reading: where every rank brings as many rows as a full batch has
+(`loss.repeat(batch_size)`), the first rows of each rank are taken, as many as it has samples that count, so that a mean over the pass is
+a mean over samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from slipstream.comm.gather import Arrange
+from slipstream.comm.sites import call_site
 from slipstream.data.clock import Pass
 from slipstream.data.loader import PreparedLoader
 from slipstream.logging import get_logger
@@ -23,21 +29,33 @@ _Run = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def present_arrangement(state: GradientState) -> Arrange | None:
-    """How results are put in order that are gathered now: of the pass that ended last, or of the present batch."""
-    whole = _of_pass(state.finished)
+    """How results that are gathered now are put in order; None where no loader has a say in it.
+
+    Notes on the passes under way that results of theirs were gathered.
+    """
     loader = state.pacing() if state.active is not None else None
     batch = _of_batch(loader)
-    if whole is None and (batch is None or batch.given == batch.counting):
-        return None
-    return _Present(state, whole, batch)
+    whole = _of_pass(state.finished)
+    if batch is not None and whole is None and batch.is_plain and state.has_split:
+        return None  # inputs that were split inside of this batch
+    turn = _pass_under_way(loader)
+    if whole is None or state.finished.last_pass.gathered:
+        for present in (turn, _pass_under_way(state.active)):  # two, where loaders are read side by side
+            if present is not None:
+                present.gathered = True
+    return None if batch is None and whole is None else _Present(state, whole, batch, turn)
+
+
+def _pass_under_way(loader: Any) -> Pass | None:
+    return loader._clock.live[-1] if isinstance(loader, PreparedLoader) and loader._clock.live else None
 
 
 def handed_counts(state: GradientState) -> list[list[int]]:
-    """How many samples each rank was handed, in the pass that ended last and in the present batch, as far as there are such."""
+    """How many samples each rank was handed, in the pass that ended last and in the present batch, as far as results can be of these."""
     whole, loader = state.finished, state.pacing() if state.active is not None else None
     turn = whole.last_pass if isinstance(whole, PreparedLoader) else None
     counts = []
-    if turn is not None and turn.recording and turn.handed:
+    if turn is not None and turn.recording and turn.handed and not turn.gathered:
         counts.append(_columns((count, given) for count, given, _ in _runs(turn, whole._given)))
     if isinstance(loader, PreparedLoader):
         counts.append(list(loader._given if loader.shares is None else loader.shares.given))
@@ -47,7 +65,7 @@ def handed_counts(state: GradientState) -> list[list[int]]:
 def batch_arrangement(loader: Any) -> Arrange | None:
     """How results of the present batch are put in order; None where joining them in the order of the ranks is right."""
     batch = _of_batch(loader)
-    return None if batch is None or batch.given == batch.counting else batch
+    return None if batch is None or batch.is_plain else batch
 
 
 def pass_arrangement(loader: Any) -> Arrange | None:
@@ -56,12 +74,17 @@ def pass_arrangement(loader: Any) -> Arrange | None:
 
 
 def _of_batch(loader: Any) -> _Arrangement | None:
-    if not isinstance(loader, PreparedLoader) or loader.place.world_size == 1:
+    if not isinstance(loader, PreparedLoader):
         return None
-    shares = loader.shares
+    full, shares = loader._given, loader.shares
     if shares is None:
-        return _Arrangement([(1, loader._given, loader._given)])
-    return _Arrangement([(1, shares.given, shares.real)], by_rank=shares.weighed)
+        return _Arrangement([(1, full, full)])
+    constant, turn = None, _pass_under_way(loader)
+    ahead = turn is not None and any(earlier is not turn.batch and earlier.anchor() is not None for earlier in turn.unread)
+    # Where an earlier batch is still there, the loader was read ahead, and rows of a full batch may be those of that one.
+    if not ahead and shares.given != full and all(real <= most for real, most in zip(shares.real, full, strict=True)):
+        constant = _Arrangement([(1, full, shares.real)])
+    return _Arrangement([(1, shares.given, shares.real)], other=constant)
 
 
 def _of_pass(loader: Any) -> _Arrangement | None:
@@ -71,7 +94,12 @@ def _of_pass(loader: Any) -> _Arrangement | None:
     if not turn.recording:
         get_logger(__name__).warning("too many batches of different sizes: results of this whole pass stay in the order of the ranks")
         return None
-    return _Arrangement(list(_runs(turn, loader._given)), most_rows=1)
+    runs = list(_runs(turn, loader._given))
+    by_item = None
+    if loader.original.batch_sampler is None and loader.original.batch_size is None:
+        items = [(count, (1,) * len(given), tuple(int(samples > 0) for samples in real)) for count, given, real in runs]
+        by_item = _Arrangement(items, most_rows=1)
+    return _Arrangement(runs, most_rows=1, other=by_item)
 
 
 def _runs(turn: Pass, full: tuple[int, ...]) -> Iterator[_Run]:
@@ -88,15 +116,17 @@ class _Arrangement:
     leaf_by_leaf = True
     """Results of samples may stand beside values of the whole batch."""
 
-    def __init__(self, runs: list[_Run], *, most_rows: int | None = None, by_rank: bool = False) -> None:
-        """`most_rows` per sample are accepted; `by_rank`: a rank that has none that count is left out, whatever it brings."""
+    def __init__(self, runs: list[_Run], *, most_rows: int | None = None, other: _Arrangement | None = None) -> None:
+        """`most_rows` per sample are accepted; `other` is a second reading, for rows that do not fit the first one."""
         self.runs = runs
         self.most_rows = most_rows
+        self.other = other
         self.batches = sum(count for count, _, _ in runs)
         self.given = _columns((count, given) for count, given, _ in runs)
         self.counting = _columns((count, real) for count, _, real in runs)
         """Of what each rank was given: how much counts."""
-        self.by_rank = by_rank and all(real in (0, given) for given, real in zip(self.given, self.counting, strict=True))
+        self.by_rank = all(real in (0, given) for given, real in zip(self.given, self.counting, strict=True)) and not all(self.counting)
+        """Whether a rank either counts whole or not at all: then one that does not is left out, whatever it brings."""
 
     @property
     def total(self) -> int:
@@ -106,15 +136,30 @@ class _Arrangement:
     def fillers(self) -> int:
         return sum(self.given) - self.total
 
-    def order(self, counts: Sequence[int]) -> list[int] | None:
+    @property
+    def is_plain(self) -> bool:
+        """Whether everything counts and stands in order already, however it is read."""
+        return self.batches == 1 and self.given == self.counting and self.other is None
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The ranks whose single values count; None for all."""
+        counting = [rank for rank, real in enumerate(self.counting) if real]
+        return counting if counting and len(counting) < len(self.counting) else None
+
+    def order(self, counts: Sequence[int], usual: Sequence[int] | None = None) -> list[int] | None:
         """Positions in what the ranks brought: all that counts, a sample after the other; k rows per sample where each brought k times.
 
-        One value per rank, and anything else that is not of samples, is left alone.
+        `usual`: what the ranks brought of a full batch, if that is known. One value per rank, and anything else that is not of samples,
+        is left alone.
         """
+        if self.reads_otherwise(counts, usual):
+            assert self.other is not None
+            return self.other.order(counts)
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         rows = self.rows_per_sample(counts)
-        if rows is None or (self.most_rows is not None and rows > self.most_rows):
-            if not self.by_rank or len(counts) != len(self.given):
+        if rows is None:
+            if not self.by_rank or self.most_rows is not None or len(counts) != len(self.given):
                 return None
             return [at for rank, start in enumerate(starts) if self.counting[rank] for at in range(start, start + counts[rank])]
         order: list[int] = []
@@ -125,17 +170,24 @@ class _Arrangement:
                     starts[rank] += given[rank] * rows
         return order
 
+    def reads_otherwise(self, counts: Sequence[int], usual: Sequence[int] | None = None) -> bool:
+        """Whether the second reading is meant: the first one does not fit, or both do and as many rows were brought of full batches."""
+        if self.other is None or self.other.rows_per_sample(counts) is None:
+            return False
+        return self.rows_per_sample(counts) is None if usual is None else list(usual) == list(counts)
+
     def rows_per_sample(self, counts: Sequence[int]) -> int | None:
         """How many times the given samples each rank brought, if that is the same number for all."""
         given = self.given
         if len(counts) != len(given) or not sum(given) or (set(counts) == {1} and set(given) != {1}):
             return None
         rows = sum(counts) // sum(given)
-        return rows if rows >= 1 and list(counts) == [rows * one for one in given] else None
+        fits = 1 <= rows <= (self.most_rows or rows) and list(counts) == [rows * samples for samples in given]
+        return rows if fits else None
 
 
 def _columns(runs: Iterable[tuple[int, tuple[int, ...]]]) -> list[int]:
-    return [sum(column) for column in zip(*([count * one for one in counts] for count, counts in runs), strict=True)]
+    return [sum(column) for column in zip(*([count * size for size in sizes] for count, sizes in runs), strict=True)]
 
 
 class _Present:
@@ -143,8 +195,15 @@ class _Present:
 
     leaf_by_leaf = True
 
-    def __init__(self, state: GradientState, whole: _Arrangement | None, batch: _Arrangement | None) -> None:
-        self.state, self.whole, self.batch = state, whole, batch
+    def __init__(self, state: GradientState, whole: _Arrangement | None, batch: _Arrangement | None, turn: Pass | None) -> None:
+        """`turn`: the pass of the present batch."""
+        self.state, self.whole, self.batch, self.turn = state, whole, batch, turn
+        finished: Any = state.finished
+        self.finished = finished
+        self.is_past = whole is not None and finished.last_pass.gathered
+        """Whether results of the pass that ended last were gathered inside of its loop."""
+        self.site = call_site()
+        self.leaf = 0
 
     @property
     def total(self) -> int:
@@ -152,26 +211,74 @@ class _Present:
         whole, batch = (0 if one is None else one.total for one in (self.whole, self.batch))
         return (whole << 24) + batch
 
-    def order(self, counts: Sequence[int]) -> list[int] | None:
-        whole, batch = self.whole, self.batch
-        of_pass = None if whole is None else whole.order(counts)
-        of_batch = None if batch is None else batch.order(counts)
-        if whole is not None and of_pass is not None:
-            if batch is None or whole.batches > 1 or list(counts) != batch.given:
-                return of_pass
-            if of_pass != of_batch:
-                self._tell("either", _EITHER.format(fillers=whole.fillers))
-        if of_batch is None and set(counts) != {1}:
-            unmatched = batch if batch is not None else whole if whole is not None and whole.rows_per_sample(counts) else None
-            if unmatched is not None and unmatched.fillers:
-                self._tell("unmatched", _UNMATCHED.format(counts=list(counts), given=unmatched.given, fillers=unmatched.fillers))
-        return of_batch
+    @property
+    def ranks(self) -> list[int] | None:
+        return None if self.batch is None else self.batch.ranks
 
-    def _tell(self, what: str, text: str) -> None:
+    def order(self, counts: Sequence[int]) -> list[int] | None:
+        self.leaf += 1
+        of_pass = None if self.whole is None else self._of_pass(counts)
+        if of_pass is not None:
+            return of_pass
+        if self.turn is not None:
+            self.turn.gathered = True
+        batch = self.batch
+        if batch is None:
+            return None
+        if batch.is_plain:
+            self._note_rows(counts)
+            return None
+        usual = None if self.turn is None else self.turn.rows.get((self.site, self.leaf))
+        order = batch.order(counts, usual)
+        if order is None:
+            self._tell_unmatched(counts, batch)
+        elif batch.reads_otherwise(counts, usual):
+            self._tell("constant", lambda: _CONSTANT.format(given=batch.given, counts=list(counts), real=batch.counting), quietly=True)
+        return None if order == list(range(sum(counts))) else order
+
+    def _of_pass(self, counts: Sequence[int]) -> list[int] | None:
+        whole, batch = self.whole, self.batch
+        assert whole is not None
+        order = whole.order(counts)
+        if order is None:
+            if batch is None and whole.fillers and set(counts) != {1} and not self.is_past and self._is_multiple(whole, counts):
+                self._tell_unmatched(counts, whole)
+            return None
+        kept, brought = len(order), sum(counts)
+        name = type(self.finished.original.dataset).__name__
+        if self.is_past:
+            if batch is None and order != list(range(brought)):
+                self._tell("past", lambda: _PAST.format(brought=brought, name=name), quietly=True)
+            return None
+        if batch is not None and whole.batches == 1 and list(counts) == batch.given:
+            if order != batch.order(counts):
+                self._tell("either", lambda: _EITHER.format(fillers=whole.fillers))
+            return None
+        if order != list(range(brought)):
+            self._tell("whole", lambda: _WHOLE.format(brought=brought, name=name, left=brought - kept), quietly=kept == brought)
+        return order
+
+    @staticmethod
+    def _is_multiple(whole: _Arrangement, counts: Sequence[int]) -> bool:
+        return _Arrangement(whole.runs).rows_per_sample(counts) is not None
+
+    def _note_rows(self, counts: Sequence[int]) -> None:
+        if self.turn is not None and len(self.turn.rows) < _MOST_NOTED:
+            self.turn.rows[self.site, self.leaf] = tuple(counts)
+
+    def _tell_unmatched(self, counts: Sequence[int], of: _Arrangement) -> None:
+        if of.fillers and set(counts) != {1}:
+            self._tell("unmatched", lambda: _UNMATCHED.format(counts=list(counts), given=of.given, fillers=of.fillers))
+
+    def _tell(self, what: str, text: Callable[[], str], *, quietly: bool = False) -> None:
         if what not in self.state.told:
             self.state.told.add(what)
-            get_logger(__name__).warning(text)
+            logger = get_logger(__name__)
+            (logger.info if quietly else logger.warning)(text())
 
+
+_MOST_NOTED = 10_000
+"""Leaves of lines, for a script that gathers structures which are another one each time."""
 
 _UNMATCHED = (
     "gather_for_metrics: the processes brought {counts} rows of {given} samples, which cannot be matched to samples, so those of "
@@ -183,4 +290,17 @@ _EITHER = (
     "gather_for_metrics: as many rows were given as the present batch of the outer loader has, and as the whole loader that was read "
     "inside of it: they are taken for those of the batch, so {fillers} repeated samples of the inner one may be in the result. Gather its "
     "results inside of its loop. (Said once.)"
+)
+_WHOLE = (
+    "gather_for_metrics after the loop: these {brought} rows are taken for the results of the loader of {name} that was read to its end, "
+    "as every process brings as many as it was handed samples. They are put in the order of the dataset, and {left} rows of repeated "
+    "samples are left out. If they are something else, use gather. (Said once.)"
+)
+_PAST = (
+    "gather_for_metrics after the loop: these {brought} rows are gathered as they are. They are as many as the loader of {name} handed "
+    "out, but results of that pass were gathered inside of its loop already. (Said once.)"
+)
+_CONSTANT = (
+    "gather_for_metrics: this batch has {given} samples, and the processes brought {counts} rows, as many as of a full batch. The first "
+    "{real} are kept, one for each sample that counts. (Said once.)"
 )

@@ -18,16 +18,20 @@ _OPEN_SWITCHES = ("dispatch_batches", "use_seedable_sampler")
 class DataLoaderConfiguration(KwargsHandler):
     """How the loaders given to `prepare` are shared between processes; read each time that one is prepared.
 
-    >>> DataLoaderConfiguration(even_batches=False).to_kwargs()
-    {'even_batches': False}
+    >>> DataLoaderConfiguration(even_batches=True).to_kwargs()
+    {'even_batches': True}
     """
 
     split_batches: bool = False
     """Whether the script's batch size is that of all processes together, rather than that of each."""
     dispatch_batches: bool | None = None
     """Whether rank 0 reads for everyone; None means no."""
-    even_batches: bool = True
-    """Whether a short last batch is completed with samples from the start, rather than shared out as it is (gradients stay exact)."""
+    even_batches: bool = False
+    """Whether a short last batch is completed with samples from the start, which then count twice, rather than dealt out as it is.
+
+    All processes read as many batches in both cases. As it is, what keeps a process busy that has no samples left counts nothing, so
+    training and metrics are those of one process. Completed, all batches have one shape: for compiled graphs that need it.
+    """
     use_seedable_sampler: bool | None = None
     """The order is always a function of seed and epoch; False has no effect and is warned about."""
     data_seed: int | None = None
@@ -35,9 +39,10 @@ class DataLoaderConfiguration(KwargsHandler):
     non_blocking: bool = False
     """Whether copies to a device may overlap with what follows."""
     use_stateful_dataloader: bool = False
-    """Whether a loaded checkpoint lets the next iteration go on where the saved one stood; else `skip_first_batches` does."""
-    resume: str | None = None
-    """"auto" is the same by its short name: after a checkpoint was loaded, the next `for` over a loader goes on by itself."""
+    """True is another name for `resume="auto"`, which is the default."""
+    resume: str = "auto"
+    """"auto": after a checkpoint was loaded, the next iteration over a loader continues where the checkpoint stood. "manual": the epoch
+    begins anew, and `skip_first_batches` continues it."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -49,10 +54,15 @@ class DataLoaderConfiguration(KwargsHandler):
             if not isinstance(value, bool) and not (value is None and name in _OPEN_SWITCHES):
                 choices = "True, False or None" if name in _OPEN_SWITCHES else "True or False"
                 raise ConfigError(f"DataLoaderConfiguration({name}={value!r}): a {type(value).__name__} is no switch; write {choices}")
-        if self.resume not in (None, "auto"):
+        if self.resume not in ("auto", "manual"):
             raise ConfigError(
-                f"DataLoaderConfiguration(resume={self.resume!r}): write resume='auto' to let the next loop over a loader go on where the "
-                "checkpoint stood, or leave it out and call skip_first_batches"
+                f"DataLoaderConfiguration(resume={self.resume!r}): write resume='auto' (the default) to let the next loop over a loader "
+                "continue where the checkpoint stood, or resume='manual' to begin the epoch anew and call skip_first_batches yourself"
+            )
+        if self.use_stateful_dataloader and self.resume == "manual":
+            raise ConfigError(
+                "DataLoaderConfiguration(use_stateful_dataloader=True, resume='manual'): the first lets a loader continue by itself after "
+                "load_state, the second does not. Leave out one of them."
             )
         seed = self.data_seed
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
@@ -60,5 +70,5 @@ class DataLoaderConfiguration(KwargsHandler):
 
     @property
     def resumes(self) -> bool:
-        """Whether a loop goes on by itself after a position was loaded."""
-        return self.use_stateful_dataloader or self.resume == "auto"
+        """Whether the next iteration continues at a position that was loaded."""
+        return self.resume == "auto"

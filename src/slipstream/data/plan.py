@@ -6,9 +6,11 @@ after the other, are the global batch, and the global batches are the same for a
 
 The last global batch (or round) may be short. What happens then is the policy:
 
+* `exact` (the default): it is dealt out as it is, each rank's piece as in a full batch, so that every rank reads the batches that a plain
+  loader of its batch size would read. A rank that gets none is handed repeated samples that count nothing.
 * `even`: it is completed from the start of the order, so that every rank has a full batch. One process reads it as it is.
-* `exact`: the samples left are shared out as evenly as possible; a rank that gets none is handed one repeated sample that counts nothing.
-* `ragged`: the same without the repeated sample, so a rank may have one batch less. Only where the script deals with that.
+* `ragged`: what is left is shared out as evenly as possible, without repeated samples, so a rank may have one batch less. Only where
+  the script deals with that.
 
 `drop_last` drops a short global batch whole. How a batch was shared is a `Shares`, or None if all ranks have the same full share.
 
@@ -50,17 +52,19 @@ class Order(Protocol):
 class Plan:
     """Global batches of `size` consecutive samples, each cut into one contiguous piece per rank.
 
-    >>> plan = Plan(world_size=2, size=4)
+    >>> plan = Plan(world_size=2, size=4, policy="even")
     >>> plan.short(1)
     Shares(given=(2, 2), real=(1, 0), weighed=False, full=4)
     >>> [list(piece for piece, _, _ in plan.pieces(iter(range(5)), rank)) for rank in range(2)]
     [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+    >>> Plan(world_size=2, size=4).short(1)
+    Shares(given=(1, 2), real=(1, 0), weighed=True, full=4)
     """
 
     world_size: int
     size: int
     """Samples in a full global batch."""
-    policy: Policy = "even"
+    policy: Policy = "exact"
     drop_last: bool = False
     aligned: bool = True
     """Whether batches begin at multiples of `size`, wherever a pass begins."""
@@ -86,13 +90,17 @@ class Plan:
 
     def short(self, left: int) -> Shares:
         """How a last batch of `left` samples is shared, fewer than a full one."""
-        if self.policy != "even":
+        if self.policy == "ragged":
             return self._share_out(left)
-        if self.world_size == 1:
-            return Shares((left,), (left,), False, self.size)
-        each = self.size // self.world_size
-        real = tuple(min(each, max(0, left - rank * each)) for rank in range(self.world_size))
-        return Shares((each,) * self.world_size, real, False, self.size)
+        real, before = [], 0
+        for count in self.given:
+            real.append(min(count, max(0, left - before)))
+            before += count
+        if self.policy == "exact":
+            given = tuple(own or max(1, count) for own, count in zip(real, self.given, strict=True))
+        else:
+            given = self.given if self.world_size > 1 else tuple(real)
+        return Shares(given, tuple(real), self.policy == "exact", self.size)
 
     def phase(self, start: int) -> int:
         """How many samples of the global batch around a position come before it."""
@@ -195,7 +203,7 @@ class Plan:
         if shares is not None and shares.weighed:
             first = sum(shares.real[:rank])
             own = list(samples[first : first + shares.real[rank]])
-            return own or ([] if self.policy == "ragged" else list(head()[:1]))
+            return own or ([] if self.policy == "ragged" else list(islice(cycle(head()), given[rank])))
         first = sum(given[:rank])
         own = list(samples[first : first + given[rank]])
         missing = given[rank] - len(own)
@@ -209,7 +217,7 @@ class Plan:
 class Dealing:
     """Whole batches, dealt out in rounds: rank r takes the r-th batch of each round of `world_size`.
 
-    >>> dealing = Dealing(world_size=2, nominal=2)
+    >>> dealing = Dealing(world_size=2, nominal=2, policy="even")
     >>> [[(batch, shares and shares.real) for batch, shares, _ in dealing.pieces(iter(["ab", "cd", "ef"]), rank)] for rank in range(2)]
     [[('ab', None), ('ef', (2, 0))], [('cd', None), ('ab', (2, 0))]]
     """
@@ -217,7 +225,7 @@ class Dealing:
     world_size: int
     nominal: int | None = None
     """Samples in a full batch; None takes the size of the first one."""
-    policy: Policy = "even"
+    policy: Policy = "exact"
     measure: Callable[[Any], int] = len
     """The size of a batch; 1 where a batch is one position of the dataset."""
 
@@ -261,7 +269,7 @@ class Dealing:
 class Cutting:
     """Batches of all sizes (of a batch sampler of the user's own), each cut into one piece per rank.
 
-    >>> cutting = Cutting(world_size=2)
+    >>> cutting = Cutting(world_size=2, policy="even")
     >>> [[batch for batch, _, _ in cutting.pieces(iter(["abcd", "efg"]), rank)] for rank in range(2)]
     [[['a', 'b'], ['e', 'f']], [['c', 'd'], ['g', 'a']]]
     """
@@ -269,7 +277,7 @@ class Cutting:
     world_size: int
     nominal: int | None = None
     """Samples in a full batch; None takes the size of the first one."""
-    policy: Policy = "even"
+    policy: Policy = "exact"
 
     def count(self, batches: int, rank: int = 0) -> int:
         """How many pieces a rank reads of so many batches."""

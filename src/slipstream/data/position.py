@@ -7,14 +7,14 @@ batches that each rank was handed, for scripts that skip by hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from slipstream.data.clock import Loaded
+from slipstream.data.clock import Clock, Loaded, Pass, Start
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
-__all__ = ["KINDS", "check_position", "read_position"]
+__all__ = ["KINDS", "check_position", "read_position", "tell_load_inside", "tell_set_epoch", "tell_start"]
 
 KINDS: Mapping[str, str] = {
     "samples": "map-style data in batches of a fixed size",
@@ -26,7 +26,8 @@ KINDS: Mapping[str, str] = {
 """What is counted, by the kind of loader."""
 
 _NUMBERS = ("epoch", "batches", "samples", "seed")
-_PLAIN = {*_NUMBERS, "left", "ended", "kind", "length", "batch"}
+_FLAGS = ("left", "ended", "interrupted", "untrained")
+_PLAIN = {*_NUMBERS, *_FLAGS, "kind", "length", "batch"}
 _LARGEST = 2**53
 
 
@@ -37,7 +38,7 @@ def check_position(state: Any, *, kind: str, length: int | None, stride: int, ex
     missing = [one for one in _NUMBERS if one not in state]
     if missing:
         raise ConfigError(f"this is no state of a prepared loader: it has no {', '.join(missing)}; pass what its state_dict() gave")
-    for one in (*_NUMBERS, "left", "ended", "batch"):
+    for one in (*_NUMBERS, *_FLAGS, "batch"):
         value = state.get(one, 0)
         largest = 2**64 if one == "seed" else _LARGEST
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < largest:
@@ -80,5 +81,90 @@ def read_position(state: Mapping[str, Any], *, length: int | None, name: str) ->
             "another one, so in this epoch some samples may come twice and others never."
         )
     extra = {one: value for one, value in state.items() if one not in _PLAIN}
-    left, ended = bool(state.get("left", 0)), bool(state.get("ended", 0))
-    return Loaded(state["epoch"], state["batches"], state["samples"], left, ended, extra)
+    left, ended, interrupted, untrained = (bool(state.get(flag, 0)) for flag in _FLAGS)
+    return Loaded(state["epoch"], state["batches"], state["samples"], left, ended, extra, interrupted, untrained)
+
+
+def tell_start(start: Start, clock: Clock, *, skips: bool, is_over: Callable[[Loaded], bool], name: str) -> None:
+    """Says what a pass makes of the position that was loaded, where that may surprise.
+
+    `skips`: the pass is that of `skip_first_batches`.
+    """
+    loaded = clock.loaded
+    assert loaded is not None
+    if start.loaded and is_over(loaded):
+        _tell_empty(start.epoch, name)
+    elif skips:
+        _tell_skip(start, name)
+    elif start.given_up is not None:
+        _tell_evaluation(loaded, name)
+    elif loaded.interrupted and clock.left is not None:
+        _tell_interrupted(loaded, name)
+
+
+def tell_load_inside(turn: Pass, clock: Clock, name: str) -> None:
+    """Says that a loop was read on after a position had been loaded inside of it."""
+    get_logger(__name__).warning(
+        f"a position was loaded inside of a loop over {name} (epoch {turn.epoch}), and the loop went on with batches of its own. The next "
+        f"loop begins at the loaded position, in epoch {clock.next}. Leave the loop (break) after load_state to continue there at once."
+    )
+
+
+def _tell_empty(epoch: int, name: str) -> None:
+    """Says why a pass over a loaded position is empty."""
+    get_logger(__name__).warning(
+        f"the pass over {name} that begins now is empty: its position was saved after the last batch of epoch {epoch}. This pass completes "
+        f"epoch {epoch}, and the next one is epoch {epoch + 1}. If the counter of your loop already stands at epoch {epoch + 1}, call "
+        "loader.set_epoch(epoch) before each pass."
+    )
+
+
+def _tell_interrupted(loaded: Loaded, name: str) -> None:
+    """Says that a pass which was left while it was trained on counts as over."""
+    epoch, batches = loaded.epoch, loaded.batches
+    get_logger(__name__).warning(
+        f"the position of a loader of {name} was saved after its loop had been left by break, {_counted(batches)} into epoch {epoch}: the "
+        f"pass that begins now is epoch {epoch + 1}, as it would have been in the saved run. To read the rest of epoch {epoch}, write "
+        f"skip_first_batches(loader, {batches}). A checkpoint that is saved before the break continues there by itself."
+    )
+
+
+def _tell_evaluation(loaded: Loaded, name: str) -> None:
+    """Says that an evaluation begins anew."""
+    get_logger(__name__).info(
+        f"the position of a loader of {name} was saved in the middle of an evaluation ({_counted(loaded.batches)} into it), whose results "
+        "are gone: the evaluation begins anew."
+    )
+
+
+def tell_set_epoch(epoch: int, loaded: Loaded) -> None:
+    """Says that `set_epoch` gives a loaded position up."""
+    get_logger(__name__).warning(
+        f"set_epoch({epoch}) gives up the position that was loaded for this loader ({loaded.samples} into epoch {loaded.epoch}): the next "
+        f"pass is a whole one. Begin the loop with epoch {loaded.epoch} to continue there."
+    )
+
+
+def _tell_skip(start: Start, name: str) -> None:
+    """Says what `skip_first_batches` means on a loader whose loaded position was not read yet."""
+    logger, loaded, epoch, batches = get_logger(__name__), start.given_up, start.epoch, start.batches
+    if start.loaded:
+        logger.info(
+            f"skip_first_batches(loader, {batches}) is not needed: the loaded position of this loader of {name} is {_counted(batches)} "
+            f"into epoch {epoch} already, and the pass continues there. Nothing is skipped twice."
+        )
+    elif loaded is not None and not batches:
+        logger.warning(
+            f"skip_first_batches(loader, 0) gives up the loaded position of this loader of {name} ({_counted(loaded.batches)} into epoch "
+            f"{loaded.epoch}): epoch {epoch} begins anew, so these batches come again. Iterate over the loader itself to continue there."
+        )
+    elif loaded is not None:
+        logger.warning(
+            f"skip_first_batches(loader, {batches}) begins {_counted(batches)} into epoch {epoch}, and gives up the loaded position of "
+            f"this loader of {name}, which is {_counted(loaded.batches)} into epoch {loaded.epoch}. The number counts from the start of "
+            "the epoch, not from the loaded position. Iterate over the loader itself to continue at the loaded position."
+        )
+
+
+def _counted(batches: int) -> str:
+    return f"{batches} batch{'' if batches == 1 else 'es'}"

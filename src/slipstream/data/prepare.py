@@ -107,7 +107,7 @@ def prepare_data_loader(
     put_on_device: bool = False,
     rng_types: Sequence[Any] | None = None,
     dispatch_batches: bool | None = None,
-    even_batches: bool = True,
+    even_batches: bool = False,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
     use_seedable_sampler: bool | None = None,
     data_seed: int | None = None,

@@ -22,7 +22,11 @@ __all__ = ["skip_first_batches"]
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """A loader that begins after `num_batches` batches of the present epoch in its first pass, and from the start in later ones.
 
-    The present epoch is the one being read or left by `break`, if it got that far; else the next one.
+    The present epoch is the one being read or left by `break`, if it got that far; else the next one. A pass of which only one batch
+    was read, and not trained on, is not left: that was a look at the data.
+
+    After `load_state` the present epoch is that of the loaded position, and `num_batches` counts from its start, not from the position:
+    the number of batches that the checkpoint stands at leads to the position itself, exactly. At the end of an epoch, 0 means the next.
 
     >>> list(skip_first_batches(DataLoader(range(6), batch_size=2), 2))
     [tensor([4, 5])]

@@ -263,7 +263,7 @@ class StreamLoader(PreparedLoader):
         return self.place.world_size if self.way == "own" else 1
 
     def _moved(self, turn: Pass) -> int:
-        return turn.start + turn.handed * self._stride if self.way == "own" else super()._moved(turn)
+        return turn.start + turn.done * self._stride if self.way == "own" else super()._moved(turn)
 
     def _place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]:
         """`dataset` is the state of a dataset that keeps one and cannot skip; `parts`, how many processes read parts of their own.

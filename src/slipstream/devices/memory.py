@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.devices.host import host_memory
 from slipstream.devices.table import CPU, FAMILIES, Family, family_of
+from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,8 @@ def _free_on(family: Family, device: torch.device | str) -> int | None:
 def should_reduce_batch_size(exception: BaseException) -> bool:
     """Whether an exception says that memory ran out, so that a smaller batch may fit.
 
-    The type decides where it can; the texts are for allocators that raise a plain RuntimeError.
+    The type decides where it can; the texts are for allocators that raise a plain RuntimeError. An error of this library is none, also
+    where it quotes the error of another process: memory did not run out here.
 
     >>> should_reduce_batch_size(MemoryError()), should_reduce_batch_size(ValueError("out of memory"))
     (True, False)
@@ -81,7 +83,7 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
 
     if isinstance(exception, MemoryError | torch.OutOfMemoryError):
         return True
-    if not isinstance(exception, RuntimeError):
+    if not isinstance(exception, RuntimeError) or isinstance(exception, SlipstreamError):
         return False
     text = str(exception)
     return any(part in text for family in FAMILIES for part in family.out_of_memory)

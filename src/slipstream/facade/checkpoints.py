@@ -78,6 +78,8 @@ class Checkpoints:
         with self._watch.timed("checkpoint") as details:
             path = self._saver.save(output_dir, Options(behind, dedup, number, max_shard_size))
             details.update(path=redacted(path), text=os.path.basename(path), behind=behind)
+        if self._parts.stepper.guards is not None:
+            self._parts.stepper.guards.look_at_checkpoint(path)
         return path
 
     def load_state(
@@ -94,9 +96,10 @@ class Checkpoints:
 
         Without a folder the newest numbered checkpoint that verifies is taken. Call it on every process, after `prepare`. `strict=True`
         makes a changed meaning (effective batch, data, schedule, precision) an error instead of a warning; `strict=False` leaves out
-        weights that are missing or unknown. `resume=True` lets the next iteration over a loader go on by itself, as
-        `DataLoaderConfiguration(resume="auto")` does. `allow_pickle` reads what only unpickling can read in a checkpoint of the
-        relative: it can run any code, so only for files that you trust. See `facade/restoring.py`.
+        weights that are missing or unknown. The next iteration over a prepared loader continues where the checkpoint stood;
+        `resume=False` begins the epoch anew, and `resume=True` continues where `DataLoaderConfiguration(resume="manual")` would not.
+        `allow_pickle` reads what only unpickling can read in a checkpoint of the relative: it can run any code, so only for files that
+        you trust. See `facade/restoring.py`.
 
         >>> import tempfile
         >>> from slipstream import Accelerator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from slipstream.data.options import DataLoaderConfiguration
 from slipstream.devices import rng
 from slipstream.devices.table import RNGType
 from slipstream.errors import ConfigError
+from slipstream.facade.handlers import HANDLERS
 from slipstream.parallel.compile import TorchDynamoPlugin
 
 __all__ = ["check_arguments", "given_arguments", "random_kinds"]
@@ -65,11 +67,25 @@ def given_arguments(given: Mapping[str, Any], constructor: Any) -> dict[str, Any
 
 def _check_names(options: Mapping[str, Any], constructor: Any) -> None:
     known = [*(name for name in inspect.signature(constructor).parameters if name not in ("self", "options")), *_OPTIONS]
-    for name in options:
+    for name, value in options.items():
         if name not in known:
+            places = _belongs_to(name, value)
+            if places:
+                raise TypeError(f"Accelerator({name}={value!r}): there is no such argument; write {' or '.join(places)}")
             near = difflib.get_close_matches(name, known, n=2)
             hint = f"did you mean {' or '.join(near)}?" if near else f"it takes {', '.join(known)}"
             raise TypeError(f"Accelerator({name}=...): there is no such argument; {hint}")
+
+
+def _belongs_to(name: str, value: Any) -> list[str]:
+    """How to write an option that is one of a plugin or handler, for each that has it."""
+    found = [f"{argument}={kind.__name__}({name}={value!r})" for argument, kind in _RECORDS if name in _fields(kind)]
+    found += [f"kwargs_handlers=[{kind.__name__}({name}={value!r})]" for kind in HANDLERS if name in _fields(kind)]
+    return [f"Accelerator({place})" for place in found]
+
+
+def _fields(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def random_kinds(rng_types: Iterable[str | RNGType] | None) -> list[str]:

@@ -14,7 +14,7 @@ from slipstream.step.ledger.options import LedgerKwargs
 from slipstream.step.profiling.options import ProfileKwargs
 from slipstream.strategies.options import DistributedDataParallelKwargs
 
-__all__ = ["Handlers", "sort_handlers"]
+__all__ = ["HANDLERS", "Handlers", "sort_handlers"]
 
 
 @dataclass
@@ -63,6 +63,8 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (LedgerKwargs, "ledger"),
     (GuardKwargs, "guards"),
 )
+HANDLERS: tuple[type, ...] = tuple(kind for kind, _ in _KINDS)
+"""The classes that `kwargs_handlers` may have objects of."""
 
 
 def sort_handlers(handlers: Sequence[Any] | None) -> Handlers:

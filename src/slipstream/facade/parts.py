@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from slipstream.comm import ops
+from slipstream.config.checks import said
 from slipstream.config.handlers import GradientAccumulationPlugin, ProjectConfiguration
 from slipstream.data.loader import PreparedLoader
 from slipstream.data.options import DataLoaderConfiguration
@@ -17,6 +20,7 @@ from slipstream.data.place import Place
 from slipstream.errors import ConfigError
 from slipstream.facade.handlers import Handlers
 from slipstream.facade.precision import Precision
+from slipstream.logging import get_logger
 from slipstream.parallel.compile import TorchDynamoPlugin, completed
 from slipstream.precision.policy import policy_for
 from slipstream.runtime.gradient_state import GradientState
@@ -86,7 +90,7 @@ def assemble(
     loading: DataLoaderConfiguration,
     dynamo: TorchDynamoPlugin | None,
     *,
-    outputs_to_fp32: bool,
+    outputs_to_fp32: bool | None,
     rng_types: list[str],
     **settings: Any,
 ) -> Parts:
@@ -98,14 +102,21 @@ def assemble(
         )
     gradient_state, registry, ledger = GradientState(accumulation), Registry(), _ledger(state, handlers)
     gradient_state.meter = ledger.meter
+    gradient_state.count_updates = _counter(weakref.ref(registry))  # loaders hold this state: what it holds must not hold them
     distributed = state.use_distributed
     strategy = DDP(state.runtime, state.limits, state.device, handlers.ddp, ledger.meter) if distributed else Strategy()
+    _check_fp8(state)
     precision = Precision(
-        state.mixed_precision, strategy.realise(state.device), handlers, outputs_to_fp32=outputs_to_fp32, distributed=distributed
+        state.mixed_precision,
+        strategy.realise(state.device),
+        handlers,
+        outputs_to_fp32=outputs_to_fp32,
+        distributed=distributed,
+        pad_inner_dim=state.compute.fp8_pad_inner_dim,
     )
 
-    def total(number: float) -> float:
-        return float(ops.reduce(state.channel(), state.limits, number, "sum", operation="backward"))
+    def total(numbers: list[float]) -> list[float]:
+        return [float(number) for number in ops.reduce(state.channel(), state.limits, numbers, "sum", operation="backward")]
 
     stepper = Stepper(
         gradient_state, strategy, precision.scaler, rank=state.process_index, world_size=state.num_processes, total=total
@@ -125,6 +136,24 @@ def assemble(
         rng_types=rng_types,
         **settings,
     )
+
+
+def _check_fp8(state: AcceleratorState) -> None:
+    """Options of fp8 without fp8 have no effect: that is said, and no error, since another Accelerator of the script may use it."""
+    options = state.options
+    given = [said(options, name) for name in ("fp8_backend", "fp8_pad_inner_dim") if options[name].value not in ("auto", False)]
+    if given and state.mixed_precision != "fp8":
+        get_logger(__name__).warning_once(
+            f"{' and '.join(given)} has no effect with {said(options, 'mixed_precision')}: write mixed_precision fp8, or leave it out"
+        )
+
+
+def _counter(registry: weakref.ref[Registry]) -> Callable[[], int]:
+    def count_updates() -> int:
+        known = registry()
+        return 0 if known is None else sum(optimizer.updates for optimizer in known.optimizers)
+
+    return count_updates
 
 
 def _ledger(state: AcceleratorState, handlers: Handlers) -> Ledger:

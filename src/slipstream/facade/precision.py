@@ -21,11 +21,20 @@ __all__ = ["Precision"]
 class Precision:
     """What `mixed_precision` means for the models of one Accelerator."""
 
-    def __init__(self, mixed_precision: str, device_type: str, handlers: Handlers, *, outputs_to_fp32: bool, distributed: bool) -> None:
+    def __init__(
+        self,
+        mixed_precision: str,
+        device_type: str,
+        handlers: Handlers,
+        *,
+        outputs_to_fp32: bool | None,
+        distributed: bool,
+        pad_inner_dim: bool = False,
+    ) -> None:
         check_device(mixed_precision, device_type)
         self.device_type = device_type
         self.handler = handlers.autocast
-        self.fp8 = handlers.fp8
+        self.fp8 = handlers.fp8 or AORecipeKwargs(pad_inner_dim=pad_inner_dim or None)
         self.policy = policy_for(
             mixed_precision,
             outputs_to_fp32=outputs_to_fp32,
@@ -38,7 +47,7 @@ class Precision:
         """Makes a model compute as the policy says; once is enough, and twice does no harm."""
         check_parameters(self.policy, model, scales=self.scaler.scales)
         if self.policy.mixed_precision == "fp8" and not has_ao_layers(model):
-            convert(model, self.fp8 or AORecipeKwargs())
+            convert(model, self.fp8)
         autocast.install(model, self.policy, self.device_type, self.handler)
 
     def context(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:

@@ -68,6 +68,7 @@ class Preparation:
         elif offload_folder is not None:
             raise ConfigError(f"prepare(offload_folder={str(offload_folder)!r}) needs device_map beside it, which says what goes there.")
         results: list[Any] = list(args)
+        loaders_before = len(self._parts.registry.loaders)
         kinds = [_kind(one) for one in args]
         positions = {kind: [index for index, one in enumerate(kinds) if one == kind] for kind in _KINDS}
         for index in positions["model"]:
@@ -80,6 +81,7 @@ class Preparation:
             results[index] = loader
         for index in positions["scheduler"]:
             results[index] = self.prepare_scheduler(args[index])
+            results[index].loaders_before = min(results[index].loaders_before, loaders_before)
         return results[0] if len(results) == 1 else tuple(results)
 
     # -- models ---------------------------------------------------------------------------------------------------
@@ -109,6 +111,8 @@ class Preparation:
             return prepared  # nothing to train: a record of its training, if there is one, stays as it is
         if known is None or prepared is not before:
             parts.stepper.add(original, prepared)
+            if prepared is not original and parts.stepper.guards is not None:
+                parts.stepper.guards.watch_inputs(prepared)
             if parts.state.debug:
                 parts.state.expect_equal(f"weights of {type(original).__name__}", partial(_weights, weakref.ref(original)))
         return prepared
@@ -171,6 +175,8 @@ class Preparation:
             step_with_optimizer=parts.step_scheduler_with_optimizer,
             moves=parts.state.num_processes if repeats else 1,
             same_everywhere=lambda value: state.verify_replicas(metric=float(value)),
+            begins=None if parts.stepper.guards is None else parts.stepper.guards.look_at_schedule,
+            loaders_before=len(parts.registry.loaders),
         )
         parts.registry.schedulers.append(prepared)
         return prepared

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from slipstream.devices.table import CPU, DistributedType
+from slipstream.facade.parts import Parts
 from slipstream.runtime.state import AcceleratorState
 
 __all__ = ["Processes"]
@@ -22,6 +23,7 @@ class Processes:
     """Which process this is, taking turns, and collectives."""
 
     state: AcceleratorState
+    _parts: Parts
 
     @property
     def device(self) -> torch.device:
@@ -120,10 +122,13 @@ class Processes:
 
     def check_trigger(self) -> bool:
         """See `PartialState.check_trigger`."""
-        return self.state.check_trigger()
+        is_set = self.state.check_trigger()
+        self._parts.stepper.cut_short |= is_set
+        return is_set
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False, **dynamic: Any) -> AbstractContextManager[Any]:
         """See `PartialState.split_between_processes`."""
+        self._parts.gradient_state.note_split()
         return self.state.split_between_processes(inputs, apply_padding, **dynamic)
 
     def map_across_processes(

@@ -80,7 +80,7 @@ def _settle(saver: Saver) -> None:
     """Returns when every rank has come and none is still saving: what they look at is the same then."""
     outcome: Exception | None = None
     try:
-        saver.background.wait()
+        saver.settle()
     except Exception as error:  # every rank has to hear of it, and raises
         outcome = error
     tell(saver.parts.state.channel(), saver.parts.state.limits, outcome, operation="load_state")

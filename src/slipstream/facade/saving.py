@@ -23,7 +23,8 @@ from slipstream.comm.meter import CHECKPOINT, marked
 from slipstream.config.handlers import ProjectConfiguration
 from slipstream.errors import ConfigError
 from slipstream.facade.parts import Parts
-from slipstream.facade.taking import state_dicts, take
+from slipstream.facade.save_folders import SaveFolders
+from slipstream.facade.taking import stamp_of, state_dicts, take
 from slipstream.facade.together import save_together
 from slipstream.files.disk import Disk
 from slipstream.logging import get_logger
@@ -63,9 +64,12 @@ class Saver:
     history: str = ""
     """Names this run since its last load, the same on all ranks (8 hex digits): saves of another one at the same step are not its own."""
 
+    folders: SaveFolders = field(init=False)
+    """Whether all ranks save to the same folder."""
     _told_numbered: bool = False
 
     def __post_init__(self) -> None:
+        self.folders = SaveFolders(self.parts.state.runtime)
         self.history = self.parts.state.runtime.notes.agree("run", secrets.token_hex(4))
 
     # -- where ----------------------------------------------------------------------------------------------------
@@ -151,6 +155,8 @@ class Saver:
         largest = None if options.max_shard_size is None else parse_size(options.max_shard_size)
         if options.dedup and is_url(target):
             get_logger(__name__).warning(f"save_state(dedup=True) has no effect at {redacted(target)}: only files on a disk can be linked")
+        machine = self.parts.state.runtime.process.node_rank if self.project.save_on_each_node else None
+        self.folders.announce(self.folder or target, stamp_of(self.parts, self.history), machine=machine)
         work = self._shared(target, options, largest) if self.writes else self._own(target, options)
         if self.folder is not None:
             self.project.iteration += 1
@@ -158,7 +164,13 @@ class Saver:
             self.background.start(f"the checkpoint {redacted(target)}", work)
         else:
             work()
+            self.folders.check()
         return target
+
+    def settle(self) -> None:
+        """Waits for a save that is written behind the training, and raises what went wrong with the last one."""
+        self.background.wait()
+        self.folders.check()
 
     def _shared(self, target: str, options: Options, largest: int | None) -> Callable[[], None]:
         """What remains to be done once the state of the run was taken."""

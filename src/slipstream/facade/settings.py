@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from slipstream.config.handlers import ProjectConfiguration
@@ -18,7 +19,31 @@ class Settings:
 
     _parts: Parts
     _handlers: Handlers
+    _given: dict[str, Any]
     project_configuration: ProjectConfiguration
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make an Accelerator with the settings of this one as they are now.
+
+        >>> from slipstream import Accelerator
+        >>> accelerator = Accelerator(cpu=True, split_batches=True)
+        >>> accelerator.gradient_accumulation_steps = 4
+        >>> twin = Accelerator(**accelerator.arguments())
+        >>> twin.split_batches, twin.gradient_accumulation_steps
+        (True, 4)
+        """
+        parts, asked = self._parts, self._given
+        other_ways = ("split_batches", "project_dir", "dynamo_backend", "gradient_accumulation_steps")
+        now: dict[str, Any] = {
+            "mixed_precision": parts.state.mixed_precision,
+            "dataloader_config": replace(parts.loading),
+            "project_config": replace(self.project_configuration),
+        }
+        if parts.dynamo is not None:
+            now["dynamo_plugin"] = replace(parts.dynamo)
+        if parts.effective_batch_size is None:
+            now["gradient_accumulation_plugin"] = replace(parts.gradient_state.plugin)
+        return {**{name: value for name, value in asked.items() if name not in other_ways}, **now}
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -26,6 +51,12 @@ class Settings:
     def dataloader_config(self) -> DataLoaderConfiguration:
         """The options of loaders; what is changed here counts for loaders that are prepared afterwards."""
         return self._parts.loading
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        if not isinstance(value, DataLoaderConfiguration):
+            raise TypeError(f"dataloader_config = {value!r}: write accelerator.dataloader_config = DataLoaderConfiguration(...)")
+        self._parts.loading = replace(value)
 
     @property
     def split_batches(self) -> bool:
@@ -203,7 +234,3 @@ class Settings:
     def should_save_model(self) -> bool:
         """True: every process has the whole model."""
         return True
-
-    def verify_device_map(self, model: Any) -> bool:
-        """Whether a part of the model is spread over several devices by a device map."""
-        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())

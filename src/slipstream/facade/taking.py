@@ -19,7 +19,7 @@ from slipstream.errors import CheckpointError
 from slipstream.facade.parts import Parts
 from slipstream.step.prepared import PreparedModel
 
-__all__ = ["numbered", "present_receipt", "state_dicts", "step_of", "take"]
+__all__ = ["numbered", "present_receipt", "stamp_of", "state_dicts", "step_of", "take"]
 
 _POSITIONS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "eps"})
 """What of a scheduler's state says where it stands, rather than how it was made."""
@@ -59,7 +59,7 @@ def take(
     What this rank holds of tensors that are sharded is put into `pieces`; without it, sharded tensors are refused.
     """
     loop = parts.stepper.loop_state()  # first: it settles what the loss scaler's state depends on
-    stamp = _stamp(parts, history)
+    stamp = stamp_of(parts, history)
     state = parts.state
     facts = Facts(
         stamp=stamp,
@@ -158,7 +158,7 @@ def _training(parts: Parts) -> Part:
     return part_of("training", state, "the state of the training loop")
 
 
-def _stamp(parts: Parts, history: str) -> str:
+def stamp_of(parts: Parts, history: str) -> str:
     """What all ranks of a save agree on without asking each other: which run it is, and how far."""
     positions = [[loader.state_dict()[name] for name in ("epoch", "batches")] for loader in parts.registry.loaders]
     updates = [optimizer.updates for optimizer in parts.registry.optimizers]

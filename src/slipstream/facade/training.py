@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -74,9 +74,7 @@ class Training:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self._parts.gradient_state.sync_gradients = value
-        for model in self._parts.stepper.models:
-            model.window.closing = value
+        self._parts.stepper.set_closing(value)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -94,6 +92,15 @@ class Training:
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left out its last step because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._parts.registry.optimizers)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """A block in which sequences are cut over the ranks of a context-parallel mesh; there is none here, so it does nothing."""
+        return nullcontext()
 
     # -- clipping (step/clip.py) ----------------------------------------------------------------------------------
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,10 @@ _GUARDS = "slipstream.guards"
 _NOTE = "folder of the run"
 _SAME = 3
 """How often one and the same warning is noted."""
+_INTERRUPTED = f"exit code {128 + signal.SIGINT}"
+"""What our worker notes of a script that caught Ctrl-C and exits as shells expect it."""
+_BRIEF = 1.0
+"""Seconds of training below which the end says nothing of where they went."""
 _KEPT = 1000
 """Events and intervals that wait for a folder."""
 
@@ -68,7 +74,9 @@ class Watch:
         self._said: set[str] = set()
         self._heard: Counter[str] = Counter()
         """Warnings of this process, and how often each came."""
-        self._left: weakref.finalize[..., Any] | None = None
+        self._open_run = _OpenRun(parts.ledger)
+        self._left = self._open_run.ending = weakref.finalize(self, _left_alone, self._open_run)
+        atexit.register(self._left)  # before the group is closed: handlers run in the other order than they were registered
         self._memory = watch_memory(self._tensors, self._place_of_snapshots, self._tell_snapshot)
         weakly = weakref.WeakMethod
         parts.ledger.sinks.append(partial(_if_alive, weakly(self.interval)))
@@ -132,8 +140,7 @@ class Watch:
         self.folder.write_json("environment.json", told)
         self._parts.state.runtime.notes.agree(_NOTE, str(self.folder.path.absolute()))
         self._ledger = self.folder.journal("ledger.jsonl")
-        self._left = weakref.finalize(self, _left_alone, self.folder, self._ledger, self._parts.ledger)
-        atexit.register(self._left)  # before the group is closed: handlers run in the other order than they were registered
+        self._open_run.folder, self._open_run.journal = self.folder, self._ledger
         while self._waiting:
             kind, record = self._waiting.popleft()
             self._write(kind, record)
@@ -225,7 +232,9 @@ class Watch:
     def end(self, state: str = "finished") -> Path | None:
         """Ends ledger, trackers and run, and says where the time went; the path of the report that was written."""
         report = self._parts.ledger.finish()
-        if report.steps and self._parts.ledger.options.summary and self._parts.state.is_main_process:
+        self._left.detach()
+        atexit.unregister(self._left)
+        if report.steps and report.seconds >= _BRIEF and self._parts.ledger.options.summary and self._parts.state.is_main_process:
             print(f"\n{report.table()}", file=sys.stderr, flush=True)
         self._memory.close()
         with suppress(ValueError):
@@ -244,10 +253,7 @@ class Watch:
 
     def _close(self, state: str) -> None:
         folder, ledger = self.folder, self._ledger
-        self.folder = self._ledger = None
-        if self._left is not None:
-            self._left.detach()
-            atexit.unregister(self._left)
+        self.folder = self._ledger = self._open_run.folder = self._open_run.journal = None
         if folder is not None:
             self._safely("written", lambda: folder.event("end", state))
             self._safely("closed", lambda: folder.end(state))
@@ -305,19 +311,40 @@ def _if_alive(method: weakref.WeakMethod[Callable[..., None]], *told: Any) -> No
         alive(*told)
 
 
-def _left_alone(folder: RunFolder, journal: Journal, ledger: Ledger) -> None:
+@dataclass
+class _OpenRun:
+    """What has to be ended of a run whose script ends, or forgets its Accelerator, without end_training."""
+
+    ledger: Ledger
+    folder: RunFolder | None = None
+    journal: Journal | None = None
+    process: int = field(default_factory=os.getpid)
+    ending: weakref.finalize[..., Any] | None = None
+    """What calls `_left_alone`, once: at the end of the Accelerator or of the process."""
+
+
+def _left_alone(run: _OpenRun) -> None:
     """A script that ends, or forgets its Accelerator, without end_training: its run has ended too, and its report is worth the most."""
+    if os.getpid() != run.process:  # a child, which has inherited it
+        return
     from slipstream.report import write
 
+    atexit.unregister(run.ending)  # type: ignore[arg-type]  # it is compared, and not called
+    state, why = _how_it_ended()
+    folder = run.folder
+    if run.ledger.rank and state != "ended":  # the failure itself tells more, and the store may be out of reach
+        return
     try:
-        ledger.leave()  # the last steps, and what other processes told before they ended
-        journal.close()
-        state, why = _how_it_ended()
-        folder.event("end", why)
-        folder.end(state)
-        write([folder.path], folder.path / "report.html")
+        run.ledger.leave(patient=state == "ended")  # the last steps, and what other processes told before they ended
+        if run.journal is not None:
+            run.journal.close()
+        if folder is not None:
+            folder.event("end", why)
+            folder.end(state)
+            write([folder.path], folder.path / "report.html")
     except Exception as error:  # at exit nobody can catch it, and how the script ended counts for more
-        print(f"slipstream: the run in {folder.path} could not be closed ({type(error).__name__}: {error})", file=sys.stderr)
+        where = "" if folder is None else f" in {folder.path}"
+        print(f"slipstream: the run{where} could not be closed ({type(error).__name__}: {error})", file=sys.stderr)
 
 
 def _how_it_ended() -> tuple[str, str]:
@@ -326,4 +353,6 @@ def _how_it_ended() -> tuple[str, str]:
     if kind is None:
         return "ended", "the script ended without end_training()"
     text = redact_text(next(iter(str(getattr(sys, "last_value", "")).splitlines()), ""))
+    if issubclass(kind, KeyboardInterrupt) or (kind is SystemExit and text == _INTERRUPTED):
+        return "interrupted", "by Ctrl-C, or another SIGINT"
     return "failed", f"{kind.__name__}: {text}".removesuffix(": ")

@@ -29,7 +29,7 @@ from slipstream.files.digest import Bytes, Digest, bytes_of
 if TYPE_CHECKING:
     from slipstream.files.disk import Disk
 
-__all__ = ["SMALLEST", "set_direct", "write_direct"]
+__all__ = ["SMALLEST", "copy_bytes", "set_direct", "write_direct"]
 
 SMALLEST: Final = 8 << 20
 """Files from this size on are worth it: below, buffers and threads cost more than the page cache."""
@@ -81,7 +81,7 @@ def _filled(chunks: Iterable[Bytes], free: queue.SimpleQueue[memoryview]) -> Ite
         data = bytes_of(chunk)
         while data:
             count = min(len(data), len(buffer) - used)
-            _copy(buffer[used : used + count], data[:count])
+            copy_bytes(buffer[used : used + count], data[:count])
             data, used = data[count:], used + count
             if used == len(buffer):
                 yield buffer
@@ -90,7 +90,8 @@ def _filled(chunks: Iterable[Bytes], free: queue.SimpleQueue[memoryview]) -> Ite
         yield buffer[:used]
 
 
-def _copy(into: memoryview, data: memoryview) -> None:
+def copy_bytes(into: memoryview, data: memoryview) -> None:
+    """Copy bytes; while many are copied, other threads of Python go on."""
     if len(data) < _SMALL_COPY:
         into[:] = data
         return

@@ -1,8 +1,9 @@
-"""A file read as a whole, with its checksum on the way, into memory of its own.
+"""A file read as a whole, with its checksum on the way: `read_whole` into one piece of memory, `read_into` into several.
 
-The memory is an anonymous mapping of the file's size, never more, that the result keeps alive; tensors can be views of it, and it can be
-written. What is read is what the checksum was made of: later changes of the file change nothing. A file that is shorter or longer than
-announced is refused before anything is allocated for it.
+The memory of `read_whole` is an anonymous mapping of the file's size, never more, that the result keeps alive, and that can be written.
+`read_into` fills memory of the caller, for example one tensor after the other, so that none of them is a part of a larger buffer. What is
+read is what the checksum was made of: later changes of the file change nothing. A file that is shorter or longer than announced is refused
+before anything is allocated for it.
 
 A file that nobody else reads, and of which nothing is in the page cache, is read straight from the disk: putting it into the cache first
 would take its size in memory once more, and a copy.
@@ -10,20 +11,22 @@ would take its size in memory once more, and a copy.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 from slipstream.errors import CheckpointError
 from slipstream.files.digest import Digest
-from slipstream.files.direct import set_direct
+from slipstream.files.direct import copy_bytes, set_direct
 
-__all__ = ["read_digest", "read_whole"]
+__all__ = ["check_memory", "give_back", "read_digest", "read_into", "read_whole"]
 
 _PIECE: Final = 4 << 20
 _READERS: Final = 2
@@ -32,6 +35,11 @@ _FEWEST_PIECES: Final = 4
 _PROBES: Final = 8
 _SLOW: Final = 0.004
 """Seconds of a processor for a piece: a copy and two large pages take about one millisecond."""
+_MOST_VIEWS: Final = 1000
+"""Pieces of memory that one system call fills; Linux takes 1024."""
+
+_Piece = tuple[list[memoryview], int]
+"""Where consecutive bytes of a file go, and where in the file they begin."""
 
 
 def read_whole(
@@ -58,39 +66,68 @@ def read_whole(
     """
     _check_size(fd, size, where)
     memory = _memory(size, where)
-    running = Digest()
-    for piece in _filled(fd, memory, where, alone=alone):
-        if digest:
-            running.update(piece)
-        advance(len(piece))
+    return memory, read_into(fd, [memory], digest=digest, where=where, alone=alone, advance=advance)
+
+
+def read_into(
+    fd: int,
+    parts: Sequence[memoryview],
+    *,
+    digest: bool = True,
+    where: str = "the file",
+    alone: bool = False,
+    advance: Callable[[int], object] = lambda count: None,
+) -> str:
+    """Fill pieces of memory, one after the other, with all bytes of an open file; their checksum. Keywords as those of `read_whole`.
+
+    >>> import tempfile
+    >>> first, second = bytearray(4), bytearray(6)
+    >>> with tempfile.TemporaryFile() as file:
+    ...     _ = file.write(b"slipstream")
+    ...     file.flush()
+    ...     checksum = read_into(file.fileno(), [memoryview(first), memoryview(second)])
+    >>> first, second, checksum[:8]
+    (bytearray(b'slip'), bytearray(b'stream'), '63f9f393')
+    """
+    size = sum(map(len, parts))
     _check_size(fd, size, where)
-    return memory, running.hexdigest() if digest else ""
+    running = Digest()
+    for views in _filled(fd, parts, size, where, alone=alone):
+        for view in views if digest else ():
+            running.update(view)
+        advance(sum(map(len, views)))
+    _check_size(fd, size, where)
+    return running.hexdigest() if digest else ""
 
 
-def _filled(fd: int, memory: memoryview, where: str, *, alone: bool) -> Iterator[memoryview]:
+def _filled(fd: int, parts: Sequence[memoryview], size: int, where: str, *, alone: bool) -> Iterator[list[memoryview]]:
     """The memory, piece by piece, as it is read from the file. Of a large file several pieces are read at a time.
 
     One reader alone waits for the disk, or for fresh pages of memory, half of the time.
     """
-    pieces = [(memory[done : done + _PIECE], done) for done in range(0, len(memory), _PIECE)]
+    pieces = list(_cut(parts))
     if len(pieces) < _FEWEST_PIECES:
-        for piece, done in pieces:
-            _fill(fd, piece, done, where)
-            yield piece
+        for views, done in pieces:
+            _fill(fd, views, done, where)
+            yield views
         return
-    direct = alone and not _is_cached(fd, len(memory)) and set_direct(fd, True)
-    pages = _LargePages(memory)
+    direct = alone and not _is_cached(fd, size) and set_direct(fd, True)
+    spare = _spare_pieces() if direct and len(parts) > 1 else None
+    pages = _LargePages(parts)
 
-    def fill(piece: memoryview, done: int) -> None:
+    def fill(views: list[memoryview], done: int) -> None:
         with pages.watched():
-            _fill(fd, piece, done, where, direct=direct)
+            if spare is None:
+                _fill(fd, views, done, where, direct=direct)
+            else:
+                _fill_by_copy(fd, views, done, where, spare)
 
     with ThreadPoolExecutor(_READERS_OF_A_DISK if direct else _READERS, thread_name_prefix="slipstream-read") as readers:
-        reads = [readers.submit(fill, piece, done) for piece, done in pieces[:-1]]
+        reads = [readers.submit(fill, views, done) for views, done in pieces[:-1]]
         try:
-            for read, (piece, _) in zip(reads, pieces, strict=False):
+            for read, (views, _) in zip(reads, pieces, strict=False):
                 read.result()
-                yield piece
+                yield views
         finally:
             for read in reads:
                 read.cancel()
@@ -98,6 +135,43 @@ def _filled(fd: int, memory: memoryview, where: str, *, alone: bool) -> Iterator
         set_direct(fd, False)  # the end of a file is seldom that of a block
     _fill(fd, *pieces[-1], where)
     yield pieces[-1][0]
+
+
+def _cut(parts: Sequence[memoryview]) -> Iterator[_Piece]:
+    """The same memory in pieces of `_PIECE` bytes, the last one what remains."""
+    views: list[memoryview] = []
+    start, room = 0, _PIECE
+    for part in parts:
+        while part:
+            taken, part = part[:room], part[room:]
+            views.append(taken)
+            room -= len(taken)
+            if not room:
+                yield views, start
+                views, start, room = [], start + _PIECE, _PIECE
+    if views:
+        yield views, start
+
+
+def _spare_pieces() -> queue.SimpleQueue[memoryview]:
+    """Memory at addresses at which a disk can write, one piece for each reader."""
+    spare: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    for _ in range(_READERS_OF_A_DISK):
+        spare.put(memoryview(mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
+    return spare
+
+
+def _fill_by_copy(fd: int, views: list[memoryview], offset: int, where: str, spare: queue.SimpleQueue[memoryview]) -> None:
+    """As `_fill` from the disk, for memory at addresses at which a disk cannot write."""
+    piece = spare.get()
+    try:
+        _fill(fd, [piece[: sum(map(len, views))]], offset, where, direct=True)
+        done = 0
+        for view in views:
+            copy_bytes(view, piece[done : done + len(view)])
+            done += len(view)
+    finally:
+        spare.put(piece)
 
 
 def _is_cached(fd: int, size: int) -> bool:
@@ -122,7 +196,7 @@ def read_digest(fd: int, size: int, *, where: str = "the file") -> str:
     running = Digest()
     for done in range(0, size, _PIECE):
         piece = memory[: min(_PIECE, size - done)]
-        _fill(fd, piece, done, where)
+        _fill(fd, [piece], done, where)
         running.update(piece)
     _check_size(fd, size, where)
     return running.hexdigest()
@@ -134,12 +208,29 @@ def _check_size(fd: int, size: int, where: str) -> None:
         raise CheckpointError(f"{where} has {there:,} bytes, and it should have {size:,}: it is damaged or belongs to another save.")
 
 
+def give_back(memory: memoryview) -> None:
+    """Return memory of `read_whole` to the system, as far as it is whole pages. What it held is gone; other memory stays as it is."""
+    whole: object = memory.obj
+    if isinstance(whole, mmap.mmap) and memory and not memory.readonly and hasattr(mmap, "MADV_DONTNEED"):
+        start, size = _pages_of(memory)
+        if size > 0:
+            whole.madvise(mmap.MADV_DONTNEED, start - _address(memoryview(whole)), size)
+
+
+def check_memory(size: int, where: str) -> None:
+    """Raise for a file that is larger than the memory of this machine.
+
+    A file of holes takes no space on the disk, and a system that promises too much memory would never come to an end.
+    """
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > there:
+        raise CheckpointError(f"{where} has {size:,} bytes, more than the {there:,} bytes of memory that this machine has.")
+
+
 def _memory(size: int, where: str) -> memoryview:
     if size == 0:
         return memoryview(bytearray())
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > there:  # a file of holes takes no space on the disk, and a system that promises too much memory would never come to an end
-        raise CheckpointError(f"{where} has {size:,} bytes, more than the {there:,} bytes of memory that this machine has.")
+    check_memory(size, where)
     try:
         mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with processes that are forked later
     except OSError as error:
@@ -154,8 +245,8 @@ class _LargePages:
     host, and getting them again takes ten times as long; as soon as that shows, the rest is taken in small ones.
     """
 
-    def __init__(self, memory: memoryview) -> None:
-        self._mapped: Any = memory.obj
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._mapped = [part.obj for part in parts if isinstance(part.obj, mmap.mmap)]  # what tensors have from torch is left to torch
         self._wanted = self._advise("MADV_HUGEPAGE")
 
     @contextmanager
@@ -169,25 +260,48 @@ class _LargePages:
 
     def _advise(self, name: str) -> bool:
         advice = getattr(mmap, name, None)
-        if advice is None:
+        if advice is None or not self._mapped:
             return False
         try:
-            self._mapped.madvise(advice)
+            for mapped in self._mapped:
+                mapped.madvise(advice)
         except OSError:  # a system without large pages
             return False
         return True
 
 
-def _fill(fd: int, piece: memoryview, offset: int, where: str, *, direct: bool = False) -> None:
-    while piece:
-        try:
-            got = os.preadv(fd, [piece], offset)
-        except OSError as error:
-            if error.errno == errno.EINVAL and direct:  # a file system that allows it, and then does not do it
-                set_direct(fd, False)
-                direct = False
-                continue
-            raise CheckpointError(f"{where} cannot be read at byte {offset:,}: {error.strerror}.") from error
-        if not got:
-            raise CheckpointError(f"{where} ended after {offset:,} bytes: it was changed while it was read.")
-        piece, offset = piece[got:], offset + got
+def _pages_of(memory: memoryview) -> tuple[int, int]:
+    """Address and bytes of the pages that lie wholly in this memory."""
+    start = _address(memory)
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    return first, (start + len(memory)) // mmap.PAGESIZE * mmap.PAGESIZE - first
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _fill(fd: int, views: list[memoryview], offset: int, where: str, *, direct: bool = False) -> None:
+    for start in range(0, len(views), _MOST_VIEWS):
+        left = views[start : start + _MOST_VIEWS]
+        while left:
+            try:
+                got = os.preadv(fd, left, offset)
+            except OSError as error:
+                if error.errno == errno.EINVAL and direct:  # a file system that allows it, and then does not do it
+                    set_direct(fd, False)
+                    direct = False
+                    continue
+                raise CheckpointError(f"{where} cannot be read at byte {offset:,}: {error.strerror}.") from error
+            if not got:
+                raise CheckpointError(f"{where} ended after {offset:,} bytes: it was changed while it was read.")
+            left, offset = _rest(left, got), offset + got
+
+
+def _rest(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of this memory once so many bytes of it are filled."""
+    for number, view in enumerate(views):
+        if done < len(view):
+            return [view[done:], *views[number + 1 :]]
+        done -= len(view)
+    return []

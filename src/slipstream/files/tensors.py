@@ -16,7 +16,7 @@ from typing import Any, Final
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 
-__all__ = ["ITEM_SIZE", "LARGEST_HEADER", "Entry", "Layout", "plan", "read_layout"]
+__all__ = ["ALIGNMENT", "ITEM_SIZE", "LARGEST_HEADER", "Entry", "Layout", "file_order", "plan", "read_layout"]
 
 ITEM_SIZE: Final[Mapping[str, int]] = {
     "BOOL": 1,
@@ -44,6 +44,9 @@ ITEM_SIZE: Final[Mapping[str, int]] = {
 LARGEST_HEADER: Final = 100_000_000
 """Most bytes of a header: the limit of the format."""
 
+ALIGNMENT: Final = 64
+"""Where torch's own memory for tensors begins: at multiples of so many bytes."""
+
 _METADATA: Final = "__metadata__"
 _MOST_DIMS: Final = 64
 _LARGEST: Final = 2**63 - 1
@@ -70,10 +73,23 @@ class Layout:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
+def file_order(size: int, item_size: int) -> tuple[bool, int]:
+    """A key to sort tensors by for a file: their bytes, and those of an element.
+
+    Those whose bytes fill multiples of 64 come first and begin at such multiples, so whoever maps the file has them as aligned as tensors
+    of torch's own; the others follow, larger elements first, each at a multiple of its element.
+
+    >>> sorted([(4, 4), (64, 4), (16, 8), (128, 2)], key=lambda one: file_order(*one))
+    [(64, 4), (128, 2), (16, 8), (4, 4)]
+    """
+    return (size % ALIGNMENT != 0, -item_size if size % ALIGNMENT else 0)
+
+
 def plan(items: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> tuple[bytes, Layout]:
     """The header (with its length) for tensors given as (name, dtype, shape), stored in the order given, and where each one lies.
 
-    The data begins at a multiple of 8. Whoever gives the types with the larger elements first has all of them aligned.
+    The data begins at a multiple of 64 bytes of the file. Between tensors the format allows no gap: `file_order` puts them into an order
+    in which almost all begin at such a multiple too.
 
     >>> header, layout = plan([("weight", "F32", (2, 3)), ("bias", "F32", (2,))], {"format": "pt"})
     >>> layout.entries["bias"]
@@ -94,7 +110,7 @@ def plan(items: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[st
     for entry in entries.values():
         content[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.start, entry.end]}
     text = strict_json.dump(content)
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > LARGEST_HEADER:
         raise CheckpointError(
             f"The header of a file with {len(entries):,} tensors would have {len(text):,} bytes, more than the {LARGEST_HEADER:,} "

@@ -18,11 +18,12 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
+from slipstream.config.sources import get_int_from_env, patch_environment
 from slipstream.errors import ConfigError, SlipstreamError
 
-__all__ = ["Kind", "Target", "end_interpreter", "run", "user_traceback"]
+__all__ = ["Kind", "PrepareForLaunch", "Target", "end_interpreter", "run", "user_traceback"]
 
 Kind = Literal["script", "module", "executable", "function"]
 
@@ -34,6 +35,30 @@ class Target:
     kind: Kind
     name: str
     arguments: tuple[str, ...] = ()
+
+
+class PrepareForLaunch:
+    """A function for `torch.multiprocessing.start_processes`, which calls it with the index of the process and the arguments.
+
+    The function runs with RANK, LOCAL_RANK and FORK_LAUNCHED set; WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and on several machines NPROC
+    and NODE_RANK, are those of the parent. `distributed_type="NO"` without `debug` sets no rank. `notebook_launcher` needs none of this.
+
+    >>> PrepareForLaunch(lambda text: print(text, get_int_from_env(["RANK"], 0)), "MULTI_CPU")(1, "rank")
+    rank 1
+    """
+
+    def __init__(self, launcher: Callable[..., object], distributed_type: Any = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+        self.has_rank = debug or str(getattr(distributed_type, "value", distributed_type)) != "NO"
+
+    def __call__(self, index: int, *args: object) -> None:
+        """Run the function as the process with this index on this machine."""
+        variables = {"FORK_LAUNCHED": 1}
+        if self.has_rank:
+            first = get_int_from_env(["NPROC"], 1) * get_int_from_env(["NODE_RANK"], 0)
+            variables |= {"LOCAL_RANK": index, "RANK": first + index}
+        with patch_environment(**variables):
+            self.launcher(*args)
 
 
 def run(target: Target) -> None:

@@ -3,6 +3,9 @@
 What stays in main memory becomes the mapped pages of its file (nothing is read; changes stay in this process), what goes to an
 accelerator is copied there, and what goes to the disk stays in the file that the user has: an index says where. Only what the file does
 not have in the right type, or in safetensors, is written to an offload folder. Everything is decided before the model changes.
+
+Mapped weights begin where the file has them, not at the multiples of 64 bytes at which torch's own tensors begin. In files of `save_model`
+and `save_state` all do whose size allows it (`files/tensors.py`).
 """
 
 from __future__ import annotations

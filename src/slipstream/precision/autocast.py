@@ -1,17 +1,22 @@
 """Autocast that is installed once on a model, and the context for code outside of one.
 
 `install` puts a callable in the place of the model's `forward`; `remove` takes it away. What this promises: the model keeps its class, its
-state-dict keys and the signature of its forward; a copy (`copy.deepcopy`, pickle) has a forward of its own that uses the copy's weights;
-the model is freed when its last user forgets it; `torch.compile` traces through.
+state-dict keys and the signature of its forward; a copy (`copy.deepcopy`) has a forward of its own that uses the copy's weights; what is
+read from a pickle of the model is the model without autocast, and needs nothing of this library; the model is freed when its last user
+forgets it; `torch.compile` traces through.
 
-Outputs stay as they were computed unless float32 is asked for. A shallow copy (`copy.copy`) and the replicas of `torch.nn.DataParallel`
-share the forward of the model that they were made from, and so its weights: copy deeply instead.
+Outputs come in the format that the policy says: float32 by default, so that a loss that is computed from them is a float32 number. Tensors
+in half precision are cast, wherever they are in nested outputs; others stay.
+
+A shallow copy (`copy.copy`) and the replicas of `torch.nn.DataParallel` share the forward of the model that they were made from, and so its
+weights: copy deeply instead.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,14 +32,12 @@ from slipstream.precision.policy import Policy
 __all__ = ["autocast_context", "install", "installed_policy", "is_installed", "remove"]
 
 
-def install(
-    model: torch.nn.Module, policy: Policy, device_type: str, handler: AutocastKwargs | None = None, *, outputs_to_fp32: bool = False
-) -> None:
+def install(model: torch.nn.Module, policy: Policy, device_type: str, handler: AutocastKwargs | None = None) -> None:
     """Makes every pass of the model compute as the policy says. Installing again replaces what was installed.
 
     >>> from slipstream.precision.policy import policy_for
     >>> model = torch.nn.Linear(2, 2)
-    >>> install(model, policy_for("bf16"), "cpu")
+    >>> install(model, policy_for("bf16", outputs_to_fp32=False), "cpu")
     >>> model(torch.ones(1, 2)).dtype, type(model).__name__, sorted(model.state_dict())
     (torch.bfloat16, 'Linear', ['bias', 'weight'])
     >>> remove(model)
@@ -42,7 +45,7 @@ def install(
     torch.float32
     """
     remove(model)
-    upcasts = outputs_to_fp32 or policy.output is torch.float32
+    upcasts = policy.output is torch.float32
     if policy.autocast_dtype is None and not upcasts:
         return
     before = vars(model).get("forward")
@@ -148,20 +151,22 @@ class _AutocastForward:
     def __repr__(self) -> str:
         return f"<forward of {type(self.module()).__name__} in {self.policy.mixed_precision}>"
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The module itself, so that pickle ties the forward to the module that it makes from it.
-        return {**vars(self), "module": self.module()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        module = state["module"]
-        vars(self).update(state, module=_nothing if module is None else weakref.ref(module))
+    def __reduce__(self) -> Any:
+        """What was pickled is read back as the forward that stood here before autocast."""
+        if self.before is not None:
+            return operator.getitem, ((self.before,), 0)
+        module = self.module()
+        if module is None:
+            raise _gone()
+        return getattr, (module, "forward")  # while the module is being read its class has one, and the instance none yet
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AutocastForward:
         module = self.module()
         copied = memo.get(id(module), module)  # the model is being copied, or the forward alone
         forward = type(self).__new__(type(self))
-        before = copy.deepcopy(self.before, memo)
-        forward.__setstate__({**vars(self), "module": copied, "before": before})
+        vars(forward).update(
+            vars(self), module=_nothing if copied is None else weakref.ref(copied), before=copy.deepcopy(self.before, memo)
+        )
         return forward
 
 

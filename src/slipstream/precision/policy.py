@@ -5,9 +5,10 @@
     reduce    the format in which gradients are added up between processes
     output    the format that a model's outputs are cast to; None: they stay as they were computed
 
-Outputs are not cast by default: a model in bf16 returns bfloat16, which saves memory. A loss that is computed from them outside of the
-model is then computed in that format too, unless it is computed under `accelerator.autocast()` (whose losses use float32) or outputs are
-asked for in float32.
+Where autocast computes, outputs are cast to float32 by default: a loss that is computed from them outside of the model is a float32
+number then. In bfloat16 it would have three digits (7.125 for 7.1142), and curves and early stopping would move in stairs.
+`outputs_to_fp32=False` leaves outputs as they were computed and saves the copy; without autocast they stay as they are unless
+`outputs_to_fp32=True` is given.
 
 What this promises: a precision that the device cannot do, or that would not do what it says with these parameters, is an error or a
 warning at `prepare`. It never becomes another precision by itself.
@@ -37,7 +38,7 @@ class Policy:
     """The formats of one precision; made by `policy_for`.
 
     >>> print(policy_for("bf16"))
-    bf16: parameters float32, compute bfloat16, gradients reduced in float32, outputs as computed
+    bf16: parameters float32, compute bfloat16, gradients reduced in float32, outputs cast to float32
     """
 
     param: torch.dtype
@@ -87,15 +88,17 @@ class Policy:
 def policy_for(
     mixed_precision: str,
     *,
-    outputs_to_fp32: bool = False,
+    outputs_to_fp32: bool | None = None,
     param: torch.dtype = torch.float32,
     reduce: torch.dtype | None = None,
     autocast: bool = True,
 ) -> Policy:
     """The policy of a value of `mixed_precision`; give `reduce` where a communication hook sends gradients in another format.
 
-    >>> policy_for("fp16", outputs_to_fp32=True).output
-    torch.float32
+    `outputs_to_fp32`: None casts outputs where the precision is a mixed one.
+
+    >>> policy_for("fp16").output, policy_for("fp16", outputs_to_fp32=False).output, policy_for("no").output
+    (torch.float32, None, None)
     """
     name = str(getattr(mixed_precision, "value", mixed_precision)).lower()
     if name not in PrecisionType:
@@ -105,7 +108,7 @@ def policy_for(
         param=param,
         compute=target if target is not None and autocast else param,
         reduce=param if reduce is None else reduce,
-        output=torch.float32 if outputs_to_fp32 else None,
+        output=torch.float32 if (target is not None if outputs_to_fp32 is None else outputs_to_fp32) else None,
         mixed_precision=name,
         autocast=autocast,
     )

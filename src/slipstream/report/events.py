@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from slipstream.errors import ConfigError
-from slipstream.runs.folder import find_runs, is_run, read_info, runs_at
+from slipstream.runs.folder import find_runs, is_run, read_info, runs_at, started_at
 from slipstream.runs.intervals import columns
+from slipstream.runs.life import is_gone
 from slipstream.runs.reading import Run
 from slipstream.runs.thinning import kept
 
-__all__ = ["Listener", "Watch", "Watched", "message"]
+__all__ = ["Listener", "Watch", "Watched", "message", "newest_first"]
 
 _INTERVAL: Final = 0.5
 _MOST_RUNS: Final = 64
@@ -103,12 +104,17 @@ class Watched:
         with self._lock:
             yield self._run
 
-    def summary(self) -> dict[str, Any]:
-        """What a list of runs says about it."""
+    def info(self) -> dict[str, Any]:
+        """What run.json says, as it is to be shown; nothing if it cannot be read."""
         try:
             info = self._run.told() or read_info(self.path)
         except ConfigError:  # it was there a moment ago; its folder is being moved or deleted
-            info = {}
+            return {}
+        return {**info, "state": "killed"} if info.get("state") == "running" and is_gone(info) else info
+
+    def summary(self) -> dict[str, Any]:
+        """What a list of runs says about it."""
+        info = self.info()
         return {"name": self.key, "path": str(self.path), **{one: info.get(one) for one in ("project", "state", "started", "ended")}}
 
     def news(self) -> dict[str, Any] | None:
@@ -151,6 +157,16 @@ class Watched:
         self._told = {name: len(series) for name, series in self._run.series.items()}
         self._beginnings = self._run.beginnings
         self._said = self._others()
+
+
+def newest_first(runs: Iterable[Watched]) -> list[Watched]:
+    """Return runs as lists show them: those that are running first, and of these and of the others the newest first."""
+
+    def standing(watched: Watched) -> tuple[bool, float]:
+        info = watched.info()
+        return info.get("state") == "running" and "silent" not in info, started_at(info)
+
+    return sorted(runs, key=standing, reverse=True)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -241,6 +257,10 @@ class Watch:
         with self._lock:
             return list(self._runs.values())
 
+    def summaries(self) -> list[dict[str, Any]]:
+        """What a list of all runs says, the newest that is running first."""
+        return [watched.summary() for watched in newest_first(self.runs())]
+
     def run(self, key: str) -> Watched | None:
         """The run of this name."""
         with self._lock:
@@ -287,7 +307,7 @@ class Watch:
     def look(self) -> None:
         """Looks once: for new runs, for those that are gone, and for what is new in each. The thread does this again and again."""
         if self._lose() + self._discover():
-            self._publish(message("runs", [one.summary() for one in self.runs()]))
+            self._publish(message("runs", self.summaries()))
         for one in self.runs():
             while not self._stop.is_set() and (found := one.news()) is not None:
                 if self.listeners:

@@ -297,7 +297,7 @@ class _Answer(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, text.encode(), "text/html; charset=utf-8", allowed=f"{policy(live=True)}; frame-ancestors 'none'")
 
     def _runs(self, query: dict[str, list[str]]) -> None:
-        self._json([one.summary() for one in self.server.watch.runs()])
+        self._json(self.server.watch.summaries())
 
     def _view(self, query: dict[str, list[str]]) -> None:
         run = self.server.watch.run(query.get("run", [""])[0])
@@ -353,7 +353,7 @@ class _Answer(BaseHTTPRequestHandler):
             return
         try:
             self._head(HTTPStatus.OK, _STREAM, None)
-            self.wfile.write(b"retry: 1000\n\n" + message("runs", [one.summary() for one in self.server.watch.runs()]))
+            self.wfile.write(b"retry: 1000\n\n" + message("runs", self.server.watch.summaries()))
             while (found := listener.next(_HEARTBEAT)) is not None:
                 self.wfile.write(found or b": still here\n\n")
         except OSError:  # the page was closed

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from slipstream.report.drawing import apportioned, curve, latest_attempt, levels, safe, short
-from slipstream.report.events import Watch, Watched
+from slipstream.report.events import Watch, Watched, newest_first
 from slipstream.runs.folder import started_at
 from slipstream.runs.reading import Run
 from slipstream.runs.series import Series
@@ -34,7 +34,7 @@ _PRINTED: Final = 10.0
 """Seconds between pictures on a terminal that cannot draw over the last one."""
 _LOUD: Final = ("warning", "guard", "memory")
 _STATES: Final[Mapping[str, str]] = MappingProxyType(
-    {"running": "bold green", "finished": "bold blue", "failed": "bold red", "killed": "bold red"}
+    {"running": "bold green", "finished": "bold blue", "failed": "bold red", "killed": "bold red", "interrupted": "bold yellow"}
 )
 _PHASES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
@@ -95,12 +95,7 @@ def _whole(watch: Watch, console: Console, height: int | None = None) -> Rendera
 
 def picture(runs: Iterable[Watched], console: Console, height: int | None) -> RenderableType:
     """What is drawn of these runs, the running and the newest first; with a `height` those that fit."""
-    with_info = []
-    for watched in runs:
-        with watched.reading() as run:
-            info = run.told()
-            with_info.append((info.get("state") == "running" and "silent" not in info, started_at(info), watched))
-    order = [watched for *_, watched in sorted(with_info, key=lambda one: one[:2], reverse=True)]
+    order = newest_first(runs)
     lines: list[Text] = []
     for place, watched in enumerate(order):
         with watched.reading() as run:
@@ -149,7 +144,7 @@ def _title(key: str, run: Run, info: Mapping[str, Any], width: int) -> Text:
 
 
 def _figures(run: Run) -> Text:
-    recent = run.ledger[-_RECENT:]
+    recent = [interval for interval in run.ledger[-_RECENT:] if interval["steps"]]  # not what came after the last step
     seconds = _sum(recent, "seconds")
     last = max((one.steps[-1] for one in run.series.values() if len(one)), default=None)
     step = next((one["last"] for one in reversed(run.ledger) if one["last"] is not None), last)

@@ -135,7 +135,7 @@ class RunFolder:
         return self
 
     def end(self, state: str) -> None:
-        """Notes how the run ended ("finished" or "failed") and lets go of its files."""
+        """Notes how the run ended ("finished", "ended" without end_training, "interrupted" or "failed") and lets go of its files."""
         self.update(state=state, ended=self._now())
         if self._events is not None:
             self._events.close()

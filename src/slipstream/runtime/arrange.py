@@ -28,6 +28,7 @@ def arrangement(part: Part | None) -> Arrange | None:
 class _Arrangement:
     part: Part
     leaf_by_leaf: bool = False
+    ranks: None = None
 
     @property
     def total(self) -> int:

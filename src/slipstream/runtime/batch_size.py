@@ -240,7 +240,8 @@ class _Search:
                 "Use a smaller model or sample, activation checkpointing, or a device with more memory"
             ) from attempt.cause
         if self._runtime.process.is_main:
-            _logger.warning("batch size %s did not fit (%s); trying %s. Alive were %s", size, attempt.text, next_size, attempt.alive)
+            told = (size, attempt.text, next_size, attempt.alive)
+            _logger.warning("batch size %s did not fit (%s); trying %s. When memory ran out: %s", *told)
 
     # -- several processes ----------------------------------------------------------------------------------------
 

@@ -32,6 +32,9 @@ __all__ = [
 def gather(tensor: Any) -> Any:
     """The data of all processes, joined in the order of the ranks; see `comm/gather.py`.
 
+    A list is joined entry by entry; one that has tensors among its entries, or holds nothing but tensors, is structure, as dicts and
+    tuples are, and its tensors are joined along the first dimension. `gather_object` joins lists of anything.
+
     >>> gather({"ids": torch.tensor([1, 2]), "names": ["a", "b"]})
     {'ids': tensor([1, 2]), 'names': ['a', 'b']}
     """

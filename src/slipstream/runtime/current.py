@@ -17,7 +17,7 @@ from slipstream.runtime.clusters import detect
 from slipstream.runtime.process import Process
 from slipstream.runtime.runtime import Runtime
 
-__all__ = ["current", "current_or_none", "reset"]
+__all__ = ["begin_anew", "current", "current_or_none", "reset"]
 
 _OWNER = "SLIPSTREAM_INTERNAL_OWNER"
 _current: Runtime | None = None
@@ -69,6 +69,15 @@ def reset(reason: str = "reset") -> None:
         runtime.end(reason)
         if runtime.child_of is None:
             os.environ.pop(_OWNER, None)
+
+
+def begin_anew(reason: str) -> None:
+    """As `reset`; where the environment still names the same place among several processes, its store stays for the next group."""
+    runtime = current_or_none()
+    if runtime is not None and runtime.process.world_size > 1 and runtime.process == detect(environment()):
+        runtime.close(reason)
+    else:
+        reset(reason)
 
 
 def _end_at_exit() -> None:

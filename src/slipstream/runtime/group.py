@@ -41,6 +41,8 @@ __all__ = ["Group", "GroupSettings", "torch_group_is_open"]
 
 _LOOPBACK = "127.0.0.1"
 _OPENING = "opening the process group"
+_LAST_MOMENT = 5.0
+"""Seconds that a rank which leaves waits for the others to have connected."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,12 @@ class Group:
             self.generation = generation  # from here on it is spent, whatever happens
             control = cache(partial(self._control_group, store, limits))  # a second one would meet at the addresses of the first
             wire = self._wire(store, listener, control, vigil)
+        data = self._default_group(store, limits, links)
+        store.add("opened", 1)
         return GroupChannel(
             wire=wire,
             control=control,
-            data=self._default_group(store, limits, links),
+            data=data,
             sever=links.sever,
             beacon=self._beacon,
             rank=process.rank,
@@ -191,6 +195,8 @@ class Group:
         if channel is None:
             return
         assert self._beacon is not None
+        if channel.sequence == 0 and channel.broken is None:
+            self._wait_until_opened(channel.generation)
         last = self._beacon.place()
         told = {"sequence": channel.sequence, "sections": self._beacon.sections, "last": last.call if last.operation else ""}
         self._beacon.publish()
@@ -201,6 +207,22 @@ class Group:
             _keep_forever(groups)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _wait_until_opened(self, generation: int) -> None:
+        """Waits a moment for ranks that are still connecting: gloo is done on one side before the other, which fails if this one leaves.
+
+        A collective tells that everybody was connected, so only a process that ends before its first one has to ask.
+        """
+        assert self._store is not None
+        store = PrefixStore(f"generation/{generation}", self._store)
+        deadline = time.monotonic() + _LAST_MOMENT
+        try:
+            for pause in _pauses():
+                if store.add("opened", 0) >= self.process.world_size or time.monotonic() > deadline:
+                    return
+                time.sleep(pause)
+        except RuntimeError:  # the server of the store is gone, and with it those who served it
+            return
 
     def abandon(self, operation: str, reason: str) -> None:
         """Ends the present generation although somebody may be in the middle of it: every wait in it ends with an error.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from slipstream.runtime.store import read_now
+
 __all__ = ["Notes"]
 
 
@@ -24,6 +26,8 @@ class Notes:
     False
     >>> notes.agree("name of the run", "first"), notes.agree("name of the run", "second")
     ('first', 'first')
+    >>> notes.append("names", "a "), notes.append("names", "b"), notes.read("names"), notes.read("others")
+    (None, None, 'a b', '')
     """
 
     def __init__(self, store: Any) -> None:
@@ -51,6 +55,16 @@ class Notes:
             return proposal
         agreed: bytes = self._store.compare_set(f"note/{name}", "", proposal)
         return agreed.decode()
+
+    def append(self, name: str, text: str) -> None:
+        """Adds to a text that is empty at first."""
+        if self._store is not None:
+            self._store.append(f"note/{name}", text)
+
+    def read(self, name: str) -> str:
+        """What was added to a text so far; nobody waits."""
+        found = None if self._store is None else read_now(self._store, f"note/{name}")
+        return "" if found is None else found.decode()
 
     def take_back(self, name: str) -> None:
         """Takes a note back."""

@@ -55,10 +55,14 @@ class Runtime:
         """Who knows what tensors are called, and where a snapshot of memory goes; see `runtime/memory/watch.py`."""
         self.hearers: list[Callable[[str, str], None]] = []
         """Called with the name of the logger and the text of every warning that a logger of `get_logger` gives on this process."""
+        self.told: set[str] = set()
+        """What was said once, and is not to be said again in this run."""
         self.meters: weakref.WeakSet[Meter] = weakref.WeakSet()
         """Where time in collectives is marked: one for each ledger."""
         self.ledgers = itertools.count()
         """Numbers for ledgers: the first of each rank belong together, and so on."""
+        self.savers = itertools.count()
+        """Numbers for what saves checkpoints, in the same way."""
         self._solo = Solo()
         self._lock = threading.Lock()
         self._group: Group | None = None

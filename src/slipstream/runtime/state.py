@@ -29,7 +29,7 @@ from slipstream.config.sources import environment
 from slipstream.devices import rng
 from slipstream.devices.table import DistributedType, best_family, device_for, set_device
 from slipstream.errors import ConfigError
-from slipstream.runtime.current import current, current_or_none
+from slipstream.runtime.current import begin_anew, current, current_or_none
 from slipstream.runtime.group import GroupSettings, torch_group_is_open
 from slipstream.runtime.runtime import Runtime
 from slipstream.runtime.sharing import Sharing
@@ -63,6 +63,7 @@ class PartialState(Sharing):
     """
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self._arguments = {"cpu": cpu, **kwargs}
         backend, init_method = kwargs.pop("backend", None), kwargs.pop("init_method", None)
         self._config: Config = for_worker(_constructor_values(cpu, kwargs), caller=type(self).__name__)
         safety = self._config.safety
@@ -88,6 +89,15 @@ class PartialState(Sharing):
             f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, local {self.local_process_index}, "
             f"device {self.device}, {self.distributed_type.value}, backend {self.backend})"
         )
+
+    def __reduce__(self) -> Any:
+        """What was pickled is read back as a state of the process that reads it, with the settings of this one."""
+        return _remake, (type(self), self._arguments)
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Closes the process group and forgets who this process is: the next state reads the environment again. For tests."""
+        begin_anew(f"_reset_state at {call_site()}")
 
     # -- who this is ----------------------------------------------------------------------------------------------
 
@@ -207,7 +217,11 @@ class PartialState(Sharing):
     # -- collectives (comm/) --------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any, dst: int | None = None, with_gradient: bool = False) -> Any:
-        """The data of all processes, joined in the order of the ranks; with `dst`, only there; see `comm/gather.py`."""
+        """The data of all processes, joined in the order of the ranks; with `dst`, only there; see `comm/gather.py`.
+
+        A list is joined entry by entry (texts, records); one that has tensors among its entries, or holds nothing but tensors, is
+        structure, as dicts and tuples are: its tensors are joined along the first dimension. `gather_object` joins lists of anything.
+        """
         if with_gradient:
             if dst is not None:
                 raise ValueError(f"gather(with_gradient=True, dst={dst}): every process has a gradient to give, so leave out dst")
@@ -294,6 +308,18 @@ class AcceleratorState(PartialState):
         if mixed_precision is not None:
             kwargs["mixed_precision"] = str(getattr(mixed_precision, "value", mixed_precision)).lower()
         super().__init__(cpu, **kwargs)
+        self.dynamo_plugin: Any = None
+        """How prepared models are compiled (a TorchDynamoPlugin), on the state of an Accelerator that compiles; else None."""
+
+    # What scripts ask to find out which engine is in use: none of these is in this version.
+    deepspeed_plugin = deepspeed_plugins = fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = parallelism_config = device_mesh = None
+    is_fsdp2 = False
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Nothing to do for this class, whose objects share nothing; with `reset_partial_state` that of `PartialState`. For tests."""
+        if reset_partial_state:
+            PartialState._reset_state()
 
     @property
     def mixed_precision(self) -> str:
@@ -326,6 +352,10 @@ class AcceleratorState(PartialState):
 
 
 _CONSTRUCTOR_OPTIONS = ("debug", "timeout", "barrier_timeout", "hang_warning", "mixed_precision", "gradient_accumulation_steps")
+
+
+def _remake(kind: type[PartialState], arguments: dict[str, Any]) -> PartialState:
+    return kind(**arguments)
 
 
 def _constructor_values(cpu: bool, kwargs: dict[str, Any]) -> dict[str, object]:

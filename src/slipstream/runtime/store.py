@@ -18,7 +18,10 @@ from slipstream.launch.lookups import short_lookups
 from slipstream.launch.store import Place, address_towards, connect as connect_to, listen, quietly, serve
 from slipstream.runtime.process import Process
 
-__all__ = ["connect", "own_address", "second_connection"]
+__all__ = ["connect", "own_address", "read_now", "second_connection"]
+
+_ABSENT = "\0absent"
+"""What no value of ours is."""
 
 _PATIENCE = 120.0
 """Seconds that rank 0 may take to appear."""
@@ -40,6 +43,19 @@ def connect(process: Process) -> Store:
         else:
             store = connect_to(Place(process.master_addr, process.master_port), patience=_PATIENCE, limit=_SILENCE, check=_nothing)
     return PrefixStore(attempt_prefix(process.run_id, process.attempt), store)
+
+
+def read_now(store: Any, key: str) -> bytes | None:
+    """The value of a key, or None; never a wait, as `get` is for a key that another rank has deleted since it was seen.
+
+    >>> from torch.distributed import HashStore
+    >>> store = HashStore()
+    >>> store.set("a", "1")
+    >>> read_now(store, "a"), read_now(store, "b"), store.check(["b"])
+    (b'1', None, False)
+    """
+    value: bytes = store.compare_set(key, _ABSENT, _ABSENT)  # which changes nothing, and gives what is there
+    return None if value == _ABSENT.encode() else value
 
 
 def _nothing() -> None:

@@ -74,7 +74,8 @@ class Clipper:
         if self._complete(group, models):
             if self.before is not None:
                 self.before(models)
-            torch.nn.utils.clip_grad_value_(group, clip_value)
+            if any(parameter.grad is not None for parameter in group):  # torch fails where there is nothing to clip
+                torch.nn.utils.clip_grad_value_(group, clip_value)
 
     def unscale(self, optimizer: Any = None) -> None:
         """Divides the gradients of these optimizers (of all, if none is named) by the loss scale, where there is one."""
@@ -107,7 +108,7 @@ class Clipper:
 
     def _complete(self, parameters: list[torch.Tensor], models: list[PreparedModel]) -> bool:
         """Whether these gradients, of these models, make an update now; if so, without the loss scale."""
-        if not all(self._stepper.window_of(model).closing for model in models):
+        if not all(model.accumulation.closing for model in models):
             return False
         if self._stepper.scaler.scales:
             wanted = {id(parameter) for parameter in parameters}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,11 @@ class Engine(Protocol):
 
     averages: bool
 
-    def set_sync(self, model: torch.nn.Module, reduces: bool) -> bool: ...
+    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
+        """Sets whether backward passes reduce the gradients of a model."""
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None: ...
+    def defer(self, model: torch.nn.Module, defers: bool) -> None:
+        """Sets whether a forward pass of a model leaves it to `backward` to decide about that: it runs in a block of other models."""
+
+    def backward(self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, **kwargs: Any) -> None:
+        """Runs a backward pass that reduces the gradients of these models; None means all that it reaches."""

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.step.accumulation import Accumulation
 from slipstream.step.gradients import mean_gradients
-from slipstream.step.window import Window
 
 __all__ = ["Saved", "check_state", "redistribute"]
 
-_ENTRIES = {"windows", "latest", "sync_gradients", "loose"}
+_ENTRIES = {"windows", "sync_gradients", "loose"}
+"""Earlier versions also wrote `latest`: the model whose window was followed by those that were never named."""
 
 Saved = tuple[Mapping[str, Any], "Mapping[str, torch.Tensor] | None"]
 """What one rank saved: the state of its windows, and gradients of those that were open."""
@@ -27,23 +28,23 @@ Saved = tuple[Mapping[str, Any], "Mapping[str, torch.Tensor] | None"]
 
 def check_state(state: Any, models: Sequence[str]) -> None:
     """Raises unless this is a state of windows of so many models."""
-    if not isinstance(state, Mapping) or set(state) != _ENTRIES or not isinstance(state["windows"], list | tuple):
+    if not isinstance(state, Mapping) or set(state) - {"latest"} != _ENTRIES or not isinstance(state["windows"], list | tuple):
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigError(f"this is no state of a training loop: it has {found} instead of {sorted(_ENTRIES)}; pass what loop_state() gave")
-    windows, latest = state["windows"], state["latest"]
+    windows = state["windows"]
     if len(windows) != len(models):
         raise ConfigError(
             f"the state of a training loop has windows of {len(windows)} models, and {len(models)} are prepared "
             f"({', '.join(models) or 'none'}): prepare the same models in the same order"
         )
     for window in windows:
-        Window.check(window)
-    is_place = latest is None or (type(latest) is int and 0 <= latest < len(windows))
-    if not is_place or not isinstance(state["sync_gradients"], bool) or not isinstance(state["loose"], bool):
-        raise ConfigError(
-            f"the state of a training loop has latest={latest!r}, sync_gradients={state['sync_gradients']!r}, loose={state['loose']!r}, "
-            f"which cannot be: latest is the place of one of {len(windows)} models or None, the others are True or False"
-        )
+        Accumulation.check(window)
+    latest = state.get("latest")
+    if latest is not None and (type(latest) is not int or not 0 <= latest < len(windows)):
+        raise ConfigError(f"the state of a training loop has latest={latest!r}, and it has {len(windows)} models")
+    for name in ("sync_gradients", "loose"):
+        if not isinstance(state[name], bool):
+            raise ConfigError(f"the state of a training loop has {name}={state[name]!r}, which is True or False: it was changed or damaged")
 
 
 def redistribute(
@@ -54,9 +55,9 @@ def redistribute(
     `batch_ratio` is how many full batches of all ranks, as they are now, one of the saved run is: samples of a batch then, over now. The
     place in an open window is rounded down to whole batches as they are now: a loader that goes on in between hands out a short one first.
 
-    >>> window = Window()
-    >>> closing = window.begin(4, end=False, left=None), window.begin(4, end=False, left=None), window.add_mean()
-    >>> state = {"windows": [window.state()], "latest": 0, "sync_gradients": False, "loose": False}
+    >>> window = Accumulation()
+    >>> closing = window.begin(4, None), window.begin(4, None), window.add_mean()
+    >>> state = {"windows": [window.state()], "sync_gradients": False, "loose": False}
     >>> gradients = [{"0.weight": torch.tensor([1.0])}, {"0.weight": torch.tensor([3.0])}]
     >>> begun, mean = redistribute([(state, one) for one in gradients], saved_by=2, world_size=1, batch_ratio=2.0)
     >>> begun["windows"][0]["index"], begun["windows"][0]["expected"], mean
@@ -71,9 +72,6 @@ def redistribute(
         window, factors = _one_window([state["windows"][place] for state in states], saved_by, world_size, batch_ratio)
         windows.append(window)
         weights.append(factors)
-    for place, state in enumerate(first["windows"]):
-        if not state["index"] and first["latest"] is not None:  # never named in `accumulate`: it followed that window
-            weights[place] = weights[first["latest"]]
     begun = {**first, "windows": windows}
     if all(gradients is None for _, gradients in saved):
         return begun, None
@@ -99,6 +97,6 @@ def _one_window(ranks: Sequence[Mapping[str, Any]], saved_by: int, world_size: i
     # Sums: all raw gradients and all weights stay, so each new rank has its part of both, under one divisor.
     share = saved_by / world_size
     first["total"] = sum(one["total"] for one in ranks) / len(ranks) * share
+    first["estimate"] *= share / ratio
     divisor = first["carried"] = next((one["carried"] for one in ranks if one["carried"]), None)
-    first["estimate"] = divisor or first["estimate"]
     return first, [share * (one["carried"] or 0.0) / divisor if divisor else share for one in ranks]

@@ -8,9 +8,22 @@ from typing import Any
 import torch
 
 from slipstream.comm.sites import call_site
+from slipstream.runtime.gradient_state import GradientState, MicroBatch
+from slipstream.step.accumulation import Accumulation
 
-__all__ = ["notice_alone", "notice_division", "number_of"]
+__all__ = [
+    "NOT_PREPARED",
+    "check_reaches_prepared",
+    "notice_alone",
+    "notice_division",
+    "notice_low_precision",
+    "notice_pieces",
+    "notice_read_ahead",
+    "notice_untied_share",
+    "number_of",
+]
 
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 _USER = 6
 """How many calls away the line is that called `accelerator.backward`."""
 
@@ -22,8 +35,8 @@ def notice_division(warned: set[str], loss: torch.Tensor, steps: float) -> None:
     warned.add("division")
     if _divided_by(loss, steps):
         warnings.warn(
-            f"the loss at {call_site()} was divided by {steps:g}, the number of batches per update, and backward divides by it too: "
-            f"the gradient is {steps:g} times too small. Pass the loss as it is.",
+            f"the loss at {call_site()} was divided by {steps:g}. If that is the number of batches per update: backward divides by it too, "
+            f"so the gradient is {steps:g} times too small; pass the loss as it is. If it is something else (a batch size), all is well.",
             stacklevel=_USER,
         )
 
@@ -33,6 +46,100 @@ def notice_alone(warned: set[str], text: str) -> None:
     if "alone" not in warned:
         warned.add("alone")
         warnings.warn(text, stacklevel=_USER)
+
+
+NOT_PREPARED = (
+    "backward at {site} on several processes, and no model was prepared by this Accelerator: gradients would not be averaged, and every "
+    "process would train a model of its own. Write `model, optimizer = accelerator.prepare(model, optimizer)` before the loop; if you "
+    "average gradients yourself, call loss.backward()."
+)
+
+
+def check_reaches_prepared(warned: set[str], reached: list[Any] | None) -> None:
+    """Warns of a loss that gives gradients to no prepared model."""
+    if reached is None or reached or "unprepared" in warned:
+        return
+    warned.add("unprepared")
+    warnings.warn(
+        f"the loss at {call_site()} reaches no parameter of a prepared model: what it trains is not averaged over the processes, which "
+        "train models of their own. Prepare the model and use what prepare gives back (or the very object that was prepared).",
+        stacklevel=_USER,
+    )
+
+
+def notice_low_precision(warned: set[str], loss: torch.Tensor) -> None:
+    """Warns of a loss in half precision, which has three digits: the call costs a comparison."""
+    if loss.dtype not in _LOW_PRECISION or "precision" in warned:
+        return
+    warned.add("precision")
+    kind = str(loss.dtype).removeprefix("torch.")
+    digits = torch.finfo(loss.dtype).resolution
+    warnings.warn(
+        f"the loss at {call_site()} is {kind}, a format in which numbers differ by {digits:g} of their size at least: what you log and "
+        "compare moves in steps. Compute the loss from float32 (`loss_function(outputs.float(), targets)`), or call the prepared model "
+        "itself, not a method or a part of it, and leave out outputs_to_fp32=False: its outputs are float32 then. Casting the loss "
+        "afterwards does not bring the digits back.",
+        stacklevel=_USER,
+    )
+
+
+def notice_pieces(warned: set[str]) -> None:
+    """Warns of a last batch that is cut into pieces, when an update was made with an earlier piece."""
+    if "pieces" in warned:
+        return
+    warned.add("pieces")
+    warnings.warn(
+        f"the accumulate block at {call_site()} works on another piece of the last batch of its loader, and the update was made with an "
+        "earlier piece: into how many pieces a batch is cut is told from the batch before, and there was none, or it had fewer. Cut every "
+        "batch into as many pieces, let the loader give smaller batches, or use GradientAccumulationPlugin(sync_with_dataloader=False).",
+        stacklevel=4,
+    )
+
+
+def notice_read_ahead(warned: set[str], accumulation: Accumulation, state: GradientState | None) -> None:
+    """Warns of a block that cannot be tied to a batch, though a loader was read for it: where an update ends is then not known.
+
+    `state` is None where that was found out after the block.
+    """
+    if "read ahead" in warned or (state is not None and not _is_untied(accumulation, state)):
+        return
+    _warn_of_reading_ahead(warned)
+
+
+def notice_untied_share(warned: set[str], batch: MicroBatch | None, state: GradientState) -> None:
+    """Warns of work on a batch that holds another number of samples than others, where it is not certain which batch that is."""
+    if batch is None:
+        finished = state.finished_pass
+        if finished is None or finished.worked or getattr(finished, "gathered", False):
+            return
+        reading = finished
+    else:
+        reading = batch.reading
+        if not reading.late or reading.done != reading.handed:
+            return
+    uneven = reading.batch is not None and reading.batch.shares is not None
+    if uneven and "read ahead" not in warned:
+        _warn_of_reading_ahead(warned)
+
+
+def _warn_of_reading_ahead(warned: set[str]) -> None:
+    warned.add("read ahead")
+    warnings.warn(
+        f"the work at {call_site()} cannot be tied to a batch of its loader: the loader was read ahead, and its batches were replaced by "
+        "others (converted, copied) before they were worked on, or hold no tensors by which they could be recognised; or the first ones "
+        "were left out. So the end of the data does not end an update, and a short last batch is not weighed by its samples. Keep the "
+        "batches that the loader gives until they are worked on, convert them inside of the block or in the dataset, or read the loader "
+        "batch by batch.",
+        stacklevel=5,
+    )
+
+
+def _is_untied(accumulation: Accumulation, state: GradientState) -> bool:
+    """Whether passes were read that this block seems to belong to: one that was not worked on as a whole, or that fell into a window."""
+    last = accumulation.batch
+    if last is not None and last.reading is state.finished_pass:
+        return accumulation.worked_on < last.reading.handed
+    return accumulation.is_open and accumulation.passes != state.passes
 
 
 def number_of(weight: Any) -> float:

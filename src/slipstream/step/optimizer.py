@@ -7,7 +7,7 @@ Which models it belongs to is found out when it first steps, so optimizers and m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class Linked:
     """What a step needs, in one place: an optimizer as prepared has `__getattr__`, with which every look-up on it is a slow one."""
 
     __slots__ = (
-        "check", "clears_as_torch", "due", "inner", "look", "may_skip", "meter", "models", "refuses", "scales", "stepper", "updates",
-        "windows",
+        "accumulations", "check", "clears_as_torch", "due", "inner", "look", "may_skip", "meter", "models", "others", "refuses", "scales",
+        "stepper", "updates",
     )  # fmt: skip
 
     def __init__(self, optimizer: AcceleratedOptimizer, models: tuple[PreparedModel, ...]) -> None:
@@ -50,7 +50,9 @@ class Linked:
         self.updates = optimizer._updates_before
         # torch's own marks itself for a profiler, which takes longer than clearing: left out where nobody looks
         self.clears_as_torch = type(self.inner).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(self.inner)
-        self.windows = tuple(model.window for model in models)
+        self.accumulations = tuple(model.accumulation for model in models)
+        self.others = _others(self.inner, models)
+        """For each model: its trained parameters that belong to other optimizers."""
         guards = optimizer.stepper.guards
         self.refuses: Callable[..., bool] | None = None if guards is None else guards.refuses
         """Whether an update is to be left out, where that is looked at before each of them."""
@@ -62,9 +64,8 @@ class Linked:
     @property
     def closing(self) -> bool:
         """Whether an update ends with the present batch."""
-        latest = self.stepper.latest
-        for own in self.windows:  # noqa: SIM110  # a generator costs as much as all the rest
-            if not (own if own.index or latest is None else latest).closing:
+        for accumulation in self.accumulations:  # noqa: SIM110  # a generator costs as much as all the rest
+            if not accumulation.closing:
                 return False
         return True
 
@@ -108,18 +109,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters if an update ends with this batch; else nothing is done."""
         linked = self._linked or self._link()
-        latest = linked.stepper.latest
-        for own in linked.windows:
-            window = own if own.index or latest is None else latest
-            if not window.closing:
+        for accumulation in linked.accumulations:
+            if not accumulation.closing:
                 return None
-            if window.index > 1 and not window.touched:
+            if accumulation.index > 1 and not accumulation.touched:
                 raise StateError(
                     f"{type(self.optimizer).__name__}.step() ends a window of accumulation whose last batch had no "
                     "accelerator.backward(loss): its gradients are neither complete nor averaged. Call it on every batch (not "
                     "loss.backward()); for a batch that is to be left out, on the loss times 0, or clear the gradients."
                 )
-            window.touched = True
+            accumulation.touched = True
         meter = linked.meter
         if meter is None:
             return _update(self, linked, closure)
@@ -139,13 +138,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients, unless they belong to an update that is still to come."""
         linked = self._linked or self._link()
-        latest = linked.stepper.latest
-        for own in linked.windows:
-            window = own if own.index or latest is None else latest
-            if not (window.closing and window.touched) and window.holds_gradients:  # mostly the first is enough
+        for accumulation in linked.accumulations:
+            if not (accumulation.closing and accumulation.touched) and accumulation.holds_gradients:  # mostly the first is enough
                 return
-            if window.kind is not None:
-                window.cleared()
+        for accumulation, others in zip(linked.accumulations, linked.others, strict=True):
+            if accumulation.kind is not None and all(parameter.grad is None for parameter in others):
+                accumulation.cleared()
         meter = linked.meter
         if meter is None:
             _clear(self, linked, set_to_none)
@@ -261,6 +259,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         change = getattr(self.optimizer, name, None)
         if callable(change):
             change()
+
+
+def _others(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> list[list[torch.nn.Parameter]]:
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        [parameter for parameter in model.original.parameters() if parameter.requires_grad and id(parameter) not in own] for model in models
+    ]
 
 
 def _update(optimizer: AcceleratedOptimizer, linked: Linked, closure: Any) -> Any:

@@ -6,31 +6,37 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.step.window import Window
+from slipstream.step.accumulation import Accumulation
 
 __all__ = ["PreparedModel"]
 
 
 @dataclass(eq=False)
 class PreparedModel:
-    """A model as the user gave it, as `prepare` gave it back, and its window."""
+    """A model as the user gave it, as `prepare` gave it back, and where its accumulation stands."""
 
     original: torch.nn.Module
     prepared: torch.nn.Module
-    window: Window = field(default_factory=Window)
+    accumulation: Accumulation = field(default_factory=Accumulation)
     owned: frozenset[int] = frozenset()
-    """Identities of the parameters, for finding the model of an optimizer."""
+    """Identities of the parameters."""
+    shared: frozenset[int] = frozenset()
+    """Of these, the ones that belong to a model prepared before: their gradients are corrected with that one."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients that are there now."""
-        return [parameter.grad for parameter in self.original.parameters() if parameter.grad is not None]
+        """The gradients that are there now, without those of shared parameters."""
+        return [
+            parameter.grad
+            for parameter in self.original.parameters()
+            if parameter.grad is not None and id(parameter) not in self.shared
+        ]
 
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients that are there."""
         gradients = self.gradients()
-        dense = [one for one in gradients if one.layout == torch.strided]
+        dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
         if dense:
             torch._foreach_mul_(dense, factor)
-        for one in gradients:
-            if one.layout != torch.strided:
-                one.mul_(factor)
+        for gradient in gradients:
+            if gradient.layout != torch.strided:
+                gradient.mul_(factor)

@@ -51,6 +51,8 @@ class AcceleratedScheduler:
         step_with_optimizer: bool = True,
         moves: int = 1,
         same_everywhere: Callable[[Any], None] = lambda value: None,
+        begins: Callable[[AcceleratedScheduler], None] | None = None,
+        loaders_before: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.step_with_optimizer = step_with_optimizer
@@ -60,8 +62,15 @@ class AcceleratedScheduler:
         self._find = find
         self._same_everywhere = same_everywhere
         """Raises unless all processes gave the same value."""
+        self.loaders_before = loaders_before
+        """How many loaders were prepared before it was given to `prepare`: its length may come from theirs."""
+        self._begins = begins
+        """Called at the first step, when all parts are known."""
         self._way: _Way | None = None
         self._needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a prepared scheduler cannot be copied or pickled: copy its state_dict(), or the scheduler inside (.scheduler)")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Moves on, if the optimizers have made an update with this batch."""
@@ -97,6 +106,8 @@ class AcceleratedScheduler:
     def _find_way(self) -> _Way:
         usual = self.moves == 1 and not self._needs_metric
         self._way = _Way(self._link() if self.step_with_optimizer else None, self.scheduler, usual)
+        if self._begins is not None:
+            self._begins(self)
         return self._way
 
     def _link(self) -> AcceleratedOptimizer:

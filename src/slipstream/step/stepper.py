@@ -1,8 +1,11 @@
-"""The stepper: windows of accumulation, backward passes, and what optimizers may do now. One for each Accelerator.
+"""The stepper: blocks of `accumulate`, backward passes, and what optimizers may do now. One for each Accelerator.
 
 The gradient of an update is that of one big batch: the mean over all samples of the window on all ranks. A loss is taken to be the mean
 over the samples of its batch, unless `weight` says that it is a sum over so many of them. Strategies average gradients
 over the ranks; so a rank's part is weighed here, and only where ranks or batches hold different numbers of samples.
+
+What a model's gradients are divided by is decided by its own `Accumulation`. Where several models are trained, a loss counts for those
+that it reaches (`reach.py`), and gradients are reduced for those of them whose window closes.
 
 `backward` decides nothing that could be decided before: for the usual batch it is a few comparisons.
 """
@@ -18,75 +21,120 @@ import torch
 from slipstream.comm.meter import BACKWARD, EVALUATION, FORWARD, FULL, LEAVE, Meter
 from slipstream.comm.sites import call_site
 from slipstream.errors import StateError
-from slipstream.runtime.gradient_state import ActiveLoader, GradientState
+from slipstream.runtime.gradient_state import GradientState, MicroBatch
 from slipstream.step.engines import Engine, Scaler
 from slipstream.step.gradients import check_gradients, open_gradients, set_gradients
 from slipstream.step.loop_state import check_state
-from slipstream.step.notices import notice_alone, notice_division, number_of
+from slipstream.step.notices import (
+    NOT_PREPARED,
+    check_reaches_prepared,
+    notice_alone,
+    notice_division,
+    notice_low_precision,
+    notice_pieces,
+    notice_read_ahead,
+    notice_untied_share,
+    number_of,
+)
 from slipstream.step.prepared import PreparedModel
-from slipstream.step.window import Change, Window
+from slipstream.step.reach import reached_owners
 
 __all__ = ["ForwardPass", "Section", "Stepper", "watch_forward"]
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _takes_gradients = torch.is_grad_enabled
 
+_FULL_PRECISION = (torch.float32, torch.float64)
+_CHECKED_LOSSES = 2
+"""How many of the first losses are looked at for whether they reach a prepared model."""
+
 
 class Section:
     """`with accelerator.accumulate(model):`, one batch of a window."""
 
-    __slots__ = ("_paused", "_stepper", "models", "together", "window", "windows")
+    __slots__ = ("_bystanders", "_stepper", "batch", "concerned", "first", "models")
 
     def __init__(self, stepper: Stepper, models: Sequence[PreparedModel]) -> None:
         self.models = tuple(models)
-        self.windows = tuple(model.window for model in models)
-        self.window = self.windows[0]
-        self.together = len(self.windows) > 1
+        self.first = self.models[0].accumulation
+        followers = [model for model in stepper.models if not model.accumulation.named]
+        self.concerned = (*self.models, *followers)
+        """The models that are named, and those that were never named in any block and follow this one."""
+        self.batch: MicroBatch | None = None
+        """The batch that is being worked on."""
+        averages = stepper.engine.averages
+        self._bystanders = [model.prepared for model in stepper.models if model not in self.concerned] if averages else []
         self._stepper = weakref.ref(stepper)  # which keeps its sections: a cycle would keep models until garbage is collected
-        self._paused: Sequence[tuple[PreparedModel, bool]] = ()
 
     def __enter__(self) -> None:
         stepper = self._stepper()
         assert stepper is not None
         if stepper.section is not None:
             raise StateError("accumulate inside of accumulate: one block is one batch. Name all models in one: accumulate(first, second)")
-        state = stepper.state
-        plugin, loader = state.plugin, state.pacing() if state.nested else state.active
-        steps, end, left, batch = plugin.num_steps or 1, False, None, 0
-        if loader is not None:
-            steps, batch = loader.steps_per_update or steps, loader.handed
-            if plugin.sync_with_dataloader:
-                end, left = loader.end_of_dataloader, loader.batches_left
-        closing = self.window.begin(steps, end, left, batch)
-        if self.together:
-            self._begin_others(closing, steps, end, left, batch)
+        state, first = stepper.state, self.first
+        plugin = state.plugin
+        reading, last = state.reading, first.batch
+        if reading is not None and (
+            reading.batch is last or len(reading.unread) < 2 or (len(reading.unread) == 2 and reading.unread[0] is last)
+        ):
+            batch = reading.batch  # as in a plain loop: the batch that was handed out last
+        else:
+            batch = state.batch_after(last)
+        self.batch = batch
+        steps = (None if batch is None else batch.steps) or plugin.num_steps or 1
+        if steps > 1 and batch is None and plugin.sync_with_dataloader:
+            notice_read_ahead(stepper.warned, first, state)
+        stepper.begin_work(batch, steps)
+        closing = first.begin(steps, batch, plugin.sync_with_dataloader)
+        if first.closed_early:
+            notice_pieces(stepper.warned)
+        if first.index == 1:
+            first.passes = state.passes
+        if len(self.concerned) > 1:
+            self._begin_others(closing, steps, plugin.sync_with_dataloader)
         state.sync_gradients = closing
-        stepper.loader, stepper.section = loader, self
-        stepper.latest = self.window
-        if not closing and stepper.engine.averages and not plugin.sync_each_batch:
-            self._paused = [(model, stepper.engine.set_sync(model.prepared, False)) for model in stepper.concerned(self)]
+        state.trained += 1
+        stepper.section, state.batch = self, batch  # after what may raise: then the block has not begun
+        stepper.accumulates |= not closing
+        if stepper.engine.averages:
+            reduces = closing or plugin.sync_each_batch
+            for model in self.concerned:
+                stepper.engine.set_sync(model.prepared, reduces)
+            for bystander in self._bystanders:
+                stepper.engine.defer(bystander, True)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         stepper = self._stepper()
         assert stepper is not None
-        stepper.section = stepper.loader = None
-        if self._paused:
-            for model, before in self._paused:  # which may stand in a `no_sync` block
-                stepper.engine.set_sync(model.prepared, before)
-            self._paused = ()
+        stepper.section = stepper.state.batch = None
+        for bystander in self._bystanders:
+            stepper.engine.defer(bystander, False)
+        batch = self.batch
+        if batch is not None and batch.reading.batch is not batch and batch.anchor() is None:
+            # It was taken for one that was read ahead, and nobody has it any more: the block worked on the newest one.
+            newest = batch.reading.batch
+            for model in self.models:
+                model.accumulation.batch = newest
+            batch.reading.worked = batch.reading.handed
+            if newest is not None and newest.end:
+                notice_read_ahead(stepper.warned, self.first, None)
 
-    def _begin_others(self, closing: bool, steps: int, end: bool, left: int | None, batch: int) -> None:
-        if all([window.begin(steps, end, left, batch) == closing for window in self.windows[1:]]):  # noqa: C419  # all of them begin
-            return
-        places = ", ".join(f"{type(model.original).__name__}: batch {model.window.index} of {steps}" for model in self.models)
-        raise StateError(
-            f"accumulate was given models that are at different places of their windows ({places}), as they were accumulated apart "
-            "before. Give each its own accumulate block, or always the same ones together."
-        )
+    def _begin_others(self, closing: bool, steps: int, follows_loader: bool) -> None:
+        apart = False
+        for model in self.models[1:]:
+            apart |= model.accumulation.begin(steps, self.batch, follows_loader) != closing
+        if apart:
+            places = ", ".join(f"{type(model.original).__name__}: batch {model.accumulation.index} of {steps}" for model in self.models)
+            raise StateError(
+                f"accumulate was given models that are at different places of their windows ({places}), as they were accumulated apart "
+                "before. Give each its own accumulate block, or always the same ones together."
+            )
+        for model in self.concerned[len(self.models) :]:
+            model.accumulation.mirror(self.first)
 
 
 class Stepper:
-    """Windows and backward passes of one Accelerator."""
+    """Blocks of accumulation and backward passes of one Accelerator."""
 
     def __init__(
         self,
@@ -96,7 +144,7 @@ class Stepper:
         *,
         rank: int = 0,
         world_size: int = 1,
-        total: Callable[[float], float] = float,
+        total: Callable[[list[float]], list[float]] = list,
     ) -> None:
         self.state = state
         self.meter: Meter | None = state.meter
@@ -105,24 +153,28 @@ class Stepper:
         self.models: list[PreparedModel] = []
         self.section: Section | None = None
         """The `accumulate` block that is being run."""
-        self.loader: ActiveLoader | None = None
-        """The loader that sets its pace."""
-        self.latest: Window | None = None
-        """The window that was begun last."""
+        self.accumulates = False
+        """Whether any window ever held more than one batch."""
         self.loose = False
         """Whether there was a backward pass outside of `accumulate` since an optimizer stepped."""
+        self._loose_batch: MicroBatch | None = None
         self._joined = False
+        self.cut_short = False
+        """Whether `check_trigger` said yes, which is how loops are left early."""
         self.parted = False
         """Whether ranks were ever allowed to make different numbers of updates."""
         self.guards: Any = None
         """What looks at updates, where somebody does: see `step/guards/`."""
         self._rank = rank
-        self._world_size = world_size
+        self.world_size = world_size
         self._total = total
-        """Adds a number up over all ranks."""
+        """Adds numbers up over all ranks."""
         self.sections: dict[tuple[torch.nn.Module, ...], Section] = {}
         """The blocks of `accumulate` by their models."""
-        self._warned: set[str] = set()
+        self.warned: set[str] = set()
+        self._owners: dict[int, PreparedModel] = {}
+        """The models by the identities of their parameters."""
+        self._unchecked = _CHECKED_LOSSES if world_size > 1 else 0
 
     @property
     def joined(self) -> bool:
@@ -136,30 +188,35 @@ class Stepper:
     # -- models ---------------------------------------------------------------------------------------------------
 
     def add(self, original: torch.nn.Module, prepared: torch.nn.Module) -> PreparedModel:
-        """Takes a prepared model in; one that was here before gets a fresh window."""
-        owned = frozenset(id(parameter) for parameter in original.parameters())
+        """Takes a prepared model in; one that was here before begins anew."""
         self.sections.clear()
-        for model in self.models:
-            if model.original is original:
-                model.prepared, model.owned = prepared, owned
-                model.window.reset()
-                return model
-        if self.guards is not None:
-            self.guards.begin(original)
-        self.models.append(PreparedModel(original, prepared, owned=owned))
-        return self.models[-1]
+        model = next((known for known in self.models if known.original is original), None)
+        if model is None:
+            if self.guards is not None:
+                self.guards.begin(original)
+            model = PreparedModel(original, prepared)
+            self.models.append(model)
+        else:
+            model.prepared = prepared
+            model.accumulation.reset()
+        model.owned = frozenset(id(parameter) for parameter in original.parameters())
+        self._owners = {}
+        for known in self.models:
+            known.shared = frozenset(identity for identity in known.owned if identity in self._owners)
+            self._owners.update((identity, known) for identity in sorted(known.owned - known.shared))
+        return model
 
     def find(self, model: torch.nn.Module) -> PreparedModel | None:
         """The record of a model, by what was given or what was given back, compiled or not."""
         model = getattr(model, "_orig_mod", model)
-        return next((one for one in self.models if model is one.prepared or model is one.original), None)
+        return next((known for known in self.models if model is known.prepared or model is known.original), None)
 
     def owners(self, parameters: Iterable[torch.Tensor]) -> tuple[list[PreparedModel], list[torch.Tensor]]:
         """The prepared models that these parameters belong to, and those that belong to none."""
         found: dict[int, PreparedModel] = {}
         strangers = []
         for parameter in parameters:
-            owner = next((model for model in self.models if id(parameter) in model.owned), None)
+            owner = self._owners.get(id(parameter))
             if owner is None:
                 strangers.append(parameter)
             else:
@@ -168,28 +225,30 @@ class Stepper:
 
     def forget(self) -> None:
         """Drops every model: nothing here keeps one alive afterwards."""
-        self.models = []
-        self.section = self.loader = self.latest = None
+        self.models, self._owners = [], {}
+        self.section = self._loose_batch = None
         self.sections.clear()
 
-    def window_of(self, model: PreparedModel) -> Window:
-        """The window that a model follows: its own, or, if it was never named in `accumulate`, the one that was begun last."""
-        own = model.window
-        return own if own.index or self.latest is None else self.latest
+    def set_closing(self, closing: bool) -> None:
+        """Says by hand whether the present batch ends an update of every model."""
+        self.state.sync_gradients = closing
+        for model in self.models:
+            model.accumulation.closing = closing
+            self.engine.set_sync(model.prepared, closing)
 
-    def concerned(self, section: Section) -> Sequence[PreparedModel]:
-        """The models of a section, and those that follow it because they were never named in `accumulate`."""
-        if len(section.models) == len(self.models):
-            return section.models
-        return [model for model in self.models if model in section.models or not model.window.index]
-
-    # -- windows --------------------------------------------------------------------------------------------------
+    # -- blocks ---------------------------------------------------------------------------------------------------
 
     def accumulate(self, models: tuple[torch.nn.Module, ...]) -> Section:
         """One batch of the windows of these models (of all prepared ones if none is named)."""
         section = self.sections.get(models)
         if section is None:
-            section = self.sections[models] = Section(self, self._records(models))
+            records = self._records(models)
+            for model in records:
+                if not model.accumulation.named:
+                    model.accumulation.named = True
+                    model.accumulation.reset()
+                    self.sections.clear()
+            section = self.sections[models] = Section(self, records)
         return section
 
     def _records(self, models: Sequence[torch.nn.Module]) -> list[PreparedModel]:
@@ -210,6 +269,7 @@ class Stepper:
 
     def backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         """The gradients of a loss; see the head of this module for what they are divided by."""
+        self.state.trained += 1
         meter = self.meter
         if meter is None:
             self._backward(loss, weight, kwargs)
@@ -237,97 +297,168 @@ class Stepper:
     def _backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"backward got a {type(loss).__name__}: pass the loss, a tensor with one value")
+        if self._unchecked or loss.dtype not in _FULL_PRECISION:
+            self._check_loss(loss)
         section = self.section
-        loader = self.state.active if section is None else self.loader
-        if weight is None and (loader is None or loader.shares is None) and not self.scaler.scales:
+        batch = self._batch_outside() if section is None else section.batch
+        if weight is None and (batch is None or batch.shares is None) and not self.scaler.scales:
             if section is None:
-                usual = (self.latest is None or self.latest.closing) and self._steps() == 1
+                usual = not self.accumulates and self._steps(batch) == 1
                 self.loose = True
             else:
-                usual = section.window.single and not section.together
-                section.window.touched = True
+                usual = section.first.single
+                if usual:
+                    for model in section.concerned:
+                        model.accumulation.touched = True
             if usual:  # one batch, one update, nothing to weigh: as plain PyTorch
                 if self.engine.averages:
-                    self.engine.backward(loss, **kwargs)
+                    self.engine.backward(loss, None, **kwargs)
                 else:
                     loss.backward(**kwargs)  # type: ignore[no-untyped-call]
                 return
         if self.scaler.due:
             self._update_scale()
         if section is None:
-            self._alone(loss, weight, kwargs)
+            self._alone(loss, weight, batch, kwargs)
         else:
             self._in_window(section, loss, weight, kwargs)
 
-    def _steps(self) -> int:
-        loader = self.state.active
-        return (None if loader is None else loader.steps_per_update) or self.state.plugin.num_steps or 1
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        """On several processes, a model that was not prepared would be trained apart on each of them. A loss in half precision is told."""
+        notice_low_precision(self.warned, loss)
+        if not self._unchecked:
+            return
+        self._unchecked -= 1
+        if not self.models:
+            raise StateError(NOT_PREPARED.format(site=call_site()))
+        if loss.requires_grad:
+            check_reaches_prepared(self.warned, reached_owners(loss, self._owners))
+
+    def _steps(self, batch: MicroBatch | None) -> int:
+        return (None if batch is None else batch.steps) or self.state.plugin.num_steps or 1
+
+    def _batch_outside(self) -> MicroBatch | None:
+        """The batch of a backward pass outside of `accumulate`: of the same one until an optimizer steps, or a loader moves on."""
+        state, last = self.state, self._loose_batch
+        reading, loose = state.reading, self.loose and last is not None
+        if reading is not None and (
+            len(reading.unread) < 2 or (not loose and len(reading.unread) == 2 and reading.unread[0] is last)
+        ):
+            batch = reading.batch
+        elif loose and last is not None and last.anchor() is not None:
+            batch = last
+        else:
+            batch = state.batch_after(last)
+        self._loose_batch = batch
+        self.begin_work(batch)
+        return batch
+
+    def begin_work(self, batch: MicroBatch | None, steps: int = 1) -> None:
+        """Notes on its pass that a batch is worked on; where it is not certain which one that is, and it matters, that is told."""
+        if batch is None:
+            uncertain = self.state.finished_pass is not None
+        else:
+            reading = batch.reading
+            if not reading.worked:
+                reading.late = batch.number > 1
+            reading.worked = batch.number
+            uncertain = reading.late
+        if uncertain and (steps > 1 or self.world_size > 1):
+            notice_untied_share(self.warned, batch, self.state)
+
+    def _reached(self, loss: torch.Tensor, weighs: bool) -> list[PreparedModel]:
+        """The models that a loss counts for, in the order in which they were prepared: all of them where it makes no difference."""
+        if len(self.models) == 1 or not (weighs or self.accumulates):
+            return self.models
+        reached = reached_owners(loss, self._owners)
+        return self.models if reached is None else [model for model in self.models if model in reached]
 
     def _in_window(self, section: Section, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
-        window, (part, count) = section.window, self._share()
-        change = window.add_mean(count) if weight is None else self._weighted(window, part, weight)
-        for other in section.windows[1:]:
-            other.follow(window)
-        if change.existing != 1.0:
-            for model in self.concerned(section):
-                model.rescale(change.existing)
-        if window.expected > 1.0 and weight is None and "division" not in self._warned:
-            notice_division(self._warned, loss, window.expected)
-        if weight is not None:
+        part, count = self._share(section.batch)
+        reached = self._reached(loss, weight is not None)
+        concerned = section.concerned
+        if weight is None:
+            divisors = [model.accumulation.add_mean(count, model in reached) for model in concerned]
+            if section.first.expected > 1.0 and "division" not in self.warned:
+                notice_division(self.warned, loss, section.first.expected)
+        else:
+            divisors = self._weigh(concerned, reached, number_of(weight) if part > 0.0 else 0.0)
             part = float(part > 0.0)
-        self._run(loss, part, change.divisor, window.closing or self.state.plugin.sync_each_batch, kwargs)
+        divisor, later = _settle(concerned, divisors, reached, weight is not None)
+        self._run(loss, part, divisor, reached, kwargs)
+        for model, final in later:
+            model.rescale(model.accumulation.settle(final))
 
-    def _share(self) -> tuple[float, float]:
+    def _share(self, batch: MicroBatch | None) -> tuple[float, float]:
         """How this rank's mean is weighed against an equal share, and how many full batches the global batch counts as."""
-        loader = self.state.active if self.section is None else self.loader
-        shares = None if loader is None else loader.shares
-        if shares is None or not shares.weighed:
+        shares = None if batch is None else batch.shares
+        if shares is None:
             return 1.0, 1.0
-        return self._world_size * shares.real[self._rank] / shares.full, shares.total / shares.full
+        counted = shares.counted
+        return self.world_size * counted[self._rank] / shares.full, sum(counted) / shares.full
 
-    def _weighted(self, window: Window, part: float, weight: Any) -> Change:
-        total = window.add_sum(number_of(weight) if part > 0.0 else 0.0, alike=self.state.plugin.sync_each_batch)
-        return window.settle_sum(self._everywhere(total) if window.closing else 0.0)
+    def _weigh(self, concerned: Sequence[PreparedModel], reached: Sequence[PreparedModel], weight: float) -> list[float]:
+        """Adds the weight of a sum to the models that it reaches; what the sums of each are divided by."""
+        for model in concerned:
+            if model in reached:
+                model.accumulation.add_sum(weight)
+        weighed = [model.accumulation for model in concerned if model.accumulation.weighs]
+        if concerned[0].accumulation.closing:
+            totals = self._everywhere([accumulation.total for accumulation in weighed])
+            found = {id(own): own.sum_divisor(total) for own, total in zip(weighed, totals, strict=True)}
+        else:
+            new = [accumulation for accumulation in weighed if accumulation.estimate is None]
+            if new:  # once: the same estimate on every rank, so that gradients can be averaged at any time
+                mean = self._everywhere([weight])[0]
+                for accumulation in new:
+                    accumulation.guess(mean)
+            found = {id(accumulation): accumulation.estimate or 1.0 for accumulation in weighed}
+        return [found.get(id(model.accumulation), 1.0) for model in concerned]
 
-    def _everywhere(self, weight: float) -> float:
-        """The weight of all ranks, divided by their number."""
+    def _everywhere(self, weights: list[float]) -> list[float]:
+        """The weights of all ranks, divided by their number."""
         if self.joined:
             raise StateError(
                 "backward(weight=...) adds weights up over all processes, and in join_uneven_inputs some may be done already: "
-                "leave out the weight there, or use even_batches=False, which keeps gradients exact without join_uneven_inputs"
+                "leave out the weight there, or leave out join_uneven_inputs: without it gradients are exact, too"
             )
-        return self._total(weight) / self._world_size
+        return [total / self.world_size for total in self._total(weights)]
 
-    def _alone(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
-        """A backward pass outside of `accumulate`: the batch is a window of its own, as far as we can know."""
-        for model in self.models:
-            if model.window.index:
-                model.window.reset()
-        self.state.sync_gradients, self.latest, self.loose = True, None, True
-        steps = self._steps()
+    def _alone(self, loss: torch.Tensor, weight: Any, batch: MicroBatch | None, kwargs: dict[str, Any]) -> None:
+        """A backward pass outside of `accumulate` is an update of its own for the models that it reaches."""
+        reached = self._reached(loss, weight is not None)
+        for model in reached:
+            if model.accumulation.index:
+                model.accumulation.reset()
+            self.engine.set_sync(model.prepared, True)
+        self.state.sync_gradients, self.loose = True, True
+        steps = self._steps(batch)
         if steps > 1:
             notice_alone(
-                self._warned,
+                self.warned,
                 f"backward at {call_site()} is outside of `with accelerator.accumulate(model):`, so gradients of {steps} batches are "
-                f"asked for, but where an update ends is not known here: each loss is divided by {steps}, and every optimizer.step() acts"
+                "asked for, but where an update ends is not known here: each loss counts in full, and every optimizer.step() acts. Put the "
+                f"batch in such a block, or leave out gradient_accumulation_steps={steps} and divide by it yourself. Accelerate divides by "
+                f"{steps} here too: leave out a factor of {steps} that makes up for it"
             )
-            notice_division(self._warned, loss, float(steps))
-        part, count = self._share()
+        part, count = self._share(batch)
         if weight is None:
-            self._run(loss, part / count if count else 0.0, float(steps), True, kwargs)
+            self._run(loss, part / count if count else 0.0, 1.0, reached, kwargs)
             return
-        total = self._everywhere(number_of(weight) if part > 0.0 else 0.0)
-        self._run(loss, float(part > 0.0), (total or 1.0) * steps, True, kwargs)
+        total = self._everywhere([number_of(weight) if part > 0.0 else 0.0])[0]
+        self._run(loss, float(part > 0.0), total or 1.0, reached, kwargs)
 
-    def _run(self, loss: torch.Tensor, part: float, divisor: float, reduces: bool, kwargs: dict[str, Any]) -> None:
+    def _run(self, loss: torch.Tensor, part: float, divisor: float, reached: Sequence[PreparedModel], kwargs: dict[str, Any]) -> None:
         if part != 1.0:
             loss = loss * (part / divisor)
         elif divisor != 1.0:
             loss = loss / divisor
         if self.scaler.scales:
             loss = self.scaler.scale(loss)
-        if reduces and self.engine.averages:
-            self.engine.backward(loss, **kwargs)
+        each = self.state.plugin.sync_each_batch
+        reducing = [model.prepared for model in reached if each or model.accumulation.closing] if self.engine.averages else []
+        if reducing:
+            self.engine.backward(loss, reducing, **kwargs)
         else:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -348,10 +479,8 @@ class Stepper:
         """
         if self.scaler.due:
             self._update_scale()
-        windows = [model.window for model in self.models]
-        latest = next((place for place, window in enumerate(windows) if window is self.latest), None)
-        states = [window.state() for window in windows]
-        return {"windows": states, "latest": latest, "sync_gradients": self.state.sync_gradients, "loose": self.loose}
+        states = [model.accumulation.state() for model in self.models]
+        return {"windows": states, "sync_gradients": self.state.sync_gradients, "loose": self.loose}
 
     def check(self, state: Any, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
         """Raises unless these can be restored here; changes nothing."""
@@ -359,17 +488,21 @@ class Stepper:
         check_gradients([model.original for model in self.models], gradients)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where saved windows stood; their gradients come by `set_gradients`."""
+        """Takes over where saved windows stood; their gradients come by `set_gradients`."""
         self.check(state)
-        for model, saved in zip(self.models, state["windows"], strict=True):
-            model.window.restore(saved)
-        self.section = self.loader = None
-        self.latest = None if state["latest"] is None else self.models[state["latest"]].window
+        windows, latest = state["windows"], state.get("latest")
+        for model, saved in zip(self.models, windows, strict=True):
+            follows = latest is not None and not saved["index"]
+            model.accumulation.restore({**windows[latest], "named": False} if follows else saved)
+            self.engine.set_sync(model.prepared, model.accumulation.closing)
+            self.accumulates |= not model.accumulation.closing
+        self.section = self._loose_batch = None
+        self.sections.clear()
         self.state.sync_gradients, self.loose = state["sync_gradients"], state["loose"]
 
     def open_gradients(self) -> dict[str, torch.Tensor] | None:
         """The gradients on this rank that belong to an update still to come, as "0.weight": of the first model. None if there are none."""
-        waiting = [self.loose or _is_open(self.window_of(model)) for model in self.models]
+        waiting = [self.loose or (model.accumulation.pending and not model.accumulation.closing) for model in self.models]
         return open_gradients([model.original if open_ else None for model, open_ in zip(self.models, waiting, strict=True)]) or None
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
@@ -377,8 +510,29 @@ class Stepper:
         set_gradients([model.original for model in self.models], gradients)
 
 
-def _is_open(window: Window) -> bool:
-    return window.pending and not window.closing
+def _settle(
+    concerned: Sequence[PreparedModel], divisors: Sequence[float], reached: Sequence[PreparedModel], weighs: bool
+) -> tuple[float, list[tuple[PreparedModel, float]]]:
+    """What one loss is divided by, which may count for several models that are at different places of their windows.
+
+    The gradients that are there are brought to that divisor now; those of models that need another one in the end are told, to be
+    corrected after the backward pass. Models that the loss does not reach get their own divisor at once, if it is of their kind.
+    """
+    pairs = list(zip(concerned, divisors, strict=True))
+    taking = [pair for pair in pairs if pair[0] in reached]
+    divisor = next((own for model, own in taking if model.accumulation.carried is not None), (taking or pairs)[0][1])
+    later = []
+    for model, own in pairs:
+        accumulation = model.accumulation
+        takes = model in reached
+        if not takes and (accumulation.carried is None or not accumulation.closing or accumulation.weighs != weighs):
+            continue
+        factor = accumulation.settle(divisor if takes else own)
+        if factor != 1.0:
+            model.rescale(factor)
+        if takes and own != divisor and accumulation.closing:
+            later.append((model, own))
+    return divisor, later
 
 
 class ForwardPass:

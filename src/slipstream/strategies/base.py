@@ -1,9 +1,9 @@
-"""What a strategy is: nine verbs, and the null object that has them for one process.
+"""What a strategy is: a handful of methods, and the null object that has them for one process.
 
     check       refuses a model that this strategy cannot run, before anything is changed
     prepare     wraps a model, or gives it back
     realise     says how the precision policy is carried out here
-    no_sync     a block in which backward does not reduce gradients
+    no_sync     a block in which backward does not reduce gradients; set_sync and defer: the same, decided batch by batch
     backward    the gradients of a loss, in a pass that reduces them
     step        looks at a model before its optimizer steps
     clip        clips gradients to a norm, and gives the global norm
@@ -15,7 +15,7 @@ A strategy overrides what it does differently, and no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -67,11 +67,14 @@ class Strategy:
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def set_sync(self, model: torch.nn.Module, reduces: bool) -> bool:
-        """Sets whether a backward of this model reduces gradients, as `no_sync` without a block; whether it did before."""
-        return True
+    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
+        """Sets whether a backward pass reduces the gradients of a model; a block of `no_sync` around it has the last word."""
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def defer(self, model: torch.nn.Module, defers: bool) -> None:
+        """Sets whether a forward pass of a model leaves it to `backward` to decide about that: it runs in a block of other models."""
+
+    def backward(self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, **kwargs: Any) -> None:
+        """The gradients of a loss, reduced for these models; None means all that it reaches."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, model: torch.nn.Module) -> None:

@@ -8,9 +8,11 @@ collectives themselves are torch's.
 
 from __future__ import annotations
 
+import copy
+import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -55,11 +57,22 @@ class Replicated(DistributedDataParallel):
         self._keeps_buckets = self.find_unused_parameters or self.static_graph
         self._is_ready = False
         """Whether the coming backward averages gradients, since the last forward."""
-        self.frozen = [one for one in module.parameters() if not one.requires_grad]
+        self._is_armed = False
+        """Whether torch's reducer expects gradients: the next backward that reaches the model averages them, wanted or not."""
+        self._reduces = True
+        """Whether updates end with the present batch, so that gradients are to be averaged."""
+        self._held = 0
+        """How many blocks of `no_sync` are open."""
+        self._defers = False
+        """Whether `backward` decides about averaging, and not the forward pass."""
+        self.frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         """The parameters that took none when it was made."""
         self.trained = _trained(module)
         """Identities of the parameters that took gradients when it was made: only these are averaged."""
         self._is_current = is_current
+        last = [parameter for parameter in module.parameters() if parameter.requires_grad][-1]
+        handle = last.register_post_accumulate_grad_hook(_Disarm(self))  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove).atexit = False
 
     # -- the user's model shows through ---------------------------------------------------------------------------
 
@@ -121,6 +134,21 @@ class Replicated(DistributedDataParallel):
             state_dict = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # What was pickled is read back as the user's own module, also where Slipstream or the process group is not.
+        return operator.getitem, ((self.module,), 0)
+
+    def __copy__(self) -> Replicated:
+        return self._copied({}, copy.copy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicated:
+        return self._copied(memo, lambda state: copy.deepcopy(state, memo))
+
+    def _copied(self, memo: dict[int, Any], copied: Callable[[dict[str, Any]], dict[str, Any]]) -> Replicated:
+        memo[id(self)] = made = type(self).__new__(type(self))
+        made.__setstate__(copied(self.__getstate__()))
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         for name in ("_is_current", "_forward_watch", "_buffer_watch", "_shown"):
@@ -136,12 +164,23 @@ class Replicated(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As torch's own, which marks itself for a profiler also where there is none."""
-        if self._delay_all_reduce_all_params or _is_profiled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if self._delay_all_reduce_all_params or _is_profiled():
+            output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            self.__dict__["_is_armed"] |= self.require_forward_param_sync
+            return output
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        output = self._post_forward(self._run_ddp_forward(*inputs, **kwargs))  # type: ignore[no-untyped-call]
+        output = self._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         own = self.__dict__
+        if own["_defers"] and not own["_keeps_buckets"]:
+            if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+                self._sync_buffers()
+            own["require_forward_param_sync"] = own["require_backward_grad_sync"] and torch.is_grad_enabled()
+            return output
+        output = self._post_forward(output)  # type: ignore[no-untyped-call]
         own["_is_ready"] = own["require_forward_param_sync"] and not own["find_unused_parameters"]
+        own["_is_armed"] |= own["require_forward_param_sync"]
         return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -176,6 +215,42 @@ class Replicated(DistributedDataParallel):
         if not self._has_rebuilt_buckets and not self._keeps_buckets and self.reducer._rebuild_buckets():
             self._has_rebuilt_buckets = True
         self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+        own["_is_armed"] = True
+
+    def set_sync(self, reduces: bool) -> None:
+        """Sets whether the coming backward passes average gradients, unless a block of `no_sync` is open."""
+        own = self.__dict__
+        own["_reduces"] = reduces
+        own["require_backward_grad_sync"] = reduces and not own["_held"]
+        if own["_is_armed"] and not own["require_backward_grad_sync"]:
+            self._disarm()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which backward passes do not average gradients, also if a forward pass before it was made for averaging."""
+        own = self.__dict__
+        own["_held"] += 1
+        self.set_sync(own["_reduces"])
+        try:
+            yield
+        finally:
+            own["_held"] -= 1
+            self.set_sync(own["_reduces"])
+
+    def _disarm(self) -> None:
+        """Lets torch's reducer expect nothing, where a forward pass or an earlier loss prepared it and no gradient came.
+
+        Torch has no name for that but the one with which it recovers from failures (`_reset_state`, tried with torch 2.13): buckets are
+        then built anew with the next averaged pass. `tests/training/test_several_models.py` notices when it changes.
+        """
+        own = self.__dict__
+        own["_is_armed"] = own["_is_ready"] = False
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError:  # some gradients came: `check_reduced` will tell which did not
+            return
+        self.reducer._reset_state()
+        self._has_rebuilt_buckets = False
 
     def _sync_buffers(self) -> None:
         """Buffers are those of rank 0 in every forward that follows an averaged one: all ranks have to come, so the wait is watched."""
@@ -228,6 +303,18 @@ class Replicated(DistributedDataParallel):
         )
 
 
+class _Disarm:
+    """A hook on the last parameter of a model: gradients came, so torch's reducer expects none any more."""
+
+    def __init__(self, replicated: Replicated) -> None:
+        self._replicated = weakref.ref(replicated)  # which has the parameter
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        replicated = self._replicated()
+        if replicated is not None:
+            replicated.__dict__["_is_armed"] = False
+
+
 def _has(module: Any, name: str) -> bool:
     """Whether a module has an attribute, a parameter, a buffer or a part of this name itself."""
     return any(name in vars(module).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")) or name in vars(module)
@@ -266,7 +353,8 @@ class DDP(Strategy):
         buffers = runtime.watch("forward", limits)
         self._in_forward = runtime.watch("forward", limits), buffers if meter is None else Waiting(buffers, meter)
         self._local_end = None if meter is None else LocalEnd(meter)
-        self._replicas: weakref.WeakSet[Replicated] = weakref.WeakSet()
+        self._replicas: list[weakref.ref[Replicated]] = []
+        """In the order in which they were prepared, which all ranks share: what is done for each of them may communicate."""
         self._in_prepare = runtime.watch("prepare", limits)
         self._look: Callable[[Any], None] | None = None
 
@@ -291,7 +379,7 @@ class DDP(Strategy):
             replicated = Replicated(
                 model, _Generation(self._runtime), self._in_forward, device_ids=devices, **self._options.to_kwargs()
             )
-        self._replicas.add(replicated)
+        self._replicas = [known for known in self._replicas if known() is not None] + [weakref.ref(replicated)]
         if self._local_end is not None:
             self._local_end.watch(replicated)
         if self._look is not None:
@@ -303,18 +391,19 @@ class DDP(Strategy):
         model = getattr(model, "_orig_mod", model)
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
-    def set_sync(self, model: torch.nn.Module, reduces: bool) -> bool:
-        if not isinstance(model, Replicated):
-            return True
-        own = model.__dict__
-        before = bool(own["require_backward_grad_sync"])
-        own["require_backward_grad_sync"] = reduces
-        return before
+    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
+        if isinstance(model, Replicated):
+            model.set_sync(reduces)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def defer(self, model: torch.nn.Module, defers: bool) -> None:
+        if isinstance(model, Replicated):
+            model.__dict__["_defers"] = defers
+
+    def backward(self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, **kwargs: Any) -> None:
         with self._in_backward:
-            for replicated in self._replicas:
-                replicated.ready(loss)
+            for model in [known() for known in self._replicas] if reducing is None else reducing:
+                if isinstance(model, Replicated):
+                    model.ready(loss)
             if self._local_end is None:
                 loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             else:

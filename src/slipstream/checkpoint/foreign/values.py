@@ -1,5 +1,7 @@
 """Values from a file of `torch.save`: tensors as views of the file's bytes, and the plain kinds of Python and numpy. Nothing else.
 
+Values that are kept are asked for with `Values.owned()`: their tensors have memory of their own, as `torch.load` makes them.
+
 The kinds that are built stand in one table, `_KINDS`; each is checked before anything is made of it. A tensor has to lie inside its
 storage and may not have more elements than that, so that shapes and strides cannot be larger than the file. An object of any other
 class stays the record of how it would be made (`Call`), and is listed in `Values.unknown`: its numbers can be looked at, but it is
@@ -12,7 +14,7 @@ import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -22,7 +24,9 @@ import torch
 from slipstream.checkpoint.foreign.archive import Archive, read_archive
 from slipstream.checkpoint.foreign.opcodes import DICT, FROZENSET, SET, STORAGE, Call, Name, NotPlain, take_apart
 from slipstream.checkpoint.raw import DTYPES, VIEWED
+from slipstream.comm.tensor_memory import copied
 from slipstream.errors import CheckpointError
+from slipstream.files.reading import give_back
 
 __all__ = ["Values", "read_values"]
 
@@ -62,23 +66,45 @@ class Values:
     value: Any
     unknown: tuple[str, ...]
     """Classes and functions that the file names and that are not built here; empty if all of it is data."""
+    make_owned: Callable[[], Any] = field(default=lambda: None, repr=False)
+
+    def owned(self) -> Any:
+        """The same values, whose tensors have memory of their own. The bytes of the file are given back on the way: ask once, and last."""
+        return self.make_owned()
 
 
 def read_values(data: memoryview, where: str) -> Values:
-    """The values in the bytes of a file that torch.save wrote. Tensors share their memory (the bytes have to be writable for that)."""
+    """The values in the bytes of a file that torch.save wrote. Tensors share their memory if it can be written, and lies well for them."""
     archive = read_archive(data, where)
     if "byteorder" in archive.spans and bytes(archive.entry("byteorder")) != b"little":
         raise CheckpointError(f"{where} was written on a machine with another order of bytes; save it again on one that is little-endian")
-    builder = _Builder(archive, where)
-    value, _ = builder.build(take_apart(bytes(archive.entry("data.pkl")), where), 0)
-    return Values(value, tuple(sorted(builder.unknown)))
+    records = take_apart(bytes(archive.entry("data.pkl")), where)
+    builder = _Builder(archive, where, _shared)
+    value, _ = builder.build(records, 0)
+    return Values(value, tuple(sorted(builder.unknown)), lambda: _Builder(archive, where, _moved).build(records, 0)[0])
+
+
+def _shared(data: memoryview) -> torch.Tensor:
+    """Bytes as a tensor that is their memory, where it can be."""
+    if data.readonly or not data:
+        return copied(data, torch.uint8, (len(data),))
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    return copied(data, torch.uint8, (len(data),)) if raw.data_ptr() % _ALIGNMENT else raw
+
+
+def _moved(data: memoryview) -> torch.Tensor:
+    """Bytes as a tensor with memory of its own; theirs is given back."""
+    made = copied(data, torch.uint8, (len(data),))
+    give_back(data)
+    return made
 
 
 class _Builder:
     """Makes values of records; what is shared in the file is shared in the values."""
 
-    def __init__(self, archive: Archive, where: str) -> None:
+    def __init__(self, archive: Archive, where: str, storage: Callable[[memoryview], torch.Tensor]) -> None:
         self.where = where
+        self._make_storage = storage
         self.unknown: set[str] = set()
         self._archive = archive
         self._made: dict[int, tuple[Any, int]] = {}
@@ -182,10 +208,7 @@ class _Builder:
         if end - start != count * dtype.itemsize:
             raise self.wrong(f"its storage {key!r:.80} should be {count} elements of {dtype}, and is {max(end - start, 0)} bytes")
         if key not in self._storages:
-            view = self._archive.data[start:end]
-            view = memoryview(bytearray(view)) if view.readonly else view
-            raw = torch.frombuffer(view, dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
-            self._storages[key] = raw.clone() if raw.data_ptr() % _ALIGNMENT else raw
+            self._storages[key] = self._make_storage(self._archive.data[start:end])
         return self._storages[key].untyped_storage(), dtype, end - start
 
     def tensor(self, stored: Any, offset: Any, shape: Any, strides: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

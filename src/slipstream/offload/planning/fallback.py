@@ -29,7 +29,7 @@ def fallback_allocate(
 ) -> tuple[str | None, nn.Module | None, _Modules]:
     """The first module that fits below a limit, larger ones before their parts; and the list of modules without it.
 
-    _Modules that had to be divided to find it are in that list as their parts. A module that shares weights with others counts with them.
+    Modules that had to be divided to find it are in that list as their parts. A module that shares weights with others counts with them.
     Where nothing fits: (None, None, the modules as they were).
 
     >>> model = nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2))

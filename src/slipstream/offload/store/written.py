@@ -67,6 +67,7 @@ def _written(folder: Path, blocks: Sequence[Mapping[str, Value]], disk: Disk, do
     index: dict[str, Entry] = {}
     with Placing(folder, disk) as files:
         for block in filter(None, blocks):
+            # Tensors of one layer stay side by side, unlike in `file_order`: they are read together.
             values = dict(sorted(block.items(), key=lambda item: -item[1].dtype.itemsize))
             for name, value in values.items():
                 _check(name, value)

@@ -99,7 +99,8 @@ function ledgerRows(given) {
 
 class Run {
   constructor(view, place) {
-    this.place = place;
+    this.place = place; // in the list of runs
+    this.color = place; // of the palette; stays when other runs come
     this.shown = true;
     this.detail = null;
     this.take(view);

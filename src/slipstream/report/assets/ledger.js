@@ -82,9 +82,10 @@ function ledgerLine(run, axis, key, value) {
   return made;
 }
 
+/** A rate over the intervals. What came after the last step (a last checkpoint) has no steps: it has no rate, rather than one of 0. */
 function rateLine(run, axis, field) {
   if (!run.ledger.some((row) => Number.isFinite(row[field]))) return null;
-  return ledgerLine(run, axis, field, (row) => (field === "mfu" ? row.mfu ?? NaN : (row[field] || 0) / row.seconds));
+  return ledgerLine(run, axis, field, (row) => (field === "mfu" ? row.mfu ?? NaN : row.steps ? (row[field] || 0) / row.seconds : NaN));
 }
 
 function memoryLine(run, axis, place) {

@@ -116,9 +116,20 @@ class Page {
   }
 
   replace(views) {
-    const hidden = new Set(this.runs.filter((run) => !run.shown).map((run) => run.name));
+    const before = new Map(this.runs.map((run) => [run.name, run]));
+    const focused = this.runs[this.state.focus]?.name;
     this.runs = views.map((view, place) => new Run(view, place));
-    for (const run of this.runs) run.shown = !hidden.has(run.name);
+    const known = this.runs.filter((run) => before.has(run.name));
+    const taken = new Set(known.map((run) => before.get(run.name).color));
+    for (const run of this.runs) {
+      const same = before.get(run.name);
+      run.shown = same ? same.shown : true;
+      run.color = 0;
+      while (!same && taken.has(run.color)) run.color += 1;
+      if (same) run.color = same.color;
+      taken.add(run.color);
+    }
+    this.state.focus = Math.max(0, this.runs.findIndex((run) => run.name === focused));
     if (this.runs.length === 1) document.title = this.heading.textContent = visible(this.runs[0].label);
     this.build();
   }

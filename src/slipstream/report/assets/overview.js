@@ -1,6 +1,6 @@
 // The head of the page: the runs with their key figures, which are also the legend and the choice of runs; and the controls of all charts.
 
-const STATES = { running: "running", finished: "finished", failed: "failed", killed: "failed" }; // and the looks of each
+const STATES = { running: "running", finished: "finished", failed: "failed", killed: "failed", interrupted: "interrupted", ended: "interrupted" }; // and the looks of each
 
 function figure(label, value, title = null) {
   return make("div", { class: "figure", title }, make("dt", {}, label), make("dd", {}, value));

@@ -98,16 +98,16 @@ class Theme {
 
   run(run) {
     const palette = RUN_COLORS[this.name];
-    return palette[run.place % palette.length];
+    return palette[run.color % palette.length];
   }
 
   dash(run) {
-    return [[], [6, 3], [2, 3], [8, 3, 2, 3]][Math.floor(run.place / RUN_COLORS.light.length) % 4];
+    return [[], [6, 3], [2, 3], [8, 3, 2, 3]][Math.floor(run.color / RUN_COLORS.light.length) % 4];
   }
 
   /** The class of a swatch whose line is dashed. */
   dashed(run) {
-    const kind = Math.floor(run.place / RUN_COLORS.light.length) % 4;
+    const kind = Math.floor(run.color / RUN_COLORS.light.length) % 4;
     return kind ? `dash-${kind}` : "";
   }
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from slipstream.comm.tree import is_namedtuple
+from slipstream.devices.table import CPU
 from slipstream.files.digest import Digest
 from slipstream.runtime.split import split
 
@@ -174,7 +175,7 @@ def _feed_array(digest: Digest, value: Any) -> bool:
     digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
     if _of(value, "torch", "Tensor"):
         torch = sys.modules["torch"]
-        if value.device.type != torch.empty(0).device.type or value.layout is not torch.strided or value.is_quantized:
+        if value.device.type != CPU.type or value.layout is not torch.strided or value.is_quantized:
             return False
         value = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     elif value.dtype.hasobject:

@@ -347,7 +347,7 @@ def finish(path: Path, header: Header, authors: Sequence[int | None], run: str, 
     temporary = path.with_name(f"{path.name}.new")
     missing = 0
     with _telling(path), contextlib.ExitStack() as closing:
-        files = {source: closing.enter_context(open(source, "rb")) for source in {source for source, _, _ in chosen.values()}}
+        files = {source: closing.enter_context(open(source, "rb")) for source in dict.fromkeys(source for source, _, _ in chosen.values())}
         with open(temporary, "wb") as target:
             target.write(header.line())
             for index in sorted(chosen.keys() | results.keys()):

@@ -346,7 +346,7 @@ class Shared:
         if self._ask(self._store.add, "read", 1) < self.world_size:
             return
         self._read = 0
-        for rank, volume in {(report.rank, report.place[0]) for report in self.reports() if report.body is None}:
+        for rank, volume in sorted({(report.rank, report.place[0]) for report in self.reports() if report.body is None}):
             self._ask(self._store.delete_key, f"results/{rank}/{volume}")
         self._ask(self._store.delete_key, "log")
 

@@ -349,6 +349,7 @@ class Work:
     # -- for `gather` ---------------------------------------------------------------------------------------------
 
     leaf_by_leaf = False
+    ranks = None
 
     @property
     def total(self) -> int:

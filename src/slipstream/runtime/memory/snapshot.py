@@ -75,21 +75,24 @@ class MemorySnapshot:
     """What the allocators of devices say."""
 
     def line(self) -> str:
-        """In one line."""
+        """Return a clause for one line, such as "no tensors were alive" or "8.0 bytes in 1 tensor were alive (...)"."""
         if not self.alive:
-            return "no tensor was alive"
+            return self._summary()
         first = self.alive[0]
         many = f"{first.count} x " if first.count > 1 else ""
         name = f"{first.name}, " if first.name else ""
-        return (
-            f"{convert_bytes(self.total)} in {self.tensors:,} tensors ({_parts(self.by_kind)}), the largest "
-            f"{convert_bytes(first.bytes)}: {name}{many}{first.dtype} {list(first.shape)} on {first.device}"
-        )
+        largest = f"{convert_bytes(first.bytes)}: {name}{many}{first.dtype} {list(first.shape)} on {first.device}"
+        return f"{self._summary()}, the largest {largest}"
+
+    def _summary(self) -> str:
+        if not self.tensors:
+            return "no tensors were alive"
+        count = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"
+        return f"{convert_bytes(self.total)} in {count} were alive ({_parts(self.by_kind)})"
 
     def __str__(self) -> str:
         lines = [
-            f"{convert_bytes(self.total)} in {self.tensors:,} tensors ({_parts(self.by_kind)}); the process takes "
-            f"{convert_bytes(self.process)} of main memory, {convert_bytes(self.available)} are left"
+            f"{self._summary()}; the process takes {convert_bytes(self.process)} of main memory, {convert_bytes(self.available)} are left"
         ]
         for device, told in self.allocators.items():
             words = ", ".join(
@@ -97,9 +100,11 @@ class MemorySnapshot:
             )
             lines.append(f"{device}: {words}")
         rows = [
-            (convert_bytes(one.bytes), str(one.count), f"{one.dtype} {list(one.shape)} {one.device}", _said(one))
-            for one in self.alive[:_ROWS]
+            (convert_bytes(entry.bytes), str(entry.count), f"{entry.dtype} {list(entry.shape)} {entry.device}", _said(entry))
+            for entry in self.alive[:_ROWS]
         ]
+        if not rows:
+            return "\n".join(lines)
         titles = ("bytes", "count", "tensor", "what")
         widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(3)]
         lines += [f"{row[0].rjust(widths[0])}  {row[1].rjust(widths[1])}  {row[2].ljust(widths[2])}  {row[3]}" for row in (titles, *rows)]
@@ -232,7 +237,7 @@ def _summed(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def _parts(by_kind: dict[str, int]) -> str:
-    return ", ".join(f"{_plural(kind)} {convert_bytes(size)}" for kind, size in by_kind.items()) or "none"
+    return ", ".join(f"{_plural(kind)} {convert_bytes(size)}" for kind, size in by_kind.items())
 
 
 def _plural(kind: str) -> str:

@@ -118,7 +118,7 @@ def examine(error: BaseException) -> None:
 
 
 def alive_in_a_line() -> str:
-    """What is alive now, in one line; nothing if that cannot be told. Never raises."""
+    """Return what is alive now as a clause for one line (`MemorySnapshot.line`). Never raises."""
     try:
         return memory_snapshot(1).line()
     except Exception as problem:  # memory has run out: it may be too little for this too
@@ -141,7 +141,7 @@ def _write_down(error: BaseException) -> None:
     runtime = current_or_none()
     watches = [] if runtime is None else list(runtime.memory_watches)
     rank = f"[RANK {snapshot.rank}] " if runtime is not None and runtime.process.world_size > 1 else ""
-    _logger.error("%smemory ran out; alive were %s", rank, snapshot)
+    _logger.error("%smemory ran out: %s", rank, snapshot)
     written: Path | None = None
     for watch in watches:
         try:
@@ -153,7 +153,7 @@ def _write_down(error: BaseException) -> None:
             _logger.warning("%sthe snapshot of memory could not be written (%s: %s)", rank, type(problem).__name__, problem)
     where = f"; all of it is in {written}" if written is not None else ""
     if hasattr(error, "add_note"):
-        error.add_note(f"When memory ran out, alive were {snapshot.line()}{where}")
+        error.add_note(f"When memory ran out, {snapshot.line()}{where}")
     elif where:
         _logger.error("%s%s", rank, where.removeprefix("; "))
 

@@ -1,35 +1,35 @@
-"""Replicas that drift apart: the weights of all processes are compared once in a while, bit for bit, without a collective.
+"""Replicas that drift apart: the weights of all processes are compared now and then, bit for bit, without a collective.
 
-After the first update and then after every so many, each process adds up the bits of each parameter as whole numbers (one pass over
-the weights; exact, and the same in any order of adding) and leaves the sums in the store. The main process compares them when it next
-settles its ledger, and names the first parameter that differs and the ranks. Nobody waits for anybody.
+At a moment that all processes come to (a number of updates, `save_state`, the end of training) each of them adds up the bits of each
+parameter as whole numbers (one pass over the weights; exact, and the same in any order of adding) and leaves the sums in the store, under
+the name of the moment. The main process compares them when it next settles its ledger, and names the first parameter that differs and
+the ranks. Nobody waits for anybody: a moment to which some processes never come, such as a `save_state` of the main process alone, is
+forgotten.
 
 Buffers are left out: those that DDP broadcasts are made equal again by every forward, and between two forwards each process has the
 statistics of its own batch. So are parameters that are no plain tensors (sharded ones, and other wrappers): each process holds its own
 part of those, and looking at them as a whole may be a collective.
 
-Updates whose gradients were not averaged (`no_sync`, LocalSGD) are not compared; nor is anything after `join_uneven_inputs`, where the
-processes make different numbers of updates.
+Nothing is compared while gradients are not averaged (`no_sync`, LocalSGD), nor after `join_uneven_inputs`, where the processes make
+different numbers of updates.
 """
 
 from __future__ import annotations
 
 import array
-import struct
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from slipstream.logging import get_logger
 from slipstream.step.guards.finding import Finding
+from slipstream.step.guards.rank_reports import RankReports
 
-__all__ = ["Drift", "fingerprint", "replicated"]
+__all__ = ["Drift", "Moment", "fingerprint", "next_look", "replicated"]
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PENDING = 8
-"""How many comparisons may wait for other ranks at the main process."""
 
 
 def fingerprint(parameters: Sequence[torch.Tensor]) -> bytes:
@@ -69,96 +69,68 @@ def replicated(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, tor
     ]
 
 
+def next_look(updates: int, looks: int, every: int) -> int:
+    """Return with how many updates weights are compared next, after `looks` comparisons: in 1, 2, 4, 8, ..., then at multiples of `every`.
+
+    >>> next_look(1, 1, 1000), next_look(2, 2, 1000), next_look(4, 3, 1000), next_look(5016, 5, 1000), next_look(8000, 50, 1000)
+    (2, 4, 8, 5032, 9000)
+    """
+    return min(updates + (1 << min(looks - 1, 40)), (updates // every + 1) * every)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When weights are compared.
+
+    >>> Moment("update 8", "after update 8", 8).key
+    'update 8'
+    """
+
+    key: str
+    """The same on every process that comes to it, and of no other moment."""
+    words: str
+    """How it is told."""
+    updates: int
+
+
 class Drift:
-    """The comparisons of one optimizer's models.
+    """The comparisons of some models.
 
     >>> from torch.distributed import HashStore
     >>> store, model = HashStore(), torch.nn.Linear(2, 1)
     >>> ranks = [Drift(lambda: store, rank, 2, "0") for rank in range(2)]
-    >>> named = list(model.named_parameters())
-    >>> ranks[0].look(1, named)
+    >>> named, moment = list(model.named_parameters()), Moment("update 1", "after update 1", 1)
+    >>> ranks[0].look(moment, named)
     >>> with torch.no_grad():
     ...     _ = model.bias.add_(1.0)
-    >>> ranks[1].look(1, named)
+    >>> ranks[1].look(moment, named)
     >>> print(ranks[0].compare().text)
     the replicas have different weights after update 1: bias of rank 1 is not that of rank 0 (1 of 2 parameters differ)
     """
 
     def __init__(self, store: Callable[[], Any], rank: int, world_size: int, key: str) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._key = key
-        self._serial = 0
-        self._lost = False
-        """Whether the store does not answer any more."""
-        self._own: deque[tuple[int, int, list[str], bytes]] = deque()
+        self._reports = RankReports(store, rank, world_size, f"drift/{key}", "weights are compared")
 
-    def look(self, updates: int, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Leaves the fingerprints of these parameters, which are compared after so many updates; all ranks call it alike."""
-        store = None if self._lost else self._store()
-        if store is None:
-            return
-        self._serial += 1
-        data = struct.pack("<q", updates) + fingerprint([parameter for _, parameter in named])
-        if self._rank:
-            self._ask(lambda: self._leave(store, self._name(self._serial, self._rank), data))
-            return
-        self._own.append((self._serial, updates, [name for name, _ in named], data))
-        if len(self._own) > _PENDING:
-            dropped = self._own.popleft()[0]
-            self._ask(lambda: self._drop(store, dropped))
+    def look(self, moment: Moment, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Reports the sums of these parameters."""
+        if self._reports.wants(moment.key):
+            sums = fingerprint([parameter for _, parameter in named])
+            self._reports.add(moment.key, sums, (moment, [name for name, _ in named]))
 
     def compare(self) -> Finding | None:
-        """On the main process: the first comparison for which every rank has left its part and that fails, if any."""
-        found: Finding | None = self._ask(self._compare)
-        return found
-
-    def _compare(self) -> Finding | None:
-        store = self._store() if self._own else None
-        while self._own and store is not None:
-            serial, updates, names, own = self._own[0]
-            keys = [self._name(serial, rank) for rank in range(1, self._world_size)]
-            if not store.check(keys):
-                return None
-            parts = [own, *(bytes(store.get(key)) for key in keys)]
-            self._own.popleft()
-            self._drop(store, serial)
-            if len(set(parts)) > 1 and (finding := _compared(parts, names, updates)):
-                return finding
-        return None
-
-    def _ask(self, what: Callable[[], Any]) -> Any:
-        if self._lost:
-            return None
-        try:
-            return what()
-        except RuntimeError as error:  # torch's errors of stores: closed, not reached, too late
-            self._lost = True
-            told = next(iter(str(error).splitlines()), type(error).__name__)
-            get_logger("slipstream.guards").warning(f"weights are not compared between ranks any more: {told}", main_process_only=False)
-            return None
-
-    @staticmethod
-    def _leave(store: Any, key: str, data: bytes) -> None:
-        store.set(key, data)
-        store.check([key])  # `set` does not wait for an answer: now it is there
-
-    def _name(self, serial: int, rank: int) -> str:
-        return f"guards/drift/{self._key}/{serial}/{rank}"
-
-    def _drop(self, store: Any, serial: int) -> None:
-        for rank in range(1, self._world_size):
-            store.delete_key(self._name(serial, rank))
+        """On the main process: the first moment to which every rank has come and whose sums differ, if there is one."""
+        found = [
+            _difference(moment, parts, names)
+            for (moment, names), parts in self._reports.take()
+            if len(set(parts)) > 1 and len(set(map(len, parts))) == 1
+        ]
+        return found[0] if found else None
 
 
-def _compared(parts: Sequence[bytes], names: Sequence[str], updates: int) -> Finding | None:
-    counts = [struct.unpack_from("<q", part)[0] for part in parts]
-    if any(count != updates for count in counts) or len(set(map(len, parts))) > 1:
-        return None  # of another moment: nothing can be said
+def _difference(moment: Moment, parts: Sequence[bytes], names: Sequence[str]) -> Finding:
     usual = Counter(parts).most_common(1)[0][0]
     standard = parts.index(usual)
-    rows = [array.array("q", part[8:]) for part in parts]
+    rows = [array.array("q", part) for part in parts]
     differing = [
         (place, [rank for rank, row in enumerate(rows) if row[place] != rows[standard][place]])
         for place in range(len(names))
@@ -167,11 +139,11 @@ def _compared(parts: Sequence[bytes], names: Sequence[str], updates: int) -> Fin
     place, ranks = differing[0]
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     text = (
-        f"the replicas have different weights after update {updates}: {names[place]} of {who} is not that of rank {standard} "
+        f"the replicas have different weights {moment.words}: {names[place]} of {who} is not that of rank {standard} "
         f"({len(differing)} of {len(names)} parameters differ)"
     )
     remedy = (
         "look for what changes weights or optimizer state on some ranks only (code under is_main_process, initialisation or loading after "
         "prepare, gradients changed after backward, other arguments of the optimizer), and go on from a checkpoint that every rank loads"
     )
-    return Finding("drift", updates, ranks[0], text, remedy, {"parameter": names[place], "ranks": ranks})
+    return Finding("drift", moment.updates, ranks[0], text, remedy, {"parameter": names[place], "ranks": ranks})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.errors import SlipstreamError
@@ -12,6 +12,7 @@ from slipstream.logging import get_logger
 
 __all__ = ["Finding", "NonFiniteError", "Voice"]
 
+_FIELDS = ("step", "rank", "text", "remedy")
 _TIMES = 3
 _EVENTS = 20
 """How many events of a kind the run has, of all ranks together."""
@@ -32,7 +33,7 @@ class Finding:
     """
 
     kind: str
-    """Which guard found it: "nan", "spike", "drift", "schedule", "starving", "straggler"."""
+    """Which guard found it: "nan", "spike", "drift", "schedule", "batches", "starving", "straggler"."""
     step: int | None
     rank: int | None
     """Where, if it is one rank's."""
@@ -44,6 +45,21 @@ class Finding:
     def __str__(self) -> str:
         where = ", ".join(f"{name} {value}" for name, value in (("step", self.step), ("rank", self.rank)) if value is not None)
         return f"{where}{': ' if where else ''}{self.text}. What to do: {self.remedy}."
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """By this the earliest of several is found: within one step, what comes of it (`"consequence"` in the details) is later."""
+        return self.step or 0, bool(self.details.get("consequence"))
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> Finding:
+        """Return the finding that an event was made of.
+
+        >>> Finding.of(Finding("drift", 10, None, "replicas differ", "prepare again", {"ranks": [1]}).event()).details
+        {'ranks': [1]}
+        """
+        details = {name: value for name, value in event.items() if name not in (*_FIELDS, "kind", "guard", "time")}
+        return cls(event["guard"], event.get("step"), event.get("rank"), event["text"], event["remedy"], details)
 
     def event(self) -> dict[str, Any]:
         """As a line of events.jsonl, without its time.
@@ -62,8 +78,9 @@ class Voice:
     them.
     """
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None] | None = None, is_main: bool = True) -> None:
+    def __init__(self, tell: Callable[[dict[str, Any]], None] | None = None, is_main: bool = True, world_size: int = 1) -> None:
         self._is_main = is_main
+        self._world_size = world_size
         self.tell = tell
         """Where events go, besides the log."""
         self.aloud = True
@@ -93,14 +110,22 @@ class Voice:
         """Says the earliest of what is held back, once every rank has told its steps up to there; the others are its consequences."""
         if not self._held:
             return
-        finding, own = min(self._held, key=lambda entry: (entry[0].step or 0, entry[0].rank or 0))
+        finding, own = min(self._held, key=lambda entry: (*entry[0].order, entry[0].rank or 0))
         if told < (finding.step or 0):
             return
+        first = {entry.rank for entry, _ in self._held if entry.order == finding.order}
         self._held = []
+        if 1 < len(first) == self._world_size:
+            finding = replace(finding, rank=None, text=f"on all {len(first)} ranks at once, {finding.text}")
         if own:
             self.say(finding)
         elif self._may(finding):
             self._log(finding)
+
+    def say_alone(self, event: Mapping[str, Any]) -> None:
+        """On another rank: says what was left to the main process, which is gone and cannot say it any more."""
+        if event.get("kind") == "guard":
+            self._log(Finding.of(event))
 
     def say(self, finding: Finding, *, shared: bool = False) -> bool:
         """Says a finding, unless its kind was said often or a short while ago; whether it did.
@@ -136,7 +161,7 @@ class Voice:
         """On the main process: says what another rank has found."""
         if event.get("kind") != "guard" or self._telling:
             return
-        finding = Finding(event["guard"], event.get("step"), event.get("rank"), event["text"], event["remedy"])
+        finding = Finding.of(event)
         if finding.kind in self.waits:
             self.hold(finding, own=False)
         elif self._may(finding):
@@ -158,5 +183,5 @@ class Voice:
     def _log(self, finding: Finding) -> None:
         kept = self._kept.pop(finding.kind, 0)
         more = f" (Found {'once' if kept == 1 else f'{kept} times'} more since it was said last.)" if kept else ""
-        last = " (Not said again in this run.)" if self._times[finding.kind] == _TIMES else ""
+        last = " (Not said again in this run.)" if self._times.get(finding.kind) == _TIMES else ""
         self._logger.warning("%s%s%s", finding, more, last, main_process_only=self._is_main)

@@ -10,21 +10,26 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from slipstream.logging import get_logger
+from slipstream.runtime.gradient_state import GradientState
 from slipstream.step.clip import Clipper
-from slipstream.step.guards.drift import Drift, replicated
+from slipstream.step.guards.batches import FirstBatches, shared_batches
+from slipstream.step.guards.drift import Drift, Moment, next_look, replicated
 from slipstream.step.guards.finding import Finding, Voice
 from slipstream.step.guards.finite import first_bad, spell_value, to_numbers
 from slipstream.step.guards.options import GuardKwargs
-from slipstream.step.guards.schedule import Course, Schedule
+from slipstream.step.guards.rank_reports import RankReports
+from slipstream.step.guards.schedule import Course, Pace, Schedule, miscounted, unfinished
 from slipstream.step.guards.spikes import Spikes
 from slipstream.step.guards.starving import Starving, Straggler
 from slipstream.step.guards.updates import STREAK, Updates, alone, scaled_finding
 from slipstream.step.optimizer import AcceleratedOptimizer, Linked
+from slipstream.step.prepared import PreparedModel
 from slipstream.step.scheduler import AcceleratedScheduler
 from slipstream.step.stepper import Stepper
 
@@ -64,7 +69,7 @@ class Guards:
         store: Callable[[], Any] = _nothing,
     ) -> None:
         self.options = options
-        self.voice = Voice(is_main=rank == 0)
+        self.voice = Voice(is_main=rank == 0, world_size=world_size)
         # both lead to models, and to this: a cycle would keep them until garbage is collected
         self._stepper, self._registry = weakref.ref(stepper), weakref.ref(registry)
         self._scales = stepper.scaler.scales
@@ -72,12 +77,20 @@ class Guards:
         self._world_size = world_size
         self._store = store
         self._ledger: Any = None
-        self._norms: list[tuple[int | None, float | torch.Tensor]] = []
+        self._norms: list[tuple[int, float | torch.Tensor]] = []
+        self._was_bad = False
+        """Whether the loss or the norm of the last step that was looked at was not finite."""
         self._spikes = None if options.loss_spike is None else Spikes(options.loss_spike, rank)
         self._starving = None if options.starving is None else Starving(options.starving, local_ranks=local_ranks)
         self._straggler = None if options.straggler is None else Straggler(options.straggler)
         self._schedules: weakref.WeakKeyDictionary[AcceleratedOptimizer, Schedule] = weakref.WeakKeyDictionary()
         self._drifts: weakref.WeakKeyDictionary[AcceleratedOptimizer, Drift] = weakref.WeakKeyDictionary()
+        self._looks: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = weakref.WeakKeyDictionary()
+        """How often the weights of an optimizer's models were looked at."""
+        self._whole: Drift | None = None
+        """The comparisons of all models, at checkpoints and at the end."""
+        self._batches: FirstBatches | None = None
+        self._batch_reports: RankReports | None = None
         self._patience = _PATIENCE
         self._numbers = itertools.count()
         self._stuck: weakref.WeakKeyDictionary[AcceleratedOptimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -112,15 +125,28 @@ class Guards:
                 )
         else:
             ledger.examiners.append(self.examine)
+            ledger.endings.append(self.end)
             self.voice.aloud = self._rank == 0
-            if self._rank == 0:
+            if self._rank:
+                ledger.unheard.append(self.voice.say_alone)
+            else:
                 ledger.sinks.append(self.interval)
                 ledger.event_sinks.append(self.voice.hear)
                 ledger.admits = self.voice.admits
                 if self._world_size > 1 and self._updates is None:
                     self.voice.waits = frozenset(("nan",))
                     ledger.last_words.append(self.voice.release)
-                    weakref.finalize(self, _release, weakref.ref(self.voice))  # a script that ends otherwise
+                    ledger.expects = lambda: self.voice.holds
+            if self.first_look != math.inf:
+                self._whole = self._drift("all")
+            if self.options.same_batches and self._world_size > 1:
+                self._batch_reports = RankReports(
+                    self._store, self._rank, self._world_size, f"batches/{ledger.number}", "first batches are compared"
+                )
+                report = weakref.WeakMethod(self._report_batches)  # models hold what hands them on
+                self._batches = FirstBatches(partial(_reads_loader, stepper.state), partial(_call_if_alive, report))
+            if self._rank == 0:
+                ledger.last_words.append(self._compare)
         if self._updates is not None:
             strategy.watch_buckets(self._updates.look_at_bucket, leaves_out=self.options.on_nan == "skip")
             if not self._scales:
@@ -133,29 +159,103 @@ class Guards:
         if self._updates is not None:
             self._updates.begin(model)
 
+    def watch_inputs(self, model: torch.nn.Module) -> None:
+        """Looks at the first batches of a model that was prepared for training on several processes."""
+        if self._batches is not None:
+            self._batches.watch(model)
+
+    def _report_batches(self, hashes: bytes) -> None:
+        if self._batch_reports is not None:
+            self._batch_reports.add("first", hashes)
+
     def look(self, optimizer: AcceleratedOptimizer, linked: Linked) -> float:
         """Takes fingerprints of the weights after an update; with how many updates it is to be called again."""
         every = self.options.drift_every
         if every is None or linked.stepper.parted:
             return math.inf
-        if all(getattr(model.prepared, "require_backward_grad_sync", True) for model in linked.models):
-            named = replicated(entry for model in linked.models for entry in model.original.named_parameters())
-            if not named:
-                return math.inf
+        looks = self._looks[optimizer] = self._looks.get(optimizer, 0) + 1
+        updates = linked.updates
+        if named := _compared(linked.models):
             drift = self._drifts.get(optimizer)
             if drift is None:
-                key = f"{self._ledger.number}/{next(self._numbers)}"
-                drift = self._drifts[optimizer] = Drift(self._store, self._rank, self._world_size, key)
-            drift.look(linked.updates, named)
-        return (linked.updates // every + 1) * every
+                drift = self._drifts[optimizer] = self._drift(str(next(self._numbers)))
+            drift.look(Moment(f"update {updates}", f"after update {updates}", updates), named)
+        return next_look(updates, looks, every)
+
+    def look_at_checkpoint(self, path: str) -> None:
+        """Takes fingerprints of the weights that a checkpoint has. Waits for nobody: the main process may save alone."""
+        name = path.rstrip("/").rpartition("/")[2]
+        self._look_at_all(f"checkpoint {name}", f"in the checkpoint {name}, which has those of the main process")
+
+    def look_at_schedule(self, scheduler: AcceleratedScheduler) -> None:
+        """Compares the length of a schedule with the loader that is being read; when it first steps, as all parts are known then."""
+        stepper = self._stepper()
+        loader: Any = None if stepper is None else stepper.state.active
+        if self._rank or not self.options.schedule or loader is None or stepper is None or not scheduler.step_with_optimizer:
+            return
+        total, inner = Course.of(scheduler.scheduler).total, scheduler.scheduler
+        known, moves = self._prepared("loaders"), getattr(inner, "last_epoch", None)
+        if total is None or loader not in known or moves:  # a run that goes on has been told
+            return
+        try:
+            original, batches = len(loader.original), len(loader)
+        except (TypeError, NotImplementedError):  # a stream
+            return
+        pace = Pace(
+            type(inner).__name__,
+            total,
+            original,
+            batches,
+            steps=loader.steps_per_update or stepper.state.num_steps,
+            processes=self._world_size,
+            moves=scheduler.moves,
+            made_before=known.index(loader) >= scheduler.loaders_before and not isinstance(inner.optimizer, AcceleratedOptimizer),
+        )
+        if finding := miscounted(pace):
+            self.voice.say(finding)
+
+    def end(self) -> None:
+        """Looks at what can only be seen when training ends: weights, which are compared when everybody was heard, and schedules."""
+        self._look_at_all("end", "at the end of training")
+        if self.options.schedule and self._rank == 0:
+            self._examine_ends()
+
+    def _examine_ends(self) -> None:
+        stepper = self._stepper()
+        if stepper is not None and stepper.cut_short:
+            return  # as early stopping does it: the rest of the schedule was not wanted
+        steps = 1 if stepper is None else stepper.state.num_steps
+        for scheduler in self._prepared("schedulers"):
+            inner = scheduler.scheduler
+            total, moves, optimizer = Course.of(inner).total, getattr(inner, "last_epoch", None), self._optimizer_of(inner)
+            if total is None or not isinstance(moves, int) or optimizer is None:
+                continue
+            processes = 1 if scheduler.moves > 1 else self._world_size
+            if finding := unfinished(type(inner).__name__, total, moves, optimizer.updates, processes=processes, steps=steps):
+                self.voice.say(finding)
+
+    def _optimizer_of(self, scheduler: Any) -> AcceleratedOptimizer | None:
+        own = getattr(scheduler, "optimizer", None)
+        return next((known for known in self._prepared("optimizers") if own is known or own is known.optimizer), None)
+
+    def _look_at_all(self, key: str, words: str) -> None:
+        stepper = self._stepper()
+        if self._whole is None or stepper is None or stepper.parted:
+            return
+        updates = max((optimizer.updates for optimizer in self._prepared("optimizers")), default=0) or self._step() or 0
+        if updates and (named := _compared(stepper.models)):
+            self._whole.look(Moment(f"{key} {updates}", f"{words} (after update {updates})", updates), named)
+
+    def _drift(self, key: str) -> Drift:
+        return Drift(self._store, self._rank, self._world_size, f"{self._ledger.number}/{key}")
 
     def _keep_norm(self, norm: torch.Tensor) -> None:
         if len(self._norms) < _NORMS:
-            self._norms.append((self._step(), norm.item() if norm.is_cpu else norm))  # small tensors that are kept make the heap grow
+            self._norms.append((self._step() or 0, norm.item() if norm.is_cpu else norm))  # small tensors that are kept make the heap grow
 
     def _step(self) -> int | None:
-        meter = None if self._ledger is None else self._ledger.meter
-        return None if meter is None else int(meter.step)
+        """The number of the step under way, as the ledger counts it: also in a run that goes on from a checkpoint."""
+        return None if self._ledger is None or self._ledger.meter is None else int(self._ledger.step)
 
     def _last_loss(self) -> float | None:
         """The loss of the step under way on this rank: of several, the first that is not finite."""
@@ -184,28 +284,44 @@ class Guards:
         if self.options.schedule and self._rank == 0:
             self._examine_schedules()
         if self._rank == 0:
-            for drift in self._drifts.values():
-                if finding := drift.compare():
-                    self.voice.say(finding)
+            self._compare()
+
+    def _compare(self) -> None:
+        """Says what the reports of all ranks tell, on the main process."""
+        for _, reports in self._batch_reports.take() if self._batch_reports is not None else ():
+            if shared := shared_batches(reports):
+                self.voice.say(shared)
+        for drift in (*self._drifts.values(), self._whole):
+            if drift is not None and (finding := drift.compare()):
+                self.voice.say(finding)
 
     def _examine_finite(self, steps: Sequence[int], losses: Sequence[float]) -> None:
+        """Tells of the step where losses or norms began not to be finite; as long as they stay so, there is nothing new to tell."""
         kept, self._norms = self._norms, []
         norms = list(zip([step for step, _ in kept], to_numbers([norm for _, norm in kept]), strict=True))
-        bad_loss = next(((step, loss) for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)), None)
-        bad_norm = next(((step, norm) for step, norm in norms if not math.isfinite(norm)), None)
-        if bad_norm is not None and (bad_loss is None or (bad_norm[0] or 0) < bad_loss[0]):
-            self._tell_bad(bad_norm[0], f"the norm of the gradients is {spell_value(bad_norm[1])}, and the loss was finite until then")
-        elif bad_loss is not None:
-            self._tell_bad(bad_loss[0], f"the loss is {spell_value(bad_loss[1])}")
-        elif self._scales and self._updates is None:
+        bad = {step: ("norm", norm) for step, norm in reversed(norms) if not math.isfinite(norm)}
+        bad.update({step: ("loss", loss) for step, loss in zip(reversed(steps), reversed(losses), strict=True) if not math.isfinite(loss)})
+        begun: int | None = None
+        for step in sorted({*steps, *(step for step, _ in norms)}) if bad or self._was_bad else ():
+            if step in bad and not self._was_bad and begun is None:
+                begun = step
+            self._was_bad = step in bad
+        if begun is not None:
+            self._tell_bad(begun, *bad[begun])
+        elif not bad and self._scales and self._updates is None:
             self._examine_scaled(steps[-1] if steps else None)
 
-    def _tell_bad(self, step: int | None, text: str) -> None:
+    def _tell_bad(self, step: int, what: str, value: float) -> None:
+        text = f"the loss is {spell_value(value)}"
+        if what == "norm":
+            text = f"the norm of the gradients is {spell_value(value)}, and the loss was finite until then"
         remedy = (
             "lower the learning rate, clip (accelerator.clip_grad_norm_) and look at the batch of this step; Accelerator(on_nan='raise') "
             "stops where it begins and names the parameter and the rank, on_nan='skip' leaves such updates out"
         )
-        finding = Finding("nan", step, self._rank, f"{text}{self._where()}", remedy)
+        # the norm of averaged gradients is the same on every rank, while a loss is that of one rank
+        details = {"consequence": True} if what == "norm" and self._world_size > 1 else {}
+        finding = Finding("nan", step, self._rank, f"{text}{self._where()}", remedy, details)
         if finding.kind in self.voice.waits:
             self.voice.hold(finding)
         else:
@@ -221,7 +337,7 @@ class Guards:
             if found is not None:
                 bad = sum(1 for entry in entries if first_bad([entry]))
                 if bad == len(entries) and bad > 1:
-                    return f"; by now every {what} is nan or infinite, so where it began cannot be told"
+                    return f"; by now every {what} is nan or infinite, so the parameter where it began cannot be named"
                 return f"; the {what} nearest to the loss that is {found[1]} now is {found[0]} ({bad} of {len(entries)} are)"
         return ""
 
@@ -269,10 +385,26 @@ class Guards:
             self.voice.say(finding)
 
 
-def _release(voice: weakref.ref[Voice]) -> None:
-    present = voice()
+def _reads_loader(state: GradientState) -> bool:
+    return state.active is not None
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], value: bytes) -> None:
+    present = method()
     if present is not None:
-        present.release()
+        present(value)
+
+
+def _compared(models: Sequence[PreparedModel]) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of models that are the same on every process by now, with their names; none while some are not averaged."""
+    if not all(getattr(model.prepared, "require_backward_grad_sync", True) for model in models):
+        return []
+    several = len(models) > 1
+    return replicated(
+        (f"model {number}: {name}" if several else name, parameter)
+        for number, model in enumerate(models)
+        for name, parameter in model.original.named_parameters()
+    )
 
 
 def _by_step(steps: Sequence[int], losses: Sequence[float]) -> Iterable[tuple[int, float]]:

@@ -30,13 +30,18 @@ class GuardKwargs(KwargsHandler):
     loss_spike: float | None = 10.0
     """How many times its usual deviation a loss may rise above its recent median; None for any."""
     drift_every: int | None = 1000
-    """After how many updates the weights of the replicas are compared, besides once after the first; None for never."""
+    """After how many updates at the latest the weights of the replicas are compared again; None for never.
+
+    They are compared after updates 1, 2, 4, 8, ..., from then on after so many, in checkpoints, and at the end of training."""
     starving: float | None = 0.3
     """Which share of the time a step may wait for data; None for any."""
     straggler: float | None = 0.3
     """Which share of the time processes may wait for one that is always the last; None for any."""
     schedule: bool = True
     """Whether a learning rate that has come to its end while training goes on is told."""
+
+    same_batches: bool = True
+    """Whether processes that train on the same batches, as a loader that was not prepared gives them, are told."""
 
     def __post_init__(self) -> None:
         if self.on_nan not in ON_NAN:
@@ -57,13 +62,14 @@ class GuardKwargs(KwargsHandler):
                     f"GuardKwargs({name}={getattr(self, name)!r}): write a share of the time between 0 and 1 (0.3 is usual), or None not "
                     "to look"
                 )
-        if not isinstance(self.schedule, bool):
-            raise ConfigError(f"GuardKwargs(schedule={self.schedule!r}): write True or False")
+        for name in ("schedule", "same_batches"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"GuardKwargs({name}={getattr(self, name)!r}): write True or False")
 
     @classmethod
     def off(cls) -> GuardKwargs:
         """Nothing is watched."""
-        return cls(on_nan="off", loss_spike=None, drift_every=None, starving=None, straggler=None, schedule=False)
+        return cls(on_nan="off", loss_spike=None, drift_every=None, starving=None, straggler=None, schedule=False, same_batches=False)
 
     @property
     def watches(self) -> bool:

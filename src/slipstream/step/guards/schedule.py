@@ -1,24 +1,49 @@
-"""A learning rate that came to its end while training goes on: most often, its schedule was moved more than once per update.
+"""Schedules of learning rates that do not fit the training: too short, too long, or counted in other units than they move by.
 
+**Too short**: a rate that came to its end while training goes on; most often, its schedule was moved more than once per update.
 What is watched are the learning rates themselves, so a scheduler that was never prepared is seen too. A rate has ended when, after
 having been larger, all groups of an optimizer are at 0 (or at the `eta_min` of their scheduler; a cosine that goes beyond
 its length has too), and a twentieth more updates have been made since.
 Rates that begin with 0 (a warm-up) have not ended; nor has a group that is frozen while others learn.
+
+**Too long**: a schedule whose length is known and that is far from its end when training ends (`unfinished`).
+
+**Other units**: at its first step, a schedule whose length is a number of passes over the loader as it was before it was shared out to the
+processes, or counts batches where an update takes several (`miscounted`). One length can be read in two ways: 320 steps are two passes over
+160 batches, and four over the 80 that each of two processes has. So this is told only where the second reading is not the likely one,
+and with both numbers; the rest is left to the end of training.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.step.guards.finding import Finding
 
-__all__ = ["Course", "Schedule"]
+__all__ = ["Course", "Pace", "Schedule", "miscounted", "unfinished"]
 
 _PATIENCE = 20
 """Updates at the least that are made at the end of a schedule before it is told."""
 _NOTHING = 1e-7
 """Which share of the highest rate counts as none: the last value of a cosine is not exactly 0."""
+_FAR = 2 / 3
+"""The share of a schedule that has to be done at the end of training: one in wrong units has done a half at most."""
+_TRIED = 1 / 20
+"""The share of a schedule from which on a run was meant to be a training, and not a try of some steps."""
+_LEAST = 4
+"""The fewest batches of a pass of which a length is taken to be a multiple, and not by chance."""
+_MOST_PASSES = 1000
+_FEW_PASSES, _MANY_PASSES = 3, 10
+"""So few passes, counted in batches, are likelier than so many, counted in updates."""
+_NAMES = ("num_training_steps", "total_steps", "max_train_steps", "max_steps", "t_total", "total_iters", "num_steps")
+"""What functions of a step call the length of their schedule."""
+_BUILD = (
+    "build the schedule after prepare, for math.ceil(len(loader) / accelerator.gradient_accumulation_steps) updates per pass of the "
+    "prepared loader"
+)
 
 
 @dataclass
@@ -102,18 +127,191 @@ class Course:
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> Course.of(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01))
-    Course(lowest=0.01, length=10)
+    Course(lowest=0.01, length=10, total=10)
+    >>> total_steps = 80
+    >>> Course.of(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)).total
+    80
     """
 
     lowest: float = 0.0
     """The rate that it ends with."""
     length: int | None = None
     """After how many moves its rate rises again."""
+    total: int | None = None
+    """How many moves it is made for."""
 
     @classmethod
     def of(cls, scheduler: Any) -> Course:
         """By the scheduler's own attributes; one that begins again and again has no end."""
-        if hasattr(scheduler, "T_mult") or hasattr(scheduler, "cycle_momentum"):
+        if hasattr(scheduler, "T_mult") or (hasattr(scheduler, "cycle_momentum") and not hasattr(scheduler, "total_steps")):
             return cls(lowest=-1.0)
+        if hasattr(scheduler, "cycle_momentum"):
+            return cls(lowest=-1.0, total=_whole(scheduler.total_steps))
         lowest, length = getattr(scheduler, "eta_min", 0.0), getattr(scheduler, "T_max", None)
-        return cls(float(lowest) if isinstance(lowest, (int, float)) else 0.0, length if isinstance(length, int) else None)
+        return cls(float(lowest) if isinstance(lowest, (int, float)) else 0.0, _whole(length), _total(scheduler))
+
+
+def _total(scheduler: Any) -> int | None:
+    """How many moves a scheduler is made for; None where it does not say."""
+    for name in ("T_max", "total_steps", "total_iters"):
+        if (total := _whole(getattr(scheduler, name, None))) is not None:
+            return total
+    parts = getattr(scheduler, "_schedulers", None)
+    milestones = getattr(scheduler, "_milestones", None)
+    if parts and milestones:  # one after the other
+        last = _total(parts[-1])
+        return None if last is None else int(milestones[-1]) + last
+    if parts:  # all at once
+        return max(filter(None, map(_total, parts)), default=None)
+    functions = getattr(scheduler, "lr_lambdas", None) or ()
+    return max((number for function in functions for number in _lengths(function)), default=None)
+
+
+def _lengths(function: Any) -> Iterator[int]:
+    """The lengths that a function of the step knows: as an argument that was filled in, from around it, or as an attribute."""
+    known: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        known = {**function.keywords, **known}
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None:
+        known = {**getattr(function, "__dict__", {}), **known}
+    else:
+        around = zip(code.co_freevars, function.__closure__ or (), strict=False)
+        known = {
+            **{name: function.__globals__.get(name) for name in code.co_names},
+            **{name: cell.cell_contents for name, cell in around if name in _NAMES},
+            **known,
+        }
+    for name in _NAMES:
+        if (length := _whole(known.get(name))) is not None:
+            yield length
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+# -- units ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a schedule moves while a loader is read."""
+
+    name: str
+    """What the scheduler is called."""
+    total: int
+    """How many moves it is made for."""
+    original: int
+    """Batches of a pass before the loader was prepared."""
+    batches: int
+    """Batches of a pass on each process."""
+    steps: int = 1
+    """Batches per update."""
+    processes: int = 1
+    moves: int = 1
+    """Moves per update."""
+    made_before: bool = False
+    """Whether the schedule was made before the loader was prepared, so that its length cannot come from the prepared one."""
+
+    @property
+    def updates(self) -> int:
+        """Updates in a pass: the end of a pass ends an update too."""
+        return -(-self.batches // self.steps)
+
+    @property
+    def per_pass(self) -> int:
+        """Moves in a pass."""
+        return self.updates * self.moves
+
+
+def miscounted(pace: Pace) -> Finding | None:
+    """Return what is to be said of a schedule that counts other units than it moves by, as far as that can be known before the end.
+
+    >>> print(miscounted(Pace("LambdaLR", 320, 320, 160, steps=4, processes=2, made_before=True)))
+    LambdaLR has 320 steps, as many as 1 pass over the 320 batches that the loader had before prepare; but a pass of the prepared loader \
+is 160 batches on each of 2 processes and 40 updates of 4 batches each, so the schedule takes 8 passes. What to do: for 1 pass, build the \
+schedule after prepare, for math.ceil(len(loader) / accelerator.gradient_accumulation_steps) updates per pass of the prepared loader: 40 \
+steps; if 8 passes are meant, it fits.
+    >>> miscounted(Pace("LambdaLR", 320, 160, 160))
+    """
+    shared = pace.processes > 1 and pace.made_before and pace.batches < pace.original
+    if shared and (passes := _multiple(pace.total, pace.original)) and pace.per_pass != pace.original:
+        counted = f"over the {pace.original} batches that the loader had before prepare"
+        return _misfit(pace, passes, counted, by_process=pace.steps == 1)
+    per_update = -(-pace.original // pace.steps)
+    if shared and pace.moves == 1 and (passes := _multiple(pace.total, per_update) or _divided(pace)):
+        counted = f"in updates of {pace.steps} of the {pace.original} batches that the loader had before prepare"
+        return _misfit(pace, passes, counted, by_process=True)
+    passes = _multiple(pace.total, pace.batches) if pace.steps > 1 else None
+    if passes is None or pace.per_pass == pace.batches:
+        return None
+    likely = passes <= _FEW_PASSES and pace.total >= _MANY_PASSES * pace.per_pass
+    if likely or pace.total % pace.per_pass:
+        return _misfit(pace, passes, f"over the {pace.batches} batches of the loader", by_process=False)
+    return None
+
+
+def _multiple(total: int, unit: int) -> int | None:
+    """How many times a unit a length is; None where it is not, or by chance."""
+    return total // unit if unit >= _LEAST and total % unit == 0 and total // unit <= _MOST_PASSES else None
+
+
+def _divided(pace: Pace) -> int | None:
+    """How many passes a length is, if all batches of all passes were divided by those of an update."""
+    passes = -(-pace.total * pace.steps // pace.original)
+    return passes if pace.original >= _LEAST and pace.original * passes // pace.steps == pace.total and passes <= _MOST_PASSES else None
+
+
+def _misfit(pace: Pace, passes: int, counted: str, *, by_process: bool) -> Finding:
+    several = f"{passes} pass{'' if passes == 1 else 'es'}"
+    each = f" of {pace.steps} batches each" if pace.steps > 1 else ""
+    where = f" on each of {pace.processes} processes" if pace.processes > 1 else ""
+    takes = f"{pace.total / pace.per_pass:.3g} passes"
+    text = (
+        f"{pace.name} has {pace.total} steps, as many as {several} {counted}; but a pass of the prepared loader is {pace.batches} "
+        f"batches{where} and {pace.updates} updates{each}, so the schedule takes {takes}"
+    )
+    rule = ", or pass Accelerator(scheduler_steps_per_process=True) for Accelerate's rule" if by_process and pace.moves == 1 else ""
+    remedy = f"for {several}, {_BUILD}: {passes * pace.per_pass} steps{rule}; if {takes} are meant, it fits"
+    return Finding("schedule", None, None, text, remedy, {"steps": pace.total, "expected": passes * pace.per_pass})
+
+
+def unfinished(name: str, total: int, moves: int, updates: int, *, processes: int = 1, steps: int = 1) -> Finding | None:
+    """Return what is to be said of a schedule that is far from its end when training ends.
+
+    >>> print(unfinished("OneCycleLR", 320, 80, 80, steps=4))
+    step 80: training has ended and OneCycleLR has made 80 of its 320 steps, in 80 updates, so the learning rate is still on its way. What \
+to do: the schedule seems to count batches, and an update takes 4 of them: build the schedule after prepare, for math.ceil(len(loader) / \
+accelerator.gradient_accumulation_steps) updates per pass of the prepared loader.
+    >>> unfinished("OneCycleLR", 320, 300, 300)
+    """
+    if not 0 < moves < _FAR * total:
+        return None
+    if updates >= 2 * moves:
+        remedy = "call scheduler.step() once after each optimizer.step(); a schedule that moves once per epoch has as many steps as epochs"
+    else:
+        remedy = _likely_unit(total / moves, processes, steps)
+    if not remedy and moves < _TRIED * total:
+        return None  # some steps, to try something
+    done = f"{moves} of its {total} steps, in {updates} updates"
+    text = f"training has ended and {name} has made {done}, so the learning rate is still on its way"
+    remedy = remedy or f"if training was not cut short, make the schedule as long as it: {_BUILD}"
+    return Finding("schedule", updates, None, text, remedy, {"moves": moves, "steps": total})
+
+
+def _likely_unit(times: float, processes: int, steps: int) -> str:
+    """What a schedule that is so many times too long was counted in, and what to do; nothing where that is not known."""
+
+    def is_near(factor: int) -> bool:
+        return factor > 1 and abs(times - factor) <= 0.1 * factor
+
+    if is_near(steps):
+        return f"the schedule seems to count batches, and an update takes {steps} of them: {_BUILD}"
+    if is_near(processes):
+        rule = "or pass Accelerator(scheduler_steps_per_process=True) for Accelerate's rule"
+        return f"the schedule seems to count the batches of all {processes} processes: {_BUILD}, {rule}"
+    if is_near(processes * steps):
+        return f"the schedule seems to count the batches of all {processes} processes, and an update takes {steps} batches: {_BUILD}"
+    return ""

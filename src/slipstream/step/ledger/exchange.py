@@ -2,7 +2,8 @@
 
 Each other rank has one key. It leaves a message there if rank 0 has taken the one before, and else keeps what it has to say for the
 next time; rank 0 takes what it finds and deletes it. So the store never holds more than a message per rank, plus a last one at the end,
-whoever is slow, stopped or gone. A store that fails ends the exchange with one line in the log, and never the training.
+whoever is slow, stopped or gone. When rank 0 takes messages no more it says so (`close`): who comes later knows that nobody hears it.
+A store that fails ends the exchange with one line in the log, and never the training.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.logging import get_logger
+from slipstream.runtime.store import read_now
 
 __all__ = ["Exchange"]
 
@@ -43,6 +45,14 @@ class Exchange:
         """Leaves the last message, beside one that may not have been taken."""
         return bool(self._ask(lambda store: _leave(store, self._key(f"{self._rank}/last"), message), False))
 
+    def is_closed(self) -> bool:
+        """Whether rank 0 takes no messages any more: one that was left before this was asked may not have been taken."""
+        return bool(self._ask(lambda store: store.check([self._key("closed")]), True))
+
+    def take_back(self) -> bytes | None:
+        """Takes the message of this rank that rank 0 has not taken, if there is one."""
+        return self._take(self._key(self._rank))
+
     # -- rank 0 ---------------------------------------------------------------------------------------------------
 
     def collect(self) -> dict[int, bytes]:
@@ -69,13 +79,17 @@ class Exchange:
                 found[other] = [earlier]
         return found
 
+    def close(self) -> dict[int, list[bytes]]:
+        """Says that no messages are taken any more, and then takes what was left until then."""
+        self._ask(lambda store: _leave(store, self._key("closed"), b"closed"), False)
+        return self.collect_last(0.0)
+
     def _take(self, key: str) -> bytes | None:
         def take(store: Any) -> bytes | None:
             if not store.check([key]):
                 return None
-            message: bytes = store.get(key)
-            store.delete_key(key)
-            return message
+            message = read_now(store, key)
+            return message if message is not None and store.delete_key(key) else None  # who deletes the key has the message
 
         found: bytes | None = self._ask(take, None)
         return found

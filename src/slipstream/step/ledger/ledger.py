@@ -84,8 +84,14 @@ class Ledger:
         """Called on rank 0 with everything that any rank told by `tell`: a line of `events.jsonl`."""
         self.admits: Callable[[Mapping[str, Any]], bool] = bool
         """On rank 0: whether an event goes to `event_sinks`."""
+        self.endings: list[Callable[[], None]] = []
+        """Called on every rank when training ends by itself, before its last steps are told."""
         self.last_words: list[Callable[[], None]] = []
         """Called on rank 0 at the end, when everybody was heard."""
+        self.expects: Callable[[], bool] = bool
+        """On rank 0: whether something waits for the words of other ranks, so that a script that ends waits a moment for them too."""
+        self.unheard: list[Callable[[Mapping[str, Any]], None]] = []
+        """Called on other ranks at the end, with what this rank told too late for rank 0 to hear it."""
         self.events: list[dict[str, Any]] = []
         """What this rank has told, and rank 0 has not taken yet."""
         self.interval = self.options.interval * max(1.0, world_size / _FREE)
@@ -271,20 +277,51 @@ class Ledger:
             return self._finished or self._report(None)
         if self._clock is not None:
             self._clock.wait()
+        for end in self.endings:
+            end()
         self.settle()
         tail = self._tail()
-        message = self._message(tail)
         if self.rank:
-            self._exchange.publish_last(pack(message))
-            self._finished = self._report(tail)
-            return self._finished
-        self._hear(0, message)
-        tails: dict[int, list[float] | None] = {0: tail}
-        wait = _LAST_WORD if self._drained or any(tail) else 0.0  # where nothing was trained, nobody has anything to tell
-        for other, words in self._exchange.collect_last(wait).items():
-            for word in map(unpack, words):
+            return self._publish_last(tail)
+        return self._collect_last(tail, _LAST_WORD if self._drained or any(tail) else 0.0)  # where nothing was trained, nobody tells
+
+    def leave(self, *, patient: bool = False) -> None:
+        """The end of a script without `finish`, or of a process that fails: what it knows is told.
+
+        `patient`: the script has ended by itself. Then it may wait for others, if something waits for their words (`expects`).
+        """
+        if self._finished is not None or self.meter is None:
+            return
+        for end in self.endings if patient else ():
+            end()
+        self.settle()
+        tail = self._tail()
+        if self.rank:
+            self._publish_last(tail)
+        else:
+            self._collect_last(tail, _LAST_WORD if patient and self.expects() else 0.0)
+
+    def _publish_last(self, tail: list[float]) -> LedgerReport:
+        message = self._message(tail)
+        self._exchange.publish_last(pack(message))
+        if self.unheard and self._exchange.is_closed():
+            earlier = self._exchange.take_back()
+            for event in [*(unpack(earlier).events if earlier else ()), *message.events]:
+                for hear in self.unheard:
+                    hear(event)
+        self._finished = self._report(tail)
+        return self._finished
+
+    def _collect_last(self, tail: list[float], wait: float) -> LedgerReport:
+        self._hear(0, self._message(tail))
+        tails = {0: tail}
+        for collect in (partial(self._exchange.collect_last, wait), self._exchange.close):
+            if len(tails) == self.world_size:
+                break  # everybody has said the last word
+            for other, word in ((other, unpack(word)) for other, words in collect().items() for word in words):
                 self._hear(other, word)
-                tails[other] = word.tail
+                if word.tail is not None:
+                    tails[other] = word.tail
         self._join(patient=False)
         self._add_tails(tails)
         for speak in self.last_words:
@@ -292,23 +329,7 @@ class Ledger:
         self._finished = self._report(None)
         return self._finished
 
-    def leave(self) -> None:
-        """The end of a process that fails: what it knows is told, and it waits for nobody."""
-        if self._finished is not None or self.meter is None:
-            return
-        self.settle()
-        tail = self._tail()
-        if self.rank:
-            self._exchange.publish_last(pack(self._message(tail)))
-        else:
-            for other, words in self._exchange.collect_last(0.0).items():
-                for word in map(unpack, words):
-                    self._hear(other, word)
-            self._join(patient=False)
-            self._add_tails({0: tail})
-        self._finished = self._report(None)
-
-    def _add_tails(self, tails: dict[int, list[float] | None]) -> None:
+    def _add_tails(self, tails: Mapping[int, list[float]]) -> None:
         """What came after the last step, such as a last checkpoint, as an interval without steps."""
         entry = self._totals.add_tails(tails, self._base + self._joiner.next)
         if any(any(values) for values in entry["phases"].values()):

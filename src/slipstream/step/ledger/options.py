@@ -33,7 +33,7 @@ class LedgerKwargs(KwargsHandler):
     tokens: str | Callable[[Any], int] | None = None
     """The name under which a batch holds its tokens, or a function of a batch that counts them; None looks for "input_ids"."""
     summary: bool = True
-    """Whether `end_training` prints the summary."""
+    """Whether `end_training` prints the summary, where training took a second at least."""
 
     def __post_init__(self) -> None:
         if isinstance(self.interval, bool) or not isinstance(self.interval, int | float) or not 0 < self.interval < float("inf"):

@@ -26,6 +26,8 @@ _LABELS = {
     "other": "other",
 }
 _RANKS_SHOWN = 8
+_SHOWN = 0.0005
+"""The share from which a phase has a row: below it would read 0.0 %."""
 _NAMED = 0.05
 """The share of waiting from which the slowest rank is named."""
 _STANDS_OUT = 0.15
@@ -104,11 +106,13 @@ class LedgerReport:
     # -- in words -------------------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """The whole report as text."""
+        """The whole report as text; phases that took no time to speak of are left out."""
         ranks = range(min(self.world_size, _RANKS_SHOWN)) if self.world_size > 1 else ()
         lines = [self._head(), f"{'':20}{'share':>7}{'seconds':>10}" + "".join(f"{f'rank {rank}':>10}" for rank in ranks)]
         shares, totals = self.shares, self.totals
         for name, values in self.phases.items():
+            if shares[name] < _SHOWN:
+                continue
             told = "".join(f"{_spelled(values[rank]):>10}" for rank in ranks)
             lines.append(f"{_LABELS.get(name, name):20}{shares[name]:>6.1%}{totals[name]:>11.3f}{told}")
         return "\n".join([*lines, *self.answers()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -69,12 +70,11 @@ class Totals:
         self._add_row(rank, totals)
         self.steps += len(rows)
 
-    def add_tails(self, tails: dict[int, list[float] | None], first: int) -> dict[str, Any]:
+    def add_tails(self, tails: Mapping[int, list[float]], first: int) -> dict[str, Any]:
         """Adds what came after the last step, by rank; gives its interval, which has no steps. The first rank's is the wall time."""
         taken = numpy.full((self.world_size, 1, COLUMNS), numpy.nan)
         for rank, tail in tails.items():
-            if tail is not None:
-                taken[rank, 0] = tail
+            taken[rank, 0] = tail
         if len(tails) == 1 and self.world_size > 1:  # of a rank that knows no other
             ((rank, tail),) = tails.items()
             self._add_row(rank, numpy.array(tail))
