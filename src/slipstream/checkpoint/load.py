@@ -10,7 +10,9 @@ before anything changes too.
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +36,8 @@ from slipstream.runtime.progress import bar
 __all__ = ["Checkpoint", "Found", "newest", "open_checkpoint"]
 
 _LOOKS: Final = 5
-_ATTEMPTS: Final = 20
+_ATTEMPTS: Final = 20  # for a folder that other saves replace while it is read: at least this often, and at least this long
+_PATIENCE_SECONDS: Final = 60.0
 _LARGEST_RANK_FILE: Final = 16 << 20  # every rank looks at those of all ranks: what one passes over, all of them do
 _LARGEST_WORLD: Final = 256
 
@@ -123,13 +126,16 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
     """
     if not folder.exists():
         folder = recover(folder) or folder
-    for _ in range(_ATTEMPTS):
+    began = time.monotonic()
+    for attempt in itertools.count(1):
         before = _mark(folder)
         try:
             return _read_all(folder, read_manifest(folder), keep, alone)
         except CheckpointError:
             if _mark(folder) == before:  # else another save has taken its place in the meantime: that is read
                 raise
+            if attempt >= _ATTEMPTS and time.monotonic() - began > _PATIENCE_SECONDS:
+                break
     raise CheckpointError(f"{folder} is replaced by other saves faster than it can be read: copy it, or read it while nobody saves")
 
 
