@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from slipstream.launch import contract
+from slipstream.launch import contract as worker_contract
 from slipstream.testing import environment, wire
 
 __all__ = ["serve"]
@@ -159,12 +159,12 @@ class _Server:
                 notice = self.give_notice(rank, pid, code, "")
                 wire.send(self.control, {"kind": "ended", "notice": notice.to_json()})
 
-    def give_notice(self, rank: int, pid: int, exit_code: int, reason: str) -> contract.ExitNotice:
-        notice = contract.ExitNotice(rank=rank, host=socket.gethostname(), pid=pid, exit_code=exit_code, reason=reason)
+    def give_notice(self, rank: int, pid: int, exit_code: int, reason: str) -> worker_contract.ExitNotice:
+        notice = worker_contract.ExitNotice(rank=rank, host=socket.gethostname(), pid=pid, exit_code=exit_code, reason=reason)
         if self.store is not None:
-            prefix = contract.attempt_prefix(self.run_id, self.attempt)
-            self.store.set(f"{prefix}/{contract.exit_key(rank)}", notice.to_json())
-            self.store.add(f"{prefix}/{contract.ALARM_KEY}", 1)
+            prefix = worker_contract.attempt_prefix(self.run_id, self.attempt)
+            self.store.set(f"{prefix}/{worker_contract.exit_key(rank)}", notice.to_json())
+            self.store.add(f"{prefix}/{worker_contract.ALARM_KEY}", 1)
         return notice
 
     def stop(self) -> None:
