@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from turns import Contender, Times, in_turns, joined
 
 from slipstream import Accelerator, PartialState
-from slipstream.step.ledger.options import LedgerKwargs
+from slipstream.observability.options import LedgerKwargs
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)

@@ -287,9 +287,9 @@ def stores(model: torch.nn.Module) -> list[Any]:
     """Those of ours; none for others."""
     if "slipstream" not in sys.modules:
         return []
-    from slipstream.offload.lanes import stores_of
+    from slipstream.big_models.layer_major import find_weight_stores
 
-    return stores_of(model)
+    return find_weight_stores(model)
 
 
 def release(model: torch.nn.Module) -> None:

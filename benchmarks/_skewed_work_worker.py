@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import PartialState
-from slipstream.runtime.current import current
-from slipstream.runtime.dynamic.queue import Shared
+from slipstream.distributed.current import current
+from slipstream.distributed.work_queue.queue import StoreQueue
 
 UNIT = 0.005
 TINY = 20_000
@@ -84,7 +84,7 @@ def one_round(state: PartialState, name: str, items: list[float]) -> tuple[float
 
 def round_trip(state: PartialState) -> float:
     """Seconds of one claim, all processes asking at once."""
-    queue = Shared(current().store, "round-trip", state.process_index, state.num_processes)
+    queue = StoreQueue(current().store, "round-trip", state.process_index, state.num_processes)
     state.wait_for_everyone()
     times = []
     for _ in range(2000):

@@ -26,12 +26,11 @@ from figures import Figure, save, table
 from torch import nn
 from turns import Times, compared, in_turns
 
+from slipstream.big_models.device_map.partition import divide_model
+from slipstream.big_models.device_map.plan import DeviceLookup, infer_auto_device_map
+from slipstream.big_models.device_map.sizes import make_sizer
+from slipstream.big_models.empty_weights import init_empty_weights
 from slipstream.errors import ConfigError
-from slipstream.offload.empty import init_empty_weights
-from slipstream.offload.planning.places import Places
-from slipstream.offload.planning.plan import infer_auto_device_map
-from slipstream.offload.planning.sizes import sizer
-from slipstream.offload.planning.units import units_of
 
 GIB = 2**30
 MACHINES: dict[str, tuple[dict[Any, int], list[str]]] = {
@@ -151,8 +150,8 @@ def _random_part(chance: random.Random, depth: int) -> nn.Module:
 
 def loads(model: nn.Module, budget: dict[Any, int], plan: dict[str, Any]) -> list[int] | None:
     """Bytes on each device; None if the plan leaves something out or exceeds a budget."""
-    groups = units_of(model, frozenset({"Whole"}), sizer()).groups
-    places, held = Places(plan), dict.fromkeys([*budget, "disk"], 0)
+    groups = divide_model(model, frozenset({"Whole"}), make_sizer()).groups
+    places, held = DeviceLookup(plan), dict.fromkeys([*budget, "disk"], 0)
     layers: list[tuple[Any, int]] = []
     for group in groups:
         devices = {plan.get(places.entry(piece.name) or "") for piece in group.pieces}

@@ -2,9 +2,10 @@
 
     python benchmarks/report_page.py [--quick] [--json FILE]
 
-A run is written as the local tracker writes it: a line for each step, with a value for each curve. `slipstream.report.write` makes the page
-from it, which includes reading the lines. Chromium opens it from its file, again and again; the page itself sets a mark when what is in
-sight has been drawn, and the time of that mark counts from the beginning of the navigation. Goals:
+A run is written as the local tracker writes it: a line for each step, with a value for each curve.
+`slipstream.observability.report.write` makes the page from it, which includes reading the lines. Chromium opens it from its file, again
+and again; the page itself sets a mark when what is in sight has been drawn, and the time of that mark counts from the beginning of the
+navigation. Goals:
 
 - a page of 1,000,000 points, opened and drawn    at most 2 s
 """
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "pictures"))
 from looking import Looker, chromium
 from made_up import make_run
 
-from slipstream.report import write
+from slipstream.observability.report import write
 
 SHAPES = {"10 curves of 100,000": (10, 100_000), "100 curves of 10,000": (100, 10_000), "1 curve of 1,000,000": (1, 1_000_000)}
 

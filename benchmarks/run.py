@@ -21,12 +21,12 @@ import imports
 import ledger
 import loading
 import mistakes
+import offload
 import skewed_work
 import watch
 from figures import Figure, machine, save, table
 
 import launch
-import offload
 import training
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoint.capture import ModelPart, RunFacts, Snapshot, flatten_part
 from slipstream.checkpoint.commit import LocalTarget, write_latest
-from slipstream.checkpoint.format import Manifest
-from slipstream.checkpoint.save import add_rank_file, write
-from slipstream.checkpoint.snapshot import Facts, ModelPart, Snapshot, part_of
+from slipstream.checkpoint.manifest import Manifest
+from slipstream.checkpoint.writer import add_rank_file, write_checkpoint
 from slipstream.files.disk import Disk
 
 RECEIPT = {
@@ -43,8 +43,8 @@ def snapshot(step: int = 3, *, world: int = 2, rank: int = 0, metric: float | No
     }
     own = {"rank": rank, "stamp": stamp_of(step), "random": {"torch": torch.arange(16, dtype=torch.uint8)}, "gradients": None}
     return Snapshot(
-        facts=Facts(stamp_of(step), step, world, "ddp", {"dp_replicate": world}, metric, {**RECEIPT, **changes.get("receipt", {})}),
-        own=part_of(f"rank_{rank}", own, "rank"),
+        facts=RunFacts(stamp_of(step), step, world, "ddp", {"dp_replicate": world}, metric, {**RECEIPT, **changes.get("receipt", {})}),
+        own=flatten_part(f"rank_{rank}", own, "rank"),
         models=(
             ModelPart(
                 0,
@@ -52,12 +52,12 @@ def snapshot(step: int = 3, *, world: int = 2, rank: int = 0, metric: float | No
                 "Net",
                 tensors,
                 {"head.weight": "embed.weight"},
-                part_of("model_extra", {"_extra_state": {"version": 2}}, "extra"),
+                flatten_part("model_extra", {"_extra_state": {"version": 2}}, "extra"),
             ),
         ),
-        optimizers=(part_of("optimizer", optimizer, "optimizer"),),
-        training=part_of("training", training, "training"),
-        objects=(part_of("custom_checkpoint_0", {"seen": [1, 2, 3], "mean": torch.ones(2)}, "object"),),
+        optimizers=(flatten_part("optimizer", optimizer, "optimizer"),),
+        training=flatten_part("training", training, "training"),
+        objects=(flatten_part("custom_checkpoint_0", {"seen": [1, 2, 3], "mean": torch.ones(2)}, "object"),),
     )
 
 
@@ -67,7 +67,7 @@ def save(folder: Path, step: int = 3, *, shard: int | None = None, late: bool = 
         if note is not None:
             (stage.folder / "notes").mkdir()
             (stage.folder / "notes" / "note.txt").write_text(note)
-        manifest = write(stage, snapshot(step, **changes), max_shard_size=shard)
+        manifest = write_checkpoint(stage, snapshot(step, **changes), max_shard_size=shard)
     if late:
         add_rank_file(folder, snapshot(step, **{**changes, "rank": 1}), Disk())
     return manifest

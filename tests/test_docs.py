@@ -16,9 +16,9 @@ import pytest
 
 import slipstream
 from slipstream import patch_environment
-from slipstream.checkpoint.format import parse
+from slipstream.checkpoint.manifest import parse_manifest
 from slipstream.cli.main import main
-from slipstream.testing.outcome import Outcome
+from slipstream.testing.rank_pool import Outcome
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -207,4 +207,4 @@ def test_examples_in_docstrings_are_right(name):
 def test_the_manifest_that_is_shown_is_a_real_one():
     shown = re.search(r"^```json\n(.*?)\n^```$", (ROOT / "docs" / "checkpoint-format.md").read_text(), re.MULTILINE | re.DOTALL)
     assert shown is not None
-    assert parse(shown[1].encode(), "docs/checkpoint-format.md").models[0].aliases == {"head.weight": "embed.weight"}
+    assert parse_manifest(shown[1].encode(), "docs/checkpoint-format.md").models[0].aliases == {"head.weight": "embed.weight"}

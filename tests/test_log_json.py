@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.config.redact import HIDDEN, message_redactor
+from slipstream.config.redaction import HIDDEN, message_redactor
 from slipstream.errors import ConfigError
 from slipstream.logging import JsonFormatter, get_logger
 

@@ -144,7 +144,7 @@ def test_a_child_of_a_rank_logs_in_order_without_waiting(ranks: Any) -> None:
 
 def test_a_logger_outlives_the_state(logger: MultiProcessAdapter, records: Records) -> None:
     from slipstream import PartialState
-    from slipstream.runtime.current import reset
+    from slipstream.distributed.current import reset
 
     PartialState()
     logger.info("with", in_order=True)

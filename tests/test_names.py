@@ -13,9 +13,9 @@ import pytest
 
 import slipstream
 import slipstream.utils
-from slipstream import accelerate_names
-from slipstream.accelerate_names import ABSENT, MODULES, Absence, explain, home_of, names_of
+from slipstream import public_names
 from slipstream.cli.main import main
+from slipstream.public_names import ABSENT, MODULES, Absence, explain_missing, find_home, names_of
 
 KNOWN = """
     AORecipeKwargs AbstractTrainStep AcceleratedOptimizer AcceleratedScheduler Accelerator AcceleratorState AimTracker
@@ -151,7 +151,7 @@ assert slipstream.hooks.ModelHook and slipstream.logging.get_logger and slipstre
 def test_known() -> None:
     """Every public name of Accelerate is here, or has an error that says why not; and is not both."""
     absent = {name for absence in ABSENT for name in absence.names.split()}
-    assert [name for name in KNOWN.split() if (home_of(name) is None) != (name in absent)] == []
+    assert [name for name in KNOWN.split() if (find_home(name) is None) != (name in absent)] == []
 
 
 @pytest.mark.parametrize("absence", ABSENT, ids=lambda absence: absence.purpose)
@@ -209,7 +209,7 @@ def test_unknown() -> None:
         importlib.import_module("slipstream.state").PartialStat  # noqa: B018
     with pytest.raises(ModuleNotFoundError, match=r"slipstream\.utils\.nothing"):
         importlib.import_module("slipstream.utils.nothing")
-    assert explain("slipstream", "Acelerator") is None
+    assert explain_missing("slipstream", "Acelerator") is None
 
 
 def test_many_names() -> None:
@@ -226,7 +226,7 @@ def test_tables() -> None:
     assert [path for absence in ABSENT for path in absence.modules.split() if MODULES.get(path) != ""] == []
     empty = {path for path, listed in MODULES.items() if not listed}
     assert empty == {path for absence in ABSENT for path in absence.modules.split()}
-    for home, listed in accelerate_names._INNER.items():
+    for home, listed in public_names._INNER.items():
         assert set(listed.split()) <= set(importlib.import_module(home).__all__), home
 
 

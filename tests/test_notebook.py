@@ -213,7 +213,7 @@ def model_on_another_device() -> torch.nn.Module:
 class Accelerator:
     """Stands for the one of the library, which is recognised by its name and home."""
 
-    __module__ = "slipstream.accelerator"
+    __module__ = "slipstream.accelerator.accelerator"
 
 
 CAPTURED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -5,6 +5,7 @@ The checks are functions in `shape_checks.py`. Here they meet the tree; and each
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 import shape_checks as checks
 from slipstream.config import OPTIONS
-from slipstream.config.roundtrip import TRAVELLERS, samples, travel
+from slipstream.config.roundtrip import ROUNDTRIP_OPTIONS, pass_through_sources, samples
 
 SOURCE = Path(__file__).parent.parent / "src" / "slipstream"
 SOURCES = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
@@ -43,11 +44,16 @@ def test_no_import_cycles():
     assert checks.cycles(SOURCES) == []
 
 
-LAZY = "if TYPE_CHECKING:\n    from slipstream.comm.ops import a\ndef __getattr__(name): ...\n"
+LAZY = "__all__, __getattr__, __dir__ = lazy_attributes(__name__, {})\n"
 BAD = [
-    (checks.file_length, "comm/ops.py", "x = 1\n" * 701, "701 lines"),
-    (checks.function_length, "comm/ops.py", "def long():\n" + "    x = 1\n" * 60, "long has 61 lines"),
-    (checks.layers, "comm/ops.py", "from slipstream.runtime.state import PartialState", "comm (layer 3) imports runtime (layer 4)"),
+    (checks.file_length, "distributed/collectives.py", "x = 1\n" * 701, "701 lines"),
+    (checks.function_length, "distributed/collectives.py", "def long():\n" + "    x = 1\n" * 60, "long has 61 lines"),
+    (
+        checks.layers,
+        "distributed/collectives.py",
+        "from slipstream.training.clip import GradientClipper",
+        "distributed (layer 3) imports training (layer 6)",
+    ),
     (checks.layers, "devices/table.py", "def f():\n    import slipstream.launch.plan", "devices (layer 2) imports launch (layer 2)"),
     (checks.layers, "config/a.py", "from ..utils import x", "config (layer 1) imports utils"),
     (checks.layers, "config/a.py", "from slipstream import PartialState", "imports PartialState, whose room has no layer"),
@@ -57,33 +63,51 @@ BAD = [
     (checks.variables, "launch/plan.py", "from os import environ", "from os import environ"),
     (checks.torch_at_import, "launch/plan.py", "try:\n    import torch.distributed\nexcept ImportError:\n    pass", "imports torch"),
     (checks.torch_at_import, "cli/env.py", "class A:\n    from torch import nn", "imports torch"),
-    (checks.exports, "comm/ops.py", "def gather(): ...", "has no __all__, but defines gather"),
-    (checks.exports, "comm/ops.py", "__all__ = ['a']\ndef a(): ...\ndef b(): ...", "visible but not in __all__: b"),
-    (checks.exports, "comm/ops.py", "__all__ = ['a', 'b']\ndef a(): ...", "in __all__ but neither defined nor imported here: b"),
-    (checks.exports, "comm/ops.py", "__all__ = ['a', 'a']\ndef a(): ...", "repeats a"),
-    (checks.exports, "comm/__init__.py", "from slipstream.comm.ops import a, b\n__all__ = ['a']", "visible but not in __all__: b"),
-    (checks.exports, "utils.py", f"{LAZY}__all__ = ['a', 'b']", "in __all__ but neither defined nor imported here: b"),
-    (checks.exports, "utils.py", f"{LAZY}__all__ = []", "shown to type checkers but not in __all__: a"),
-    (checks.device_names, "comm/ops.py", "x.is_cuda", "names the device family cuda"),
+    (checks.exports, "distributed/collectives.py", "def gather(): ...", "has no __all__, but defines gather"),
+    (checks.exports, "distributed/collectives.py", "__all__ = ['a']\ndef a(): ...\ndef b(): ...", "visible but not in __all__: b"),
+    (
+        checks.exports,
+        "distributed/collectives.py",
+        "__all__ = ['a', 'b']\ndef a(): ...",
+        "in __all__ but neither defined nor imported here: b",
+    ),
+    (checks.exports, "distributed/collectives.py", "__all__ = ['a', 'a']\ndef a(): ...", "repeats a"),
+    (
+        checks.exports,
+        "distributed/__init__.py",
+        "from slipstream.distributed.collectives import a, b\n__all__ = ['a']",
+        "visible but not in __all__: b",
+    ),
+    (checks.device_names, "distributed/collectives.py", "x.is_cuda", "names the device family cuda"),
     (checks.device_names, "launch/plan.py", "name = f'{x}CUDA_VISIBLE_DEVICES'", "names the device family cuda"),
-    (checks.device_names, "comm/ops.py", "def to_mps(npu=None): ...", "names the device family npu"),
-    (checks.device_names, "comm/ops.py", "import torch_xla as x", "names the device family xla"),
-    (checks.mutable_state, "comm/ops.py", "cache = {}", "cache is state"),
-    (checks.mutable_state, "comm/ops.py", "_seen: set[int] = set()", "_seen is state"),
-    (checks.mutable_state, "comm/ops.py", "import threading\nx = threading.local()", "x is state"),
-    (checks.mutable_state, "comm/ops.py", "class Borg:\n    _shared = {}", "_shared is state"),
-    (checks.mutable_state, "comm/ops.py", "def f():\n    global count\n    count = 1", "global count"),
-    (checks.silent_except, "comm/ops.py", "try:\n    f()\nexcept Exception:\n    pass", "hides the error"),
-    (checks.silent_except, "comm/ops.py", "try:\n    f()\nexcept (ValueError, BaseException):\n    'no matter'", "hides the error"),
-    (checks.silent_except, "comm/ops.py", "def f():\n    try:\n        g()\n    except:\n        return None", "hides the error"),
-    (checks.silent_except, "comm/ops.py", "with contextlib.suppress(Exception):\n    f()", "suppresses every exception"),
-    (checks.documented, "comm/ops.py", "x = 1", "says nothing about itself"),
-    (checks.documented, "comm/ops.py", "'''Doc.'''\n__all__ = ['a']\ndef a(): ...", "a is public and has no docstring"),
+    (checks.device_names, "distributed/collectives.py", "def to_mps(npu=None): ...", "names the device family npu"),
+    (checks.device_names, "distributed/collectives.py", "import torch_xla as x", "names the device family xla"),
+    (checks.mutable_state, "distributed/collectives.py", "cache = {}", "cache is state"),
+    (checks.mutable_state, "distributed/collectives.py", "_seen: set[int] = set()", "_seen is state"),
+    (checks.mutable_state, "distributed/collectives.py", "import threading\nx = threading.local()", "x is state"),
+    (checks.mutable_state, "distributed/collectives.py", "class Borg:\n    _shared = {}", "_shared is state"),
+    (checks.mutable_state, "distributed/collectives.py", "def f():\n    global count\n    count = 1", "global count"),
+    (checks.silent_except, "distributed/collectives.py", "try:\n    f()\nexcept Exception:\n    pass", "hides the error"),
+    (
+        checks.silent_except,
+        "distributed/collectives.py",
+        "try:\n    f()\nexcept (ValueError, BaseException):\n    'no matter'",
+        "hides the error",
+    ),
+    (
+        checks.silent_except,
+        "distributed/collectives.py",
+        "def f():\n    try:\n        g()\n    except:\n        return None",
+        "hides the error",
+    ),
+    (checks.silent_except, "distributed/collectives.py", "with contextlib.suppress(Exception):\n    f()", "suppresses every exception"),
+    (checks.documented, "distributed/collectives.py", "x = 1", "says nothing about itself"),
+    (checks.documented, "distributed/collectives.py", "'''Doc.'''\n__all__ = ['a']\ndef a(): ...", "a is public and has no docstring"),
     (checks.no_shell, "launch/plan.py", "subprocess.run('ls', shell=True)", "shell=..."),
     (checks.no_shell, "launch/plan.py", "os.system('ls')", "os.system goes through a shell"),
     (checks.set_order, "strategies/ddp.py", "seen: WeakSet[int] = WeakSet()\nfor one in seen:\n    f(one)", "walks the set seen"),
     (checks.set_order, "strategies/ddp.py", "x = [f(y) for y in {1, 2} | z]", "walks the set {1, 2} | z"),
-    (checks.set_order, "step/a.py", "def f(self):\n    self.a = set()\n    return [g(x) for x in list(self.a)]", "the set list(self.a)"),
+    (checks.set_order, "training/a.py", "def f(self):\n    self.a = set()\n    return [g(x) for x in list(self.a)]", "set list(self.a)"),
 ]
 
 
@@ -97,16 +121,16 @@ def test_every_check_has_a_bad_example():
 
 
 GOOD = [
-    (checks.layers, "comm/ops.py", "from slipstream.errors import X\nfrom slipstream.comm import tree\nfrom . import tree"),
-    (checks.layers, "comm/ops.py", "if TYPE_CHECKING:\n    from slipstream.runtime.state import PartialState"),
+    (checks.layers, "distributed/codec.py", "from slipstream.errors import X\nfrom slipstream.distributed import pytree\nfrom . import a"),
+    (checks.layers, "distributed/collectives.py", "if TYPE_CHECKING:\n    from slipstream.training.clip import GradientClipper"),
     (checks.variables, "launch/plan.py", "def f(environ):\n    return environ['X']"),
-    (checks.torch_at_import, "launch/elastic.py", "def f():\n    import torch"),
-    (checks.exports, "comm/ops.py", "from slipstream.errors import X\n__all__ = ['a']\ndef a(): ...\ndef _b(): ..."),
-    (checks.exports, "utils.py", f"{LAZY}__all__ = ['a']"),
-    (checks.device_names, "comm/ops.py", "def f():\n    '''Not for mps.'''\n    return 'ramps up xlarge'"),
-    (checks.mutable_state, "comm/ops.py", "TABLE = {}\n_TABLE = []\n__all__ = []\ndef f():\n    local = {}"),
-    (checks.silent_except, "comm/ops.py", "try:\n    f()\nexcept OSError:\n    pass"),
-    (checks.silent_except, "comm/ops.py", "try:\n    f()\nexcept Exception as error:\n    raise X from error"),
+    (checks.torch_at_import, "launch/agent.py", "def f():\n    import torch"),
+    (checks.exports, "distributed/collectives.py", "from slipstream.errors import X\n__all__ = ['a']\ndef a(): ...\ndef _b(): ..."),
+    (checks.exports, "utils.py", f"{LAZY}helper = 1"),
+    (checks.device_names, "distributed/collectives.py", "def f():\n    '''Not for mps.'''\n    return 'ramps up xlarge'"),
+    (checks.mutable_state, "distributed/collectives.py", "TABLE = {}\n_TABLE = []\n__all__ = []\ndef f():\n    local = {}"),
+    (checks.silent_except, "distributed/collectives.py", "try:\n    f()\nexcept OSError:\n    pass"),
+    (checks.silent_except, "distributed/collectives.py", "try:\n    f()\nexcept Exception as error:\n    raise X from error"),
 ]
 
 
@@ -128,6 +152,11 @@ def test_exceptions_are_for_files_that_exist_and_give_a_reason(table):
     assert {path: reason for path, reason in table.items() if path not in SOURCES or not reason} == {}
 
 
+def test_contributing_shows_the_layers():
+    """The table of CONTRIBUTING.md is the one that the checks use; on failure, paste the expected text."""
+    assert checks.layer_table(lambda name: (SOURCE / name).exists()) in (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+
+
 def in_a_fresh_interpreter(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100).stdout.strip()
 
@@ -137,7 +166,7 @@ def test_import_slipstream_imports_no_torch():
 
 
 def test_torch_free_rooms_import_no_torch_by_any_way():
-    modules = [name for name in module_names() if name.split(".")[1:2] and name.split(".")[1] in checks.TORCH_FREE]
+    modules = [name for name in module_names() if name.split(".", 1)[-1].replace(".", "/").startswith(checks.TORCH_FREE)]
     assert len(modules) > 10
     program = f"""
 import importlib, sys
@@ -163,15 +192,27 @@ def test_what_all_promises_can_be_had(name):
     assert [one for one in promised if not hasattr(module, one) or one not in dir(module)] == []
 
 
+@pytest.mark.parametrize("name", ["slipstream", "slipstream.utils", "slipstream.inference"])
+def test_stubs_list_the_lazy_names(name):
+    """A lazy module and the stub that type checkers read offer the same names, from the same modules."""
+    module = importlib.import_module(name)
+    stub = ast.parse((Path(module.__file__).with_suffix(".pyi")).read_text())
+    shown = {alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(shown) == module.__all__
+    assert {name for name, home in shown.items() if getattr(importlib.import_module(home), name) is not getattr(module, name)} == set()
+
+
 def test_every_option_has_help():
     assert [option.name for option in OPTIONS.values() if not option.help.strip()] == []
 
 
-@pytest.mark.parametrize("option", TRAVELLERS, ids=lambda option: option.name)
+@pytest.mark.parametrize("option", ROUNDTRIP_OPTIONS, ids=lambda option: option.name)
 def test_every_option_survives_the_round_trip(option, tmp_path):
     """Flag, file, variable and the way to the worker: the same value arrives."""
     for value in samples(option):
-        assert {place: choice.value for place, choice in travel(option, value, tmp_path).items() if choice.value != value} == {}
+        assert {
+            place: choice.value for place, choice in pass_through_sources(option, value, tmp_path).items() if choice.value != value
+        } == {}
 
 
 def test_test_files_have_names_of_their_own():

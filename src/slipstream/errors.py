@@ -11,8 +11,8 @@
         ├── PeerLostError                         another process died, or left the job, while this one waited for it
         └── WaitTimeoutError                      the others did not come within the limit
 
-Every message says what was given and where it came from, why it cannot be, and what to write instead.
-Nothing here imports anything, so every room may use it.
+Every message says what was given and where it came from, why it cannot work, and what to write instead. This module imports nothing, so
+every other module may use it.
 """
 
 from __future__ import annotations

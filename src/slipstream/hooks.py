@@ -1,13 +1,18 @@
-"""Hooks around the forward of a module, by the names that users import: `from slipstream.hooks import add_hook_to_module`.
+"""Hooks around the forward of a module, under the public import path: `from slipstream.hooks import add_hook_to_module`.
 
-What they do is in `offload/hooking/hooks.py`, `offload/hooking/attach.py` and `offload/hooking/casting.py`.
+They are defined in `big_models/hooks/`.
 """
 
 from __future__ import annotations
 
-from slipstream.offload.hooking.attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
-from slipstream.offload.hooking.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
-from slipstream.offload.hooking.hooks import (
+from slipstream.big_models.hooks.attachment import (
+    LayerwiseCastingHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+    attach_layerwise_casting_hooks,
+)
+from slipstream.big_models.hooks.forward_hooks import (
     AlignDevicesHook,
     CpuOffload,
     ModelHook,

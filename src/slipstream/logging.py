@@ -29,13 +29,12 @@ from typing import TYPE_CHECKING, Any
 from slipstream.config import for_worker
 from slipstream.config.schema import Safety
 from slipstream.config.sources import environment
+from slipstream.distributed.cluster import Process, detect
 from slipstream.errors import ConfigError
-from slipstream.launch.jsonlines import HEARD, JsonLines, handlers_of, hearers, message_of, speak_json
-from slipstream.runtime.clusters import detect
-from slipstream.runtime.process import Process
+from slipstream.launch.output import NOTIFIED, JsonLineFormatter, effective_handlers, record_message, use_json_formatter, warning_listeners
 
 if TYPE_CHECKING:
-    from slipstream.runtime.runtime import Runtime
+    from slipstream.distributed.process_group import Runtime
 
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
@@ -60,13 +59,13 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
     if (given is not None or formatter) and not any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
         logger.addHandler(_FallbackHandler())
     if formatter is not None:
-        speak_json(handlers_of(logger), formatter)
+        use_json_formatter(effective_handlers(logger), formatter)
     adapter = MultiProcessAdapter(logger, {})
     adapter.formatter = formatter
     return adapter
 
 
-class JsonFormatter(JsonLines):
+class JsonFormatter(JsonLineFormatter):
     """A formatter for handlers of your own: each record becomes one line of JSON, with the rank of the process, and without secrets.
 
     Keys: time (UTC), level, logger, rank, world, host, message, file ("train.py:7"); and exception, stack and extra where there are any.
@@ -136,14 +135,14 @@ class MultiProcessAdapter(_Adapter):
 
     def _emit(self, level: int, msg: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         if self.formatter is not None:  # the program may have installed handlers since the last time
-            speak_json(handlers_of(self.logger), self.formatter)
+            use_json_formatter(effective_handlers(self.logger), self.formatter)
         msg, keywords = self.process(msg, {**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
-        told = hearers() if level >= logging.WARNING else ()
+        told = warning_listeners() if level >= logging.WARNING else ()
         if told:
-            keywords["extra"] = {**(keywords.get("extra") or {}), HEARD: True}
+            keywords["extra"] = {**(keywords.get("extra") or {}), NOTIFIED: True}
         self.logger.log(level, msg, *args, **keywords)
         for hear in told:
-            hear(self.logger.name, message_of(logging.LogRecord(self.logger.name, level, "", 0, msg, args, None)))
+            hear(self.logger.name, record_message(logging.LogRecord(self.logger.name, level, "", 0, msg, args, None)))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Adds this adapter's `extra` to that of the call, which wins."""
@@ -187,14 +186,14 @@ class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def handle(self, record: logging.LogRecord) -> Any:
         """Only if nobody else on the way to the root would, and, of several like this one, only the nearest."""
-        handlers = list(handlers_of(logging.getLogger(record.name)))
+        handlers = list(effective_handlers(logging.getLogger(record.name)))
         nearest = next(iter(handlers), None)
         return nearest is self and all(isinstance(handler, _FallbackHandler) for handler in handlers) and super().handle(record)
 
 
 def _runtime() -> Runtime | None:
     """The runtime, if there is one. Where its module is not loaded there is none, and loading it would import torch."""
-    module = sys.modules.get("slipstream.runtime.current")
+    module = sys.modules.get("slipstream.distributed.current")
     current_or_none = getattr(module, "current_or_none", None)  # absent while the module itself is being loaded
     runtime: Runtime | None = current_or_none() if current_or_none is not None else None
     return runtime

@@ -1,14 +1,12 @@
-"""Starting a function in several processes from a notebook, or from a test: `notebook_launcher` and `debug_launcher`.
+"""`notebook_launcher` and `debug_launcher`: run a function in several processes from a notebook or a test.
 
-The function travels by value, with the variables of the notebook that it uses, to a fresh interpreter which forks the processes.
-So it does not matter what the notebook has done before: a device that is in use, threads, a state. Only what the function itself
-drags along can be wrong, and that is looked at before anything is started: the error names the variable.
+The function is pickled by value, with the notebook variables that it uses, and sent to a fresh interpreter that forks the processes.
+Devices, threads and state of the notebook therefore do not matter; values that cannot be sent are found first, and the error names the
+variable. Output arrives in the cell through `sys.stdout`: that of rank 0, and that of the other ranks after a failure (`output="all"`
+shows everything). A failed process raises `LaunchError` with its exception and the user's frames.
 
-What the processes print arrives in the cell through `sys.stdout`, as it comes: that of rank 0, and that of the others when
-something fails (`output="all"` shows everything). When a process fails, `LaunchError` has its exception with the user's frames.
-
-What this never does: fork the notebook's own process, change its variables for longer than the call, or leave a process behind.
-Only one machine can be used from a notebook; several are the business of `slipstream launch`.
+The process of the notebook is never forked, its environment changes only during the call, and no process is left behind. One machine
+only; use `slipstream launch` for several.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from typing import Any, Literal, NoReturn
 from slipstream.config import OPTIONS, Config, resolve
 from slipstream.config.sources import environment, patch_environment
 from slipstream.devices.table import CPU, count_without_torch
+from slipstream.distributed.cluster import detect
 from slipstream.errors import ConfigError, LaunchError, SlipstreamError, StateError
-from slipstream.launch.plan import LOOPBACK, Accelerators, Machine
-from slipstream.launch.start import launch_function
-from slipstream.runtime.clusters import detect
+from slipstream.launch.function_launcher import launch_function
+from slipstream.launch.plan import LOOPBACK, MachineSpec, VisibleAccelerators
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -117,7 +115,7 @@ def _launch(
     """Start the processes, show what they print, and raise what went wrong in a form that a notebook can show."""
     if not callable(function):
         raise ConfigError(f"{caller} was given {function!r}, which cannot be called. Give it the function itself, without parentheses.")
-    captured = list(_Inspection(function, args).walk())
+    captured = list(_CaptureInspector(function, args).walk())
     _refuse_captured(captured, caller)
     with tempfile.TemporaryDirectory(prefix="slipstream-notebook-") as folder:
         config = _config(options, caller, folder, everything=template is not None)
@@ -129,7 +127,7 @@ def _launch(
                 function,
                 args,
                 config=config,
-                machine=Machine(accelerators=Accelerators(accelerators, family.visible)),
+                machine=MachineSpec(accelerators=VisibleAccelerators(accelerators, family.visible)),
                 console="main" if template is None else "all",
                 output=cell.write,
             )
@@ -206,14 +204,14 @@ class _Cell:
             sorted((path for path in attempts[-1].iterdir() if path.name.isdigit()), key=lambda path: int(path.name)) if attempts else []
         )
         for rank in ranks:
-            text = _read(rank / "stdout.log") + _before_traceback(_read(rank / "stderr.log"))
+            text = _read_text(rank / "stdout.log") + _before_traceback(_read_text(rank / "stderr.log"))
             if text.strip():
                 lines = text.rstrip().splitlines()[-_SHOWN_LINES:]
                 sys.stdout.write(f"--- the last output of rank {rank.name} ---\n" + "\n".join(lines) + "\n")
         sys.stdout.flush()
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
@@ -296,7 +294,7 @@ class _Captured:
     value: Any
 
 
-class _Inspection:
+class _CaptureInspector:
     """Finds the variables that a function uses and that travel with it, through helpers, closures, partials and containers."""
 
     def __init__(self, function: Any, args: tuple[object, ...]) -> None:
@@ -318,7 +316,7 @@ class _Inspection:
     def _inside(self, one: _Captured) -> Iterable[_Captured]:
         value = one.value
         if isinstance(value, FunctionType):
-            return self._of_function(value) if _travels_by_value(value) else ()
+            return self._of_function(value) if _is_sent_by_value(value) else ()
         if isinstance(value, MethodType):
             return (_Captured(f"the object of {value.__qualname__}", value.__self__), _Captured(one.name, value.__func__))
         if isinstance(value, functools.partial):
@@ -326,10 +324,10 @@ class _Inspection:
             return (_Captured(one.name, value.func), *(_Captured(name, argument) for name, argument in named.items()))
         if isinstance(value, type):
             methods = [method for method in vars(value).values() if isinstance(method, FunctionType)]
-            return [_Captured(one.name, method) for method in methods] if _travels_by_value(value) else ()
+            return [_Captured(one.name, method) for method in methods] if _is_sent_by_value(value) else ()
         if type(value) in (list, tuple):
             return [_Captured(f"{one.name}[{place}]", item) for place, item in enumerate(value[:1000])]
-        if _travels_by_value(type(value)) and hasattr(value, "__dict__"):
+        if _is_sent_by_value(type(value)) and hasattr(value, "__dict__"):
             return [_Captured(f"the {key} of {one.name}", item) for key, item in vars(value).items()]
         if type(value) is dict:
             return [_Captured(f"{one.name}[{key!r}]", item) for key, item in list(value.items())[:1000]]
@@ -349,7 +347,7 @@ class _Inspection:
             yield _Captured(f"a default argument of {function.__qualname__}", value)
 
 
-def _travels_by_value(thing: Any) -> bool:
+def _is_sent_by_value(thing: Any) -> bool:
     """Whether its code is sent: it cannot be imported under its name in another process."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "")
     if module is None or module.__name__ == "__main__":
@@ -367,7 +365,7 @@ def _global_names(code: CodeType) -> set[str]:
     return found.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
-def _belongs_here(value: Any) -> str | None:
+def _why_not_sendable(value: Any) -> str | None:
     """Why a value cannot be used in another process, and what to do; None if it can."""
     kind, room = type(value).__name__, type(value).__module__.partition(".")[0]
     if kind in ("Accelerator", "PartialState", "AcceleratorState", "GradientState") and room in ("slipstream", "accelerate"):
@@ -398,7 +396,7 @@ def _tensors(value: Any) -> Iterable[Any]:
 
 def _refuse_captured(captured: Sequence[_Captured], caller: str) -> None:
     for one in captured:
-        reason = _belongs_here(one.value)
+        reason = _why_not_sendable(one.value)
         if reason is not None:
             raise LaunchError(f"{caller} cannot send {one.name} to other processes: it {reason}")
 

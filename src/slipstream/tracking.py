@@ -1,19 +1,15 @@
-"""Trackers by the names that users import: `from slipstream.tracking import GeneralTracker`. What they do is in `track/`."""
+"""Trackers under the module name that users of Accelerate know.
+
+Scripts write `from slipstream.tracking import GeneralTracker`. The implementations are in `observability/trackers/`.
+"""
 
 from __future__ import annotations
 
-from slipstream.track.aim import AimTracker
-from slipstream.track.base import GeneralTracker, on_main_process
-from slipstream.track.clearml import ClearMLTracker
-from slipstream.track.comet import CometMLTracker
-from slipstream.track.dvclive import DVCLiveTracker
-from slipstream.track.local import LocalTracker
-from slipstream.track.mlflow import MLflowTracker
-from slipstream.track.registry import filter_trackers, get_available_trackers, register_tracker_class
-from slipstream.track.swanlab import SwanLabTracker
-from slipstream.track.tensorboard import TensorBoardTracker
-from slipstream.track.trackio import TrackioTracker
-from slipstream.track.wandb import WandBTracker
+from slipstream.observability.trackers.base import GeneralTracker, on_main_process
+from slipstream.observability.trackers.hosted import ClearMLTracker, CometMLTracker, MLflowTracker, SwanLabTracker, WandBTracker
+from slipstream.observability.trackers.local import LocalTracker
+from slipstream.observability.trackers.on_disk import AimTracker, DVCLiveTracker, TensorBoardTracker, TrackioTracker
+from slipstream.observability.trackers.registry import filter_trackers, get_available_trackers, register_tracker_class
 
 __all__ = [
     "AimTracker",

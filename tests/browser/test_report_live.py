@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.report.server import Server
-from slipstream.runs.folder import RunFolder
+from slipstream.observability.report.server import ReportServer
+from slipstream.observability.run_dir.folder import RunFolder
 
 
 def point(step: int, **values: float) -> dict[str, object]:
     return {"step": step, "time": 1000.0 + step, "values": values}
 
 
-def somewhere(place: Path) -> Server:
+def somewhere(place: Path) -> ReportServer:
     """A server on a port that the system gives to nobody by itself, so that it is still free when a test comes back to it."""
     first = 20_000 + os.getpid() % 5_000
     for port in range(first, first + 200):
         try:
-            return Server([place], port=port, interval=0.05)
+            return ReportServer([place], port=port, interval=0.05)
         except ConfigError:
             continue
     raise AssertionError("no port is free")
@@ -35,11 +35,11 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    running: list[tuple[Server, threading.Thread]] = []
+def serve(tmp_path: Path) -> Iterator[Callable[..., ReportServer]]:
+    running: list[tuple[ReportServer, threading.Thread]] = []
 
-    def start(port: int | None = None) -> Server:
-        server = Server([tmp_path], port=port, interval=0.05) if port else somewhere(tmp_path)
+    def start(port: int | None = None) -> ReportServer:
+        server = ReportServer([tmp_path], port=port, interval=0.05) if port else somewhere(tmp_path)
         thread = threading.Thread(target=server.serve, name="server")
         thread.start()
         running.append((server, thread))

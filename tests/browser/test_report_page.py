@@ -12,8 +12,8 @@ from looking import PLOT
 from made_up import make_run
 from selenium.webdriver.common.keys import Keys
 
-from slipstream.report import write
-from slipstream.report.page import render
+from slipstream.observability.report import write
+from slipstream.observability.report.page import render_page
 
 LOSS = "train/loss"
 STEPS = 600
@@ -50,7 +50,7 @@ def hostile_run(folder: Path) -> Path:
 
 
 def a_page(path: Path, *views: dict[str, Any], **options: Any) -> Path:
-    path.write_text(render(views, **options), encoding="utf-8")
+    path.write_text(render_page(views, **options), encoding="utf-8")
     return path
 
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.checkpoint.format import MANIFEST
+from slipstream.checkpoint.manifest import MANIFEST
 
 Mutation = Callable[[random.Random, Path, Path], str]
 """Damages a folder, given another checkpoint; the name of the file that an error has to name."""

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import specimens
-from slipstream.checkpoint.format import MANIFEST, RankFile
-from slipstream.files.digest import digest
+from slipstream.checkpoint.manifest import MANIFEST, RankFile
+from slipstream.files.checksum import digest
 
 Body = dict[str, Any]
 Change = Callable[[Path], object]

@@ -602,10 +602,10 @@ class Watch:
 
 def read_all(root: Path) -> dict[str, Any]:
     """How each case ends."""
-    from slipstream.checkpoint.migrate import read_foreign
+    from slipstream.checkpoint.accelerate_import import read_accelerate_checkpoint
     from slipstream.errors import CheckpointError
 
-    read_foreign(root / "whole")  # everything is imported then
+    read_accelerate_checkpoint(root / "whole")  # everything is imported then
     watch = Watch()
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -616,7 +616,7 @@ def read_all(root: Path) -> dict[str, Any]:
         began = time.perf_counter()
         watch.folder, watch.heard = str(root / str(place)), []
         try:
-            found = read_foreign(root / str(place))
+            found = read_accelerate_checkpoint(root / str(place))
             ended, said = "read", " ".join(found.said)
         except CheckpointError as error:
             ended, said = REFUSED, str(error)

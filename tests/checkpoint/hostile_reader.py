@@ -26,11 +26,11 @@ from typing import Any
 import hostile
 import torch
 
-from slipstream.checkpoint import load, pieces
-from slipstream.checkpoint.saved import saved_of
+from slipstream.big_models.load import load_checkpoint_in_model
+from slipstream.checkpoint import locate, shard_layout
+from slipstream.checkpoint.locate import read_saved_state
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files import inside
-from slipstream.offload.load import load_checkpoint_in_model
+from slipstream.files import paths
 
 LONGEST = 20.0
 HARMLESS = {"sys._getframe", "object.__getattr__", "object.__setattr__", "object.__delattr__", "gc.get_objects", "sys.setprofile"}
@@ -116,17 +116,17 @@ class Net(torch.nn.Module):
 
 
 def whole(folder: Path) -> str:
-    saved = saved_of(load.open_checkpoint(folder), str(folder))
+    saved = read_saved_state(locate.open_checkpoint(folder), str(folder))
     for model in saved.models.values():
         for one in model.tensors.values():
-            saved.stand_ins.read(one, pieces.whole(one.shape))
+            saved.stand_ins.read(one, shard_layout.whole_box(one.shape))
     for rank in range(min(saved.world or 0, 4)):
         saved.rank(rank)
     return folder.name
 
 
 def previous(folder: Path) -> str:
-    return load.newest([folder, folder.parent / "checkpoint_1"], str(folder.parent)).checkpoint.folder.name
+    return locate.open_newest([folder, folder.parent / "checkpoint_1"], str(folder.parent)).checkpoint.folder.name
 
 
 def weights(folder: Path) -> str:
@@ -221,7 +221,7 @@ def main(folder: str, results: str, extent: str = "some") -> None:
     base, case = Path(folder, "base"), Path(folder, "case")
     hostile.make(base)
     watch = Watch()
-    kernel = inside._open_beneath
+    kernel = paths._open_beneath
 
     def seen_by_kernel(root: int, place: str, resolve: int) -> int:
         fd = kernel(root, place, resolve)
@@ -231,7 +231,7 @@ def main(folder: str, results: str, extent: str = "some") -> None:
         return fd
 
     for opener in (seen_by_kernel, by_parts):  # what is imported at the first use is imported here, errors included
-        inside._open_beneath = opener
+        paths._open_beneath = opener
         for read in READERS.values():
             read(base / "checkpoint_2")
             for name in ("training.json", hostile.SHARDS[0]):
@@ -244,7 +244,7 @@ def main(folder: str, results: str, extent: str = "some") -> None:
         attack.change(reset(base, case))
         outcome = found[attack.name] = {"names": attack.names, "refused": attack.refused, "bytes": largest(case), "damages": attack.damages}
         for way, opener in (("kernel", seen_by_kernel), ("parts", by_parts)):
-            inside._open_beneath = opener
+            paths._open_beneath = opener
             for reader, read in READERS.items() if way == "kernel" else [("whole", whole)]:
                 outcome[f"{way}/{reader}"] = attempt(read, case / "checkpoint_2", watch)
     Path(results).write_text(json.dumps({"attacks": found, "unseen": unseen(watch)}))

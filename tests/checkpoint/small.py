@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.checkpoint.commit import LocalStage, LocalTarget, recover
-from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, parse
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from slipstream.errors import CheckpointError
-from slipstream.files.digest import digest
-from slipstream.files.disk import Disk
+from slipstream.files.checksum import digest
+from slipstream.files.disk import Disk, FileEntry
 
 FILES = {"model.safetensors": 5000, "training.json": 300, "unet/config.json": 20}
 
@@ -39,7 +39,7 @@ def step_of(path: Path) -> int:
     """The step of the checkpoint of this name, after every file in it was compared with its manifest and with what was saved."""
     folder = recover(path) or path
     try:
-        manifest = parse((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+        manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     except OSError as error:
         raise CheckpointError(f"no checkpoint at {path}: {error}") from error
     for name, entry in manifest.files.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.checkpoint.snapshot import Arena, Facts, Part, Snapshot
+from slipstream.checkpoint.capture import Arena, RunFacts, Snapshot, StatePart
 
 _KINDS = {
     "large": torch.rand((3 << 20) + 1),
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def _snapshot(tensors: dict[str, torch.Tensor]) -> Snapshot:
-    return Snapshot(Facts("1-0", 1, 1, "single"), own=Part("rank_0", {"rank": 0}, tensors))
+    return Snapshot(RunFacts("1-0", 1, 1, "single"), own=StatePart("rank_0", {"rank": 0}, tensors))
 
 
 def test_copies_are_equal_whatever_lies_behind_the_tensor() -> None:

@@ -14,7 +14,7 @@ from runs import begin
 from test_save_state import numbering, train, trained
 
 from slipstream import Accelerator, CheckpointError
-from slipstream.files.disk import Disk, Written
+from slipstream.files.disk import Disk, WrittenFile
 
 
 class HeldDisk(Disk):
@@ -24,7 +24,7 @@ class HeldDisk(Disk):
         self.reached, self.go = threading.Event(), threading.Event()
         self.error = error
 
-    def write(self, path: Path, chunks: Any, size: int) -> Written:
+    def write(self, path: Path, chunks: Any, size: int) -> WrittenFile:
         if path.name.startswith("model"):
             self.reached.set()
             assert self.go.wait(30)

@@ -20,10 +20,10 @@ import pytest
 from small import FILES, content, fill, manifest_for, save, step_of, tree
 
 from slipstream.checkpoint.commit import LocalStage, LocalTarget, recover, sweep, write_latest
-from slipstream.checkpoint.format import FileEntry, RankFile
+from slipstream.checkpoint.manifest import RankFile
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files.digest import digest
-from slipstream.files.disk import Disk
+from slipstream.files.checksum import digest
+from slipstream.files.disk import Disk, FileEntry
 
 WHOLE = sorted(["MANIFEST.json", "model.safetensors", "training.json", "unet", "unet/config.json"])
 

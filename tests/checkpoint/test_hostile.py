@@ -21,8 +21,7 @@ import pytest
 from damage import MUTATIONS
 
 import specimens
-from slipstream.checkpoint.load import newest, open_checkpoint
-from slipstream.checkpoint.saved import saved_of
+from slipstream.checkpoint.locate import open_checkpoint, open_newest, read_saved_state
 from slipstream.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(1200)  # for `--soak`
@@ -123,7 +122,7 @@ def test_the_watch_sees_what_it_should(watched: dict[str, Any]) -> None:
 
 
 def read_all(folder: Path) -> None:
-    saved = saved_of(open_checkpoint(folder), str(folder))
+    saved = read_saved_state(open_checkpoint(folder), str(folder))
     for rank in range(saved.world or 0):
         saved.rank(rank)
 
@@ -142,7 +141,7 @@ def test_damage_at_random_is_always_found(tmp_path: Path, rounds: Callable[..., 
             read_all(folder)
         assert name in str(caught.value), seed
         if not name.startswith("rank_1."):  # it is read when that rank is asked for
-            found = newest([folder, previous], "runs")
+            found = open_newest([folder, previous], "runs")
             assert found.checkpoint.folder == previous
             assert list(found.passed_over) == [folder]
         shutil.rmtree(folder)

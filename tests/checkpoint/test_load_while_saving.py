@@ -10,8 +10,8 @@ from pathlib import Path
 
 import small
 
-from slipstream.checkpoint.load import newest, open_checkpoint
-from slipstream.checkpoint.rotate import Keep, numbered, rotate
+from slipstream.checkpoint.locate import open_checkpoint, open_newest
+from slipstream.checkpoint.rotate import RetentionPolicy, numbered_checkpoints, rotate
 from slipstream.files.disk import Disk
 
 SIZES = {f"{name}.bin": 30_000 for name in "abcdefgh"}
@@ -57,16 +57,16 @@ def test_numbered_ones_of_which_one_stays(tmp_path: Path) -> None:
     def save(step: int) -> None:
         path = tmp_path / f"checkpoint_{step}"
         small.save(path, step, Quick(), SIZES)
-        rotate(tmp_path, Keep(1), Quick(), path)
+        rotate(tmp_path, RetentionPolicy(1), Quick(), path)
 
     class Listed:
         def __iter__(self) -> Iterator[Path]:
-            return (path for _, path in reversed(numbered(tmp_path)))
+            return (path for _, path in reversed(numbered_checkpoints(tmp_path)))
 
     steps = []
     with saving(save):
         while len(set(steps)) < 30:
-            found = newest(Listed(), "here")
+            found = open_newest(Listed(), "here")
             assert not found.passed_over
             steps.append(found.checkpoint.manifest.step)
     assert steps == sorted(steps)

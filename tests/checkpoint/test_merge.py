@@ -17,14 +17,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from slipstream.checkpoint.consolidate import merge_weights
-from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry
-from slipstream.checkpoint.models import save_model
-from slipstream.checkpoint.weights import split, write_weights
+from slipstream.big_models.load import load_checkpoint_in_model
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, ModelEntry
+from slipstream.checkpoint.model_io import merge_weights, save_model
+from slipstream.checkpoint.weights import split_state_dict, write_weights
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files.digest import digest
-from slipstream.files.disk import Disk, Written
-from slipstream.offload.load import load_checkpoint_in_model
+from slipstream.files.checksum import digest
+from slipstream.files.disk import Disk, FileEntry, WrittenFile
 
 
 class Tied(nn.Module):
@@ -59,7 +58,7 @@ def checkpoint_of(model, folder):
         files[name] = FileEntry(size, digest(data))
         return files[name]
 
-    weights = split(model.state_dict(), "the weights")
+    weights = split_state_dict(model.state_dict(), "the weights")
     written = write_weights(add, "model", weights, 50)
     entry = ModelEntry(type(model).__name__, written.files, weights.aliases, written.index)
     manifest = Manifest(stamp="1-0", step=1, created="now", written_by="a test", world=1, strategy="single", files=files, models=(entry,))
@@ -162,7 +161,7 @@ def test_what_was_merged_is_removed_and_the_rest_stays(tmp_path):
 def test_nothing_is_removed_if_the_disk_did_not_keep_what_was_written(tmp_path):
     class Forgetful(Disk):
         def sync_file(self, path):
-            return Written(0, "0" * 32)
+            return WrittenFile(0, "0" * 32)
 
     save_model(nn.Linear(8, 8), tmp_path / "parts", max_shard_size=100)
     before = sorted(os.listdir(tmp_path / "parts"))
@@ -260,7 +259,7 @@ def test_merging_takes_the_memory_of_a_piece(tmp_path):
     save_model(tensors, tmp_path / "parts", max_shard_size=2**25)
     program = (
         "import sys\n"
-        "from slipstream.checkpoint.consolidate import merge_weights\n"
+        "from slipstream.checkpoint.model_io import merge_weights\n"
         "merge_weights(sys.argv[2], sys.argv[3])\n"
         "def peak():\n"  # of this program alone: the other figure, ru_maxrss, begins with the peak of the process that started it
         "    return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"

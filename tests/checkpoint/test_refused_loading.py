@@ -17,7 +17,7 @@ import twisted
 from damage import MUTATIONS
 from runs import Run, begin, steps
 
-from slipstream.checkpoint.plain import flatten
+from slipstream.checkpoint.serialize import flatten
 from slipstream.errors import CheckpointError
 from slipstream.utils import GradScalerKwargs
 

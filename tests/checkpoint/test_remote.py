@@ -15,12 +15,13 @@ import torch
 from object_store import Killed, World
 
 from slipstream.checkpoint import remote
-from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry, RankFile, parse
+from slipstream.checkpoint.capture import RunFacts, Snapshot, StatePart
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, ModelEntry, RankFile, parse_manifest
 from slipstream.checkpoint.remote import RemoteTarget, fetch, is_url, list_numbered, local_path, read_remote_manifest
-from slipstream.checkpoint.rotate import Keep
-from slipstream.checkpoint.snapshot import Facts, Part, Snapshot
+from slipstream.checkpoint.rotate import RetentionPolicy
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files.digest import digest
+from slipstream.files.checksum import digest
+from slipstream.files.disk import FileEntry
 
 URL = "objects://bucket/runs/first"
 
@@ -61,7 +62,7 @@ def save(url: str, step: int, metric: float | None = None) -> Manifest:
 def check(url: str, into: Path, step: int | None = None) -> int:
     """Fetches, and looks whether all of it is of one save; gives that save's step."""
     folder = fetch(url, into)
-    found = parse((folder / MANIFEST).read_bytes(), MANIFEST)
+    found = parse_manifest((folder / MANIFEST).read_bytes(), MANIFEST)
     expected = contents(found.step)
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {*expected, MANIFEST}
     assert all((folder / name).read_bytes() == data for name, data in expected.items())
@@ -365,8 +366,8 @@ def test_what_is_replaced_while_it_is_fetched_is_fetched_anew(world: World, tmp_
 
 
 def snapshot(rank: int, step: int) -> Snapshot:
-    own = Part(f"rank_{rank}", {"rank": rank}, {"torch": torch.arange(5, dtype=torch.uint8)})
-    facts = Facts(stamp=f"{step}-0123456789abcdef", step=step, world=2, strategy="ddp")
+    own = StatePart(f"rank_{rank}", {"rank": rank}, {"torch": torch.arange(5, dtype=torch.uint8)})
+    facts = RunFacts(stamp=f"{step}-0123456789abcdef", step=step, world=2, strategy="ddp")
     return Snapshot(facts=facts, models=(), optimizers=(), training=None, objects=(), own=own)
 
 
@@ -409,14 +410,14 @@ def test_rotation_keeps_the_newest_and_the_best(world: World) -> None:
         save(urls[number], number, metric)
     remote.add_rank_file(urls[0], snapshot(1, 0))
     world.objects["bucket/runs/checkpoint_7/mine"] = b"no checkpoint"
-    assert remote.rotate("objects://bucket/runs", Keep(total_limit=2, keep_best=1), newest=urls[4]) == [urls[0], urls[2]]
+    assert remote.rotate("objects://bucket/runs", RetentionPolicy(total_limit=2, keep_best=1), newest=urls[4]) == [urls[0], urls[2]]
     assert [number for number, _ in list_numbered("objects://bucket/runs")] == [1, 3, 4, 7]
-    assert remote.rotate("objects://bucket/runs", Keep(), newest=urls[4]) == []
+    assert remote.rotate("objects://bucket/runs", RetentionPolicy(), newest=urls[4]) == []
 
 
 def test_nothing_is_rotated_before_the_newest_is_there(world: World) -> None:
     save("objects://bucket/runs/checkpoint_0", 0)
-    assert remote.rotate("objects://bucket/runs", Keep(total_limit=1), newest="objects://bucket/runs/checkpoint_1") == []
+    assert remote.rotate("objects://bucket/runs", RetentionPolicy(total_limit=1), newest="objects://bucket/runs/checkpoint_1") == []
 
 
 def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(tmp_path: Path) -> None:
@@ -428,7 +429,7 @@ def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(tmp_path: Path)
                 save(url, number)
             world.calls.clear()
             world.fail_at, world.how = place, "killed"
-            ended, _ = outcome(lambda: remote.rotate("objects://bucket/runs", Keep(total_limit=1), newest=new))
+            ended, _ = outcome(lambda: remote.rotate("objects://bucket/runs", RetentionPolicy(total_limit=1), newest=new))
             world.revive()
             assert check(new, tmp_path / f"{place}-new") == 1
             left, message = outcome(lambda place=place: check(old, tmp_path / f"{place}-old", step=0))  # type: ignore[misc]

@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from own_memory import misplaced
 from slipstream import Accelerator, load_checkpoint_in_model
-from slipstream.checkpoint.consolidate import merge_weights
-from slipstream.checkpoint.load import open_checkpoint
-from slipstream.checkpoint.models import save_model
+from slipstream.checkpoint.locate import open_checkpoint
+from slipstream.checkpoint.model_io import merge_weights, save_model
 from slipstream.utils import load, save
 
 Ranks = Any
@@ -221,6 +220,6 @@ def test_files_that_we_write(tmp_path: Path) -> None:
 
 
 def open_layout(data: bytes) -> Any:
-    from slipstream.files.tensors import read_layout
+    from slipstream.files.safetensors_layout import read_layout
 
     return read_layout(lambda offset, count: data[offset : offset + count], len(data), "model.safetensors")

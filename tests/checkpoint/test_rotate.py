@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from small import save, step_of
 
-from slipstream.checkpoint.rotate import Keep, numbered, rotate
+from slipstream.checkpoint.rotate import RetentionPolicy, numbered_checkpoints, rotate
 from slipstream.errors import ConfigError
 from slipstream.files.disk import Disk
 
@@ -19,7 +19,7 @@ SMALL = {"w": 10}
 
 
 def numbers(folder: Path) -> list[int]:
-    return [number for number, _ in numbered(folder)]
+    return [number for number, _ in numbered_checkpoints(folder)]
 
 
 def filled(folder: Path, *steps: int, metrics: dict[int, float] | None = None) -> Path:
@@ -42,8 +42,8 @@ def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint_7").write_text("a file")
     (tmp_path / "checkpoint_8").symlink_to(tmp_path / "checkpoint_1")
-    assert numbered(tmp_path) == [(number, tmp_path / f"checkpoint_{number}") for number in (1, 2, 10)]
-    assert numbered(tmp_path / "nothing") == []
+    assert numbered_checkpoints(tmp_path) == [(number, tmp_path / f"checkpoint_{number}") for number in (1, 2, 10)]
+    assert numbered_checkpoints(tmp_path / "nothing") == []
 
 
 def test_one_that_a_crash_took_from_its_place_is_among_them(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_one_that_a_crash_took_from_its_place_is_among_them(tmp_path: Path) -> N
 @pytest.mark.parametrize(("limit", "stay"), [(None, [1, 2, 9, 10]), (1, [10]), (3, [2, 9, 10]), (99, [1, 2, 9, 10])])
 def test_the_newest_stay(limit: int | None, stay: list[int], tmp_path: Path) -> None:
     newest = filled(tmp_path, 1, 2, 9, 10)
-    gone = rotate(tmp_path, Keep(limit), Disk(), newest)
+    gone = rotate(tmp_path, RetentionPolicy(limit), Disk(), newest)
     assert numbers(tmp_path) == stay
     assert [path.name for path in gone] == [f"checkpoint_{number}" for number in (1, 2, 9, 10) if number not in stay]
     assert sorted(os.listdir(tmp_path)) == sorted(f"checkpoint_{number}" for number in stay)
@@ -66,20 +66,20 @@ def test_the_newest_stay(limit: int | None, stay: list[int], tmp_path: Path) -> 
 @pytest.mark.parametrize(("mode", "stay"), [("min", [2, 4, 6]), ("max", [1, 3, 6])])
 def test_the_best_stay_besides_the_newest(mode: str, stay: list[int], tmp_path: Path) -> None:
     newest = filled(tmp_path, 1, 2, 3, 4, 5, 6, metrics={1: 0.9, 2: 0.1, 3: 0.9, 4: 0.1, 6: 0.5})
-    rotate(tmp_path, Keep(1, keep_best=2, best_mode=mode), Disk(), newest)  # type: ignore[arg-type]
+    rotate(tmp_path, RetentionPolicy(1, keep_best=2, best_mode=mode), Disk(), newest)  # type: ignore[arg-type]
     assert numbers(tmp_path) == stay
 
 
 def test_of_two_equal_ones_the_newer_stays(tmp_path: Path) -> None:
     newest = filled(tmp_path, 1, 2, 3, metrics={1: 0.5, 2: 0.5})
-    rotate(tmp_path, Keep(1, keep_best=1), Disk(), newest)
+    rotate(tmp_path, RetentionPolicy(1, keep_best=1), Disk(), newest)
     assert numbers(tmp_path) == [2, 3]
 
 
 def test_the_newest_is_not_the_highest_after_going_back(tmp_path: Path) -> None:
     filled(tmp_path, 5, 6, 7)
     newest = filled(tmp_path, 3)
-    rotate(tmp_path, Keep(1), Disk(), newest)
+    rotate(tmp_path, RetentionPolicy(1), Disk(), newest)
     assert numbers(tmp_path) == [3, 7]
 
 
@@ -91,14 +91,14 @@ def test_folders_that_are_no_checkpoints_do_not_count_and_stay(tmp_path: Path) -
     (tmp_path / "checkpoint_3" / "MANIFEST.json").write_text("damaged")
     (tmp_path / "checkpoint_9").mkdir()
     (tmp_path / "notes.txt").write_text("x")
-    rotate(tmp_path, Keep(1), Disk(), newest)
+    rotate(tmp_path, RetentionPolicy(1), Disk(), newest)
     assert numbers(tmp_path) == [1, 3, 4, 9]
     assert (tmp_path / "checkpoint_1" / "mine").exists()
 
 
 def test_without_the_newest_nothing_goes(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2)
-    assert rotate(tmp_path, Keep(1), Disk(), tmp_path / "checkpoint_3") == []
+    assert rotate(tmp_path, RetentionPolicy(1), Disk(), tmp_path / "checkpoint_3") == []
     assert numbers(tmp_path) == [1, 2]
 
 
@@ -120,7 +120,7 @@ def test_a_number_is_gone_for_good_before_the_first_file_is(tmp_path: Path) -> N
             super().remove(path)
 
     disk = Log()
-    rotate(tmp_path, Keep(1), disk, filled(tmp_path, 1, 2))
+    rotate(tmp_path, RetentionPolicy(1), disk, filled(tmp_path, 1, 2))
     assert disk.calls == ("rename checkpoint_1", "sync", "remove", "remove")
 
 
@@ -135,10 +135,10 @@ def test_what_cannot_be_removed_is_said_and_goes_the_next_time(
     disk = Disk()
     monkeypatch.setattr(disk, primitive, broken)
     with caplog.at_level(logging.WARNING):
-        rotate(tmp_path, Keep(1), disk, newest)
+        rotate(tmp_path, RetentionPolicy(1), disk, newest)
     assert "could not all be removed: x: Input/output error" in caplog.text
     assert step_of(newest) == 3
-    rotate(tmp_path, Keep(1), Disk(), newest)
+    rotate(tmp_path, RetentionPolicy(1), Disk(), newest)
     assert os.listdir(tmp_path) == ["checkpoint_3"]
 
 
@@ -147,7 +147,7 @@ def test_leftovers_of_numbers_that_will_not_come_again_are_swept(tmp_path: Path)
     for name in (".checkpoint_3.saving-01234567", ".checkpoint_4.removing-01234567", ".other.saving-01234567"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
-    rotate(tmp_path, Keep(None), Disk(), newest)
+    rotate(tmp_path, RetentionPolicy(None), Disk(), newest)
     assert sorted(os.listdir(tmp_path)) == [".other.saving-01234567", "checkpoint_1", "checkpoint_7"]
 
 
@@ -166,7 +166,7 @@ def test_against_the_slow_way(
     for step, metric in saved:
         save(folder / f"checkpoint_{step}", step, sizes=SMALL, metric=metric)
     newest = data.draw(st.sampled_from(saved))[0]
-    rotate(folder, Keep(limit, best, mode), Disk(), folder / f"checkpoint_{newest}")  # type: ignore[arg-type]
+    rotate(folder, RetentionPolicy(limit, best, mode), Disk(), folder / f"checkpoint_{newest}")  # type: ignore[arg-type]
     expected = {newest, *sorted(step for step, _ in saved)[-limit:]}
     measured = [(metric, step) for step, metric in saved if metric is not None]
     for _ in range(min(best, len(measured))):
@@ -180,4 +180,4 @@ def test_against_the_slow_way(
 @pytest.mark.parametrize("wrong", [{"total_limit": 0}, {"total_limit": -1}, {"keep_best": -1}, {"best_mode": "better"}])
 def test_what_cannot_be_kept(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Keep(**wrong)  # type: ignore[arg-type]
+        RetentionPolicy(**wrong)  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ import pytest
 from test_save_state import numbering
 from test_save_state_ranks import in_turn, started
 
+from slipstream.checkpoint.saver import same_folder
 from slipstream.errors import ConfigError
-from slipstream.facade.save_folders import same_folder
 
 
 def attempt(call: Callable[[], object]) -> str:

@@ -15,16 +15,16 @@ import torch
 from click.testing import CliRunner
 from sharding import Average, Shard, by_columns, equal, filled, fully, local, net, not_at_all, prepared, replicated_too, state
 
+from slipstream.big_models.load import load_checkpoint_in_model
 from slipstream.checkpoint import remote
-from slipstream.checkpoint.consolidate import merge_weights
-from slipstream.checkpoint.format import MANIFEST, FileEntry, Manifest, ModelEntry, parse
-from slipstream.checkpoint.load import open_checkpoint
-from slipstream.checkpoint.places import place_at
+from slipstream.checkpoint.locate import open_checkpoint
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, ModelEntry, parse_manifest
+from slipstream.checkpoint.model_io import merge_weights
+from slipstream.checkpoint.writer import open_destination
 from slipstream.cli.checkpoint import command
 from slipstream.errors import CheckpointError
-from slipstream.files.blocks import BlockFile, sums_name
-from slipstream.files.disk import Disk
-from slipstream.offload.load import load_checkpoint_in_model
+from slipstream.files.checksum import VerifiedBlockFile, checksums_name
+from slipstream.files.disk import Disk, FileEntry
 from slipstream.utils import ProjectConfiguration
 
 Ranks = Any
@@ -91,7 +91,7 @@ def test_the_files_of_a_sharded_checkpoint(tmp_path: Path, ranks: Ranks) -> None
     own = {f"{base}-rank-0000{rank}-of-00002.{kind}" for base in ("model", "optimizer") for rank in (1, 2) for kind in kinds}
     rest = {MANIFEST, "model-rest.safetensors", "model_extra.json", "optimizer.safetensors", "training.json"}
     assert names == own | rest | {"rank_0.safetensors", "rank_1.safetensors"}
-    manifest = parse((folder / MANIFEST).read_bytes(), MANIFEST)
+    manifest = parse_manifest((folder / MANIFEST).read_bytes(), MANIFEST)
     assert set(manifest.files) == names - {MANIFEST}
     assert (manifest.strategy, manifest.mesh) == ("sharded", {"dp_shard": 2})
     assert manifest.models[0].aliases == {"head.weight": "embed.weight"}
@@ -155,18 +155,18 @@ def share_read(folder: Path) -> tuple[int, int]:
     """How many bytes of pieces this rank reads in order to load, and how many there are."""
     run = prepared(fully, seed=5, width=400_000)
     read: list[int] = []
-    before = BlockFile._read
+    before = VerifiedBlockFile._read
 
-    def counted(self: BlockFile, first: int, last: int) -> None:
+    def counted(self: VerifiedBlockFile, first: int, last: int) -> None:
         had = self.fetched
         before(self, first, last)
         read.append(self.fetched - had)
 
-    BlockFile._read = counted  # type: ignore[method-assign]
+    VerifiedBlockFile._read = counted  # type: ignore[method-assign]
     try:
         run[0].load_state(folder)
     finally:
-        BlockFile._read = before  # type: ignore[method-assign]
+        VerifiedBlockFile._read = before  # type: ignore[method-assign]
     return sum(read), sum(path.stat().st_size for path in folder.glob("*-rank-*.safetensors"))
 
 
@@ -278,12 +278,12 @@ def test_damage_is_found_by_the_rank_that_needs_it_before_anything_changes_anywh
 def test_pieces_that_are_not_the_whole_are_refused(tmp_path: Path, ranks: Ranks, twist: str) -> None:
     ranks(2).run(save, tmp_path, fully)
     folder = tmp_path / "fully"
-    manifest = parse((folder / MANIFEST).read_bytes(), MANIFEST)
+    manifest = parse_manifest((folder / MANIFEST).read_bytes(), MANIFEST)
     files, (model,) = dict(manifest.files), manifest.models
     if twist == "one is not listed":
         model = replace(model, pieces=model.pieces[:1])
     else:
-        for name in (model.pieces[0], sums_name(model.pieces[0])):
+        for name in (model.pieces[0], checksums_name(model.pieces[0])):
             other = name.replace("00001-of", "00002-of")
             (folder / other).write_bytes((folder / name).read_bytes())
             files[other] = files[name]
@@ -365,7 +365,7 @@ def test_unchanged_pieces_are_linked(tmp_path: Path, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("where", ["{}/first", "memory://joined/first"])
 def test_what_another_process_adds_to_a_stage_is_committed_with_it(tmp_path: Path, where: str) -> None:
-    place = place_at(where.format(tmp_path), Disk())
+    place = open_destination(where.format(tmp_path), Disk())
     stage = place.begin()
     joined = place.join(stage.ticket)
     entries = {"a.txt": stage.add("a.txt", [b"one"], 3), "b.txt": joined.add("b.txt", [b"two"], 3)}
@@ -382,7 +382,7 @@ def test_what_another_process_adds_to_a_stage_is_committed_with_it(tmp_path: Pat
 
 def test_a_process_that_does_not_see_the_stage_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a folder that all of them see"):
-        place_at(str(tmp_path / "first"), Disk()).join(".first.saving-00112233")
+        open_destination(str(tmp_path / "first"), Disk()).join(".first.saving-00112233")
 
 
 # -- the manifest -----------------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def manifest_with(change: Callable[[dict[str, FileEntry]], None] = lambda files:
 
 
 def test_a_manifest_knows_files_of_pieces() -> None:
-    manifest = parse(manifest_with(), MANIFEST)
+    manifest = parse_manifest(manifest_with(), MANIFEST)
     assert manifest.dump() == manifest_with()
     assert manifest.all_pieces() == {"a.safetensors", "b.safetensors"}
 
@@ -415,4 +415,4 @@ def test_a_manifest_knows_files_of_pieces() -> None:
 )
 def test_a_manifest_whose_pieces_are_not_listed_once_is_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match=MANIFEST):
-        parse(data, MANIFEST)
+        parse_manifest(data, MANIFEST)

@@ -12,10 +12,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from slipstream.checkpoint.fit import give_dtype
-from slipstream.checkpoint.format import FileEntry
-from slipstream.checkpoint.weights import Weights, check_fit, index_bytes, load_into, shard_names, shards, split, write_weights
+from slipstream.checkpoint.weights import (
+    Weights,
+    cast_weights,
+    check_fit,
+    index_bytes,
+    load_into,
+    plan_shards,
+    shard_names,
+    split_state_dict,
+    write_weights,
+)
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files.disk import FileEntry
 from slipstream.files.sizes import convert_file_size_to_int, parse_size
 
 
@@ -88,7 +97,7 @@ def put(model, weights, **options):
 
 
 def test_tied_weights_are_kept_once():
-    weights = split(Tied().state_dict(), "the weights")
+    weights = split_state_dict(Tied().state_dict(), "the weights")
     assert weights.aliases == {"head.weight": "embed.weight"}
     assert "head.weight" not in weights.tensors
     assert "scratch" not in weights.tensors
@@ -96,20 +105,20 @@ def test_tied_weights_are_kept_once():
 
 def test_views_that_overlap_in_part_are_each_kept_whole():
     base = torch.arange(6.0)
-    weights = split({"all": base, "first": base[:4], "turned": base.view(2, 3).t(), "again": base[:4]}, "the weights")
+    weights = split_state_dict({"all": base, "first": base[:4], "turned": base.view(2, 3).t(), "again": base[:4]}, "the weights")
     assert weights.aliases == {"again": "first"}
     assert list(weights.tensors) == ["all", "first", "turned"]
 
 
 def test_tensors_without_elements_are_not_tied():
-    weights = split({"one": torch.empty(0, 2), "two": torch.empty(0, 2)}, "the weights")
+    weights = split_state_dict({"one": torch.empty(0, 2), "two": torch.empty(0, 2)}, "the weights")
     assert list(weights.tensors) == ["one", "two"]
 
 
 def test_what_is_no_tensor_is_extra():
     model = Counting()
     model.seen = 7
-    weights = split(model.state_dict(), "the weights")
+    weights = split_state_dict(model.state_dict(), "the weights")
     assert weights.extra == {"_extra_state": {"seen": 7, "shape": (2, 2)}}
     fresh = Counting()
     assert put(fresh, weights)
@@ -119,7 +128,7 @@ def test_what_is_no_tensor_is_extra():
 def test_elements_that_safetensors_has_no_name_for_are_extra_and_come_back():
     model = nn.Module()
     model.wide = nn.Parameter(torch.randn(2, dtype=torch.complex128))
-    weights = split(model.state_dict(), "the weights")
+    weights = split_state_dict(model.state_dict(), "the weights")
     assert list(weights.extra) == ["wide"]
     fresh = moved(model)
     assert put(fresh, weights)
@@ -129,8 +138,8 @@ def test_elements_that_safetensors_has_no_name_for_are_extra_and_come_back():
 
 
 def test_versions_of_layers_are_kept_where_they_matter():
-    assert split(nn.Linear(1, 1).state_dict(), "the weights").extra == {}
-    assert split(nn.BatchNorm1d(1).state_dict(), "the weights").extra == {"_metadata": {"": {"version": 2}}}
+    assert split_state_dict(nn.Linear(1, 1).state_dict(), "the weights").extra == {}
+    assert split_state_dict(nn.BatchNorm1d(1).state_dict(), "the weights").extra == {"_metadata": {"": {"version": 2}}}
 
 
 def test_a_layer_learns_its_version_when_it_is_loaded():
@@ -144,7 +153,7 @@ def test_a_layer_learns_its_version_when_it_is_loaded():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     model = nn.Sequential(Versioned(1, 1), nn.Linear(1, 1))
-    put(model, split(model.state_dict(), "the weights"))
+    put(model, split_state_dict(model.state_dict(), "the weights"))
     assert told == [3]
 
 
@@ -161,7 +170,7 @@ def test_a_layer_learns_its_version_when_it_is_loaded():
 )
 def test_what_cannot_be_stored_is_named(state, said):
     with pytest.raises(CheckpointError) as caught:
-        split(state, "the weights of Net")
+        split_state_dict(state, "the weights of Net")
     assert said in str(caught.value)
 
 
@@ -170,18 +179,18 @@ def test_what_cannot_be_stored_is_named(state, said):
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
     tensors = {"a": torch.zeros(2), "big": torch.zeros(100), "b": torch.zeros(2), "c": torch.zeros(2)}
-    assert shards(tensors, 16) == [["a"], ["big"], ["b", "c"]]
+    assert plan_shards(tensors, 16) == [["a"], ["big"], ["b", "c"]]
 
 
 def test_frozen_weights_have_files_of_their_own():
     tensors = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
-    assert shards(tensors, None, {"b"}) == [["b"], ["a", "c"]]
-    assert shards(tensors, None, {"a", "b", "c"}) == [["a", "b", "c"]]
-    assert shards(tensors, None) == [["a", "b", "c"]]
+    assert plan_shards(tensors, None, {"b"}) == [["b"], ["a", "c"]]
+    assert plan_shards(tensors, None, {"a", "b", "c"}) == [["a", "b", "c"]]
+    assert plan_shards(tensors, None) == [["a", "b", "c"]]
 
 
 def test_an_empty_model_has_one_file_without_tensors():
-    assert shards({}, 10) == [[]]
+    assert plan_shards({}, 10) == [[]]
     assert shard_names("model_1", 1) == ["model_1.safetensors"]
 
 
@@ -220,7 +229,7 @@ def test_every_tensor_is_in_one_file_and_files_are_no_larger_than_asked(kinds, l
 
 def test_the_file_says_that_it_is_of_torch_and_which_weights_are_tied():
     files = {}
-    weights = split(Tied().state_dict(), "the weights")
+    weights = split_state_dict(Tied().state_dict(), "the weights")
     write_weights(lambda name, chunks, size: files.update({name: b"".join(map(bytes, chunks))}) or FileEntry(size, ""), "model", weights)
     data = files["model.safetensors"]
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -301,7 +310,7 @@ def test_numbers_that_would_lose_their_meaning_do_not_fit():
 
 def test_other_precisions_are_converted():
     model = nn.Linear(2, 2)
-    weights = split(copy.deepcopy(model).to(torch.bfloat16).state_dict(), "the weights")
+    weights = split_state_dict(copy.deepcopy(model).to(torch.bfloat16).state_dict(), "the weights")
     put(model, weights)
     assert model.weight.dtype == torch.float32
     assert torch.equal(model.weight, weights.tensors["weight"].float())
@@ -347,7 +356,7 @@ def test_a_wrapped_file_for_another_model_gets_the_hint():
 
 def test_tied_weights_are_tied_again():
     source = moved(Tied())
-    weights = split(source.state_dict(), "the weights")
+    weights = split_state_dict(source.state_dict(), "the weights")
     model = Tied()
     assert put(model, weights)
     assert model.head.weight is model.embed.weight
@@ -357,7 +366,7 @@ def test_tied_weights_are_tied_again():
 def test_a_model_that_is_not_tied_any_more_gets_the_value_in_both_places():
     source = moved(Tied())
     model = Tied(tie=False)
-    assert put(model, split(source.state_dict(), "the weights"))
+    assert put(model, split_state_dict(source.state_dict(), "the weights"))
     assert model.head.weight is not model.embed.weight
     assert torch.equal(model.head.weight, source.embed.weight)
     assert torch.equal(model.embed.weight, source.embed.weight)
@@ -372,7 +381,7 @@ def test_a_file_that_has_one_of_the_names_and_no_table_is_enough(kept):
 
 
 def test_two_values_for_one_weight_are_an_error_that_names_both(caplog):
-    weights = split(Tied(tie=False).state_dict(), "the weights")
+    weights = split_state_dict(Tied(tie=False).state_dict(), "the weights")
     model = Tied()
     before = values(model)
     with pytest.raises(CheckpointError, match=r"embed\.weight and head\.weight are one weight"):
@@ -395,7 +404,7 @@ def test_weights_that_loading_replaces_are_tied_again():
             return super().load_state_dict(state_dict, strict, assign=True)
 
     source, model = moved(Tied()), Replacing()
-    assert put(model, split(source.state_dict(), "the weights"))
+    assert put(model, split_state_dict(source.state_dict(), "the weights"))
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.embed.weight, source.embed.weight)
 
@@ -403,7 +412,7 @@ def test_weights_that_loading_replaces_are_tied_again():
 def test_an_optimizer_goes_on_with_the_same_parameters():
     model = Tied()
     parameters = [id(parameter) for parameter in model.parameters()]
-    put(model, split(moved(Tied()).state_dict(), "the weights"))
+    put(model, split_state_dict(moved(Tied()).state_dict(), "the weights"))
     assert [id(parameter) for parameter in model.parameters()] == parameters
 
 
@@ -448,19 +457,19 @@ def test_a_model_that_refuses_for_reasons_of_its_own_is_reported():
 
     model = Refusing()
     with pytest.raises(CheckpointError, match="not this one"):
-        put(model, split(Counting().state_dict(), "the weights"))
+        put(model, split_state_dict(Counting().state_dict(), "the weights"))
 
 
 def test_lazy_modules_take_the_shapes_of_what_they_load():
     source, model = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.LazyLinear(2))
-    assert put(model, split(source.state_dict(), "the weights"))
+    assert put(model, split_state_dict(source.state_dict(), "the weights"))
     assert torch.equal(model[0].weight, source[0].weight)
 
 
 def test_parametrized_and_normed_modules_come_back():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), nn.utils.parametrizations.orthogonal(nn.Linear(2, 2)))
     other = moved(model, 0.25)
-    weights = split(other.state_dict(), "the weights")
+    weights = split_state_dict(other.state_dict(), "the weights")
     assert put(model, weights)
     assert equal(values(model), values(other))
 
@@ -474,7 +483,7 @@ def test_expanded_and_turned_parameters_come_back():
     model.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
     model.register_buffer("wide", torch.ones(1).expand(4).clone())
     source = moved(model)
-    weights = split({"turned": source.turned, "wide": torch.full((1,), 2.0).expand(4)}, "the weights")
+    weights = split_state_dict({"turned": source.turned, "wide": torch.full((1,), 2.0).expand(4)}, "the weights")
     assert put(model, weights)
     assert torch.equal(model.turned, source.turned)
     assert model.turned.stride() == (1, 3)
@@ -488,7 +497,7 @@ def test_a_model_without_memory_gets_some_and_stays_tied():
     source = moved(Tied())
     with torch.device("meta"):
         model = Tied()
-    assert put(model, split(source.state_dict(), "the weights"))
+    assert put(model, split_state_dict(source.state_dict(), "the weights"))
     assert model.head.weight is model.embed.weight
     assert equal(values(model), values(source))
     assert model.scratch.is_meta  # nobody has its values
@@ -506,7 +515,7 @@ def test_what_is_not_loaded_stays_without_memory():
 def test_parameters_change_their_type_in_place():
     model = Tied()
     weight = model.embed.weight
-    give_dtype(model, {"embed.weight", "norm.weight"}, torch.bfloat16, keep=["norm"])
+    cast_weights(model, {"embed.weight", "norm.weight"}, torch.bfloat16, keep=["norm"])
     assert model.head.weight is weight
     assert weight.dtype == torch.bfloat16
     assert model.norm.weight.dtype == torch.float32

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import specimens
-from slipstream.checkpoint.format import MANIFEST, Manifest, parse
-from slipstream.cli.inspect.numbers import Difference, compare
-from slipstream.cli.inspect.text import printable
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
+from slipstream.cli.checkpoint_diff import TensorDifference, compare_tensors
 from slipstream.cli.main import main
-from slipstream.files.digest import digest
+from slipstream.cli.text_format import escape_control
+from slipstream.files.checksum import digest
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -50,7 +50,7 @@ def data(run: Run) -> Callable[..., Any]:
 
 def rewrite(folder: Path, **changes: Any) -> None:
     """Another manifest for a checkpoint, with a checksum that fits."""
-    found = parse((folder / MANIFEST).read_bytes(), "")
+    found = parse_manifest((folder / MANIFEST).read_bytes(), "")
     (folder / MANIFEST).write_bytes(Manifest(**{**vars(found), **changes}).dump())
 
 
@@ -70,7 +70,7 @@ def test_checkpoints_are_listed_by_number_with_what_is_known_of_them(tmp_path: P
     assert "sizes fit" in lines[2]
     found = data("ls", tmp_path)[0]
     assert found["latest"] == "checkpoint_10"
-    size = sum(entry.size for entry in parse((tmp_path / "checkpoint_9" / MANIFEST).read_bytes(), "").files.values())
+    size = sum(entry.size for entry in parse_manifest((tmp_path / "checkpoint_9" / MANIFEST).read_bytes(), "").files.values())
     assert {**found["checkpoints"][1], "created": "", "path": ""} == {
         "name": "checkpoint_9", "path": "", "step": 9, "created": "", "size": size, "processes": 2, "ranks": [0, 1], "metric": 0.25,
         "whole": True, "verified": False, "problems": [], "latest": False, "note": "",
@@ -373,12 +373,12 @@ ELEMENTS: dict[str, tuple[torch.dtype, list[float], list[float], float | None]] 
 def test_every_type_of_elements_is_compared(name: str) -> None:
     dtype, one, other, largest = ELEMENTS[name]
     pieces = [[bytes(torch.tensor(values, dtype=dtype).view(torch.uint8).numpy())] for values in (one, other)]
-    assert compare(name, *pieces) == Difference(2, 1, largest)
+    assert compare_tensors(name, *pieces) == TensorDifference(2, 1, largest)
 
 
 def test_nan_is_a_change_that_no_number_describes() -> None:
     one, other = (numpy.float32(values).tobytes() for values in ([1, 2, numpy.nan], [numpy.nan, 2.5, numpy.nan]))
-    assert compare("F32", [one], [other]) == Difference(3, 2, 0.5, special=True)
+    assert compare_tensors("F32", [one], [other]) == TensorDifference(3, 2, 0.5, special=True)
 
 
 # -- what is given wrongly ----------------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def test_texts_from_files_move_no_cursor(tmp_path: Path, run: Run) -> None:
 
 
 def test_printable_keeps_what_can_be_printed() -> None:
-    assert printable("zwölf 界 \u202e\x00") == "zwölf 界 \\u202e\\x00"
+    assert escape_control("zwölf 界 \u202e\x00") == "zwölf 界 \\u202e\\x00"
 
 
 # -- around it ----------------------------------------------------------------------------------------------------------

@@ -16,27 +16,26 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from slipstream.cli.doctor import command, diagnose
-from slipstream.cli.health.facts import collect, port_problem, requirements, resolve_name
-from slipstream.cli.health.meeting import Machine, Meeting, join, listen, serve
+from slipstream.cli.doctor import MachineInfo, MeetingResult, command, diagnose, host_meeting, join_meeting, listen_for_machines
+from slipstream.cli.doctor_checks import collect_facts, port_problem, requirements, resolve_name
 from slipstream.config import resolve
 from slipstream.errors import ConfigError
 
 
-def _machine(rank: int, of: int = 2) -> Machine:
-    return Machine(machine_rank=rank, host=f"node{rank}", num_machines=of, versions={"torch": "2.13.0"})
+def _machine(rank: int, of: int = 2) -> MachineInfo:
+    return MachineInfo(machine_rank=rank, host=f"node{rank}", num_machines=of, versions={"torch": "2.13.0"})
 
 
 def _ahead(seconds: float) -> Callable[[], float]:
     return lambda: time.time() + seconds
 
 
-def _meet(*others: tuple[Machine, float], of: int, seconds: float = 10.0) -> list[Meeting]:
+def _meet(*others: tuple[MachineInfo, float], of: int, seconds: float = 10.0) -> list[MeetingResult]:
     """Machine 0 and the others, each with a clock that is ahead by so much, in threads of this process."""
-    with listen(0) as listener, ThreadPoolExecutor() as threads:
+    with listen_for_machines(0) as listener, ThreadPoolExecutor() as threads:
         port = listener.getsockname()[1]
-        main = threads.submit(serve, listener, _machine(0, of), seconds=seconds)
-        rest = [threads.submit(join, "127.0.0.1", port, machine, seconds=seconds, clock=_ahead(skew)) for machine, skew in others]
+        main = threads.submit(host_meeting, listener, _machine(0, of), seconds=seconds)
+        rest = [threads.submit(join_meeting, "127.0.0.1", port, machine, seconds=seconds, clock=_ahead(skew)) for machine, skew in others]
         return [main.result(timeout=30), *(one.result(timeout=30) for one in rest)]
 
 
@@ -67,13 +66,13 @@ def test_a_machine_that_stays_away_is_named() -> None:
 
 
 def test_a_stranger_on_the_port_changes_nothing() -> None:
-    with listen(0) as listener, ThreadPoolExecutor() as threads:
+    with listen_for_machines(0) as listener, ThreadPoolExecutor() as threads:
         port = listener.getsockname()[1]
-        main = threads.submit(serve, listener, _machine(0), seconds=10.0)
+        main = threads.submit(host_meeting, listener, _machine(0), seconds=10.0)
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b'{"greeting": "hello"}\n', b"[1]\n"):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(garbage)
-        joined = join("127.0.0.1", port, _machine(1), seconds=10.0)
+        joined = join_meeting("127.0.0.1", port, _machine(1), seconds=10.0)
         assert joined == main.result(timeout=30)
     assert [machine.machine_rank for machine in joined.machines] == [0, 1]
     assert len(joined.problems) == 3
@@ -82,7 +81,7 @@ def test_a_stranger_on_the_port_changes_nothing() -> None:
 def test_nobody_there_is_reported_with_what_was_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    meeting = join("127.0.0.1", port, _machine(1), seconds=0.5)
+    meeting = join_meeting("127.0.0.1", port, _machine(1), seconds=0.5)
     assert meeting.machines == ()
     assert any(f"127.0.0.1 port {port}: Connection refused" in attempt for attempt in meeting.tried)
 
@@ -97,7 +96,7 @@ def test_a_main_process_of_another_kind_is_told_apart() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=answer, args=(server,))
         thread.start()
-        meeting = join("127.0.0.1", server.getsockname()[1], _machine(1), seconds=2.0)
+        meeting = join_meeting("127.0.0.1", server.getsockname()[1], _machine(1), seconds=2.0)
         thread.join(timeout=10)
     assert "not as machine 0 of this command does" in meeting.problems[0]
 
@@ -127,12 +126,12 @@ def test_requirements_are_read_from_the_metadata() -> None:
 
 def test_processes_are_counted_per_machine() -> None:
     config = resolve(flags={"num_processes": 6, "num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": 29500}, environ={})
-    assert collect(config, {}).local_processes == 3
+    assert collect_facts(config, {}).local_processes == 3
 
 
 @pytest.mark.parametrize(("value", "threads"), [("4", 4), ("4,2", 4), ("", None), ("many", None), ("0", None)])
 def test_the_threads_variable_is_read(value: str, threads: int | None) -> None:
-    assert collect(resolve(environ={}), {"OMP_NUM_THREADS": value}).threads == threads
+    assert collect_facts(resolve(environ={}), {"OMP_NUM_THREADS": value}).threads == threads
 
 
 # --- the command -----------------------------------------------------------------------------------------------------------

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.health import checks
-from slipstream.cli.health.checks import CHECKS, Finding, judge
-from slipstream.cli.health.facts import DeviceMemory, Facts, Interface, Requirement
-from slipstream.cli.health.meeting import Machine, Meeting
-from slipstream.cli.health.together import judge_meeting, no_meeting
-from slipstream.devices.host import HostMemory
+from slipstream.cli import doctor_checks
+from slipstream.cli.doctor import MachineInfo, MeetingResult, check_meeting, single_machine_findings
+from slipstream.cli.doctor_checks import CHECKS, DeviceMemory, DoctorFinding, Interface, MachineFacts, Requirement, run_checks
+from slipstream.devices.memory import HostMemory
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
 ETH = Interface("eth0", True, ("10.0.0.1",))
@@ -86,8 +84,8 @@ GOOD: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def _finding(name: str, facts: dict[str, Any]) -> Finding:
-    return next(finding for finding in judge(Facts(**facts)) if finding.name == name)
+def _finding(name: str, facts: dict[str, Any]) -> DoctorFinding:
+    return next(finding for finding in run_checks(MachineFacts(**facts)) if finding.name == name)
 
 
 @pytest.mark.parametrize(("name", "level", "facts", "said", "remedy"), BAD)
@@ -106,54 +104,54 @@ def test_what_is_fine_is_said_to_be(name: str, facts: dict[str, Any], said: str)
 
 
 def test_every_check_is_run_and_has_a_bad_case_here() -> None:
-    assert {finding.name for finding in judge(Facts())} == {case[0] for case in BAD}
-    assert len(CHECKS) == len([name for name in vars(checks) if name.startswith("_check_")])
+    assert {finding.name for finding in run_checks(MachineFacts())} == {case[0] for case in BAD}
+    assert len(CHECKS) == len([name for name in vars(doctor_checks) if name.startswith("_check_")])
 
 
 # --- several machines ------------------------------------------------------------------------------------------------------
 
 
-def _machine(rank: int, skew: float = 0.0, torch: str = "2.13.0", round_trip: float = 0.001) -> Machine:
-    return Machine(machine_rank=rank, host=f"node{rank}", num_machines=2, versions={"torch": torch}, skew=skew, round_trip=round_trip)
+def _machine(rank: int, skew: float = 0.0, torch: str = "2.13.0", round_trip: float = 0.001) -> MachineInfo:
+    return MachineInfo(machine_rank=rank, host=f"node{rank}", num_machines=2, versions={"torch": torch}, skew=skew, round_trip=round_trip)
 
 
 def test_on_one_machine_the_questions_do_not_apply() -> None:
-    assert all(finding.level == "ok" and "not applicable" in finding.text for finding in no_meeting())
+    assert all(finding.level == "ok" and "not applicable" in finding.text for finding in single_machine_findings())
 
 
 @pytest.mark.parametrize(
     ("skew", "level"), [(0.02, "ok"), (-0.9, "ok"), (3.0, "warning"), (-3.0, "warning"), (20.0, "error"), (-3600.0, "error")]
 )
 def test_clocks_that_are_apart(skew: float, level: str) -> None:
-    finding = next(one for one in judge_meeting(Meeting(machines=(_machine(0), _machine(1, skew)))) if one.name == "clocks")
+    finding = next(one for one in check_meeting(MeetingResult(machines=(_machine(0), _machine(1, skew)))) if one.name == "clocks")
     assert finding.level == level
     assert level == "ok" or "chronyd" in finding.remedy
 
 
 def test_the_two_clocks_farthest_apart_are_named() -> None:
     machines = (_machine(0), _machine(1, skew=-2.0), _machine(2, skew=2.0))
-    finding = next(one for one in judge_meeting(Meeting(machines=machines)) if one.name == "clocks")
+    finding = next(one for one in check_meeting(MeetingResult(machines=machines)) if one.name == "clocks")
     assert "machine 2 (node2) is ahead of machine 1 (node1)" in finding.text
     assert finding.text.startswith("4.000 s")
 
 
 def test_a_slow_network_is_not_blamed_on_the_clocks() -> None:
     finding = next(
-        one for one in judge_meeting(Meeting(machines=(_machine(0), _machine(1, skew=1.2, round_trip=1.0)))) if one.name == "clocks"
+        one for one in check_meeting(MeetingResult(machines=(_machine(0), _machine(1, skew=1.2, round_trip=1.0)))) if one.name == "clocks"
     )
     assert finding.level == "ok"
 
 
 def test_different_versions_are_an_error_that_names_the_machines() -> None:
-    findings = list(judge_meeting(Meeting(machines=(_machine(0), _machine(1, torch="2.12.0")))))
+    findings = list(check_meeting(MeetingResult(machines=(_machine(0), _machine(1, torch="2.12.0")))))
     finding = next(one for one in findings if one.name == "same versions")
     assert finding.level == "error"
     assert "machine 0: 2.13.0, machine 1: 2.12.0" in finding.text
 
 
 def test_a_main_process_that_cannot_be_reached_is_reported_with_what_was_tried() -> None:
-    (finding,) = judge_meeting(
-        Meeting(problems=("machine 0 could not be reached within 5 s",), tried=("10.0.0.1 port 29500: Connection refused (9 times)",))
+    (finding,) = check_meeting(
+        MeetingResult(problems=("machine 0 could not be reached within 5 s",), tried=("10.0.0.1 port 29500: Connection refused (9 times)",))
     )
     assert finding.level == "error"
     assert "tried: 10.0.0.1 port 29500: Connection refused (9 times)" in finding.text

@@ -10,12 +10,12 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from slipstream.cli.env import command
-from slipstream.runs.environment import environment_report as report
+from slipstream.observability.run_dir.environment import environment_report as report
 
 
 def test_it_imports_no_torch() -> None:
     code = (
-        "import sys\nfrom slipstream.runs.environment import environment_report\nenvironment_report({})\n"
+        "import sys\nfrom slipstream.observability.run_dir.environment import environment_report\nenvironment_report({})\n"
         "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

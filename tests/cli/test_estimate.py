@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.checkpoint.models import save_model
+from slipstream.checkpoint.model_io import save_model
 from slipstream.cli.main import main
-from slipstream.files.tensors import plan
-from slipstream.offload.estimate.waiting import telling
+from slipstream.distributed.progress_bar import waiting
+from slipstream.files.safetensors_layout import plan_layout
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     items = [("model.embed_tokens.weight", "BF16", (100, 32)), ("lm_head.weight", "BF16", (100, 32)), ("model.norm.weight", "BF16", (32,))]
     for layer in range(2):
         items += [(f"model.layers.{layer}.mlp.up_proj.weight", "BF16", (64, 32)), (f"model.layers.{layer}.norm.weight", "BF16", (32,))]
-    header, layout = plan(items)
+    header, layout = plan_layout(items)
     with open(made / "model.safetensors", "wb") as file:
         file.write(header)
         file.truncate(layout.size)
@@ -127,10 +127,10 @@ def test_what_an_entry_point_prints_is_no_part_of_the_answer(tmp_path, capsys):
 
 
 def test_what_takes_long_gives_a_sign_of_life_on_a_terminal(capsys, monkeypatch):
-    with telling("calling quiet:build", patience=0.0):
+    with waiting("calling quiet:build", after=0.0):
         pass
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with telling("calling slow:build", patience=0.0):
+    with waiting("calling slow:build", after=0.0):
         pass
     err = capsys.readouterr().err
     assert "calling slow:build ... 00:0" in err

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from slipstream.checkpoint.models import save_model
+from slipstream.checkpoint.model_io import save_model
 from slipstream.cli.main import main
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import OPTIONS, Option, Origin, flag_names, negative_flag_names, resolve
-from slipstream.config.document import options_page
 from slipstream.config.option import declare, from_field, parse
+from slipstream.config.options_page import options_page
 from slipstream.config.roundtrip import samples
 from slipstream.config.schema import SECTIONS
 
@@ -74,7 +74,7 @@ def test_a_declaration_of_a_type_that_is_not_plain_is_refused() -> None:
 
 def test_the_page_of_options_is_what_the_declarations_give() -> None:
     page = Path(__file__).parents[2] / "docs" / "options.md"
-    assert page.read_text() == options_page(), "run: python -m slipstream.config.document > docs/options.md"
+    assert page.read_text() == options_page(), "run: python -m slipstream.config.options_page > docs/options.md"
 
 
 @pytest.mark.parametrize("option", ALL, ids=lambda option: option.name)

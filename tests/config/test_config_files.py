@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from slipstream.config import OPTIONS, Config, ConfigError, resolve
+from slipstream.config.files import back_up, file_text, write_basic_config, write_file
 from slipstream.config.roundtrip import samples
 from slipstream.config.sources import default_file_path, read_file
-from slipstream.config.write import back_up, file_text, write_basic_config, write_file
 
 
 def reading(path: Path, text: str | bytes) -> Config:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from slipstream.config import OPTIONS, Config, ConfigError, Option, for_worker, resolve, transport
+from slipstream.config import OPTIONS, Config, ConfigError, Option, for_worker, resolve, resolved_config
+from slipstream.config.files import write_file
 from slipstream.config.option import Value
-from slipstream.config.roundtrip import COMPANIONS, TRAVELLERS, samples, travel, written
-from slipstream.config.write import write_file
+from slipstream.config.roundtrip import REQUIRED_WITH, ROUNDTRIP_OPTIONS, as_text, pass_through_sources, samples
 
 KINDS = ("constructor", "flag", "environment", "file")
 IN_FILE = [option for option in OPTIONS.values() if option.in_file]
@@ -36,12 +36,12 @@ def where(kind: str, name: str, path: Path) -> str:
 
 def resolved(name: str, given: Mapping[str, Value], path: Path) -> Config:
     """The option `name` given in several kinds of source at once, with what must be said beside it in the strongest one."""
-    companions = dict(COMPANIONS.get(name, {}))
+    companions = dict(REQUIRED_WITH.get(name, {}))
     file = write_file(path, {name: given["file"]}, overwrite=True) if "file" in given else None
     return resolve(
         constructor={**companions, **({name: given["constructor"]} if "constructor" in given else {})},
-        flags={name: written(given["flag"])} if "flag" in given else {},
-        environ={f"SLIPSTREAM_{name.upper()}": written(given["environment"])} if "environment" in given else {},
+        flags={name: as_text(given["flag"])} if "flag" in given else {},
+        environ={f"SLIPSTREAM_{name.upper()}": as_text(given["environment"])} if "environment" in given else {},
         config_file=file,
     )
 
@@ -83,10 +83,10 @@ def test_the_strongest_of_any_set_of_sources_wins(case: tuple[Option, dict[str, 
     assert config.value(option.name) == given_in.get(strongest, option.default)
 
 
-@pytest.mark.parametrize("option", list(TRAVELLERS), ids=lambda option: option.name)
+@pytest.mark.parametrize("option", list(ROUNDTRIP_OPTIONS), ids=lambda option: option.name)
 def test_a_value_is_the_same_in_every_place_it_can_be_written(option: Option, tmp_path: Path) -> None:
     for value in samples(option):
-        arrived = travel(option, value, tmp_path)
+        arrived = pass_through_sources(option, value, tmp_path)
         assert {place: choice.value for place, choice in arrived.items()} == dict.fromkeys(arrived, value)
         assert arrived["flag"].origin.where == f"--{option.name}"
         if option.in_file:
@@ -99,7 +99,7 @@ def test_a_worker_applies_the_order_again(tmp_path: Path) -> None:
     path = write_file(tmp_path / "c.yaml", {"timeout": 1.0, "hang_warning": 1.0, "role": "file", "log_level": "INFO"})
     launcher = resolve(flags={"timeout": "2", "debug": True}, environ={"SLIPSTREAM_LOG_LEVEL": "ERROR"}, config_file=path)
     environ = {
-        transport.VARIABLE: transport.dump(launcher),
+        resolved_config.VARIABLE: resolved_config.dump(launcher),
         "SLIPSTREAM_TIMEOUT": "3",
         "SLIPSTREAM_HANG_WARNING": "4",
         "SLIPSTREAM_CONFIG_FILE": str(tmp_path / "not there.yaml"),
@@ -116,8 +116,8 @@ def test_a_worker_applies_the_order_again(tmp_path: Path) -> None:
 
 
 def test_a_variable_that_is_set_now_is_stronger_than_what_the_launcher_saw() -> None:
-    sent = transport.dump(resolve(environ={"SLIPSTREAM_TIMEOUT": "1", "SLIPSTREAM_ROLE": "seen"}))
-    config = for_worker(environ={transport.VARIABLE: sent, "SLIPSTREAM_TIMEOUT": "2"})
+    sent = resolved_config.dump(resolve(environ={"SLIPSTREAM_TIMEOUT": "1", "SLIPSTREAM_ROLE": "seen"}))
+    config = for_worker(environ={resolved_config.VARIABLE: sent, "SLIPSTREAM_TIMEOUT": "2"})
     assert (config.safety.timeout, config.launch.role) == (2.0, "seen")
 
 

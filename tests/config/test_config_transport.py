@@ -7,33 +7,37 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.config import OPTIONS, ConfigError, Origin, for_worker, resolve, transport
+from slipstream.config import OPTIONS, ConfigError, Origin, for_worker, resolve, resolved_config
 from slipstream.config.roundtrip import samples
 
 
 @given(st.sets(st.sampled_from([name for name, option in OPTIONS.items() if option.in_file and name not in ("machine_rank", "cpu")])))
 def test_every_value_and_origin_arrives(names: set[str]) -> None:
     sent = resolve(flags={name: samples(OPTIONS[name])[0] for name in names}, environ={})
-    arrived = transport.load(transport.dump(sent))
+    arrived = resolved_config.load(resolved_config.dump(sent))
     assert arrived == sent
     assert arrived.origins == sent.origins
 
 
 def test_what_belongs_to_the_command_line_stays_behind() -> None:
     sent = resolve(flags={"quiet": True, "module": True, "cpu": True}, environ={})
-    assert set(transport.load(transport.dump(sent)).given()) == {"cpu"}
+    assert set(resolved_config.load(resolved_config.dump(sent)).given()) == {"cpu"}
 
 
 def test_a_value_sent_by_a_call_is_stronger_than_a_flag_and_weaker_than_the_script() -> None:
-    sent = transport.dump(resolve(constructor={"mixed_precision": "bf16"}, flags={"debug": True}, environ={}, caller="notebook_launcher"))
-    config = for_worker(environ={transport.VARIABLE: sent, "SLIPSTREAM_MIXED_PRECISION": "fp16"})
+    sent = resolved_config.dump(
+        resolve(constructor={"mixed_precision": "bf16"}, flags={"debug": True}, environ={}, caller="notebook_launcher")
+    )
+    config = for_worker(environ={resolved_config.VARIABLE: sent, "SLIPSTREAM_MIXED_PRECISION": "fp16"})
     assert config.origin("mixed_precision") == Origin("constructor", "notebook_launcher(mixed_precision=...)")
-    assert for_worker({"mixed_precision": "no"}, {transport.VARIABLE: sent}).compute.mixed_precision == "no"
+    assert for_worker({"mixed_precision": "no"}, {resolved_config.VARIABLE: sent}).compute.mixed_precision == "no"
 
 
 def test_a_newer_version_is_refused_by_number() -> None:
-    with pytest.raises(ConfigError, match=f"has version {transport.VERSION + 1}; this Slipstream understands .* up to {transport.VERSION}"):
-        transport.load(json.dumps({"version": transport.VERSION + 1, "options": {"of": "another shape"}}))
+    with pytest.raises(
+        ConfigError, match=f"has version {resolved_config.VERSION + 1}; this Slipstream understands .* up to {resolved_config.VERSION}"
+    ):
+        resolved_config.load(json.dumps({"version": resolved_config.VERSION + 1, "options": {"of": "another shape"}}))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_a_newer_version_is_refused_by_number() -> None:
 )
 def test_a_text_that_we_did_not_write_is_a_short_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^The variable SLIPSTREAM_CONFIG does not hold what `slipstream launch` writes there.\n.*$"):
-        transport.load(text)
+        resolved_config.load(text)
 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.text()
@@ -69,4 +73,4 @@ DATA = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.te
 @given(st.text() | DATA.map(json.dumps) | DATA.map(lambda data: json.dumps({"version": 1, "options": {"cpu": data}})))
 def test_any_other_text_is_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError):
-        transport.load(text)
+        resolved_config.load(text)

@@ -7,16 +7,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from slipstream.comm.channel import Limits, Solo
 from slipstream.data.loader import PreparedLoader
-from slipstream.data.options import DataLoaderConfiguration
-from slipstream.data.place import Place
-from slipstream.data.prepare import build
-from slipstream.runtime.gradient_state import GradientState
+from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.prepare import build_loader
+from slipstream.distributed.gradient_state import GradientState
+from slipstream.distributed.guard import Limits, SingleProcessChannel
 
 
-def place(rank: int = 0, world_size: int = 1) -> Place:
-    return Place(rank, world_size, Solo, Limits())
+def place(rank: int = 0, world_size: int = 1) -> DataRank:
+    return DataRank(rank, world_size, SingleProcessChannel, Limits())
 
 
 def prepared(
@@ -30,7 +29,7 @@ def prepared(
     **options: Any,
 ) -> PreparedLoader:
     """The loader of one rank."""
-    return build(
+    return build_loader(
         loader,
         place=place(rank, world_size),
         config=DataLoaderConfiguration(**options),

@@ -10,7 +10,7 @@ from data_twin import keep, prepared, ranks_of, real_samples, rounds
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
-from slipstream.data.batching import derive
+from slipstream.data.plan import split_effective_batch
 from slipstream.errors import ConfigError
 
 
@@ -19,9 +19,9 @@ from slipstream.errors import ConfigError
 def test_the_largest_size_that_fits_and_comes_out_even_is_taken(effective: int, most: int, world: int) -> None:
     if effective % world:
         with pytest.raises(ConfigError, match=f"effective_batch_size={effective} cannot be shared evenly"):
-            derive(effective, most, world)
+            split_effective_batch(effective, most, world)
         return
-    each, steps = derive(effective, most, world)
+    each, steps = split_effective_batch(effective, most, world)
     assert each * steps * world == effective
     assert 1 <= each <= most
     assert not any(effective % (larger * world) == 0 for larger in range(each + 1, most + 1))
@@ -29,16 +29,16 @@ def test_the_largest_size_that_fits_and_comes_out_even_is_taken(effective: int, 
 
 def test_errors_name_what_would_work() -> None:
     with pytest.raises(ConfigError, match="effective_batch_size=9 or 12"):
-        derive(10, 4, 3)
+        split_effective_batch(10, 4, 3)
     with pytest.raises(ConfigError, match="effective_batch_size=3,"):
-        derive(2, 4, 3)
+        split_effective_batch(2, 4, 3)
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         prepared(DataLoader(range(4), batch_size=None), effective_batch_size=4)
     with pytest.raises(ConfigError, match="batch sampler of its own"):
         prepared(DataLoader(range(4), batch_sampler=[[0], [1]]), effective_batch_size=4)
     for wrong in (0, True, 2.5):
         with pytest.raises(ConfigError, match="whole number of samples"):
-            derive(wrong, 4, 1)  # type: ignore[arg-type]
+            split_effective_batch(wrong, 4, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -128,9 +128,9 @@ def test_rank_0_drops_short_updates_too(stream: bool) -> None:
 
 
 def test_a_batch_that_becomes_tiny_is_told_with_a_number_that_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
-    assert derive(62, 30, 2) == (1, 31)
+    assert split_effective_batch(62, 30, 2) == (1, 31)
     assert "effective_batch_size=60 keeps batches of 30" in caplog.text
     caplog.clear()
-    assert derive(64, 24, 2) == (16, 2)
-    assert derive(64, 1000, 2) == (32, 1)
+    assert split_effective_batch(64, 24, 2) == (16, 2)
+    assert split_effective_batch(64, 1000, 2) == (32, 1)
     assert not caplog.text

@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from slipstream import Accelerator
-from slipstream.data.skip import skip_first_batches
-from slipstream.runtime.gradient_state import GradientState
+from slipstream.data.prepare import skip_first_batches
+from slipstream.distributed.gradient_state import GradientState
 
 LENGTH, COUNT = 11, 6
 """Samples, and batches of two."""

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from slipstream.data.order import mix
+from slipstream.data.random_state import derive_seed
 from slipstream.devices import rng
 from slipstream.errors import ConfigError
 
@@ -124,15 +124,15 @@ def test_random_states_of_the_user_are_left_alone(kind: str) -> None:
 def test_a_shuffled_order_is_that_of_torchs_sampler_with_a_generator_of_seed_and_epoch() -> None:
     loader = prepared(loader_of(RandomSampler(DATA)), seed=5)
     for epoch in range(2):
-        generator = torch.Generator().manual_seed(mix(5, epoch, "order"))
+        generator = torch.Generator().manual_seed(derive_seed(5, epoch, "order"))
         assert sum(loader, []) == list(RandomSampler(DATA, generator=generator))
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 100), st.integers(0, 100))
 @settings(max_examples=100, deadline=None)
 def test_seed_and_epoch_are_mixed_and_not_added(seed: int, epoch: int, other: int) -> None:
-    assert (mix(seed, epoch) == mix(seed, other)) == (epoch == other)
-    assert mix(seed + 1, epoch) != mix(seed, epoch + 1)
+    assert (derive_seed(seed, epoch) == derive_seed(seed, other)) == (epoch == other)
+    assert derive_seed(seed + 1, epoch) != derive_seed(seed, epoch + 1)
 
 
 def test_another_seed_is_another_order() -> None:

@@ -8,9 +8,9 @@ import pytest
 from data_twin import chunks
 from hypothesis import given, settings, strategies as st
 
-from slipstream.data.plan import Cutting, Dealing, Plan, Policy
+from slipstream.data.plan import BatchPlan, BatchSplitPlan, LastBatchPolicy, RoundRobinPlan
+from slipstream.distributed.gradient_state import BatchShares
 from slipstream.errors import ConfigError
-from slipstream.runtime.gradient_state import Shares
 
 
 class Listed:
@@ -35,10 +35,10 @@ worlds = st.integers(min_value=1, max_value=5)
 @given(small, worlds, st.integers(1, 6), st.sampled_from(["even", "exact"]), st.booleans(), st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
 def test_ranks_together_read_the_batches_of_one_process(
-    length: int, world: int, each: int, policy: Policy, drop_last: bool, skipped: int
+    length: int, world: int, each: int, policy: LastBatchPolicy, drop_last: bool, skipped: int
 ) -> None:
     order = spread(length)
-    plan = Plan(world, world * each, policy, drop_last)
+    plan = BatchPlan(world, world * each, policy, drop_last)
     start = skipped * plan.size
     expected = chunks(order[start:], plan.size, drop_last)
     told = [list(plan.pieces(iter(order), rank, start)) for rank in range(world)]
@@ -68,7 +68,7 @@ def test_ranks_together_read_the_batches_of_one_process(
 @settings(max_examples=200, deadline=None)
 def test_ragged_ranks_read_every_sample_once_and_nothing_else(length: int, world: int, size: int, drop_last: bool) -> None:
     order = spread(length)
-    plan = Plan(world, size, "ragged", drop_last)
+    plan = BatchPlan(world, size, "ragged", drop_last)
     told = [list(plan.pieces(iter(order), rank)) for rank in range(world)]
     assert [list(plan.known(Listed(order), rank)) for rank in range(world)] == [[piece for piece, _, _ in rank] for rank in told]
     assert sorted(sample for rank in told for piece, _, _ in rank for sample in piece) == sorted(sum(chunks(order, size, drop_last), []))
@@ -79,11 +79,11 @@ def test_ragged_ranks_read_every_sample_once_and_nothing_else(length: int, world
 
 @given(small, st.integers(1, 3), st.sampled_from(["even", "exact"]))
 @settings(max_examples=100, deadline=None)
-def test_the_global_batches_are_the_same_on_any_number_of_ranks(length: int, each: int, policy: Policy) -> None:
+def test_the_global_batches_are_the_same_on_any_number_of_ranks(length: int, each: int, policy: LastBatchPolicy) -> None:
     order = spread(length)
 
     def read(world: int) -> list[list[int]]:
-        plan = Plan(world, 12 * each, policy)
+        plan = BatchPlan(world, 12 * each, policy)
         ranks = [list(plan.pieces(iter(order), rank)) for rank in range(world)]
         return [
             [sample for (piece, shares, _), rank in zip(together, range(world), strict=True)
@@ -95,43 +95,43 @@ def test_the_global_batches_are_the_same_on_any_number_of_ranks(length: int, eac
 
 
 def test_a_short_batch_is_completed_from_the_start_of_the_order() -> None:
-    plan = Plan(3, 6, "even")
+    plan = BatchPlan(3, 6, "even")
     assert [list(plan.known(Listed(list("abcdefgh")), rank)) for rank in range(3)] == [
         [["a", "b"], ["g", "h"]],
         [["c", "d"], ["a", "b"]],
         [["e", "f"], ["c", "d"]],
     ]
-    assert plan.short(2) == Shares((2, 2, 2), (2, 0, 0), False, 6)
+    assert plan.short(2) == BatchShares((2, 2, 2), (2, 0, 0), False, 6)
 
 
 def test_completing_goes_round_where_there_are_fewer_samples_than_that() -> None:
-    plan = Plan(4, 8, "even")
+    plan = BatchPlan(4, 8, "even")
     together = [list(plan.known(Listed(["a", "b", "c"]), rank)) for rank in range(4)]
     assert together == [[["a", "b"]], [["c", "a"]], [["b", "c"]], [["a", "b"]]]
 
 
 def test_exact_shares() -> None:
     """A short batch is dealt out as a full one is; a rank without any is handed a batch that counts nothing."""
-    plan = Plan(4, 8, "exact")
-    assert plan.short(5) == Shares((2, 2, 1, 2), (2, 2, 1, 0), True, 8)
-    assert plan.short(2) == Shares((2, 2, 2, 2), (2, 0, 0, 0), True, 8)
+    plan = BatchPlan(4, 8, "exact")
+    assert plan.short(5) == BatchShares((2, 2, 1, 2), (2, 2, 1, 0), True, 8)
+    assert plan.short(2) == BatchShares((2, 2, 2, 2), (2, 0, 0, 0), True, 8)
     assert [list(plan.known(Listed(list("abcdefghi")), rank))[-1] for rank in range(4)] == [["i"], ["a", "b"], ["a", "b"], ["a", "b"]]
 
 
 def test_one_process_reads_a_short_batch_as_it_is() -> None:
-    assert Plan(1, 4, "even").short(3) == Shares((3,), (3,), False, 4)
-    assert Plan(1, 4, "exact").short(3) == Shares((3,), (3,), True, 4)
+    assert BatchPlan(1, 4, "even").short(3) == BatchShares((3,), (3,), False, 4)
+    assert BatchPlan(1, 4, "exact").short(3) == BatchShares((3,), (3,), True, 4)
 
 
 def test_uneven_pieces_of_full_batches_are_weighed() -> None:
-    assert Plan(2, 5, "exact").full == Shares((3, 2), (3, 2), True, 5)
-    assert Plan(4, 2, "exact").full == Shares((1, 1, 1, 1), (1, 1, 0, 0), True, 2)
+    assert BatchPlan(2, 5, "exact").full == BatchShares((3, 2), (3, 2), True, 5)
+    assert BatchPlan(4, 2, "exact").full == BatchShares((1, 1, 1, 1), (1, 1, 0, 0), True, 2)
 
 
 @pytest.mark.parametrize(("size", "near"), [(10, "batch_size=8 or 12"), (3, "batch_size=4")])
 def test_a_batch_that_cannot_be_split_evenly_is_refused_with_sizes_that_can(size: int, near: str) -> None:
     with pytest.raises(ConfigError, match=near):
-        Plan(4, size, "even")
+        BatchPlan(4, size, "even")
 
 
 sizes = st.lists(st.integers(1, 4), max_size=14)
@@ -143,9 +143,9 @@ def batches_of(lengths: list[int]) -> list[list[int]]:
 
 @given(sizes, worlds, st.sampled_from(["even", "exact", "ragged"]), st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
-def test_dealt_batches_go_round_the_ranks(lengths: list[int], world: int, policy: Policy, skipped: int) -> None:
+def test_dealt_batches_go_round_the_ranks(lengths: list[int], world: int, policy: LastBatchPolicy, skipped: int) -> None:
     batches = batches_of(lengths)
-    dealing = Dealing(world, None, policy)
+    dealing = RoundRobinPlan(world, None, policy)
     told = [list(dealing.pieces(iter(batches), rank, skipped * world)) for rank in range(world)]
     rest = batches[skipped * world :]
     assert [len(rank) for rank in told] == [dealing.count(len(rest), rank) for rank in range(world)]
@@ -169,9 +169,11 @@ def test_dealt_batches_go_round_the_ranks(lengths: list[int], world: int, policy
 
 @given(sizes, worlds, st.sampled_from(["even", "exact"]), st.integers(0, 3))
 @settings(max_examples=200, deadline=None)
-def test_cut_batches_are_whole_again_when_the_pieces_are_joined(lengths: list[int], world: int, policy: Policy, skipped: int) -> None:
+def test_cut_batches_are_whole_again_when_the_pieces_are_joined(
+    lengths: list[int], world: int, policy: LastBatchPolicy, skipped: int
+) -> None:
     batches = batches_of(lengths)
-    cutting = Cutting(world, None, policy)
+    cutting = BatchSplitPlan(world, None, policy)
     told = [list(cutting.pieces(iter(batches), rank, skipped)) for rank in range(world)]
     rest = batches[skipped:]
     assert [len(rank) for rank in told] == [len(rest)] * world

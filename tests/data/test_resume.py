@@ -25,12 +25,10 @@ from torch.utils.data import (
 )
 
 from slipstream import PartialState
-from slipstream.data.options import DataLoaderConfiguration
-from slipstream.data.place import Place
-from slipstream.data.prepare import build
-from slipstream.data.skip import skip_first_batches
+from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.prepare import build_loader, skip_first_batches
+from slipstream.distributed.gradient_state import GradientState
 from slipstream.errors import ConfigError
-from slipstream.runtime.gradient_state import GradientState
 from slipstream.utils import gather_object
 
 LENGTH = 11
@@ -833,9 +831,9 @@ def test_another_number_of_workers_is_told(caplog: pytest.LogCaptureFixture) -> 
 def ranked(loader: DataLoader[Any], **options: Any) -> Any:
     """The loader of this process, with the others."""
     state = PartialState()
-    place = Place(state.process_index, state.num_processes, state._channel, state._limits, compares=True)
+    place = DataRank(state.process_index, state.num_processes, state._channel, state._limits, compares=True)
     config, rest = DataLoaderConfiguration(**options), {"device": None, "put_on_device": False, "gradient_state": GradientState()}
-    return build(loader, place=place, config=config, seed=7, **rest)  # type: ignore[arg-type]
+    return build_loader(loader, place=place, config=config, seed=7, **rest)  # type: ignore[arg-type]
 
 
 class Parted(Stateful):

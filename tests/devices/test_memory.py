@@ -12,9 +12,17 @@ import torch
 from fakes import FakeMetal, FakeNamespace, fake
 
 from slipstream.devices import memory, table
-from slipstream.devices.allocators import allocator_statistics
-from slipstream.devices.host import cores, host_memory, memory_limit
-from slipstream.devices.memory import available_memory, clear_device_cache, convert_bytes, release_memory, should_reduce_batch_size
+from slipstream.devices.memory import (
+    allocator_statistics,
+    available_cores,
+    available_memory,
+    clear_device_cache,
+    convert_bytes,
+    host_memory,
+    memory_limit,
+    release_memory,
+    should_reduce_batch_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,7 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
     (cpu_group / "cpu.cfs_quota_us").write_text("100000")
     (cpu_group / "cpu.cfs_period_us").write_text("100000")
     assert host_memory(tmp_path).available == 3000
-    assert cores(tmp_path) == 1
+    assert available_cores(tmp_path) == 1
 
 
 def test_the_old_spelling_of_no_limit_is_understood(tmp_path: Path) -> None:
@@ -149,11 +157,11 @@ def test_the_old_spelling_of_no_limit_is_understood(tmp_path: Path) -> None:
 
 
 def test_a_quota_of_one_and_a_half_cores_is_two_cores_at_most(tmp_path: Path) -> None:
-    assert cores(_version_two(tmp_path, limit="max", used=1)) <= 2
+    assert available_cores(_version_two(tmp_path, limit="max", used=1)) <= 2
 
 
 def test_without_control_groups_the_affinity_counts(tmp_path: Path) -> None:
-    assert cores(tmp_path) == len(psutil.Process().cpu_affinity())
+    assert available_cores(tmp_path) == len(psutil.Process().cpu_affinity())
 
 
 def test_allocators_tell_what_they_can_of_devices_that_are_in_use() -> None:

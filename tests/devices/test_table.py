@@ -13,8 +13,19 @@ from fakes import FakeMetal, FakeNamespace, fake
 from hypothesis import given, strategies as st
 
 from slipstream.devices import table
-from slipstream.devices.family import files, torch_namespace, visible_count
-from slipstream.devices.table import CPU, FAMILIES, DistributedType, RNGType, best_family, count_without_torch, device_for, family_of
+from slipstream.devices.table import (
+    CPU,
+    FAMILIES,
+    DistributedType,
+    RNGType,
+    best_family,
+    count_without_torch,
+    device_file_counter,
+    device_for,
+    family_of,
+    torch_namespace,
+    visible_count,
+)
 from slipstream.errors import ConfigError, StateError
 
 ACCELERATORS = [family for family in FAMILIES if family is not CPU]
@@ -225,7 +236,7 @@ def test_intel_devices_are_told_by_their_vendor(tmp_path: Path) -> None:
 def test_the_first_pattern_that_matches_counts(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/neuron0").touch()
-    assert files("sys/cores/*", "dev/neuron[0-9]*")(tmp_path) == 1
+    assert device_file_counter("sys/cores/*", "dev/neuron[0-9]*")(tmp_path) == 1
 
 
 @given(st.lists(st.integers(0, 15), max_size=8))

@@ -2,7 +2,7 @@
 
 `BrokenDisk(at, code)` counts the primitives of `Disk` and raises this error instead of the `at`-th one; with `lasting` all after it that
 could fail for the same reason fail as well, as on a disk that stays full or read-only. `ShortDisk` writes less than it is asked for.
-`Counting` fails never and says what there is to fail. Nothing here knows what a checkpoint is.
+`FlopCount` fails never and says what there is to fail. Nothing here knows what a checkpoint is.
 """
 
 from __future__ import annotations

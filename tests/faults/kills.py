@@ -36,10 +36,10 @@ from typing import Any
 import torch
 
 from slipstream import Accelerator
-from slipstream.checkpoint.format import Manifest
-from slipstream.checkpoint.leftovers import manifest_of
-from slipstream.checkpoint.load import open_checkpoint
-from slipstream.checkpoint.rotate import numbered
+from slipstream.checkpoint.commit import read_manifest_or_none
+from slipstream.checkpoint.locate import open_checkpoint
+from slipstream.checkpoint.manifest import Manifest
+from slipstream.checkpoint.rotate import numbered_checkpoints
 from slipstream.errors import CheckpointError
 from slipstream.testing import RankPool
 from slipstream.utils import ProjectConfiguration, set_seed
@@ -246,7 +246,7 @@ class Tally:
 
 def committed(case: Case, folder: Path) -> dict[str, tuple[int, int]]:
     """Run and step of every visible checkpoint by name, after all its files were verified."""
-    paths = [folder / "one"] if case.place == "one folder" else [path for _, path in numbered(folder / "checkpoints")]
+    paths = [folder / "one"] if case.place == "one folder" else [path for _, path in numbered_checkpoints(folder / "checkpoints")]
     if case.place == "one folder" and not paths[0].exists():
         return {}
     found = {}
@@ -273,8 +273,8 @@ def looked(case: Case, folder: Path) -> bool:
 def _visible(case: Case, folder: Path) -> dict[Path, Manifest]:
     """The manifests that are there; a folder that is exchanged at this moment has one the next time one looks."""
     for _ in range(20):
-        paths = [folder / "one"] if case.place == "one folder" else [path for _, path in numbered(folder / "checkpoints")]
-        found = {path: manifest for path in paths if (manifest := manifest_of(path)) is not None}
+        paths = [folder / "one"] if case.place == "one folder" else [path for _, path in numbered_checkpoints(folder / "checkpoints")]
+        found = {path: manifest for path in paths if (manifest := read_manifest_or_none(path)) is not None}
         if found:
             return found
     return {}

@@ -22,12 +22,11 @@ import pytest
 from broken_disk import CODES, BrokenDisk, Counting, ShortDisk
 
 from slipstream.checkpoint.commit import LocalTarget, write_latest
-from slipstream.checkpoint.format import FileEntry
-from slipstream.checkpoint.rotate import Keep, numbered, rotate
+from slipstream.checkpoint.rotate import RetentionPolicy, numbered_checkpoints, rotate
 from slipstream.errors import CheckpointError
-from slipstream.files import direct, disk as disk_module
-from slipstream.files.digest import digest
-from slipstream.files.disk import Disk
+from slipstream.files import disk, disk as disk_module
+from slipstream.files.checksum import digest
+from slipstream.files.disk import Disk, FileEntry
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
 from small import content, fill, manifest_for, save, step_of
@@ -46,7 +45,7 @@ Save = Callable[[Path, Disk], None]
 @pytest.fixture(autouse=True)
 def _large_files_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_module, "SMALLEST", 8000)
-    monkeypatch.setattr(direct, "_PIECE", 4096)
+    monkeypatch.setattr(disk, "_PIECE", 4096)
 
 
 @pytest.fixture
@@ -171,7 +170,7 @@ def one_failure(memory: Path, attempt: Save, disk: BrokenDisk) -> str:
 def rotation(folder: Path, disk: Disk) -> None:
     save(folder / "checkpoint_3", 3, disk, SIZES)
     write_latest(folder, "checkpoint_3", disk)
-    rotate(folder, Keep(1), disk, folder / "checkpoint_3")
+    rotate(folder, RetentionPolicy(1), disk, folder / "checkpoint_3")
 
 
 @pytest.mark.soak
@@ -190,7 +189,7 @@ def test_numbered_checkpoints_on_a_disk_that_fails(lasting: bool, memory: Path, 
             shutil.copytree(memory / "template", folder)
             error = outcome(lambda: rotation(folder, BrokenDisk(at, code, lasting=lasting)))  # noqa: B023
             assert error is None or saying(error, folder), (counting.calls[at], str(error))
-            there = [number for number, path in numbered(folder) if step_of(path) == number]
+            there = [number for number, path in numbered_checkpoints(folder) if step_of(path) == number]
             latest = (folder / "latest").read_text().strip()
             assert step_of(folder / latest) in there
             assert there[-1:] == [3] if error is None else {1, 2} <= set(there)

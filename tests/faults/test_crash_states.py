@@ -17,12 +17,11 @@ import pytest
 from crash_states import Check, State, Trace, materialise, states
 
 from slipstream.checkpoint.commit import LocalTarget, write_latest
-from slipstream.checkpoint.format import FileEntry
-from slipstream.checkpoint.rotate import Keep, numbered, rotate
+from slipstream.checkpoint.rotate import RetentionPolicy, numbered_checkpoints, rotate
 from slipstream.errors import CheckpointError
-from slipstream.files import direct, disk as disk_module
-from slipstream.files.digest import digest
-from slipstream.files.disk import Disk
+from slipstream.files import disk, disk as disk_module
+from slipstream.files.checksum import digest
+from slipstream.files.disk import Disk, FileEntry
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
 from small import content, fill, manifest_for, save, step_of
@@ -44,7 +43,7 @@ class Quick(Disk):
 def _large_files_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the way of large files is taken by files of 9 KB, in several pieces."""
     monkeypatch.setattr(disk_module, "SMALLEST", 8000)
-    monkeypatch.setattr(direct, "_PIECE", 4096)
+    monkeypatch.setattr(disk, "_PIECE", 4096)
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def whole_numbers(must: set[int], newest: set[int], latest: set[int]) -> Check:
     def check(folder: Path) -> None:
         for number in must:
             assert step_of(folder / f"checkpoint_{number}") == number
-        found = [number for number, path in numbered(folder) if step_of(path) == number]  # no torn one stands under a number
+        found = [number for number, path in numbered_checkpoints(folder) if step_of(path) == number]  # no torn one stands under a number
         assert found[-1] in newest
         said = (folder / "latest").read_text()
         assert said in {f"checkpoint_{number}\n" for number in latest}
@@ -143,8 +142,8 @@ def saving_numbers(limit: int, *, there: int = 0, again: bool = False, link: boo
         write_latest(folder, path.name, trace)
         stay = set(sorted(old | {new})[-limit:])
         trace.promise(whole_numbers(stay, {new}, {new}))
-        rotate(folder, Keep(limit), trace, path)
-        assert {number for number, _ in numbered(folder)} == stay
+        rotate(folder, RetentionPolicy(limit), trace, path)
+        assert {number for number, _ in numbered_checkpoints(folder)} == stay
 
     return scenario
 
@@ -193,12 +192,12 @@ def violations(found: Iterator[State], memory: Path, *, go_on: int = 0) -> tuple
 
 
 def the_next_save_works(place: Path) -> None:
-    numbers = [number for number, _ in numbered(place)]
+    numbers = [number for number, _ in numbered_checkpoints(place)]
     had_notes = any(place.rglob("notes.txt"))
     name = f"checkpoint_{numbers[-1] + 1}" if numbers else "first"
     save(place / name, 99, Quick(), {"w": 10})
     if numbers:
-        rotate(place, Keep(1), Quick(), place / name)
+        rotate(place, RetentionPolicy(1), Quick(), place / name)
     assert step_of(place / name) == 99
     left = {path.name for path in place.iterdir() if not path.name.startswith(".latest.writing-")} - {"latest"}
     assert left == {name}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from slipstream.errors import CheckpointError
-from slipstream.files.names import check_name
+from slipstream.files.paths import check_name
 
 GOOD = ["model.safetensors", "unet/model.safetensors", "a/b/c/d/e/f/g/h", "…/ünï", ".hidden", "a b", "..a", "a..", "1:2", "x" * 200]
 BAD = {

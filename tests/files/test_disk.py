@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from slipstream.files.digest import digest
-from slipstream.files.direct import SMALLEST
-from slipstream.files.disk import Disk
+from slipstream.files.checksum import digest
+from slipstream.files.disk import SMALLEST, Disk
 
 SIZES = [0, 1, 4096, SMALLEST - 1, SMALLEST, SMALLEST + 1, (2 << 20) * 4, (2 << 20) * 5 + 4096, 10_000_019]
 

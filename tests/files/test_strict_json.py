@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from slipstream.errors import CheckpointError
-from slipstream.files.strict_json import dump, parse, too_large
+from slipstream.files.strict_json import dump, explain_too_large, parse
 
 BAD = {
     b"": "Expecting value",
@@ -74,15 +74,15 @@ def test_a_long_text_in_any_script_is_read_again() -> None:
     data = dump(value)
     assert data.isascii()
     assert parse(data, "x") == value
-    assert too_large(data.decode()) is None
+    assert explain_too_large(data.decode()) is None
     with pytest.raises(CheckpointError, match="surrogates"):
         dump({"words": ["風の流れ"] * 200_000 + ["\ud800"]})
 
 
 def test_values_that_say_something_have_room_and_those_that_fill_the_memory_have_not() -> None:
-    assert too_large(json.dumps({f"sample {number}": number / 7 for number in range(400_000)})) is None
-    assert too_large("[" + "[]," * 1_000_000 + "[]]") is not None
-    assert too_large("[" + "[]," * 1_000_000 + "[]]", beside=300 << 20) is None
+    assert explain_too_large(json.dumps({f"sample {number}": number / 7 for number in range(400_000)})) is None
+    assert explain_too_large("[" + "[]," * 1_000_000 + "[]]") is not None
+    assert explain_too_large("[" + "[]," * 1_000_000 + "[]]", beside=300 << 20) is None
 
 
 def test_whole_surrogate_pairs_are_characters() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slipstream.comm import tree
+from slipstream.distributed import pytree
 
 
 def fixed(model: torch.nn.Module) -> torch.nn.Module:
@@ -20,7 +20,7 @@ def fixed(model: torch.nn.Module) -> torch.nn.Module:
 
 def same(found: Any, expected: Any) -> bool:
     """Whether two outputs have the same leaves, up to the last bits of float64."""
-    pairs = zip(tree.flatten(found), tree.flatten(expected), strict=True)
+    pairs = zip(pytree.flatten(found), pytree.flatten(expected), strict=True)
     return all(
         one.shape == other.shape and torch.allclose(one, other, rtol=1e-12, atol=1e-12) if isinstance(other, torch.Tensor) else one == other
         for one, other in pairs

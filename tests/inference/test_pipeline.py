@@ -12,8 +12,8 @@ import torch
 from stage_models import Crossing, Tower, fixed, same
 
 from slipstream import PartialState
+from slipstream.distributed.process_group import torch_group_is_open
 from slipstream.inference.pipeline import build_pipeline, find_pippy_batch_size, pippy_forward, prepare_pippy
-from slipstream.runtime.group import torch_group_is_open
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -8,12 +8,12 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.config import resolve, transport
+from slipstream.config import resolve, resolved_config
 from slipstream.errors import ConfigError
-from slipstream.launch.plan import Accelerators, Machine, describe, make_plan
-from slipstream.launch.target import Target
+from slipstream.launch.plan import MachineSpec, VisibleAccelerators, describe_plan, make_plan
+from slipstream.launch.worker import Target
 
-MACHINE = Machine(cores=8, platform="linux", interpreter=("python",))
+MACHINE = MachineSpec(cores=8, platform="linux", interpreter=("python",))
 SCRIPT = Target("script", __file__)
 
 
@@ -44,12 +44,12 @@ def test_one_process_that_needs_watching_gets_a_launcher(option):
 
 
 def test_the_number_of_processes_follows_the_accelerators_that_are_there():
-    assert plan_of(machine=Machine(accelerators=Accelerators(4, "SOME_DEVICES"))).local_processes == 4
-    assert plan_of(machine=Machine(accelerators=Accelerators(4, "SOME_DEVICES")), cpu=True).local_processes == 1
+    assert plan_of(machine=MachineSpec(accelerators=VisibleAccelerators(4, "SOME_DEVICES"))).local_processes == 4
+    assert plan_of(machine=MachineSpec(accelerators=VisibleAccelerators(4, "SOME_DEVICES")), cpu=True).local_processes == 1
 
 
 def test_named_accelerators_limit_what_processes_see():
-    plan = plan_of(machine=Machine(accelerators=Accelerators(4, "SOME_DEVICES")), gpu_ids="1, 3")
+    plan = plan_of(machine=MachineSpec(accelerators=VisibleAccelerators(4, "SOME_DEVICES")), gpu_ids="1, 3")
     assert plan.local_processes == 2
     assert plan.environment["SOME_DEVICES"] == "1,3"
 
@@ -78,7 +78,7 @@ def test_the_start_method_and_its_reason(flags, method):
 
 
 def test_fork_is_for_linux_unless_asked_for():
-    elsewhere = Machine(platform="darwin")
+    elsewhere = MachineSpec(platform="darwin")
     assert plan_of(machine=elsewhere, cpu=True, num_processes=2).start_method == "spawn"
     assert plan_of(machine=elsewhere, cpu=True, num_processes=2, start_method="fork").start_method == "fork"
 
@@ -100,7 +100,7 @@ def test_one_machine_meets_on_the_loopback_interface_at_a_free_port():
 
 def test_the_workers_get_the_resolved_configuration():
     plan = plan_of(cpu=True, num_processes=2, mixed_precision="bf16")
-    assert transport.load(plan.environment[transport.VARIABLE]).compute.mixed_precision == "bf16"
+    assert resolved_config.load(plan.environment[resolved_config.VARIABLE]).compute.mixed_precision == "bf16"
 
 
 def test_several_machines_without_a_place_to_meet_are_refused():
@@ -161,26 +161,26 @@ def test_arguments_are_at_the_end_of_the_command_untouched(arguments, method):
 def test_show_prints_one_line_per_fact_whatever_the_arguments(arguments):
     config = resolve(flags={"cpu": True, "num_processes": 2}, environ={})
     target = Target("script", __file__, tuple(arguments))
-    text = describe(make_plan(config, target, {}, MACHINE), config)
-    assert len(text.splitlines()) == len(describe(make_plan(config, SCRIPT, {}, MACHINE), config).splitlines())
+    text = describe_plan(make_plan(config, target, {}, MACHINE), config)
+    assert len(text.splitlines()) == len(describe_plan(make_plan(config, SCRIPT, {}, MACHINE), config).splitlines())
     assert all(line.isprintable() for line in text.splitlines())
 
 
 def test_show_says_where_values_come_from():
     config = resolve(flags={"cpu": True}, environ={"SLIPSTREAM_NUM_PROCESSES": "2"})
-    text = describe(make_plan(config, SCRIPT, {}, MACHINE), config)
+    text = describe_plan(make_plan(config, SCRIPT, {}, MACHINE), config)
     assert "num_processes  2  from SLIPSTREAM_NUM_PROCESSES" in text
     assert "cpu            true  from --cpu" in text
     assert "fork: safe here" in text
 
 
 def test_a_fresh_interpreter_gets_the_flags_of_this_one():
-    assert Machine().interpreter[0] == sys.executable
+    assert MachineSpec().interpreter[0] == sys.executable
 
 
 def test_insisting_on_several_accelerators_where_there_are_none_is_refused():
     assert "but there are 0 accelerators to use on this machine" in refusal(multi_gpu=True)
-    two = Machine(accelerators=Accelerators(2, "VISIBLE"), interpreter=("python",))
+    two = MachineSpec(accelerators=VisibleAccelerators(2, "VISIBLE"), interpreter=("python",))
     assert plan_of(machine=two, multi_gpu=True).local_processes == 2
 
 

@@ -13,8 +13,8 @@ import pytest
 
 FORKED = """
 import os, signal, sys
-from slipstream.launch.processes import Crew
-from slipstream.launch.target import Target
+from slipstream.launch.workers import Crew
+from slipstream.launch.worker import Target
 from slipstream.launch.worker import Worker
 kind, name, *arguments = sys.argv[1:]
 crew = Crew()

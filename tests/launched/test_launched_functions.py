@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.config import resolve
 from slipstream.errors import ConfigError, LaunchError
-from slipstream.launch.start import launch_function
+from slipstream.launch.function_launcher import launch_function
 
 pytestmark = pytest.mark.launched
 TWO = resolve(flags={"cpu": True, "num_processes": 2}, environ={})

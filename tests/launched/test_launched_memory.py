@@ -15,8 +15,8 @@ SCRIPT = """
 import sys, torch
 from pathlib import Path
 from slipstream import PartialState
-from slipstream.runtime.memory.naming import named_tensors
-from slipstream.runtime.memory.watch import watch_memory
+from slipstream.observability.memory import named_tensors
+from slipstream.observability.memory import watch_memory
 state = PartialState()
 model = torch.nn.Linear(500, 400)
 watch_memory(lambda: named_tensors([model]), lambda: Path(sys.argv[1]))

@@ -14,17 +14,17 @@ from slipstream.errors import ConfigError
 from slipstream.parallel.compile import (
     DynamoBackend,
     TorchDynamoPlugin,
+    compile_in_place,
     compile_model,
     compile_regions,
-    completed,
+    complete_plugin,
     has_compiled_regions,
     has_repeated_blocks,
     is_compiled_module,
     is_repeated_blocks,
-    settle,
 )
-from slipstream.precision.autocast import install
-from slipstream.precision.policy import policy_for
+from slipstream.precision.autocast import install_autocast
+from slipstream.precision.policy import make_policy
 
 # torch's tracer looks at the gradient of whatever comes in, and so meets its own warning where an input was computed.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -151,7 +151,7 @@ def test_nothing_is_compiled_unless_asked_for(plugin: TorchDynamoPlugin) -> None
 
 def test_what_is_installed_on_a_model_is_compiled_with_it(backend: Counting) -> None:
     model = Model()
-    install(model, policy_for("bf16", outputs_to_fp32=False), "cpu")
+    install_autocast(model, make_policy("bf16", outputs_to_fp32=False), "cpu")
     compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True))
     assert model(X).dtype is torch.bfloat16
     assert backend.graphs == 1
@@ -188,12 +188,12 @@ def test_the_plugin_wins_over_the_other_sources() -> None:
         dynamo_use_dynamic=True,
         dynamo_use_regional_compilation=True,
     )
-    taken = completed(None, options)
+    taken = complete_plugin(None, options)
     assert taken.to_kwargs() == {"backend": "eager", "mode": "reduce-overhead", "fullgraph": True, "dynamic": True}
     assert taken.use_regional_compilation is True
     own = TorchDynamoPlugin(backend="aot_eager", options={"a": 1}, fullgraph=False, dynamic=False, use_regional_compilation=False)
-    assert completed(own, options) == own
-    assert not completed(None, Compute()).compiles
+    assert complete_plugin(own, options) == own
+    assert not complete_plugin(None, Compute()).compiles
 
 
 # --- regions -------------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_nested_lists_are_compiled_at_their_outermost_blocks() -> None:
 def test_a_compiled_model_becomes_its_original_with_the_same_settings(backend: Counting) -> None:
     model = Model()
     expected = model(X)
-    settled = settle(torch.compile(model, backend=backend, fullgraph=True))
+    settled = compile_in_place(torch.compile(model, backend=backend, fullgraph=True))
     assert settled is model
     assert is_compiled_module(model)
     assert not any("_orig_mod" in key for key in model.state_dict())
@@ -245,7 +245,7 @@ def test_a_compiled_model_becomes_its_original_with_the_same_settings(backend: C
 
 
 def test_fullgraph_survives(backend: Counting) -> None:
-    strict, lenient = (settle(torch.compile(Breaking(), backend=backend, fullgraph=flag)) for flag in (True, False))
+    strict, lenient = (compile_in_place(torch.compile(Breaking(), backend=backend, fullgraph=flag)) for flag in (True, False))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         strict(X)
     torch._dynamo.reset()
@@ -254,7 +254,7 @@ def test_fullgraph_survives(backend: Counting) -> None:
 
 
 def test_dynamic_shapes_survive(backend: Counting) -> None:
-    model = settle(torch.compile(Block(), backend=backend, dynamic=True))
+    model = compile_in_place(torch.compile(Block(), backend=backend, dynamic=True))
     for rows in (2, 3, 5):
         model(torch.ones(rows, 4))
     assert backend.graphs == 1
@@ -267,7 +267,7 @@ def test_regions_that_were_compiled_by_hand_are_settled_too(backend: Counting) -
         model.blocks[position] = torch.compile(block, backend=backend, fullgraph=True)
     model.head = torch.compile(model.head, backend=backend)
     outer = torch.compile(nn.Sequential(model), backend=backend)
-    settled = settle(outer)
+    settled = compile_in_place(outer)
     assert list(settled.state_dict()) == [f"0.{key}" for key in keys]
     assert [is_compiled_module(one) for one in (settled, model, *model.blocks, model.head)] == [True, False, True, True, True, True]
     assert [type(block) for block in model.blocks] == [Block] * 3
@@ -277,7 +277,7 @@ def test_regions_that_were_compiled_by_hand_are_settled_too(backend: Counting) -
 def test_a_block_that_is_shared_stays_shared(backend: Counting) -> None:
     shared = torch.compile(Block(), backend=backend)
     model = nn.Sequential(shared, shared)
-    settle(model)
+    compile_in_place(model)
     assert model[0] is model[1]
     assert type(model[1]) is Block
 
@@ -286,7 +286,7 @@ def test_what_is_installed_after_settling_is_compiled_too(backend: Counting) -> 
     model = Model()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert compiled(X).dtype is torch.float32
-    install(settle(compiled), policy_for("bf16", outputs_to_fp32=False), "cpu")
+    install_autocast(compile_in_place(compiled), make_policy("bf16", outputs_to_fp32=False), "cpu")
     assert model(X).dtype is compiled(X).dtype is torch.bfloat16
 
 
@@ -295,7 +295,7 @@ def test_hooks_of_the_wrapper_go_with_the_model(backend: Counting) -> None:
     model = Block()
     compiled = torch.compile(model, backend=backend)
     handle = compiled.register_forward_hook(lambda *_: calls.append(1))
-    settle(compiled)
+    compile_in_place(compiled)
     model(X)
     handle.remove()
     model(X)
@@ -308,12 +308,12 @@ def test_hooks_in_both_places_are_refused(backend: Counting) -> None:
     for one in (model, compiled):
         one.register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="before torch.compile"):
-        settle(compiled)
+        compile_in_place(compiled)
 
 
 def test_a_model_that_is_not_compiled_stays_as_it_is() -> None:
     model = Model()
-    assert settle(model) is model
+    assert compile_in_place(model) is model
     assert not has_compiled_regions(model)
     assert not is_compiled_module(model)
     assert not has_compiled_regions(None)

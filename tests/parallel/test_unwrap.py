@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from slipstream.parallel.unwrap import extract_model_from_parallel as unwrap
-from slipstream.precision.autocast import install, is_installed
-from slipstream.precision.policy import policy_for
+from slipstream.precision.autocast import has_autocast, install_autocast
+from slipstream.precision.policy import make_policy
 
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "parallel": DataParallel,
@@ -82,18 +82,18 @@ def test_a_model_that_was_compiled_in_place_is_the_user_s_own() -> None:
 
 def test_autocast_stays_unless_it_is_to_go() -> None:
     model = nn.Linear(2, 2)
-    install(model, policy_for("bf16"), "cpu")
+    install_autocast(model, make_policy("bf16"), "cpu")
     outside = DataParallel(model)
     assert unwrap(outside) is model
-    assert is_installed(model)
+    assert has_autocast(model)
     assert unwrap(outside, keep_fp32_wrapper=False) is model
-    assert not is_installed(model)
+    assert not has_autocast(model)
     assert model(torch.ones(1, 2)).dtype is torch.float32
 
 
 def test_submodules_are_peeled_where_asked_for() -> None:
     inner = [nn.Linear(2, 2) for _ in range(3)]
-    install(inner[0], policy_for("bf16"), "cpu")
+    install_autocast(inner[0], make_policy("bf16"), "cpu")
     shared = DataParallel(inner[1])
 
     def build() -> nn.Module:
@@ -104,10 +104,10 @@ def test_submodules_are_peeled_where_asked_for() -> None:
     assert isinstance(model[0]["a"], DataParallel)
     model = unwrap(build(), recursive=True)
     assert [model[0]["a"], model[0]["b"], model[0]["again"], model[1]._orig_mod] == [inner[0], inner[1], inner[1], inner[2]]
-    assert is_installed(inner[0])
+    assert has_autocast(inner[0])
     model = unwrap(build(), keep_fp32_wrapper=False, keep_torch_compile=False, recursive=True)
     assert [model[0]["a"], model[1]] == [inner[0], inner[2]]
-    assert not is_installed(inner[0])
+    assert not has_autocast(inner[0])
     assert list(model.state_dict()) == [f"{place}.{kind}" for place in ("0.a", "0.b", "0.again", "1") for kind in ("weight", "bias")]
 
 

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from slipstream.errors import StateError
-from slipstream.precision.autocast import autocast_context, install, installed_policy, is_installed, remove
-from slipstream.precision.options import AutocastKwargs
-from slipstream.precision.policy import policy_for
+from slipstream.precision.autocast import autocast_context, find_autocast_policy, has_autocast, install_autocast, remove_autocast
+from slipstream.precision.policy import AutocastKwargs, make_policy
 
 X = torch.ones(2, 4)
 Point = namedtuple("Point", "x y")
-BF16, FP16, NO = policy_for("bf16", outputs_to_fp32=False), policy_for("fp16", outputs_to_fp32=False), policy_for("no")
+BF16, FP16, NO = make_policy("bf16", outputs_to_fp32=False), make_policy("fp16", outputs_to_fp32=False), make_policy("no")
 
 
 class Model(nn.Module):
@@ -61,7 +60,7 @@ def dynamo() -> Iterator[None]:
 
 @pytest.mark.parametrize(("policy", "dtype"), [(BF16, torch.bfloat16), (FP16, torch.float16)])
 def test_the_policy_is_what_ran(model: Model, policy, dtype) -> None:
-    install(model, policy, "cpu")
+    install_autocast(model, policy, "cpu")
     outputs = model(X)["out"]
     outputs.float().sum().backward()
     assert model.seen == [policy.compute] == [dtype]
@@ -87,8 +86,8 @@ class Outputs(dict):  # as the outputs of transformers are: a mapping and a data
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_outputs_are_float32_by_default(model: Model, precision: str) -> None:
     """Wherever they are in nested outputs; integers, and tensors that are float64, stay."""
-    kind = policy_for(precision).autocast_dtype
-    install(model, policy_for(precision), "cpu")
+    kind = make_policy(precision).autocast_dtype
+    install_autocast(model, make_policy(precision), "cpu")
     assert model(X)["out"].dtype is torch.float32
     assert model.seen == [kind]
 
@@ -98,7 +97,7 @@ def test_outputs_are_float32_by_default(model: Model, precision: str) -> None:
             return Outputs(low.sum(), [(low, torch.arange(2)), {"wide": x.double(), "text": "a"}, Point(low, None)])
 
     nested = Nested()
-    install(nested, policy_for(precision), "cpu")
+    install_autocast(nested, make_policy(precision), "cpu")
     found = nested(X)
     assert type(found) is Outputs
     assert found.loss.dtype is found["loss"].dtype is torch.float32
@@ -109,27 +108,27 @@ def test_outputs_are_float32_by_default(model: Model, precision: str) -> None:
 
 def test_outputs_of_half_precision_weights_are_float32_without_mixed_precision_too(model: Model) -> None:
     model.bfloat16()
-    install(model, policy_for("no", outputs_to_fp32=True), "cpu")
+    install_autocast(model, make_policy("no", outputs_to_fp32=True), "cpu")
     assert model(X.bfloat16())["out"].dtype is torch.float32
     assert model.seen == [torch.bfloat16]
 
 
 def test_without_mixed_precision_nothing_is_installed(model: Model) -> None:
     before = dict(vars(model))
-    install(model, NO, "cpu")
-    assert not is_installed(model)
+    install_autocast(model, NO, "cpu")
+    assert not has_autocast(model)
     assert vars(model) == before
 
 
 def test_autocast_can_be_turned_off(model: Model) -> None:
-    install(model, policy_for("bf16", autocast=False), "cpu", AutocastKwargs(enabled=False))
+    install_autocast(model, make_policy("bf16", autocast=False), "cpu", AutocastKwargs(enabled=False))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(X)["out"].dtype is torch.float32
 
 
 def test_class_keys_signature_and_docstring_stay(model: Model) -> None:
     signature, keys = inspect.signature(model.forward), list(model.state_dict())
-    install(model, BF16, "cpu")
+    install_autocast(model, BF16, "cpu")
     assert type(model) is Model
     assert list(model.state_dict()) == keys
     assert inspect.signature(model.forward) == signature
@@ -140,12 +139,12 @@ def test_class_keys_signature_and_docstring_stay(model: Model) -> None:
 
 
 def test_installing_again_replaces_and_removing_restores(model: Model) -> None:
-    install(model, BF16, "cpu")
-    install(model, FP16, "cpu")
-    assert (installed_policy(model), model(X)["out"].dtype) == (FP16, torch.float16)
-    install(model, NO, "cpu")
-    assert (is_installed(model), model(X)["out"].dtype) == (False, torch.float32)
-    remove(model)
+    install_autocast(model, BF16, "cpu")
+    install_autocast(model, FP16, "cpu")
+    assert (find_autocast_policy(model), model(X)["out"].dtype) == (FP16, torch.float16)
+    install_autocast(model, NO, "cpu")
+    assert (has_autocast(model), model(X)["out"].dtype) == (False, torch.float32)
+    remove_autocast(model)
     assert "forward" not in vars(model)
 
 
@@ -157,18 +156,18 @@ def test_a_forward_that_stood_in_the_instance_is_used_and_comes_back(model: Mode
 
     model.forward = doubled
     expected = model(X)
-    install(model, BF16, "cpu")
-    install(model, BF16, "cpu")
+    install_autocast(model, BF16, "cpu")
+    install_autocast(model, BF16, "cpu")
     assert model(X).dtype is torch.bfloat16
     torch.testing.assert_close(model(X).float(), expected, rtol=0.02, atol=0.02)
     assert inspect.signature(model.forward) == inspect.signature(doubled)
-    remove(model)
+    remove_autocast(model)
     assert model.forward is doubled
 
 
 @pytest.mark.parametrize("kind", ["deepcopy", "deepcopy of a parent", "pickle"])
 def test_a_copy_computes_with_its_own_weights(model: Model, kind: str) -> None:
-    install(model, BF16, "cpu")
+    install_autocast(model, BF16, "cpu")
     if kind == "pickle":
         buffer = io.BytesIO()
         torch.save(model, buffer)
@@ -189,13 +188,13 @@ def test_a_copy_computes_with_its_own_weights(model: Model, kind: str) -> None:
 
 
 def test_a_copy_of_the_forward_alone_stays_with_its_model(model: Model) -> None:
-    install(model, BF16, "cpu")
+    install_autocast(model, BF16, "cpu")
     assert torch.equal(copy.deepcopy(model.forward)(X)["out"], model(X)["out"])
 
 
 def test_the_model_is_freed_without_the_garbage_collector(model: Model, request: pytest.FixtureRequest) -> None:
     held = Model()
-    install(held, BF16, "cpu")
+    install_autocast(held, BF16, "cpu")
     held(X)
     gc.disable()
     try:
@@ -208,7 +207,7 @@ def test_the_model_is_freed_without_the_garbage_collector(model: Model, request:
 
 def test_a_forward_whose_model_is_gone_says_so() -> None:
     held = Model()
-    install(held, BF16, "cpu")
+    install_autocast(held, BF16, "cpu")
     forward = held.forward
     del held
     with pytest.raises(StateError, match="deepcopy"):
@@ -219,7 +218,7 @@ def test_a_forward_whose_model_is_gone_says_so() -> None:
 @pytest.mark.parametrize("in_place", [True, False])
 def test_the_compiler_traces_through(dynamo: None, backend: str, in_place: bool) -> None:
     model = Traced()
-    install(model, policy_for("bf16"), "cpu")
+    install_autocast(model, make_policy("bf16"), "cpu")
     expected = model(X, factor=2.0)["out"]
     expected.sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
@@ -236,9 +235,9 @@ def test_a_compiled_model_computes_in_what_is_installed_later(dynamo: None) -> N
     model = Traced()
     model.compile(backend="eager", fullgraph=True)
     kinds = [model(X)["out"].dtype]
-    install(model, BF16, "cpu")
+    install_autocast(model, BF16, "cpu")
     kinds.append(model(X)["out"].dtype)
-    remove(model)
+    remove_autocast(model)
     kinds.append(model(X)["out"].dtype)
     assert kinds == [torch.float32, torch.bfloat16, torch.float32]
 
@@ -249,7 +248,7 @@ def test_a_model_that_calls_itself_keeps_its_precision() -> None:
             return super().forward(self(x, depth - 1) if depth else x)
 
     model = Recursive(4, 4)
-    install(model, BF16, "cpu")
+    install_autocast(model, BF16, "cpu")
     assert model(X).dtype is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
 
@@ -260,7 +259,7 @@ def test_a_model_that_calls_itself_keeps_its_precision() -> None:
         (NO, None, torch.float32),
         (BF16, None, torch.bfloat16),
         (FP16, None, torch.float16),
-        (policy_for("fp8"), None, torch.bfloat16),
+        (make_policy("fp8"), None, torch.bfloat16),
         (BF16, AutocastKwargs(enabled=False), torch.float32),
     ],
 )
@@ -281,6 +280,6 @@ def test_the_weight_cache_is_as_asked(model: Model) -> None:
     seen = []
     model.layer.register_forward_hook(lambda *_: seen.append(torch.is_autocast_cache_enabled()))
     for wanted in (True, False):
-        install(model, BF16, "cpu", AutocastKwargs(cache_enabled=wanted))
+        install_autocast(model, BF16, "cpu", AutocastKwargs(cache_enabled=wanted))
         model(X)
     assert seen == [True, False]

@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.precision.autocast import install
+from slipstream.precision.autocast import install_autocast
 from slipstream.precision.fp8 import (
-    convert,
     convert_model_to_fp8_ao,
+    convert_to_fp8,
     filter_first_and_last_linear_layers,
     find_first_last_linear_layers,
     has_ao_layers,
 )
-from slipstream.precision.options import AORecipeKwargs
-from slipstream.precision.policy import policy_for
+from slipstream.precision.policy import AORecipeKwargs, make_policy
 
 float8 = pytest.importorskip("torchao.float8")
 EMULATED = float8.Float8LinearConfig(emulate=True)
@@ -42,7 +41,7 @@ def test_all_but_the_first_the_last_and_odd_layers_are_converted() -> None:
     model = layers()
     assert not has_ao_layers(model)
     with pytest.warns(UserWarning, match="emulated on the CPU"):
-        assert convert(model) is model
+        assert convert_to_fp8(model) is model
     assert converted(model) == ["1"]
     assert has_ao_layers(model)
 
@@ -52,7 +51,7 @@ def test_parameters_keys_modes_and_hooks_stay() -> None:
     handle = model[1].register_forward_hook(lambda *_: calls.append(1))
     parameters, keys = list(model.parameters()), list(model.state_dict())
     with pytest.warns(UserWarning, match="emulated"):
-        convert(model, AORecipeKwargs(module_filter_func=lambda layer, name: name == "1"))
+        convert_to_fp8(model, AORecipeKwargs(module_filter_func=lambda layer, name: name == "1"))
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
     assert list(model.state_dict()) == keys
     assert not model[1].training
@@ -65,9 +64,9 @@ def test_parameters_keys_modes_and_hooks_stay() -> None:
 def test_it_trains_close_to_float32_and_computes_around_in_bfloat16() -> None:
     reference, model = layers(), layers()
     with pytest.warns(UserWarning, match="emulated"):
-        convert(model)
-    policy = policy_for("fp8")
-    install(model, policy, "cpu")
+        convert_to_fp8(model)
+    policy = make_policy("fp8")
+    install_autocast(model, policy, "cpu")
     seen = []
     model[2].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     x = torch.randn(32, 16)
@@ -88,7 +87,7 @@ def test_a_choice_and_a_config_of_the_user_are_taken() -> None:
 
 def test_the_named_default_is_the_default() -> None:
     with pytest.warns(UserWarning, match="emulated"):
-        model = convert(layers(), AORecipeKwargs(module_filter_func=filter_first_and_last_linear_layers))
+        model = convert_to_fp8(layers(), AORecipeKwargs(module_filter_func=filter_first_and_last_linear_layers))
     assert converted(model) == ["1"]
     assert filter_first_and_last_linear_layers(nn.Linear(16, 16), "any")
     assert find_first_last_linear_layers(nn.ReLU()) == (None, None)
@@ -96,7 +95,7 @@ def test_the_named_default_is_the_default() -> None:
 
 def test_padding_is_passed_on() -> None:
     with pytest.warns(UserWarning, match="emulated"):
-        assert convert(layers(), AORecipeKwargs(pad_inner_dim=True))[1].config.pad_inner_dim
+        assert convert_to_fp8(layers(), AORecipeKwargs(pad_inner_dim=True))[1].config.pad_inner_dim
 
 
 @pytest.mark.parametrize(
@@ -110,16 +109,16 @@ def test_padding_is_passed_on() -> None:
 )
 def test_a_model_in_which_nothing_was_converted_says_why(model, recipe, why) -> None:
     with pytest.warns(UserWarning, match=why):
-        convert(model, recipe)
+        convert_to_fp8(model, recipe)
     assert not has_ao_layers(model)
 
 
 def test_a_layer_alone_cannot_be_converted_in_place() -> None:
     with pytest.raises(ConfigError, match="Sequential"):
-        convert(nn.Linear(16, 16), AORecipeKwargs(config=EMULATED, module_filter_func=lambda layer, name: True))
+        convert_to_fp8(nn.Linear(16, 16), AORecipeKwargs(config=EMULATED, module_filter_func=lambda layer, name: True))
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ConfigError, match=r"pip install 'slipstream\[fp8\]'"):
-        convert(layers())
+        convert_to_fp8(layers())

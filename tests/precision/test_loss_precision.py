@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Accelerator
-from slipstream.step.notices import notice_low_precision
+from slipstream.training.loss_checks import warn_if_low_precision
 
 Ranks = Any
 
@@ -95,9 +95,9 @@ def test_a_low_loss_is_said_once(dtype: torch.dtype) -> None:
     """A loss in half precision is warned about once, with what to write."""
     warned: set[str] = set()
     with pytest.warns(UserWarning, match=rf"the loss at .* is {str(dtype)[6:]}.*outputs\.float\(\)"):
-        notice_low_precision(warned, torch.ones((), dtype=dtype))
+        warn_if_low_precision(warned, torch.ones((), dtype=dtype))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        notice_low_precision(warned, torch.ones((), dtype=dtype))
-        notice_low_precision(set(), torch.ones(()))
-        notice_low_precision(set(), torch.ones((), dtype=torch.float64))
+        warn_if_low_precision(warned, torch.ones((), dtype=dtype))
+        warn_if_low_precision(set(), torch.ones(()))
+        warn_if_low_precision(set(), torch.ones((), dtype=torch.float64))

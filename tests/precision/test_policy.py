@@ -12,8 +12,7 @@ from slipstream.devices import packages
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
 from slipstream.precision import policy as policies
-from slipstream.precision.options import PrecisionType
-from slipstream.precision.policy import check_device, check_parameters, policy_for
+from slipstream.precision.policy import PrecisionType, check_device, check_parameters, make_policy
 
 
 @pytest.mark.parametrize(
@@ -41,17 +40,17 @@ from slipstream.precision.policy import check_device, check_parameters, policy_f
     ],
 )
 def test_a_policy_is_one_line(options, line) -> None:
-    assert str(policy_for(**options)) == line
+    assert str(make_policy(**options)) == line
 
 
 def test_a_policy_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        policy_for("bf16").compute = torch.float32  # type: ignore[misc]
+        make_policy("bf16").compute = torch.float32  # type: ignore[misc]
 
 
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'tf32'.*bf16"):
-        policy_for("tf32")
+        make_policy("tf32")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_an_unknown_precision_is_refused() -> None:
 )
 def test_the_policy_of_a_model_is_what_its_parameters_and_gradients_are(precision, dtype, expected) -> None:
     model = nn.Linear(4, 4, dtype=dtype)
-    policy = policy_for(precision).for_model(model)
+    policy = make_policy(precision).for_model(model)
     assert (policy.param, policy.compute, policy.reduce) == expected
     with torch.autocast("cpu", dtype=policy.autocast_dtype, enabled=policy.autocast_dtype is not None):
         outputs = model(torch.ones(1, 4, dtype=dtype))
@@ -75,30 +74,30 @@ def test_the_policy_of_a_model_is_what_its_parameters_and_gradients_are(precisio
 
 
 def test_a_format_of_reduction_that_was_chosen_stays_with_a_model() -> None:
-    policy = policy_for("bf16", reduce=torch.float16).for_model(nn.Linear(2, 2, dtype=torch.bfloat16))
+    policy = make_policy("bf16", reduce=torch.float16).for_model(nn.Linear(2, 2, dtype=torch.bfloat16))
     assert policy.reduce is torch.float16
 
 
 def test_a_model_without_parameters_leaves_the_policy_as_it_is() -> None:
-    assert policy_for("bf16").for_model(nn.ReLU()) == policy_for("bf16")
+    assert make_policy("bf16").for_model(nn.ReLU()) == make_policy("bf16")
 
 
 def test_float16_parameters_with_a_loss_scale_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float16))
     with pytest.raises(ConfigError, match=r"1\.weight.*float32"):
-        check_parameters(policy_for("fp16"), model, scales=True)
-    check_parameters(policy_for("fp16"), model, scales=False)
+        check_parameters(make_policy("fp16"), model, scales=True)
+    check_parameters(make_policy("fp16"), model, scales=False)
     model[1].requires_grad_(False)
-    check_parameters(policy_for("fp16"), model, scales=True)
+    check_parameters(make_policy("fp16"), model, scales=True)
 
 
 def test_bfloat16_parameters_are_fine() -> None:
-    check_parameters(policy_for("fp16"), nn.Linear(2, 2, dtype=torch.bfloat16), scales=True)
+    check_parameters(make_policy("fp16"), nn.Linear(2, 2, dtype=torch.bfloat16), scales=True)
 
 
 def test_mixed_precision_on_float64_warns_that_it_has_no_effect() -> None:
     with pytest.warns(UserWarning, match="no effect"):
-        check_parameters(policy_for("bf16"), nn.Linear(2, 2, dtype=torch.float64), scales=False)
+        check_parameters(make_policy("bf16"), nn.Linear(2, 2, dtype=torch.float64), scales=False)
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16", "fp8"])

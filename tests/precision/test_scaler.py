@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from slipstream.errors import ConfigError, StateError
-from slipstream.precision.options import GradScalerKwargs
-from slipstream.precision.scaler import LossScaler, NoScaler, scaler_for
+from slipstream.precision.policy import GradScalerKwargs
+from slipstream.precision.scaler import LossScaler, NoScaler, make_scaler
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -309,8 +309,8 @@ def test_the_null_object_does_what_plain_torch_does() -> None:
 
 
 def test_only_fp16_has_a_scale() -> None:
-    assert [name for name in ("no", "fp16", "bf16", "fp8") if scaler_for(name, "cpu").scales] == ["fp16"]
-    assert not scaler_for("fp16", "cpu", GradScalerKwargs(enabled=False)).scales
+    assert [name for name in ("no", "fp16", "bf16", "fp8") if make_scaler(name, "cpu").scales] == ["fp16"]
+    assert not make_scaler("fp16", "cpu", GradScalerKwargs(enabled=False)).scales
     assert LossScaler("cpu", GradScalerKwargs(init_scale=8.0)).get_scale() == 8.0
 
 

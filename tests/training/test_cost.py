@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slipstream
 from slipstream import Accelerator
-from slipstream.step.ledger.options import LedgerKwargs
+from slipstream.observability.options import LedgerKwargs
 
 PACKAGE = str(Path(slipstream.__file__).parent)
 

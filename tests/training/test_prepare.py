@@ -13,8 +13,8 @@ from problems import close, mean_loss, model, rows, weights
 from torch.utils.data import DataLoader
 
 from slipstream import Accelerator, ConfigError, DistributedDataParallelKwargs, PartialState, StateError
-from slipstream.step.optimizer import AcceleratedOptimizer
-from slipstream.step.scheduler import AcceleratedScheduler
+from slipstream.training.optimizer import AcceleratedOptimizer
+from slipstream.training.scheduler import AcceleratedScheduler
 
 
 def objects() -> list[Any]:

@@ -1,54 +1,312 @@
-"""How a folder becomes a checkpoint: wholly, or not at all.
+"""Commit a checkpoint: a folder becomes a checkpoint wholly, or not at all.
 
-    stage    .NAME.saving-HEX beside the target, seen by nobody else; every file is written, checksummed and synced
+    stage    .NAME.saving-HEX beside the target; every file is written, checksummed and synced
     seal     MANIFEST.json last; then every folder of the stage is synced
-    publish  one rename, or where NAME exists, one exchange of the two; then the folder around them is synced
-    tidy     only now the replaced one goes; what others put into it moves into the new one (`leftovers.py`)
+    publish  one rename, or where NAME exists, one exchange of the two; then the parent folder is synced
+    tidy     only now the replaced one is removed; files that others put into it move into the new one
 
-A crash at any moment leaves the old checkpoint or the new one under the name, and perhaps a hidden folder beside it, which the next save of
-that name removes. Where the system knows no exchange there are two renames, and `recover` finds what a crash between them left. A second
-process that saves to the same name at the same time gets an error that names the first one.
+Beside a checkpoint there may also be .NAME.lock (held by the process that saves to NAME), .NAME.was-HEX (a folder that was replaced, or
+is about to become NAME) and .NAME.removing-HEX (being removed). A crash at any moment leaves the old checkpoint or the new one under the
+name, and perhaps hidden folders that the next save removes. Where the system has no atomic exchange there are two renames, and `recover`
+finds what a crash between them left. A lock ends with its process, so a dead save never blocks another one, and a second live process
+that saves to the same name gets an error that names the first.
 
-What this never does: change or remove a committed checkpoint before the next one is on the disk, or follow a link. Every error of the
-system becomes a `CheckpointError` that names the file and what to do.
+A committed checkpoint is never changed or removed before the next one is on the disk, no link is followed, and no file of others is
+removed. Errors of the system become a `CheckpointError` that names the file and what to do. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import errno
+import filecmp
 import os
 import re
+import secrets
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal
 
-from slipstream.checkpoint.format import LATEST, MANIFEST, FileEntry
-from slipstream.checkpoint.leftovers import discard, hidden, hold, lock_of, recover, sweep, sweep_held
+from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, RankFile, parse_manifest
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files.digest import Bytes
-from slipstream.files.disk import Disk, Written
-from slipstream.files.inside import Folder
-from slipstream.files.names import check_name
-from slipstream.files.reading import read_digest
-from slipstream.files.trouble import remedy, told
+from slipstream.files.checksum import Bytes, digest
+from slipstream.files.disk import Disk, FileEntry, WrittenFile
+from slipstream.files.os_errors import describe_os_error, suggest_remedy
+from slipstream.files.paths import ConfinedFolder, check_name
+from slipstream.files.reader import read_digest
 from slipstream.logging import get_logger
 
-__all__ = ["JoinedStage", "LocalStage", "LocalTarget", "recover", "sweep", "write_latest"]
+__all__ = [
+    "HiddenKind", "JoinedStage", "LARGEST_MANIFEST", "LocalStage", "LocalTarget", "acquire_lock", "discard_replaced", "hidden_path",
+    "lock_path", "names_with_leftovers", "read_manifest_or_none", "recover", "remove_checkpoint", "sweep", "sweep_locked", "write_latest",
+]
+
+
+HiddenKind = Literal["saving", "was", "removing"]
+
+LARGEST_MANIFEST: Final = 64 << 20
+
+_HIDDEN: Final = re.compile(r"\.(?P<stem>.+)\.((?P<kind>saving|was|removing)-[0-9a-f]{8}|lock)", re.DOTALL)
+_LONGEST_STEM: Final = 200  # with what is put around it a name stays below the 255 bytes of every file system
+_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_CHILD_GRACE_SECONDS: Final = 10.0
+
+
+def hidden_path(path: Path, kind: HiddenKind) -> Path:
+    """A new hidden name beside a checkpoint.
+
+    >>> hidden_path(Path("/data/first"), "saving").name[:14]
+    '.first.saving-'
+    """
+    return path.with_name(f".{_stem(path.name)}.{kind}-{secrets.token_hex(4)}")
+
+
+def names_with_leftovers(folder: Path) -> set[str]:
+    """The names of all checkpoints in a folder that have something lying beside them."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        return {found["stem"] for entry in entries if (found := _HIDDEN.fullmatch(entry.name))}
+    return set()
+
+
+def read_manifest_or_none(folder: Path) -> Manifest | None:
+    """The manifest of a folder, or None if there is none that can be read."""
+    try:
+        with ConfinedFolder(folder) as opened:
+            return parse_manifest(opened.read(MANIFEST, LARGEST_MANIFEST), str(folder / MANIFEST))
+    except CheckpointError:
+        return None
+
+
+def recover(path: Path) -> Path | None:
+    """Where the checkpoint of this name can be read if a crash took it from its place; None if it is in its place, or nowhere.
+
+    That can be only where the system knows no exchange of two folders: the moment between two renames.
+    """
+    if os.path.lexists(path):
+        return None
+    whole = [
+        (manifest.step, str(found), found)
+        for found in _beside(path, "was")
+        if (manifest := read_manifest_or_none(found)) and _is_whole(found, manifest)
+    ]
+    return max(whole)[2] if whole else None
+
+
+def lock_path(path: Path) -> Path:
+    """The file that a save to this name holds locked."""
+    return path.with_name(f".{_stem(path.name)}.lock")
+
+
+def acquire_lock(path: Path, disk: Disk) -> int | None:
+    """The lock of a name, or None where the file system knows no locks; a `CheckpointError` names the process that has it."""
+    lock = lock_path(path)
+    deadline = time.monotonic() + _CHILD_GRACE_SECONDS
+    while True:
+        try:
+            return disk.lock(lock)
+        except BlockingIOError:
+            owner, host = _owner(lock)
+            # a process that died may have left children that still have its lock: they end soon after it
+            if time.monotonic() < deadline and host == socket.gethostname() and not _is_alive(owner):
+                time.sleep(0.05)
+                continue
+            who = f"process {owner} on {host}" if owner else "another process"
+            raise CheckpointError(
+                f"{path} is being saved by {who} at this moment.\n"
+                "Give every run a folder of its own, or wait until that save is done; what is there already is untouched."
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            if disk.locks_are_missed:
+                return None
+            disk.locks_are_missed = True
+            get_logger(__name__).warning(
+                f"{path.parent} knows no file locks: two saves to one name at once would not be noticed, and leftovers of a save that was "
+                "killed (.NAME.saving-*) are not removed."
+            )
+            return None
+
+
+def sweep(path: Path, disk: Disk) -> None:
+    """Remove what dead saves to this name left, and put a checkpoint back that a crash took from its place; a living save is left alone."""
+    if not os.path.lexists(lock_path(path)) and not any(_beside(path, kind) for kind in ("saving", "was", "removing")):
+        return
+    try:
+        lock = acquire_lock(path, disk)
+    except (CheckpointError, OSError):  # somebody is at work there, or nobody may be: either way it is not ours to tidy up
+        return
+    if lock is None:
+        return
+    try:
+        sweep_locked(path, disk)
+    finally:
+        with suppress(OSError):
+            disk.unlock(lock_path(path), lock)
+
+
+def sweep_locked(path: Path, disk: Disk) -> None:
+    """The same for whoever holds the lock. What cannot be removed is said and left: it is no reason not to save."""
+    found = {kind: _beside(path, kind) for kind in ("saving", "was", "removing")}
+    if not any(found.values()):
+        return
+    try:
+        if not os.path.lexists(path) and found["was"]:
+            back = recover(path) or found["was"][0]
+            disk.rename(back, path)
+            found["was"].remove(back)
+        disk.sync_folder(path.parent)  # what stands under the name is there to stay, before anything goes
+        for leftover in [*found["saving"], *found["removing"]]:
+            disk.remove_tree(leftover)
+        for leftover in found["was"]:
+            discard_replaced(leftover, path, disk)
+    except OSError as error:
+        get_logger(__name__).warning(
+            f"What an earlier save to {path} left could not be removed ({describe_os_error(error)}); the next save tries again."
+        )
+
+
+def discard_replaced(old: Path, new: Path, disk: Disk) -> None:
+    """Remove a folder that was replaced; what is not of its checkpoint moves into the new one, or is left and named."""
+    if not stat.S_ISDIR(os.lstat(old).st_mode):
+        get_logger(__name__).warning(f"{old} is no folder, and was left as it is.")
+        return
+    ours = _files_of(old, new)
+    moved, left = _move_foreign_files(old, new, "", ours, disk)
+    if moved:
+        disk.sync_folder(new)
+    if not left:
+        remove_checkpoint(old, new, disk)
+        return
+    kept = new.with_name(f"replaced-{secrets.token_hex(4)}.{_stem(new.name)}")  # no name that a script takes for a checkpoint
+    for name in sorted(ours):
+        with suppress(FileNotFoundError):
+            disk.remove(old / name)
+    disk.rename(old, kept)
+    disk.sync_folder(new.parent)
+    get_logger(__name__).warning(
+        f"{new} was replaced; {', '.join(left[:5])}{' and others' if len(left) > 5 else ''} did not belong to the old checkpoint, "
+        f"and the new one has files of the same name: look into {kept}, and remove it."
+    )
+
+
+def remove_checkpoint(folder: Path, named: Path, disk: Disk) -> None:
+    """Remove a folder with all that is in it, so that no crash leaves a part of it under a name that counts."""
+    going = hidden_path(named, "removing")
+    disk.rename(folder, going)
+    disk.sync_folder(going.parent)
+    disk.remove_tree(going)
+
+
+def _move_foreign_files(old: Path, new: Path, below: str, ours: set[str], disk: Disk) -> tuple[int, list[str]]:
+    """Move everything that is not ours; how many were moved, and the names of those that could not because theirs are taken."""
+    moved = 0
+    left: list[str] = []
+    with os.scandir(old / below) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        name = below + entry.name
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if name in ours and not is_folder:
+            continue
+        taken = os.path.lexists(new / name)
+        if is_folder and (any(one.startswith(f"{name}/") for one in ours) or (taken and (new / name).is_dir())):
+            if not taken:
+                disk.make_folder(new / name)
+            inner_moved, inner_left = _move_foreign_files(old, new, f"{name}/", ours, disk)
+            if inner_moved:
+                disk.sync_folder(new / name)
+            elif not taken:
+                disk.remove_folder(new / name)
+            moved, left = moved + inner_moved, left + inner_left
+        elif taken and _has_same_bytes(old / name, new / name):
+            disk.remove(old / name)
+        elif taken:
+            left.append(name)
+        else:
+            disk.rename(Path(entry.path), new / name)
+            moved += 1
+    return moved, left
+
+
+def _has_same_bytes(one: Path, other: Path) -> bool:
+    """Whether two files hold the same bytes."""
+    if one.is_symlink() or other.is_symlink() or not one.is_file() or not other.is_file():
+        return False
+    return filecmp.cmp(one, other, shallow=False)
+
+
+def _files_of(old: Path, new: Path) -> set[str]:
+    """The names of the files in a replaced folder that belong to its checkpoint."""
+    manifest, successor = read_manifest_or_none(old), read_manifest_or_none(new)
+    # A second save at the same place of a run: a rank that came before its commit took the first one for it, and put its file there.
+    stamp = None if successor is None else successor.stamp
+    ranks = {name for name in os.listdir(old) if (rank := RankFile.of(name)) and (rank.stamp != stamp or os.path.lexists(new / name))}
+    if manifest is not None:
+        return {MANIFEST, *manifest.files, *ranks}
+    if not os.path.lexists(old / MANIFEST):
+        return ranks
+    # it was a checkpoint, but its manifest is damaged: what has a successor of the same name was part of it
+    return {MANIFEST, *ranks, *(successor.files if successor else ())}
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    try:
+        with ConfinedFolder(folder) as opened:
+            return all(opened.size(name) == entry.size for name, entry in manifest.files.items())
+    except CheckpointError:
+        return False
+
+
+def _stem(name: str) -> str:
+    """The name, or for one that is too long to have something put around it, its beginning and its checksum."""
+    encoded = os.fsencode(name)
+    if len(encoded) <= _LONGEST_STEM:
+        return name
+    return f"{encoded[: _LONGEST_STEM - 33].decode(errors='ignore')}~{digest(encoded)}"
+
+
+def _beside(path: Path, kind: HiddenKind) -> list[Path]:
+    stem = _stem(path.name)
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        matches = [found for name in sorted(names) if (found := _HIDDEN.fullmatch(name))]
+        return [path.with_name(found.string) for found in matches if found["stem"] == stem and found["kind"] == kind]
+    return []
+
+
+def _owner(lock: Path) -> tuple[int, str]:
+    try:
+        pid, host = lock.read_text(errors="replace").split("\n")[0].split(" ", 1)
+        return int(pid), host
+    except (OSError, ValueError):  # just being written, or just gone
+        return 0, ""
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is there, but another user's
+        return True
+    return True
+
 
 _OWN_NAMES: Final = re.compile(r"\..+\.(saving|was|removing)-[0-9a-f]{8}|\..+\.lock", re.DOTALL)
 _NO_LINKS: Final = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
-_OLD: Final = 3600.0
+_STALE_SECONDS: Final = 3600.0
 
 
 class LocalTarget:
     """A place for a checkpoint in a folder of this machine; a relative path means what it means now.
 
     >>> import tempfile
-    >>> from slipstream.checkpoint.format import Manifest
+    >>> from slipstream.checkpoint.manifest import Manifest
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with LocalTarget(Path(folder, "first")).begin() as stage:
     ...         files = {"notes.txt": stage.add("notes.txt", [b"hello"], 5)}
@@ -65,12 +323,12 @@ class LocalTarget:
         """An empty stage; nothing of what is under the name changes before its `commit`."""
         _check_target(self.path)
         lock = None
-        with _saying(self.path, self.disk):
+        with _explain_os_errors(self.path, self.disk):
             _make_parents(self.path.parent, self.disk)
-            lock = hold(self.path, self.disk)
+            lock = acquire_lock(self.path, self.disk)
             try:
                 if lock is not None:
-                    sweep_held(self.path, self.disk)
+                    sweep_locked(self.path, self.disk)
                 return LocalStage(self.path, self.disk, lock)
             except BaseException:
                 _release(self.path, self.disk, lock)
@@ -89,7 +347,7 @@ class LocalStage:
 
     def __init__(self, target: Path, disk: Disk, lock: int | None) -> None:
         self.target = target
-        self.folder = hidden(target, "saving")
+        self.folder = hidden_path(target, "saving")
         self._disk = disk
         self._lock = lock
         self._open = True
@@ -116,23 +374,23 @@ class LocalStage:
     def add(self, name: str, chunks: Iterable[Bytes], size: int) -> FileEntry:
         """Write a file of these bytes, `size` altogether; it is on the disk when this returns."""
         path = self._path(name)
-        with _saying(self.target, self._disk, needed=size):
+        with _explain_os_errors(self.target, self._disk, needed=size):
             self._make_folders(path.parent)
-            return _entry(self._disk.write(path, chunks, size))
+            return _file_entry(self._disk.write(path, chunks, size))
 
     def adopt(self, name: str) -> FileEntry:
         """Take in a file that somebody else wrote into `folder`; links and anything else that is no regular file are refused."""
         path = self._path(name)
-        with Folder(self.folder) as opened:
+        with ConfinedFolder(self.folder) as opened:
             os.close(opened.open(name))
-        with _saying(self.target, self._disk):
-            return _entry(self._disk.sync_file(path))
+        with _explain_os_errors(self.target, self._disk):
+            return _file_entry(self._disk.sync_file(path))
 
     def reuse(self, name: str, source: Path, entry: FileEntry) -> bool:
         """Give a file of another checkpoint a second name in this one, if its bytes, read now, are what `entry` says; False if not."""
         path = self._path(name)
         try:
-            with Folder(source.parent) as opened:
+            with ConfinedFolder(source.parent) as opened:
                 fd = opened.open(source.name)
         except CheckpointError:
             return False
@@ -145,7 +403,7 @@ class LocalStage:
             os.close(fd)
         if checksum != entry.checksum:
             return False
-        with _saying(self.target, self._disk):
+        with _explain_os_errors(self.target, self._disk):
             self._make_folders(path.parent)
             try:
                 self._disk.link(source, path)
@@ -161,7 +419,7 @@ class LocalStage:
     def commit(self, manifest: bytes) -> None:
         """Seal the stage with its manifest and put it in its place. Afterwards the checkpoint is there, or an error says why not."""
         try:
-            with _saying(self.target, self._disk, needed=len(manifest)):
+            with _explain_os_errors(self.target, self._disk, needed=len(manifest)):
                 self._disk.write(self.folder / MANIFEST, [manifest], len(manifest))
                 self._disk.set_mode(self.folder, self._mode)
                 self._sync_folders(self.folder)
@@ -173,10 +431,11 @@ class LocalStage:
         self._open = False
         try:
             if replaced is not None:
-                discard(replaced, self.target, self._disk)
+                discard_replaced(replaced, self.target, self._disk)
         except OSError as error:
             get_logger(__name__).warning(
-                f"{self.target} is saved; the checkpoint that it replaced could not be removed ({told(error)}), the next save tries again."
+                f"{self.target} is saved; the checkpoint that it replaced could not be removed ({describe_os_error(error)}), the next "
+                "save tries again."
             )
         finally:
             _release(self.target, self._disk, self._lock)
@@ -190,7 +449,9 @@ class LocalStage:
             with suppress(FileNotFoundError):
                 self._disk.remove_tree(self.folder)
         except OSError as error:
-            get_logger(__name__).warning(f"{self.folder} could not be removed ({told(error)}); the next save to that name removes it.")
+            get_logger(__name__).warning(
+                f"{self.folder} could not be removed ({describe_os_error(error)}); the next save to that name removes it."
+            )
         finally:
             _release(self.target, self._disk, self._lock)
 
@@ -238,11 +499,11 @@ class JoinedStage(LocalStage):
 
 def write_latest(parent: Path, name: str, disk: Disk) -> None:
     """Say in the file `latest` which of the checkpoints in a folder is the newest one."""
-    with _saying(parent / LATEST, disk):
+    with _explain_os_errors(parent / LATEST, disk):
         disk.replace_text(parent / LATEST, f"{name}\n")
     with suppress(OSError):
         for path in parent.glob(f".{LATEST}.writing-*"):  # of a process that was killed while it wrote; a living one takes milliseconds
-            if time.time() - path.stat().st_mtime > _OLD:
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 disk.remove(path)
 
 
@@ -251,19 +512,19 @@ def _publish(stage: Path, target: Path, disk: Disk) -> Path | None:
     undo: list[Callable[[], object]] = []
     replaces = os.path.lexists(target)
     try:
-        return _put(stage, target, disk, undo)
+        return _move_into_place(stage, target, disk, undo)
     except BaseException as error:
-        if _undone(undo) or not isinstance(error, OSError):
+        if _undo_on_error(undo) or not isinstance(error, OSError):
             raise
         two = f"it and the one before it are both whole, as {target.name} and .{target.name}.was-*"
         state = two if replaces else "it is whole, but the disk has not confirmed it,"
         raise CheckpointError(
-            f"{target} could not be saved: {told(error)}.\n{remedy(error)} "
+            f"{target} could not be saved: {describe_os_error(error)}.\n{suggest_remedy(error)} "
             f"The new checkpoint was being put in its place, which could not be taken back: {state} in {target.parent}."
         ) from error
 
 
-def _undone(steps: list[Callable[[], object]]) -> bool:
+def _undo_on_error(steps: list[Callable[[], object]]) -> bool:
     try:
         for step in reversed(steps):
             step()
@@ -272,7 +533,7 @@ def _undone(steps: list[Callable[[], object]]) -> bool:
     return True
 
 
-def _put(stage: Path, target: Path, disk: Disk, undo: list[Callable[[], object]]) -> Path | None:
+def _move_into_place(stage: Path, target: Path, disk: Disk, undo: list[Callable[[], object]]) -> Path | None:
     def rename(old: Path, new: Path) -> None:
         disk.rename(old, new)
         undo.append(lambda: disk.rename(new, old))
@@ -281,27 +542,29 @@ def _put(stage: Path, target: Path, disk: Disk, undo: list[Callable[[], object]]
         rename(stage, target)
         disk.sync_folder(target.parent)
         return None
-    waiting = hidden(target, "was")  # from now on it is whole: if we die, whoever finds it there may not remove what others put into it
+    waiting = hidden_path(
+        target, "was"
+    )  # from now on it is whole: if we die, whoever finds it there may not remove what others put into it
     rename(stage, waiting)
     if disk.exchange(waiting, target):
         undo.append(lambda: disk.exchange(waiting, target))
         disk.sync_folder(target.parent)
         return waiting
-    old = hidden(target, "was")
+    old = hidden_path(target, "was")
     rename(target, old)
     rename(waiting, target)
     disk.sync_folder(target.parent)
     return old
 
 
-def _entry(written: Written) -> FileEntry:
+def _file_entry(written: WrittenFile) -> FileEntry:
     return FileEntry(written.size, written.digest)
 
 
 def _release(target: Path, disk: Disk, lock: int | None) -> None:
     if lock is not None:
         with suppress(OSError):  # the lock ends with the descriptor; a file that stays is taken over by the next save
-            disk.unlock(lock_of(target), lock)
+            disk.unlock(lock_path(target), lock)
 
 
 def _resolved(path: str) -> Path:
@@ -361,7 +624,7 @@ def _make_parents(folder: Path, disk: Disk) -> None:
 
 
 @contextmanager
-def _saying(target: Path, disk: Disk, *, needed: int | None = None) -> Iterator[None]:
+def _explain_os_errors(target: Path, disk: Disk, *, needed: int | None = None) -> Iterator[None]:
     """Errors of the system, as what they mean for a save."""
     try:
         yield
@@ -370,5 +633,6 @@ def _saying(target: Path, disk: Disk, *, needed: int | None = None) -> Iterator[
             raise
         free = disk.free(target.parent) if error.errno == errno.ENOSPC else None
         raise CheckpointError(
-            f"{target} could not be saved: {told(error)}.\n{remedy(error, needed=needed, free=free)} What was there before is untouched."
+            f"{target} could not be saved: {describe_os_error(error)}.\n{suggest_remedy(error, needed=needed, free=free)} What was "
+            "there before is untouched."
         ) from error

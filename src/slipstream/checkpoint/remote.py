@@ -1,17 +1,15 @@
-"""Checkpoints behind a URL, with the same rule as on a disk: files first, the manifest last, the old ones only after that.
+"""Checkpoints behind a URL, with the rule of local ones: files first, the manifest last, old ones removed only after that.
 
-An object store has no rename, so a save does not move a folder into place. Its files go into a folder of their own below the URL:
+An object store has no rename, so the files of each save go into a folder of their own:
 
     URL/data-TIME-HEX/model.safetensors, ...      the files of one save, and a copy of its manifest
-    URL/MANIFEST.json                             which save counts: its names are those of the files in that folder
+    URL/MANIFEST.json                             which save counts: it names the files in that folder
     URL/rank_3.STAMP.CHECKSUM.safetensors         what other ranks added later
 
-Writing `MANIFEST.json` is the commit: one small request. Until it is in, the checkpoint before stays whole; afterwards its files go.
-Where a store cannot replace an object in one go and dies in the middle, readers find the copy beside the files and go on with the
-newest save that is whole. Two writers at one URL never mix their files: the last manifest wins.
-
-`fetch` brings a checkpoint into a folder of this machine, under the names that it was saved with; reading it is then the same as for any
-other. Names are checked, sizes are limited by the manifest, and checksums compared on the way.
+Writing `MANIFEST.json` is the commit: one small request. Until then the previous checkpoint stays whole. If that object is damaged,
+readers use the newest whole save from the copies beside the files. Two writers at one URL never mix their files: the last manifest wins.
+`fetch` downloads a checkpoint into a local folder; names are checked, sizes are limited by the manifest, and checksums are compared on
+the way. Nothing here imports torch at import time.
 """
 
 from __future__ import annotations
@@ -29,18 +27,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from slipstream.checkpoint.format import LATEST, MANIFEST, FileEntry, Manifest, RankFile, parse
-from slipstream.checkpoint.rotate import Keep
-from slipstream.checkpoint.store import Store, is_url, local_path
+from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, RankFile, parse_manifest
+from slipstream.checkpoint.rotate import RetentionPolicy
+from slipstream.distributed.progress_bar import bar, counted
 from slipstream.errors import CheckpointError, MissingCheckpointError
-from slipstream.files.digest import Bytes, Digest
-from slipstream.files.inside import Folder
-from slipstream.files.names import check_name
+from slipstream.files.checksum import Bytes, Digest
+from slipstream.files.disk import FileEntry
+from slipstream.files.object_store import ObjectStore, is_url, local_path
+from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.logging import get_logger
-from slipstream.runtime.progress import bar, counted
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.snapshot import Snapshot
+    from slipstream.checkpoint.capture import Snapshot
 
 __all__ = [
     "RemoteStage",
@@ -60,7 +58,7 @@ _LARGEST_RANK_FILE: Final = 64 * 2**20
 _PIECE: Final = 4 << 20
 _DATA: Final = re.compile(r"data-([0-9a-f]{16})-[0-9a-f]{8}", re.ASCII)
 _NUMBERED: Final = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})", re.ASCII)
-_DEAD_AFTER: Final = 7 * 24 * 3600
+_ABANDONED_SECONDS: Final = 7 * 24 * 3600
 """Seconds after which the files of a save that never ended are removed by the next one."""
 
 
@@ -75,7 +73,7 @@ class RemoteTarget:
     """
 
     def __init__(self, url: str) -> None:
-        self._store = Store(url)
+        self._store = ObjectStore(url)
 
     def begin(self) -> RemoteStage:
         """An empty stage; nothing that is at the URL changes before its `commit`."""
@@ -92,7 +90,7 @@ class RemoteStage:
     common: Final = False
     """Whether other processes see `folder`."""
 
-    def __init__(self, store: Store, ticket: str | None = None) -> None:
+    def __init__(self, store: ObjectStore, ticket: str | None = None) -> None:
         self._store = store
         self._joined = ticket is not None
         self._data = check_name(ticket, "The save") if ticket is not None else f"data-{time.time_ns():016x}-{secrets.token_hex(4)}"
@@ -124,7 +122,7 @@ class RemoteStage:
 
     def adopt(self, name: str) -> FileEntry:
         """Upload a file that somebody wrote into `folder`; links and anything else that is no regular file are refused."""
-        with Folder(self.folder) as opened, os.fdopen(opened.open(name), "rb", buffering=0) as file:
+        with ConfinedFolder(self.folder) as opened, os.fdopen(opened.open(name), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             return self.add(name, iter(lambda: file.read(_PIECE), b""), size)
 
@@ -137,9 +135,9 @@ class RemoteStage:
         if self._joined:
             raise CheckpointError(f"{self._store.shown} is committed by the process that has begun it.")
         try:
-            new = parse(manifest, self._store.show(MANIFEST))
+            new = parse_manifest(manifest, self._store.show(MANIFEST))
             data = _renamed(new, lambda name: f"{self._data}/{name}").dump()
-            before = _top(self._store)
+            before = _published_manifest(self._store)
             self._put(MANIFEST, [data], len(data))
             self._flip(data)
         except BaseException:
@@ -147,7 +145,7 @@ class RemoteStage:
             raise
         self._open = False
         self._clear()
-        _tidy(self._store, before, self._data, new)
+        _remove_outdated(self._store, before, self._data, new)
 
     def abandon(self) -> None:
         """Give the upload up and remove what it has written; after `commit`, or a second time, this does nothing."""
@@ -186,7 +184,7 @@ class RemoteStage:
                 raise
             if there == data:
                 return
-            if there is not None and not _parses(there):
+            if there is not None and not _is_manifest(there):
                 self._keep_all()
             raise
 
@@ -205,12 +203,12 @@ class RemoteStage:
 
 def read_remote_manifest(url: str) -> Manifest:
     """The manifest of the checkpoint at a URL, with the names that its files were saved with."""
-    return _saved_names(_current(Store(url)))
+    return _saved_names(_current(ObjectStore(url)))
 
 
 def fetch(url: str, into: str | os.PathLike[str]) -> Path:
     """Download the checkpoint at a URL into a folder, which has to be empty or absent, and give that folder. Nothing else is there then."""
-    store, folder = Store(url), Path(into)
+    store, folder = ObjectStore(url), Path(into)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise CheckpointError(f"{store.shown} cannot be fetched into {folder}: that folder is not empty")
@@ -230,20 +228,20 @@ def fetch(url: str, into: str | os.PathLike[str]) -> Path:
 
 def list_numbered(url: str) -> list[tuple[int, str]]:
     """The numbered checkpoints below a URL, ascending: number and URL."""
-    names = Store(url).list()
+    names = ObjectStore(url).list()
     return sorted((int(found[1]), f"{url.rstrip('/')}/{name}") for name in names if (found := _NUMBERED.fullmatch(name)))
 
 
 def write_latest(url: str, name: str) -> None:
     """Say in the object `latest` which of the checkpoints below a URL is the newest one."""
-    Store(url).replace(LATEST, f"{name}\n".encode())
+    ObjectStore(url).replace(LATEST, f"{name}\n".encode())
 
 
 def add_rank_file(url: str, snapshot: Snapshot) -> None:
     """Upload what belongs to a rank that does not write the checkpoint; it counts as soon as the checkpoint with its stamp does."""
-    from slipstream.checkpoint.plain import write_tree  # takes torch, which reading a checkpoint from here does not need
+    from slipstream.checkpoint.serialize import write_tree  # takes torch, which reading a checkpoint from here does not need
 
-    store = Store(url)
+    store = ObjectStore(url)
     own = snapshot.own
     # The checksum is in the name, so it has to be known before the first byte goes: the file is made twice.
     _, entry = write_tree(_only_digest, own.name, own.tree, own.tensors)
@@ -259,11 +257,13 @@ def _only_digest(name: str, chunks: Iterable[Bytes], size: int) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-def rotate(url: str, keep: Keep, newest: str) -> list[str]:
+def rotate(url: str, keep: RetentionPolicy, newest: str) -> list[str]:
     """Remove the numbered checkpoints below a URL that need not stay, after `newest` was committed; gives back which ones."""
-    if keep.total_limit is None or _top(Store(newest)) is None:
+    if keep.total_limit is None or _published_manifest(ObjectStore(newest)) is None:
         return []
-    known = [(number, one, manifest) for number, one in list_numbered(url) if (manifest := _top(Store(one))) is not None]
+    known = [
+        (number, one, manifest) for number, one in list_numbered(url) if (manifest := _published_manifest(ObjectStore(one))) is not None
+    ]
     sign = 1 if keep.best_mode == "max" else -1
     best = sorted((sign * manifest.metric, number, one) for number, one, manifest in known if manifest.metric is not None)
     staying = {newest.rstrip("/"), *(one for _, one, _ in known[-keep.total_limit :])}
@@ -272,7 +272,7 @@ def rotate(url: str, keep: Keep, newest: str) -> list[str]:
     for _, one, manifest in known:
         if one not in staying:
             try:
-                _remove(Store(one), manifest)
+                _remove(ObjectStore(one), manifest)
                 gone.append(one)
             except CheckpointError as problem:
                 get_logger(__name__).warning(f"A checkpoint that is no longer kept could not be removed: {problem}")
@@ -282,30 +282,30 @@ def rotate(url: str, keep: Keep, newest: str) -> list[str]:
 # -- manifests at a URL
 
 
-def _top(store: Store) -> Manifest | None:
+def _published_manifest(store: ObjectStore) -> Manifest | None:
     """The manifest that counts, if it is there and whole."""
     try:
-        return parse(store.read(MANIFEST, _LARGEST_MANIFEST), store.show(MANIFEST))
+        return parse_manifest(store.read(MANIFEST, _LARGEST_MANIFEST), store.show(MANIFEST))
     except CheckpointError:  # absent or damaged; who needs to know why asks _current
         return None
 
 
-def _parses(data: bytes) -> bool:
+def _is_manifest(data: bytes) -> bool:
     try:
-        parse(data, MANIFEST)
+        parse_manifest(data, MANIFEST)
     except CheckpointError:
         return False
     return True
 
 
-def _current(store: Store) -> Manifest:
+def _current(store: ObjectStore) -> Manifest:
     """The manifest that counts; if it is missing or damaged, that of the newest save beside it that is whole."""
     try:
-        return parse(store.read(MANIFEST, _LARGEST_MANIFEST), store.show(MANIFEST))
+        return parse_manifest(store.read(MANIFEST, _LARGEST_MANIFEST), store.show(MANIFEST))
     except CheckpointError as problem:
         for data in sorted(filter(_DATA.fullmatch, store.list()), reverse=True):
             with suppress(CheckpointError):
-                found = parse(store.read(f"{data}/{MANIFEST}", _LARGEST_MANIFEST), store.show(f"{data}/{MANIFEST}"))
+                found = parse_manifest(store.read(f"{data}/{MANIFEST}", _LARGEST_MANIFEST), store.show(f"{data}/{MANIFEST}"))
                 if all(store.size(name) == entry.size for name, entry in found.files.items()):
                     get_logger(__name__).warning(f"{problem}; the save in {data} is whole, and is used instead.")
                     return found
@@ -358,7 +358,7 @@ def _saved_names(manifest: Manifest) -> Manifest:
 # -- downloading and removing
 
 
-def _download(store: Store, manifest: Manifest, folder: Path) -> None:
+def _download(store: ObjectStore, manifest: Manifest, folder: Path) -> None:
     saved = _saved_names(manifest)
     with bar(sum(entry.size for entry in saved.files.values()), "fetching", "B") as shown:
         for place, (name, entry) in zip(manifest.files, saved.files.items(), strict=True):
@@ -375,7 +375,7 @@ def _download(store: Store, manifest: Manifest, folder: Path) -> None:
 
 
 def _download_file(
-    store: Store, place: str, path: Path, size: int, checksum: str, advance: Callable[[int], object] = lambda count: None
+    store: ObjectStore, place: str, path: Path, size: int, checksum: str, advance: Callable[[int], object] = lambda count: None
 ) -> None:
     if shutil.disk_usage(path.parent if path.parent.exists() else path.anchor or ".").free < size:
         raise CheckpointError(f"{store.show(place)} cannot be fetched to {path}: it has {size:,} bytes, more than the disk has left")
@@ -389,7 +389,7 @@ def _download_file(
         raise CheckpointError(f"{store.show(place)} is damaged: its checksum is {digest.hexdigest()}, and it should be {checksum}")
 
 
-def _tidy(store: Store, before: Manifest | None, data: str, new: Manifest) -> None:
+def _remove_outdated(store: ObjectStore, before: Manifest | None, data: str, new: Manifest) -> None:
     """After a commit: what the save before it had, and what dead saves left."""
     try:
         for name in _outdated(store, before, data, new):
@@ -398,11 +398,11 @@ def _tidy(store: Store, before: Manifest | None, data: str, new: Manifest) -> No
         get_logger(__name__).warning(f"{store.shown} is saved; files of earlier saves could not all be removed: {problem}")
 
 
-def _outdated(store: Store, before: Manifest | None, data: str, new: Manifest) -> Iterator[str]:
+def _outdated(store: ObjectStore, before: Manifest | None, data: str, new: Manifest) -> Iterator[str]:
     if before is not None:
         folder = _data_of(before)
         yield from [folder] if folder is not None else before.files
-    oldest = time.time_ns() - _DEAD_AFTER * 10**9
+    oldest = time.time_ns() - _ABANDONED_SECONDS * 10**9
     for name in store.list():
         part, rank = _DATA.fullmatch(name), RankFile.of(name)
         dead = part is not None and name != data and int(part[1], 16) < oldest
@@ -414,7 +414,7 @@ def _step(stamp: str) -> int:
     return int(stamp.partition("-")[0])
 
 
-def _remove(store: Store, manifest: Manifest) -> None:
+def _remove(store: ObjectStore, manifest: Manifest) -> None:
     """The manifests first: from then on it is no checkpoint, wherever this is interrupted."""
     folder = _data_of(manifest)
     if folder is not None:

@@ -1,42 +1,427 @@
-"""The weights of a model as safetensors files: what is stored, in which file, and under which names.
+"""The weights of a model: how they are split into safetensors files, and how they are loaded into a model.
 
-`split` takes a state dict apart: tensors, other names of the same tensors (tied weights are stored once), and what is no tensor.
-`shards` deals the tensors out to files, `index_bytes` is the usual index over them, readable by every library that reads such files.
-Loading is in `fit.py`. Nothing here opens a file: `write_weights` is handed what does.
+`split_state_dict` separates tensors, aliases of tied tensors (stored once) and values that are no tensors; `plan_shards` assigns tensors
+to files and `index_bytes` makes the usual index. `check_fit` compares names, shapes and dtypes with the model and changes nothing;
+prefixes of wrappers ("module.", "_orig_mod.") are ignored where needed, and a model that renames keys while loading is tried on a meta
+copy. `load_into` calls the model's own `load_state_dict`, so hooks run and tensors keep their memory; meta tensors are allocated first,
+and tied weights stay tied. Nothing here opens a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+import difflib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from slipstream.checkpoint.fit import METADATA, LoadReport, bare, check_fit, load_into
-from slipstream.checkpoint.format import FileEntry
-from slipstream.checkpoint.raw import DTYPES, identity, is_text, storable, tensor_bytes
+from slipstream.checkpoint.sharded import is_sharded
+from slipstream.checkpoint.tensor_bytes import DTYPES, is_utf8, memory_identity, pack_bytes, require_storable, tensor_bytes
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
+from slipstream.files.disk import FileEntry
+from slipstream.files.safetensors_layout import file_order_key, plan_layout
 from slipstream.files.sizes import parse_size
-from slipstream.files.tensors import file_order, plan
+from slipstream.logging import get_logger
 
 __all__ = [
-    "LoadReport",
-    "ModelFiles",
-    "Weights",
-    "bare",
-    "check_fit",
-    "index_bytes",
-    "load_into",
-    "parse_size",
-    "shard_names",
-    "shards",
-    "split",
-    "tensors_file",
-    "write_weights",
+    "LoadReport", "METADATA", "ModelFiles", "TensorSlot", "TensorSlots", "Weights", "arrange_state_dict", "bare", "cast_weights",
+    "check_fit", "index_bytes", "load_into", "may_rename_keys", "parse_size", "plan_shards", "set_tensor", "shard_names",
+    "split_state_dict", "tensor_slots", "tensors_file", "tied_names", "write_weights",
 ]
+
+
+METADATA: Final = "_metadata"
+"""Under this name the versions of a model's layers stand among what is no tensor."""
+_SHOWN: Final = 10
+_MOST_NAMES_COMPARED: Final = 2000
+_LONGEST: Final = 200
+
+TensorSlot = tuple[torch.nn.Module, str]
+"""A module, and the name of one of its tensors."""
+TensorSlots = tuple[torch.Tensor, list[tuple[str, TensorSlot]]]
+"""A tensor, and all places where it stands, each with its full name."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """How weights fit a model."""
+
+    missing: tuple[str, ...] = ()
+    """Names of the model that the weights have not."""
+    unexpected: tuple[str, ...] = ()
+    """Names of the weights that the model has not."""
+    mismatched: Mapping[str, str] = field(default_factory=dict)
+    """Names that both have, and why the one does not go into the other."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Names of the weights that a wrapper had changed, and the model's names for them."""
+
+    def __bool__(self) -> bool:
+        """Whether everything fits."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def demand(self, where: str, kind: str, *, strict: bool) -> None:
+        """An error if they do not fit; without `strict`, missing and unexpected names are a warning.
+
+        `where` (the file) and `kind` (the model's class) are for messages.
+        """
+        logger = get_logger(__name__)
+        if self.renamed:
+            old, new = next(iter(self.renamed.items()))
+            logger.warning(
+                f"{where}: {len(self.renamed)} names are those of a wrapped model ({old!r}); they are taken for its weights ({new!r})."
+            )
+        if self.mismatched or (strict and not self):
+            raise CheckpointError(self.described(where, kind, strict=strict))
+        if not self:
+            logger.warning(self.described(where, kind, strict=strict))
+
+    def described(self, where: str, kind: str, *, strict: bool) -> str:
+        """The report in words: a few names of each kind, what they may have been meant to be, and what to do."""
+        lines = [f"{where} does not fit the model {kind}:" if strict or self.mismatched else f"{where} fits the model {kind} in part:"]
+        lines += _listed("the model has and the file has not", self.missing, self.unexpected)
+        lines += _listed("the file has and the model has not", self.unexpected, self.missing)
+        lines += _listed("do not fit", [f"{name} ({why})" for name, why in self.mismatched.items()], ())
+        return "\n".join([*lines, f"  {self._remedy(strict)}"])
+
+    def demand_values(self, model: torch.nn.Module, where: str) -> None:
+        """An error if weights that the file has not are on the meta device: the model would compute with nothing.
+
+        What modules that load in a way of their own make up (a counter that older files have not) is left to them.
+        """
+        if not self.missing or self.mismatched:
+            return
+        expected, modules = model.state_dict(), dict(model.named_modules())
+        plain = torch.nn.Module._load_from_state_dict
+        owners = {name: type(modules.get(name.rpartition(".")[0], model)) for name in self.missing}
+        empty = [name for name, kind in owners.items() if kind._load_from_state_dict is plain and getattr(expected[name], "is_meta", False)]
+        if not empty:
+            return
+        remedy = "Load a checkpoint that has them, or build the model outside of init_empty_weights: they keep their first values then."
+        if self.unexpected:
+            remedy = (
+                "If it is of another library, which renames weights while it loads: load it there, write the model with save_model, and "
+                "load what that has written."
+            )
+        lines = [f"{where} leaves weights of the model {type(model).__name__} without values, as they are on the meta device:"]
+        lines += _listed("are not in the file", empty, self.unexpected)
+        lines += _listed("are in the file and not in the model", self.unexpected, empty)
+        raise CheckpointError("\n".join([*lines, f"  {remedy}"]))
+
+    def _remedy(self, strict: bool) -> str:
+        if self.mismatched:
+            return "Build the model with the sizes with which it was saved, or take these entries out of the file."
+        prefix = self.unexpected[0].partition(".")[0] if self.unexpected else ""
+        of_wrapper = prefix in ("module", "_orig_mod", "model") and all(name.startswith(f"{prefix}.") for name in self.unexpected)
+        if of_wrapper and not any(name.startswith(f"{prefix}.") for name in self.missing):
+            return f"Did you save a wrapped model? All of these begin with {prefix!r}. Load into the model that was wrapped the same way."
+        if strict:
+            return "Build the model as it was when it was saved, or load what fits with strict=False."
+        return "What the file has not keeps the values it had."
+
+
+def _printable(name: str) -> str:
+    """A name from a file as it may be shown: without what a terminal would obey, and not a page of it."""
+    shown = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}... ({len(name):,} characters)"
+    return shown if shown.isprintable() else ascii(shown)
+
+
+def _listed(what: str, names: Iterable[str], others: Iterable[str]) -> Iterator[str]:
+    found, others = [_printable(one) for one in names], map(_printable, others)
+    if found:
+        near = _closest_names(found[:_SHOWN], list(others)[:_MOST_NAMES_COMPARED])
+        shown = ", ".join(f"{name} (near: {near[name]})" if name in near else name for name in found[:_SHOWN])
+        yield f"  {len(found)} {what}: {shown}{f', and {len(found) - _SHOWN} more' if len(found) > _SHOWN else ''}"
+
+
+def _closest_names(names: list[str], others: list[str]) -> dict[str, str]:
+    found = {name: difflib.get_close_matches(name, others, n=1, cutoff=0.75) for name in names}
+    return {name: close[0] for name, close in found.items() if close}
+
+
+def bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of the wrappers of data parallelism and compilation."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def check_fit(
+    model: torch.nn.Module,
+    given: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+    extra: Any = None,
+    *,
+    tied: Mapping[str, list[str]] | None = None,
+) -> LoadReport:
+    """How weights would fit, without a change to anything.
+
+    `given` has a shape, or a tensor, for each name; `aliases` the other names of tied weights; `extra` the entries that are no tensors
+    (None: not known, and then none of them is missed); `tied` what `tied_names` says of the model, where that is known.
+
+    >>> check_fit(torch.nn.Linear(2, 3), {"weight": (3, 2), "scale": (1,)})
+    LoadReport(missing=('bias',), unexpected=('scale',), mismatched={}, renamed={})
+    """
+    everything: dict[str, Any] = {
+        name: value if isinstance(value, torch.Tensor) else _TensorForm.of(value) for name, value in given.items()
+    } | dict(extra or {})
+    everything.pop(METADATA, None)
+    everything |= {name: everything[kept] for name, kept in (aliases or {}).items() if kept in everything and name not in everything}
+    expected = dict(model.state_dict())
+    renamed = _renamed(everything, expected)
+    held = {renamed.get(name, name): value for name, value in everything.items()}
+    tied = tied_names(model) if tied is None else tied
+    known = {name for name in expected if name in held or any(other in held for other in tied.get(name, ()))}
+    missing = tuple(name for name in expected if name not in known and (extra is not None or _is_stored(expected[name])))
+    report = LoadReport(
+        missing,
+        tuple(name for name in held if name not in expected),
+        {name: why for name, value in held.items() if name in expected and (why := _misfit(value, expected[name]))},
+        renamed,
+    )
+    return report if report or not may_rename_keys(model) else _try_on_meta(model, held, report)
+
+
+@dataclass(frozen=True)
+class _TensorForm:
+    """What is known of a tensor in a file before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> _TensorForm:
+        return cls(tuple(value)) if isinstance(value, (tuple, list)) else cls(tuple(value.shape), value.dtype)
+
+
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in DTYPES
+
+
+def _renamed(given: Iterable[str], expected: Mapping[str, Any]) -> dict[str, str]:
+    """Names that are the model's but for the parts that wrappers add; only where that is certain."""
+    given = list(given)
+    left = [name for name in given if name not in expected]
+    open_names: dict[str, list[str]] = {}
+    for name in sorted(expected.keys() - set(given)):
+        open_names.setdefault(_unwrapped(name), []).append(name)
+    wanted = [(name, open_names.get(_unwrapped(name), [])) for name in left]
+    found = {name: names[0] for name, names in wanted if len(names) == 1}
+    return found if len(set(found.values())) == len(found) else {}
+
+
+def _unwrapped(name: str) -> str:
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def _misfit(given: Any, expected: Any) -> str | None:
+    if isinstance(expected, (UninitializedParameter, UninitializedBuffer)) or not isinstance(expected, torch.Tensor):
+        return None
+    if not isinstance(given, (torch.Tensor, _TensorForm)):
+        return f"a {type(given).__name__} in the file, a tensor in the model"
+    shape, dtype = tuple(given.shape), given.dtype or expected.dtype
+    if shape != tuple(expected.shape) and not (shape == (1,) and not expected.shape):
+        return f"{list(shape)} in the file, {list(expected.shape)} in the model"
+    loses = dtype.is_complex and not expected.is_complex()
+    loses |= dtype.is_floating_point and not (expected.is_floating_point() or expected.is_complex())
+    return f"{dtype} in the file, {expected.dtype} in the model" if loses else None
+
+
+def may_rename_keys(model: torch.nn.Module) -> bool:
+    """Whether the model may change names while it loads."""
+    own = (torch.nn.Module.load_state_dict, torch.nn.Module._load_from_state_dict)
+    for module in model.modules():
+        kind = type(module)
+        if module._load_state_dict_pre_hooks or kind.load_state_dict is not own[0] or "load_state_dict" in vars(module):
+            return True
+        if kind._load_from_state_dict is not own[1] and not kind._load_from_state_dict.__module__.startswith("torch."):
+            return True
+    return False
+
+
+def _try_on_meta(model: torch.nn.Module, held: Mapping[str, Any], report: LoadReport) -> LoadReport:
+    """What a copy of the model without memory says of weights without memory; the report as it is where there can be none."""
+    try:
+        twin = _meta_copy(model)
+        values = OrderedDict((name, _meta_value(value)) for name, value in held.items())
+        answer = twin.load_state_dict(values, strict=False)
+    except Exception as error:  # code of the model, or an attribute that cannot be copied: what it cannot say, the comparison has said
+        get_logger(__name__).debug(f"{type(model).__name__} cannot be loaded on trial: {error}")
+        return report
+    tied = tied_names(model)
+    missing = [name for name in answer.missing_keys if not any(other in held for other in tied.get(name, ()))]
+    return replace(report, missing=tuple(missing), unexpected=tuple(answer.unexpected_keys), mismatched={})
+
+
+def _meta_copy(model: torch.nn.Module) -> Any:
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            empty = torch.empty_like(tensor, device="meta")
+            memo[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def _meta_value(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, (torch.Tensor, _TensorForm)) else value
+
+
+def load_into(
+    model: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    extra: Mapping[str, Any],
+    *,
+    strict: bool = True,
+) -> LoadReport:
+    """Loads weights; if they do not fit, an error before anything has changed. Without `strict`, what is missing keeps its value.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> load_into(model, {"weight": torch.tensor([[1.0, 2.0]])}, {}, {}, strict=False).missing
+    ('bias',)
+    >>> model.weight.tolist()
+    [[1.0, 2.0]]
+    """
+    kind = type(model).__name__
+    report = check_fit(model, tensors, aliases, extra)
+    if report.mismatched or (strict and not report):
+        raise CheckpointError(report.described("What is to be loaded", kind, strict=strict))
+    state = arrange_state_dict(model, tensors, aliases, extra, report, strict=strict)
+    places = tensor_slots(model)
+    _allocate_meta(places, state)
+    try:
+        model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"{kind} refused to load: {error}. Its weights may be loaded in part.") from error
+    _retie(places)
+    return report
+
+
+def arrange_state_dict(
+    model: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    extra: Mapping[str, Any],
+    report: LoadReport,
+    *,
+    strict: bool,
+    tied: Mapping[str, list[str]] | None = None,
+) -> OrderedDict[str, Any]:
+    """The state dict that the model gets: under its own names, tied ones under all of them. Nothing is loaded yet."""
+    everything: dict[str, Any] = {**tensors, **extra}
+    versions = everything.pop(METADATA, None)
+    everything |= {name: everything[kept] for name, kept in aliases.items() if kept in everything and name not in everything}
+    state: OrderedDict[str, Any] = OrderedDict((report.renamed.get(name, name), value) for name, value in everything.items())
+    for name, others in (tied_names(model) if tied is None else tied).items():
+        there = [other for other in others if other in state]
+        if name not in state and there:
+            state[name] = state[there[0]]
+        elif name in state:
+            _require_equal_aliases(state, name, there, strict=strict)
+    if isinstance(versions, Mapping):  # only those that are not 1 were stored
+        state._metadata = {path: {"version": 1} for path, _ in model.named_modules()} | dict(versions)  # type: ignore[attr-defined]
+    return state
+
+
+def _require_equal_aliases(state: OrderedDict[str, Any], name: str, others: list[str], *, strict: bool) -> None:
+    """Names of one weight have one value; where the file has two, the first of them counts, and it is said."""
+    for other in others:
+        one, two = state[name], state[other]
+        if one is two or _same(one, two):
+            continue
+        problem = f"{name} and {other} are one weight in this model, and the file has two different values for them"
+        if strict:
+            raise CheckpointError(f"{problem}. Build a model in which they are not tied, or load with strict=False.")
+        get_logger(__name__).warning(f"{problem}: that of {name} is taken.")
+        state[other] = one
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether they have the same bits, as far as this rank holds them: nan equals nan here."""
+    if is_sharded(one) and is_sharded(two):
+        return tuple(one.shape) == tuple(two.shape) and _same(one.to_local(), two.to_local())  # type: ignore[attr-defined]
+    if one.dtype != two.dtype or one.shape != two.shape or not one.numel():
+        return one.dtype == two.dtype and one.shape == two.shape
+    return memory_identity(one) == memory_identity(two) or torch.equal(pack_bytes(one), pack_bytes(two))
+
+
+def tensor_slots(model: torch.nn.Module) -> list[TensorSlots]:
+    """Every parameter and buffer with all places where it stands: more than one if it is tied."""
+    found: dict[int, TensorSlots] = {}
+    waiting = [("", model)]
+    while waiting:  # in the order of named_modules, whose generators inside of generators take three times as long
+        path, module = waiting.pop()
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (tensor, []))[1].append((path + name, (module, name)))
+        waiting += [(f"{path}{name}.", child) for name, child in reversed(module._modules.items()) if child is not None]
+    return list(found.values())
+
+
+def tied_names(model: torch.nn.Module, places: Iterable[TensorSlots] | None = None) -> dict[str, list[str]]:
+    """The other names of every weight that has several, in the order of the model; `places` are those of `tensor_slots`, where known."""
+    groups: dict[Any, list[str]] = {}
+    for tensor, where in tensor_slots(model) if places is None else places:
+        groups.setdefault(memory_identity(tensor), []).extend([name for name, _ in where])
+    return {name: [other for other in group if other != name] for group in groups.values() if len(group) > 1 for name in group}
+
+
+def cast_weights(model: torch.nn.Module, names: Collection[str], dtype: torch.dtype, keep: Collection[str] = ()) -> None:
+    """Floating point weights of these names become `dtype`; in modules whose names are in `keep`, float32. They stay the same objects."""
+    for tensor, where in tensor_slots(model):
+        if tensor.is_floating_point() and any(name in names for name, _ in where):
+            kept = any(f".{one}." in f".{name}." for name, _ in where for one in keep)
+            tensor.data = tensor.data.to(torch.float32 if kept else dtype)
+
+
+def _allocate_meta(places: list[TensorSlots], state: Mapping[str, Any]) -> None:
+    """Weights without memory that are about to be loaded get some; tied ones stay one."""
+    for tensor, where in places:
+        if tensor.is_meta and any(name in state for name, _ in where):
+            with torch.inference_mode(False):  # weights of that mode could not be used outside of it
+                empty = torch.empty_like(tensor, device="cpu")
+                made = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+            for _, place in where:
+                set_tensor(place, made)
+
+
+def _retie(places: list[TensorSlots]) -> None:
+    """What was one weight before is one again, also where loading has replaced it."""
+    for _, where in places:
+        if len(where) > 1:
+            first = _get(where[0][1])
+            for _, place in where[1:]:
+                if _get(place) is not first and first is not None:
+                    set_tensor(place, first)
+
+
+def _get(place: TensorSlot) -> torch.Tensor | None:
+    module, name = place
+    return module._parameters.get(name, module._buffers.get(name))
+
+
+def set_tensor(place: TensorSlot, tensor: torch.Tensor) -> None:
+    """Makes a tensor the one that stands in this place."""
+    module, name = place
+    if isinstance(tensor, torch.nn.Parameter):
+        module._parameters[name] = tensor
+    else:
+        module._buffers[name] = tensor
+
 
 _FORMAT = "format"
 
@@ -62,26 +447,26 @@ class ModelFiles:
     """What was written, the index included."""
 
 
-def split(state_dict: Mapping[str, Any], where: str) -> Weights:
+def split_state_dict(state_dict: Mapping[str, Any], where: str) -> Weights:
     """A state dict taken apart; the tensors are those of the model, not copies. `where` begins the messages.
 
     >>> shared = torch.ones(2)
-    >>> split({"embed": shared, "head": shared, "step": 3}, "the weights")
+    >>> split_state_dict({"embed": shared, "head": shared, "step": 3}, "the weights")
     Weights(tensors={'embed': tensor([1., 1.])}, aliases={'head': 'embed'}, extra={'step': 3})
     """
     weights = Weights()
     stored: dict[Any, str] = {}
     for name, value in state_dict.items():
-        if not isinstance(name, str) or name == "__metadata__" or not is_text(name):
+        if not isinstance(name, str) or name == "__metadata__" or not is_utf8(name):
             raise CheckpointError(f"{where} have the name {name!r}, which a file of weights cannot hold. Give the weight another name.")
         if not isinstance(value, torch.Tensor):
             weights.extra[name] = value
             continue
-        tensor = storable(value, f"{name!r} of {where}").detach()
+        tensor = require_storable(value, f"{name!r} of {where}").detach()
         if tensor.dtype not in DTYPES:
             weights.extra[name] = tensor
             continue
-        kept = stored.setdefault(identity(value), name)
+        kept = stored.setdefault(memory_identity(value), name)
         if kept == name:
             weights.tensors[name] = tensor
         else:
@@ -94,12 +479,12 @@ def split(state_dict: Mapping[str, Any], where: str) -> Weights:
     return weights
 
 
-def shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | None, frozen: Collection[str] = frozenset()) -> list[list[str]]:
+def plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | None, frozen: Collection[str] = frozenset()) -> list[list[str]]:
     """The names that go into each file: at most `max_shard_size` bytes of tensors, unless a single one has more.
 
-    Those in `frozen` go to files of their own, which then do not change from save to save. In each file they stand in `file_order`.
+    Those in `frozen` go to files of their own, which then do not change from save to save. In each file they stand in `file_order_key`.
 
-    >>> shards({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}, 32)
+    >>> plan_shards({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}, 32)
     [['a', 'b'], ['c']]
     """
     files: list[list[str]] = []
@@ -112,7 +497,7 @@ def shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | None, froz
                 taken = 0
             files[-1].append(name)
             taken += size
-    return [sorted(names, key=lambda name: file_order(tensors[name].nbytes, tensors[name].element_size())) for names in files] or [[]]
+    return [sorted(names, key=lambda name: file_order_key(tensors[name].nbytes, tensors[name].element_size())) for names in files] or [[]]
 
 
 def shard_names(base: str, count: int, suffix: str = "safetensors") -> list[str]:
@@ -138,7 +523,9 @@ def tensors_file(
 ) -> tuple[Iterable[Any], int]:
     """The bytes of a file with these tensors, in pieces, and how many there are. Other names of them stand in its metadata."""
     told = {other: name for other, name in (aliases or {}).items() if name in names and other != _FORMAT}
-    header, layout = plan([(name, DTYPES[tensors[name].dtype], tuple(tensors[name].shape)) for name in names], {_FORMAT: "pt", **told})
+    header, layout = plan_layout(
+        [(name, DTYPES[tensors[name].dtype], tuple(tensors[name].shape)) for name in names], {_FORMAT: "pt", **told}
+    )
     return chain([header], (tensor_bytes(tensors[name]) for name in names)), layout.size
 
 
@@ -150,7 +537,7 @@ def write_weights(
     frozen: Collection[str] = frozenset(),
 ) -> ModelFiles:
     """Writes the tensors (not what is extra) through `add(name, chunks, size)`; the index comes last."""
-    groups = shards(weights.tensors, max_shard_size, frozen)
+    groups = plan_shards(weights.tensors, max_shard_size, frozen)
     names = shard_names(base, len(groups))
     entries = {name: add(name, *tensors_file(weights.tensors, group, weights.aliases)) for name, group in zip(names, groups, strict=True)}
     index = None

@@ -1,11 +1,11 @@
-"""`slipstream checkpoint`: what is in checkpoints, whether they are whole, and what differs between two.
+"""`slipstream checkpoint`: list, verify, show and compare checkpoints.
 
     slipstream checkpoint ls runs                       a table of the checkpoints in a folder
-    slipstream checkpoint verify runs                   reads every byte of them; exit code 1 if anything is wrong
-    slipstream checkpoint show runs/checkpoint_3        what is in one
-    slipstream checkpoint diff runs/checkpoint_3 other  exit code 0 if they are equal, 1 if not, 2 if that cannot be told
+    slipstream checkpoint verify runs                   reads every byte; exit code 1 if anything is wrong
+    slipstream checkpoint show runs/checkpoint_3        what is in one checkpoint
+    slipstream checkpoint diff runs/checkpoint_3 other  exit code 0 if they are equal, 1 if not, 2 if one cannot be read
 
-Nothing here imports torch or changes a file. Texts from files are printed so that no terminal obeys them.
+Nothing here imports torch or changes a file. Text from files is escaped before it is printed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from typing import Any, Final
 
 import click
 
-from slipstream.cli.inspect import checking, listing, showing
-from slipstream.cli.inspect.folder import Look, Survey
-from slipstream.cli.inspect.places import distinct, name_of, one_checkpoint, readable, survey_of
-from slipstream.cli.inspect.text import count, printable, size
+from slipstream.checkpoint import inspect
+from slipstream.checkpoint.inspect import (
+    CheckpointSummary,
+    FolderSurvey,
+    display_name,
+    find_single_checkpoint,
+    open_readable,
+    split_duplicates,
+    survey_location,
+)
+from slipstream.cli import checkpoint_view
+from slipstream.cli.text_format import escape_control, format_count, format_size
+from slipstream.distributed.progress_bar import bar
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.runtime.progress import bar
 
 __all__ = ["command"]
 
@@ -43,11 +51,11 @@ class _Damaged(click.ClickException):
 
 
 def _safe(error: Exception) -> str:
-    return "\n".join(map(printable, str(error).split("\n")))
+    return "\n".join(map(escape_control, str(error).split("\n")))
 
 
 @contextmanager
-def _refusing(damaged: type[click.ClickException] = _Damaged) -> Iterator[None]:
+def _as_click_errors(damaged: type[click.ClickException] = _Damaged) -> Iterator[None]:
     """What was given wrongly is exit code 2; a checkpoint that cannot be read is `damaged`."""
     try:
         yield
@@ -83,15 +91,15 @@ def _list(places: tuple[str, ...], verify: bool, as_json: bool) -> None:
       slipstream checkpoint ls --verify runs/checkpoint_3
       slipstream checkpoint ls --json s3://bucket/run
     """
-    with _refusing():
+    with _as_click_errors():
         surveys = _surveys(places)
         with _progress([one for found in surveys for one in found.checkpoints], shown=verify) as advance:
-            found = [listing.described(one, verify=verify, advance=advance) for one in surveys]
+            found = [checkpoint_view.describe_survey(one, verify=verify, advance=advance) for one in surveys]
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
     for data in found:
-        for line in listing.table(data, _now()):
+        for line in checkpoint_view.survey_lines(data, _now()):
             click.echo(line)
 
 
@@ -109,25 +117,25 @@ def _verify(context: click.Context, places: tuple[str, ...]) -> None:
       slipstream checkpoint verify runs/checkpoint_3
       slipstream checkpoint verify runs && echo all whole
     """
-    with _refusing():
+    with _as_click_errors():
         surveys = _surveys(places)
         if empty := [found.given for found in surveys if not found.checkpoints and not any(_claims(found))]:
-            raise ConfigError(f"There is no checkpoint in {', '.join(map(name_of, empty))}.\nGive a folder that save_state made.")
+            raise ConfigError(f"There is no checkpoint in {', '.join(map(display_name, empty))}.\nGive a folder that save_state made.")
         wrong = 0
         with _progress([one for found in surveys for one in found.checkpoints]) as advance:
             for found in surveys:
                 for problem in _claims(found):
                     wrong += 1
-                    click.echo(printable(problem))
+                    click.echo(escape_control(problem))
                 for one in found.checkpoints:
                     problems = _problems(one, advance)
                     wrong += len(problems)
                     for problem in problems:
-                        click.echo(printable(problem))
+                        click.echo(escape_control(problem))
                     if not problems:
-                        click.echo(f"{printable(one.folder)}: whole ({size(one.size)}, step {one.manifest.step:,})")  # type: ignore[union-attr]
+                        click.echo(f"{escape_control(one.folder)}: whole ({format_size(one.size)}, step {one.manifest.step:,})")  # type: ignore[union-attr]
     if wrong:
-        click.echo(f"{count(wrong, 'problem')}.", err=True)
+        click.echo(f"{format_count(wrong, 'problem')}.", err=True)
         context.exit(1)
 
 
@@ -148,12 +156,12 @@ def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> N
       slipstream checkpoint show --tensors runs/checkpoint_3
       slipstream checkpoint show --json runs/checkpoint_3 | jq .receipt
     """
-    with _refusing(), readable(one_checkpoint(place)) as one:
-        data = showing.described(one, name_of(place), tensors=tensors)
+    with _as_click_errors(), open_readable(find_single_checkpoint(place)) as one:
+        data = checkpoint_view.describe_checkpoint(one, display_name(place), tensors=tensors)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        for line in showing.text(data, _now()):
+        for line in checkpoint_view.checkpoint_lines(data, _now()):
             click.echo(line)
     context.exit(1 if data["problems"] else 0)
 
@@ -177,29 +185,29 @@ def _diff(context: click.Context, one: str, other: str, everything: bool, as_jso
       slipstream checkpoint diff runs/checkpoint_3 runs/checkpoint_4
       slipstream checkpoint diff --json before after | jq .equal
     """
-    from slipstream.cli.inspect import differing  # takes numpy, which the other commands do not need
+    from slipstream.cli import checkpoint_diff  # takes numpy, which the other commands do not need
 
-    with _refusing(_Refusal):
-        if distinct([one, other])[1]:
-            raise ConfigError(f"{name_of(one)} and {name_of(other)} are the same folder.\nGive two different checkpoints.")
-        with readable(one_checkpoint(one)) as left, readable(one_checkpoint(other)) as right:
-            sections = list(differing.compared(left, right))
+    with _as_click_errors(_Refusal):
+        if split_duplicates([one, other])[1]:
+            raise ConfigError(f"{display_name(one)} and {display_name(other)} are the same folder.\nGive two different checkpoints.")
+        with open_readable(find_single_checkpoint(one)) as left, open_readable(find_single_checkpoint(other)) as right:
+            sections = list(checkpoint_diff.compare_checkpoints(left, right))
     if as_json:
-        click.echo(json.dumps(differing.plain(sections), indent=2))
+        click.echo(json.dumps(checkpoint_diff.sections_as_data(sections), indent=2))
     else:
-        for line in differing.text(sections, everything=everything):
+        for line in checkpoint_diff.diff_lines(sections, everything=everything):
             click.echo(line)
     context.exit(1 if any(section.apart for section in sections) else 0)
 
 
-def _surveys(places: Sequence[str]) -> list[Survey]:
-    kept, again = distinct(places)
+def _surveys(places: Sequence[str]) -> list[FolderSurvey]:
+    kept, again = split_duplicates(places)
     for one in again:
-        click.echo(f"{printable(name_of(one))} was given twice, and is looked at once.", err=True)
-    return [survey_of(one) for one in kept]
+        click.echo(f"{escape_control(display_name(one))} was given twice, and is looked at once.", err=True)
+    return [survey_location(one) for one in kept]
 
 
-def _claims(found: Survey) -> Iterator[str]:
+def _claims(found: FolderSurvey) -> Iterator[str]:
     """What should be a checkpoint and is none."""
     for one in found.others:
         if found.single or one.name.startswith("checkpoint_"):
@@ -208,18 +216,18 @@ def _claims(found: Survey) -> Iterator[str]:
         yield f"{found.folder / 'latest'} names {found.latest!r}, and there is no such checkpoint"
 
 
-def _problems(one: Look, advance: Callable[[int], object]) -> list[str]:
+def _problems(one: CheckpointSummary, advance: Callable[[int], object]) -> list[str]:
     try:
-        with readable(one) as local:
-            return list(checking.problems(local, advance))
+        with open_readable(one) as local:
+            return list(inspect.find_problems(local, advance))
     except CheckpointError as error:
         return [str(error)]
 
 
 @contextmanager
-def _progress(looks: Sequence[Look], *, shown: bool = True) -> Iterator[Callable[[int], Any]]:
+def _progress(looks: Sequence[CheckpointSummary], *, shown: bool = True) -> Iterator[Callable[[int], Any]]:
     """A bar of the bytes that are read."""
-    total = sum(checking.bytes_to_read(one) for one in looks) if shown else None
+    total = sum(inspect.bytes_to_read(one) for one in looks) if shown else None
     with bar(total, "reading", "B", wanted=None if shown else False) as visible:
         yield visible.update
 

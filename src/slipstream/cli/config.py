@@ -1,11 +1,11 @@
-"""`slipstream config`: makes and changes configuration files.
+"""`slipstream config`: make and change configuration files.
 
     slipstream config                      asks questions and writes the answers
-    slipstream config --set name=value     sets options in the file without asking; nothing after = takes one out
+    slipstream config --set name=value     sets options in the file without asking; nothing after = removes one
     slipstream config default              writes a minimal file
     slipstream config update               rewrites an older file, or one of `accelerate config`, as ours
 
-The questions are those that the options declare, asked only where earlier answers make them matter, and each answer is
+The questions come from the declarations of the options, are asked only where earlier answers make them relevant, and each answer is
 checked at once. A file is written whole or not at all. Nothing here imports torch.
 """
 
@@ -20,14 +20,12 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import click
 
-from slipstream.config.checks import Choice
-from slipstream.config.files import Reading, understand
+from slipstream.config.files import ConfigFile, back_up, file_text, parse_config_file, write_file
 from slipstream.config.names import unknown_name
 from slipstream.config.option import Option, Origin, Value, parse
-from slipstream.config.resolved import build
+from slipstream.config.resolved_config import Choice, build_config
 from slipstream.config.schema import OPTIONS
 from slipstream.config.sources import default_file_path, environment, read_file
-from slipstream.config.write import back_up, file_text, write_file
 from slipstream.errors import ConfigError
 
 __all__ = ["Ask", "command", "interview"]
@@ -48,7 +46,7 @@ class _Refusal(click.ClickException):
     exit_code = 2
 
 
-def _refusing(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+def _as_click_errors(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     @functools.wraps(function)
     def wrapped(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         try:
@@ -68,7 +66,7 @@ def _file_option(function: Callable[..., Any]) -> Callable[..., Any]:
 @_file_option
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set an option without asking; NAME= takes it out.")
 @click.pass_context
-@_refusing
+@_as_click_errors
 def command(context: click.Context, config_file: str | None, settings: tuple[str, ...]) -> None:
     """Make or change a configuration file.
 
@@ -79,7 +77,7 @@ def command(context: click.Context, config_file: str | None, settings: tuple[str
             raise ConfigError(f"--set does not go with `config {context.invoked_subcommand}`.\nWrite slipstream config --set ...")
         context.obj = config_file
         return
-    path = _place(config_file)
+    path = _config_path(config_file)
     values = _existing(path)
     if settings:
         values = _with_settings(values, settings)
@@ -100,7 +98,7 @@ def command(context: click.Context, config_file: str | None, settings: tuple[str
 @click.option("--mixed_precision", "--mixed-precision", "mixed_precision", metavar="FORMAT", help=OPTIONS["mixed_precision"].help)
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @click.pass_obj
-@_refusing
+@_as_click_errors
 def _default(outer_file: str | None, config_file: str | None, mixed_precision: str | None, overwrite: bool) -> None:
     """Write a minimal file.
 
@@ -108,7 +106,7 @@ def _default(outer_file: str | None, config_file: str | None, mixed_precision: s
     """
     option = OPTIONS["mixed_precision"]
     given = option.default if mixed_precision is None else parse(option, mixed_precision, Origin("flag", "--mixed_precision"))
-    path = _place(config_file or outer_file)
+    path = _config_path(config_file or outer_file)
     if overwrite or not path.exists():  # else it is refused
         _announce(path)
     _report(write_file(path, {option.name: given}, overwrite=overwrite))
@@ -117,15 +115,15 @@ def _default(outer_file: str | None, config_file: str | None, mixed_precision: s
 @command.command(name="update", short_help="Rewrite an older file, or one of `accelerate config`, as ours.")
 @_file_option
 @click.pass_obj
-@_refusing
+@_as_click_errors
 def _update(outer_file: str | None, config_file: str | None) -> None:
     """Rewrite an older file, or one of `accelerate config`, as ours.
 
     The old one is kept beside it. Keys that have no effect are dropped, and named.
     """
-    path = _place(config_file or outer_file)
-    reading = understand(read_file(path), str(path))
-    build(reading.choices)
+    path = _config_path(config_file or outer_file)
+    reading = parse_config_file(read_file(path), str(path))
+    build_config(reading.choices)
     values = {name: choice.value for name, choice in reading.choices.items()}
     if Path(path).read_text("utf-8-sig") == file_text(values, as_json=path.suffix == ".json"):
         click.echo(f"{path} is up to date.")
@@ -159,7 +157,7 @@ def _answer(option: Option, answers: Mapping[str, Value], text: str) -> Value:
     if option.default is None and text.strip().lower() == option.unset:
         return None
     value = parse(option, text.strip(), _ANSWER)
-    build(_choices({**answers, option.name: value}, _ANSWER))
+    build_config(_choices({**answers, option.name: value}, _ANSWER))
     return value
 
 
@@ -188,7 +186,7 @@ def _choices(values: Mapping[str, Value], origin: Origin) -> dict[str, Choice]:
     return {name: Choice(value, origin) for name, value in values.items() if value is not None}
 
 
-def _place(config_file: str | None) -> Path:
+def _config_path(config_file: str | None) -> Path:
     environ = environment()
     chosen = config_file or environ.get(str(OPTIONS["config_file"].variable))
     return Path(os.path.expanduser(chosen)) if chosen else default_file_path(environ)
@@ -198,7 +196,7 @@ def _existing(path: Path) -> dict[str, Value]:
     """What the file sets already; a file of another tool is not changed in passing."""
     if not path.exists():
         return {}
-    reading: Reading = understand(read_file(path), str(path))
+    reading: ConfigFile = parse_config_file(read_file(path), str(path))
     if reading.foreign:
         raise ConfigError(
             f"The file {path} is one of `accelerate config`.\nTurn it into one of ours first: slipstream config update --config_file {path}"
@@ -223,7 +221,7 @@ def _with_settings(existing: Mapping[str, Value], settings: Iterable[str]) -> di
         given.add(name)
         values[name] = parse(option, text.strip(), _SETTING) if text.strip() else None
     origins = {name: _SETTING if name in given else Origin("file", "the file") for name in values}
-    build({name: Choice(value, origins[name]) for name, value in values.items() if value is not None})
+    build_config({name: Choice(value, origins[name]) for name, value in values.items() if value is not None})
     return values
 
 

@@ -1,6 +1,6 @@
-"""`slipstream env`: what a bug report needs to know of this machine, with secrets left out.
+"""`slipstream env`: describe this machine and installation for a bug report, without secrets.
 
-A configuration that cannot be read is reported, not raised: this command is what people run when something is wrong.
+A configuration that cannot be read is reported, not raised, because this command is run when something is wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from slipstream.config.sources import environment
-from slipstream.runs.environment import environment_report
+from slipstream.observability.run_dir.environment import environment_report
 
 __all__ = ["command"]
 

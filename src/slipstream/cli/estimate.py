@@ -1,11 +1,11 @@
-"""`slipstream estimate`: what a model will take of memory, before it does.
+"""`slipstream estimate`: how much memory a model needs, before it is loaded.
 
     slipstream estimate ./llama                              a folder with config.json and weights: answered from headers, without torch
     slipstream estimate config.json --batch-size 8           a config of transformers: built without memory, measured
     slipstream estimate my_package.models:build              any model that a Python function returns
     slipstream estimate org/name                             a name on the hub, when online
 
-Nothing here imports torch; the room `offload/estimate` does if the answer needs it. No weight is loaded.
+Nothing here imports torch; `big_models/estimate` does if the answer needs it. No weight is loaded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import click
 
-from slipstream.cli.inspect.text import columns, count, printable, size
+from slipstream.big_models.estimate.report import Estimate, EstimateOptions, estimate
+from slipstream.big_models.estimate.tensors import OPTIMIZERS, WEIGHT_DTYPES, parse_weight_dtype
+from slipstream.cli.text_format import escape_control, format_columns, format_count, format_size
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
-from slipstream.offload.estimate.kinds import KINDS, OPTIMIZERS, kind_named
-from slipstream.offload.estimate.report import Estimate, Settings, estimate
 
 __all__ = ["command"]
 
@@ -50,14 +50,16 @@ class _Several(click.Option):
 def _names_types(word: str) -> bool:
     """Whether a word that follows a type is one more: a type, or nearly one; what follows may be the model."""
     try:
-        return bool([kind_named(one) for one in word.split(",")])
+        return bool([parse_weight_dtype(one) for one in word.split(",")])
     except ConfigError:
         return False
 
 
 @click.command(name="estimate", short_help="Say how much memory a model takes, before it is loaded.")
 @click.argument("model", metavar="MODEL")
-@click.option("--dtypes", cls=_Several, multiple=True, metavar="TYPE...", help=f"One or more of {', '.join(KINDS)}.  [default: all]")
+@click.option(
+    "--dtypes", cls=_Several, multiple=True, metavar="TYPE...", help=f"One or more of {', '.join(WEIGHT_DTYPES)}.  [default: all]"
+)
 @click.option("--batch_size", "--batch-size", "batch_size", type=int, default=1, show_default=True, help="Sequences, or rows, at a time.")
 @click.option("--sequence_length", "--sequence-length", "sequence_length", type=int, help="Tokens.  [default: 2048 or fewer]")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True, help="Whose states are counted.")
@@ -106,9 +108,9 @@ def command(
             "--library-name timm: names of timm are not looked up on the hub.\n"
             "Give an entry point: a file with `def build(): return timm.create_model(...)`, as file.py:build."
         )
-    names = [name for given in dtypes for name in given.split(",")] or list(KINDS)
-    kinds = tuple(dict.fromkeys(map(kind_named, names)))
-    settings = Settings(
+    names = [name for given in dtypes for name in given.split(",")] or list(WEIGHT_DTYPES)
+    kinds = tuple(dict.fromkeys(map(parse_weight_dtype, names)))
+    settings = EstimateOptions(
         kinds,
         batch_size,
         sequence_length,
@@ -129,10 +131,13 @@ def command(
 
 
 def _text(found: Estimate, *, checkpointing: bool) -> Iterator[str]:
-    stored = ", ".join(f"{size(number)} of {dtype}" for dtype, number in list(found.stored.items())[:3])
-    yield f"{printable(found.model)} ({found.kind}): {count(found.parameters, 'parameter')} in {count(found.tensors, 'tensor')}, {stored}"
+    stored = ", ".join(f"{format_size(number)} of {dtype}" for dtype, number in list(found.stored.items())[:3])
+    yield (
+        f"{escape_control(found.model)} ({found.kind}): {format_count(found.parameters, 'parameter')} in "
+        f"{format_count(found.tensors, 'tensor')}, {stored}"
+    )
     if found.largest_layer:
-        yield f"largest layer: {printable(found.largest_layer)}"
+        yield f"largest layer: {escape_control(found.largest_layer)}"
     shape = f"batch {found.batch_size}" + (f", sequence {found.sequence_length:,}" if found.sequence_length else "")
     if found.inference:
         yield f"\nInference, {shape}"
@@ -149,12 +154,12 @@ def _text(found: Estimate, *, checkpointing: bool) -> Iterator[str]:
         asked = [("runs in", found.inference, runs), ("trains in", found.training, trains)]
         said = "; ".join(f"{what} {', '.join(names) if names else 'none of these'}" for what, rows, names in asked if rows)
         unsure = None in [*(row.activations for row in found.inference), *(row.activations for row in found.training)]
-        yield f"{device} has {size(free)} free: {said or 'nothing was asked'}{', without activations' if unsure else ''}"
-    yield from (printable(note) for note in found.notes)
+        yield f"{device} has {format_size(free)} free: {said or 'nothing was asked'}{', without activations' if unsure else ''}"
+    yield from (escape_control(note) for note in found.notes)
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    cells = [[str(row[0]), *(_UNKNOWN if value is None else size(value) for value in row[1:])] for row in rows]
+    cells = [[str(row[0]), *(_UNKNOWN if value is None else format_size(value) for value in row[1:])] for row in rows]
     for cell in cells:
         cell[-1] = f"> {cell[-1]}" if _UNKNOWN in cell else cell[-1]
-    return [f"  {line}" for line in columns([list(titles), *cells], right=range(1, len(titles)))]
+    return [f"  {line}" for line in format_columns([list(titles), *cells], right=range(1, len(titles)))]

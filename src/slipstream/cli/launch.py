@@ -1,7 +1,7 @@
-"""`slipstream launch [options] script.py [its options]`: runs a script, a module or a program in one or more processes.
+"""`slipstream launch [options] script.py [its options]`: run a script, a module or a program in one or more processes.
 
-The options are those that the configuration declares, in both spellings. Everything after the script belongs to the script
-and is handed on untouched, byte for byte. What is wrong with the options is found before anything is started.
+The options are those that the configuration declares, in both spellings. Everything after the script is passed to it unchanged. Errors in
+the options are found before anything is started.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import click
 from slipstream.config import OPTIONS, Config, Option, flag_names, negative_flag_names, resolve, unknown_flag
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
-from slipstream.launch.plan import Accelerators, Machine, describe, make_plan
-from slipstream.launch.slurm import filled_in
-from slipstream.launch.target import Kind, Target, end_interpreter
+from slipstream.launch.plan import MachineSpec, VisibleAccelerators, describe_plan, make_plan
+from slipstream.launch.slurm import fill_from_slurm
+from slipstream.launch.worker import Target, TargetKind, end_interpreter
 
 __all__ = ["command"]
 
@@ -78,15 +78,15 @@ def _declared(option: Option) -> click.Option:
 def _target(config: Config, words: Sequence[str]) -> Target:
     if not words:
         raise ConfigError("There is no script to run.\nWrite: slipstream launch [options] script.py [its options]")
-    kind: Kind = "module" if config.command.module else "executable" if config.command.no_python else "script"
+    kind: TargetKind = "module" if config.command.module else "executable" if config.command.no_python else "script"
     return Target(kind, words[0], tuple(words[1:]))
 
 
-def _machine(environ: Mapping[str, str]) -> Machine:
+def _machine(environ: Mapping[str, str]) -> MachineSpec:
     from slipstream.devices.table import count_without_torch
 
     family, count = count_without_torch(environ)
-    return Machine(accelerators=Accelerators(count, family.visible))
+    return MachineSpec(accelerators=VisibleAccelerators(count, family.visible))
 
 
 def _preload(target: Target) -> list[str]:
@@ -95,7 +95,7 @@ def _preload(target: Target) -> list[str]:
     The first optimizer of a process, and the first DistributedDataParallel, import torch's compiler, which takes as long as torch itself.
     A program that has neither should not pay for it, so its text is asked; one that sets the compiler's variables has to come first.
     """
-    wanted = ["slipstream.runtime.state", "psutil"]
+    wanted = ["slipstream.distributed.state", "psutil"]
     path = {"script": target.name, "module": target.name.replace(".", "/") + ".py"}.get(target.kind)
     with contextlib.suppress(OSError):  # no such file: whoever runs it says so
         text = Path(path).read_bytes() if path is not None else b""
@@ -107,20 +107,20 @@ def _preload(target: Target) -> list[str]:
 def _run(words: Sequence[str], **flags: Any) -> None:
     environ = environment()
     config = resolve(flags={name: value for name, value in flags.items() if value is not None}, environ=environ, default_file=True)
-    config = filled_in(config, environ)
+    config = fill_from_slurm(config, environ)
     target = _target(config, words)
     plan = make_plan(config, target, environ, _machine(environ))
     if config.command.show:
-        click.echo(describe(plan, config))
+        click.echo(describe_plan(plan, config))
         return
     if not config.command.quiet:
         for unused in config.unused:
             print(f"slipstream: {unused.key} in the configuration file has no effect: {unused.why}", file=sys.stderr)
     if plan.single:
-        from slipstream.runtime.clusters import detect
+        from slipstream.distributed.cluster import detect
 
         detect(environ)  # rank variables that are half set would fail in the script, with a traceback
-    from slipstream.launch.start import launch
+    from slipstream.launch.agent import launch
 
     exit_code = launch(plan, preload=_preload(target))
     end_interpreter(exit_code)  # at once: taking down an interpreter that has torch in it takes a third of a second

@@ -1,7 +1,7 @@
-"""The command `slipstream`: finds the command that was named, imports that one alone, and turns errors into messages.
+"""The command `slipstream`: find the command that was named, import only that one, and turn errors into messages.
 
-A mistake in what the user gave is a message of a few lines on stderr and exit code 2; a failed job returns the exit code of its
-first failure; no error of ours that is raised on purpose shows a traceback. Nothing here imports torch.
+A mistake in the input is a message of a few lines on stderr and exit code 2; a failed job returns the exit code of its first failure; no
+error that we raise on purpose shows a traceback. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Final
 
 import click
 
-from slipstream.accelerate_names import COMMANDS as ABSENT_COMMANDS, said
 from slipstream.config.names import nearest
 from slipstream.errors import ConfigError, LaunchError, SlipstreamError
+from slipstream.public_names import COMMANDS as ABSENT_COMMANDS, absence_message
 
 __all__ = ["cli", "main"]
 
@@ -61,7 +61,7 @@ class _Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name in ABSENT_COMMANDS:
-            raise ConfigError(said(f"There is no command {name}", ABSENT_COMMANDS[name]))
+            raise ConfigError(absence_message(f"There is no command {name}", ABSENT_COMMANDS[name]))
         if name not in _COMMANDS and name not in _ALIASES:
             near = nearest(name, _COMMANDS)
             hint = f"Did you mean {near[0]}?" if near else "The commands are: " + ", ".join(_COMMANDS) + "."

@@ -1,4 +1,4 @@
-"""`slipstream merge-weights`: weights in many files become one file, without the memory that they would take."""
+"""`slipstream merge-weights`: merge weights from several files into one file, without loading all of them into memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(folder: str, output: str, unsafe: bool, remove: bool) -> None:
 
     FOLDER holds the files and their index, or a checkpoint. OUTPUT is a folder for model.safetensors, or the path of a file.
     """
-    from slipstream.checkpoint.consolidate import merge_weights
+    from slipstream.checkpoint.model_io import merge_weights
 
     written = merge_weights(folder, output, remove=remove, safe_serialization=not unsafe)
     click.echo(f"{written} ({written.stat().st_size:,} bytes)")

@@ -1,11 +1,11 @@
-"""`slipstream report`: one page about one or several runs, as a file that opens without a network.
+"""`slipstream report`: write one page about one or several runs, as a file that opens without a network.
 
     slipstream report runs/first                     writes runs/first/report.html
-    slipstream report runs/first runs/second         lays both over each other, in ./report.html
+    slipstream report runs/first runs/second         compares both, in ./report.html
     slipstream report project -o page.html --open    all runs of a project, and opens the page
-    slipstream report runs/first -o -                writes the page to the standard output
+    slipstream report runs/first -o -                writes the page to standard output
 
-Nothing here imports torch. A report is replaced as a whole; a file that is no report is left alone, and nothing else is written.
+Nothing here imports torch. A report is replaced as a whole; a file that is not a report is not overwritten.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from slipstream.report.writing import document, write
+from slipstream.observability.report.page import render_report, write
 
 __all__ = ["command"]
 
@@ -41,7 +41,7 @@ def command(runs: tuple[Path, ...], output: str | None, title: str | None, point
         raise click.UsageError("--open needs a file: give it a name with -o FILE.")
     left_out: list[tuple[Path, str]] = []
     if output == "-":
-        click.echo(document(runs, title=title, points=points, left_out=left_out), nl=False)
+        click.echo(render_report(runs, title=title, points=points, left_out=left_out), nl=False)
         path = Path()
     else:
         path = write(runs, output, title=title, points=points, left_out=left_out)

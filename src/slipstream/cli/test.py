@@ -1,8 +1,8 @@
-"""`slipstream test [options of launch]`: whether processes here can work together, found out by letting them.
+"""`slipstream test [options of launch]`: run a small job that checks whether processes can work together here.
 
-Runs the job in `slipstream.testing.selfcheck` through `slipstream launch`, with the options and the configuration that any job
-would get, and prints what came of it. Exit code 0: every check passed; 1: one failed, or the job did; 2: options that cannot
-be used. With several machines, run it on each of them as you would a job; machine 0 prints the outcome.
+Runs `slipstream.testing.selfcheck` through `slipstream launch` with the options and configuration of an ordinary job, and prints the
+result. Exit code 0: every check passed; 1: a check or the job failed; 2: options that cannot be used. With several machines, run it on
+each; machine 0 prints the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import click
 from slipstream.cli.launch import command as launch_command
 from slipstream.config import Config, resolve
 from slipstream.errors import ConfigError
-from slipstream.launch.system import prepare_child
+from slipstream.launch.workers import prepare_child
 
 __all__ = ["command"]
 

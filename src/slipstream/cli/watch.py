@@ -1,10 +1,10 @@
-"""`slipstream watch`: runs shown while they go on, in a browser or in the terminal.
+"""`slipstream watch`: show runs while they are in progress, in a browser or in the terminal.
 
-    slipstream watch outputs                     the runs below outputs/runs, those to come included
+    slipstream watch outputs                     the runs below outputs/runs, including later ones
     slipstream watch outputs/runs/first other    some of them
     slipstream watch outputs --terminal          without a browser
 
-Nothing here imports torch or changes a file. The server is for this machine alone unless --host says otherwise.
+Nothing here imports torch or changes a file. The server listens on this machine only unless --host says otherwise.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import webbrowser
 
 import click
 
-from slipstream.report.drawing import safe
-from slipstream.report.server import DEFAULT_PORT, Server, is_loopback
+from slipstream.observability.report.server import DEFAULT_PORT, ReportServer, is_loopback
+from slipstream.observability.report.text_charts import escape_control
 
 __all__ = ["command"]
 
@@ -44,11 +44,11 @@ def command(paths: tuple[str, ...], port: int | None, host: str, terminal: bool,
             raise click.UsageError(
                 f"--terminal shows the runs here and serves no page, so {' and '.join(given)} would do nothing: leave one out."
             )
-        from slipstream.report.terminal import show as show_here
+        from slipstream.observability.report.terminal import show_runs as show_here
 
         show_here(paths)
         return
-    _serve(Server(paths, host=host, port=port), show, asked=port is None)
+    _serve(ReportServer(paths, host=host, port=port), show, asked=port is None)
 
 
 def _was_given(name: str) -> bool:
@@ -56,7 +56,7 @@ def _was_given(name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _serve(server: Server, show: bool, asked: bool) -> None:
+def _serve(server: ReportServer, show: bool, asked: bool) -> None:
     if asked and server.server_port != DEFAULT_PORT:
         click.echo(f"Port {DEFAULT_PORT} is in use, so this is another one; --port N names one.", err=True)
     if not is_loopback(server.host):
@@ -68,7 +68,7 @@ def _serve(server: Server, show: bool, asked: bool) -> None:
     if server.watch.left_out:
         click.echo(f"{len(server.watch.left_out)} older runs are left out; name the folder of a run to see it.", err=True)
     for _, why in server.watch.unreadable:
-        click.echo(f"Left out: {safe(why)}", err=True)
+        click.echo(f"Left out: {escape_control(why)}", err=True)
     count = len(server.watch.runs())
     what = f"{count} run{'' if count == 1 else 's'}" if count else "for the first run"
     click.echo(f"Watching {what} at {server.url} (Ctrl-C ends it)")

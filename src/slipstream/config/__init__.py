@@ -1,10 +1,10 @@
-"""The options of Slipstream: declared once, read from everywhere, each value with its origin.
+"""The options of Slipstream: each declared once, read from every source, with the origin of each value.
 
-    option.py     what an option is, and how a text becomes a value       schema.py     the options themselves, in frozen sections
-    sources.py    the environment and files (the only `os.environ`)       files.py      what a file says; relative.py: other tools' files
-    resolve.py    constructor > flags > environment > file > default      checks.py     what two options must not say together
-    resolved.py   `Config`, the result                                    transport.py  the result on its way to the workers
-    names.py      names that are not options                              write.py      files that we write
+    option.py            what an option is, and how text becomes a value    schema.py             the options, in frozen sections
+    sources.py           environment and files (the only `os.environ`)      files.py              our configuration files, read and written
+    resolve.py           constructor > flags > environment > file > default accelerate_config.py  files of `accelerate config`
+    resolved_config.py   `Config`, its checks, and its way to the workers   names.py              names that are not options
+    handlers.py          options that are objects (`KwargsHandler`)         redaction.py          secrets kept out of reports
 
 Nothing here imports torch, click or rich, and PyYAML only when a file is read or written.
 """
@@ -12,7 +12,7 @@ Nothing here imports torch, click or rich, and PyYAML only when a file is read o
 from slipstream.config.names import missing_feature, unknown_flag
 from slipstream.config.option import Option, Origin, flag_names, negative_flag_names
 from slipstream.config.resolve import for_worker, resolve
-from slipstream.config.resolved import Config, Unused
+from slipstream.config.resolved_config import Config, UnusedKey
 from slipstream.config.schema import OPTIONS
 from slipstream.errors import ConfigError
 
@@ -22,7 +22,7 @@ __all__ = [
     "ConfigError",
     "Option",
     "Origin",
-    "Unused",
+    "UnusedKey",
     "flag_names",
     "for_worker",
     "missing_feature",

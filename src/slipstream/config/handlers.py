@@ -1,7 +1,7 @@
-"""Options that are objects: what scripts hand to `Accelerator(kwargs_handlers=[...])` and its plugin arguments, where no torch is needed.
+"""Options that are objects: what scripts pass to `Accelerator(kwargs_handlers=[...])` and its plugin arguments, where no torch is needed.
 
-A handler is a dataclass whose defaults mean "as usual"; `to_kwargs()` gives what was changed. Values are checked when the object is
-made, so an error points at the line that wrote them.
+A handler is a dataclass whose defaults change nothing; `to_kwargs()` returns the fields that differ. Values are checked when the object
+is created, so an error points to the line that wrote them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Names that are not options: features that are not there yet, variables of our own, and spelling mistakes.
+"""Names that are not options: features that this version does not have, internal variables, and misspelt names.
 
-`unknown_name` answers every name that `OPTIONS` does not hold, wherever it stood: with the feature it belongs to, when that
-is known and not available in this version; otherwise with the nearest names that exist. Values are never shown here: what
-was given to a name we do not know may be a secret.
+`unknown_name` returns the error for a name that `OPTIONS` does not hold, wherever it was given: the feature that it belongs to, or the
+nearest existing names. Values are never shown here, because the value of an unknown name may be a secret.
 """
 
 from __future__ import annotations
@@ -157,16 +156,16 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """
     import difflib  # only here: names are right most of the time
 
-    typed = _folded(name)
-    scores = {one: difflib.SequenceMatcher(None, typed, _folded(one)).ratio() for one in known}
+    typed = _normalized(name)
+    scores = {one: difflib.SequenceMatcher(None, typed, _normalized(one)).ratio() for one in known}
     best = max(scores.values(), default=0.0)
     close = [one for one, score in scores.items() if score >= max(0.6, best - 0.1)]
     if not close and len(typed) >= 3:
-        close = [one for one in scores if typed in _folded(one)]
+        close = [one for one in scores if typed in _normalized(one)]
     return sorted(close, key=lambda one: -scores[one])[:3]
 
 
-def _folded(name: str) -> str:
+def _normalized(name: str) -> str:
     """A name without what people write differently."""
     return re.sub("[-_ ]", "", name).lower()
 

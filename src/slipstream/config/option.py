@@ -1,10 +1,7 @@
-"""What an option is: one declaration, from which flags, file keys, variables, interview, documentation and checks derive.
+"""What an option is: one declaration from which flags, file keys, variables, questions, documentation and checks derive.
 
-An option is declared once, as a field of a section in `schema.py`, with `declare(...)`. This module holds the record that
-such a field becomes (`Option`), the record of where a value came from (`Origin`) and `parse`, which turns what a person
-wrote into a value of the declared type, or says in a sentence why it cannot.
-
-It never reads a file, a variable or a command line, and it knows no particular option.
+An `Option` has a name, a type, limits and a help text; `parse` turns text or a value from any source into a checked value and raises
+`ConfigError` with the origin otherwise. An `Origin` says where a value came from and is kept with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""From the sources to one configuration: constructor > flags > environment > file > default, with the origin of every value.
+"""Resolve all sources to one configuration: constructor > flags > environment > file > default, with the origin of every value.
 
-`resolve` is for commands: it is handed the flags and may read the user's default file. `for_worker` is for scripts: it takes
-what the launcher sent, lets variables that are set now overrule the launcher's file, and lets the arguments of the call
-overrule everything. Each source becomes a layer (a mapping of name to value and origin); the strongest layer that has a
-name wins. None, and an empty variable, mean "not given" everywhere.
+`resolve` is for commands: it is given the flags and may read the user's default file. `for_worker` is for scripts: it takes what the
+launcher sent, lets variables that are set now override the launcher's file, and lets arguments of the call override everything. Each
+source becomes a layer (name to value and origin) and the strongest layer wins. None and an empty variable mean "not given".
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from slipstream.config import transport
-from slipstream.config.checks import Choice
-from slipstream.config.files import Reading, understand
+from slipstream.config import resolved_config
+from slipstream.config.files import ConfigFile, parse_config_file
 from slipstream.config.names import is_internal, unknown_name
 from slipstream.config.option import Kind, Origin, parse
-from slipstream.config.resolved import Config, build, parse_constructor
+from slipstream.config.resolved_config import Choice, Config, build_config, parse_constructor
 from slipstream.config.schema import OPTIONS
 from slipstream.config.sources import default_file_path, environment, read_file
 
@@ -49,7 +47,7 @@ def resolve(
     environment_layer = _environment_layer(environ)
     file = _file(flag_layer, environment_layer, default_file_path(environ) if default_file else None)
     constructor_layer = parse_constructor(constructor or {}, caller)
-    return build(_strongest(constructor_layer, flag_layer, environment_layer, file.choices), file.unused)
+    return build_config(_strongest(constructor_layer, flag_layer, environment_layer, file.choices), file.unused)
 
 
 def for_worker(
@@ -63,11 +61,11 @@ def for_worker(
     True
     """
     environ = environment() if environ is None else environ
-    text = environ.get(transport.VARIABLE)
+    text = environ.get(resolved_config.VARIABLE)
     if not text:
         return resolve(constructor=constructor, environ=environ, caller=caller)
-    sent = transport.load(text).given()
-    return build(
+    sent = resolved_config.load(text).given()
+    return build_config(
         _strongest(
             parse_constructor(constructor or {}, caller),
             _of_kind(sent, "constructor"),
@@ -118,10 +116,10 @@ def _environment_layer(environ: Mapping[str, str]) -> dict[str, Choice]:
     return layer
 
 
-def _file(flags: _Layer, variables: _Layer, default: os.PathLike[str] | None) -> Reading:
+def _file(flags: _Layer, variables: _Layer, default: os.PathLike[str] | None) -> ConfigFile:
     chosen = flags.get("config_file") or variables.get("config_file")
     if chosen:
-        return understand(read_file(str(chosen.value)), str(chosen.value))
+        return parse_config_file(read_file(str(chosen.value)), str(chosen.value))
     if default is not None and os.path.exists(default):
-        return understand(read_file(default), os.fspath(default))
-    return Reading({})
+        return parse_config_file(read_file(default), os.fspath(default))
+    return ConfigFile({})

@@ -1,14 +1,7 @@
 """The options of Slipstream, each declared once, in five frozen sections.
 
-    launch    how many processes, on which machines, how they find each other and what happens to their output
-    device    what they compute on
-    compute   precision, accumulation and compilation: what a step does
-    safety    how long a process waits for the others, and what is checked and reported
-    command   belongs to one command line only: in no file, and in no variable unless it says so
-
-A declaration is the field itself: its annotation is the type, its default the default. `OPTIONS` lists all of them by name;
-flags, file keys, `SLIPSTREAM_*` variables, the interview, `docs/options.md` and the checks of single values derive from it.
-What two options must not say together stands in `checks.py`. Nothing here reads anything.
+`OPTIONS` holds every option by name, `SECTIONS` the section classes. To add an option, add a field here: its flag, variable, file key,
+question and line of documentation follow from the declaration.
 """
 
 from __future__ import annotations

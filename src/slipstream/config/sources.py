@@ -1,11 +1,7 @@
-"""Where options are read from: the environment of this process, and files.
+"""The sources of options: the environment of this process, and configuration files as plain data.
 
-This is the only module that looks at `os.environ`; everything else is handed a mapping. A file is read once, as plain data
-(no object of a foreign class is ever made from it), and every way in which it can be unreadable is a ConfigError.
-It never writes files: `write.py` does. PyYAML is imported when a file is read, not before.
-
-`str_to_bool`, `parse_flag_from_env`, `parse_choice_from_env`, `get_int_from_env`, `patch_environment` and `clear_environment` are for
-scripts, which import them from `slipstream.utils`.
+This is the only module that reads `os.environ`; every other module receives a mapping. Files are YAML or JSON, at most one mebibyte,
+without duplicate keys, and never execute anything.
 """
 
 from __future__ import annotations

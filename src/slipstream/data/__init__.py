@@ -1,5 +1,5 @@
-"""Data: the order of samples, global batches, what each rank reads of them, and the loaders that scripts iterate over.
+"""Data: the order of samples, the global batches, the part that each rank reads, and the loaders that scripts iterate over.
 
-What it promises: order is a function of (seed, epoch); the global batches do not depend on the number of processes; the user's
-random state is left alone; position is counted in samples.
+Order is a function of (seed, epoch), global batches do not depend on the number of processes, the user's random states are left alone,
+and positions are counted in samples.
 """

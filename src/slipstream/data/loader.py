@@ -1,13 +1,10 @@
-"""`PreparedLoader`: what `prepare` makes of a `DataLoader`, whatever its data is like.
+"""`PreparedLoader`: what `prepare` returns for a `DataLoader`, whatever kind of data it reads.
 
-This file holds what all kinds share: one generator that enters and leaves the gradient state, tells of the batch that it hands out,
-moves it to the device, and counts. The kinds say which batches there are: `mapped.py` (data with positions), `stream.py`
-(iterable data), `dispatch.py` (rank 0 reads).
-
-What it promises: every iteration is the next epoch, also after a `break`, until `set_epoch` says otherwise; whatever ends an
-iteration, the gradient state hears of it; a loader can be iterated inside itself, pickled and copied. Attributes of the script's
-own loader can be read here.
-What it never does: read ahead, or touch the user's random state.
+This is the part that all kinds share: one generator that enters and leaves the gradient state, records the batch that it hands out, moves
+it to the device, and counts. `map_loader.py`, `stream_loader.py` and `dispatch_loader.py` say which batches there are. Every iteration is
+the next epoch, also after a `break`, until `set_epoch` is called; however an iteration ends, the gradient state is told. A loader can be
+iterated inside itself, pickled and copied, and attributes of the user's loader can be read on it. It never reads ahead and never touches
+the user's random state. With timing on, it also records how long the loop waited for data and how many samples and tokens it got.
 """
 
 from __future__ import annotations
@@ -16,30 +13,106 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterDataPipe
 
-from slipstream.comm.nested import send_to_device
-from slipstream.data.clock import Clock, Loaded, Pass, Start
-from slipstream.data.describe import describe
-from slipstream.data.metered import metered
-from slipstream.data.options import DataLoaderConfiguration
-from slipstream.data.order import inner_samplers
-from slipstream.data.place import Place
-from slipstream.data.position import check_position, read_position, tell_load_inside, tell_set_epoch, tell_start
+from slipstream.data.epoch_state import (
+    EpochPass,
+    EpochState,
+    LoadedPosition,
+    PassStart,
+    check_position,
+    read_position,
+    report_pass_start,
+    warn_of_load_inside_loop,
+    warn_of_set_epoch,
+)
+from slipstream.data.fingerprint import describe_loader
+from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.order import list_samplers
 from slipstream.devices.table import CPU
+from slipstream.distributed.current import current
+from slipstream.distributed.gradient_state import BatchShares, GradientState, MicroBatch
+from slipstream.distributed.pytree import ignorant_find_batch_size, send_to_device
 from slipstream.errors import ConfigError
-from slipstream.runtime.current import current
-from slipstream.runtime.gradient_state import GradientState, MicroBatch, Shares
+from slipstream.observability.timing.meter import DATA, LEAVE, PASS_BEGIN, PASS_END, SAMPLES_HANDED, STEP_END, TOKENS_COUNTED, Meter
 
-__all__ = ["Handed", "PreparedLoader", "get_sampler"]
+__all__ = ["HandedBatch", "PreparedLoader", "changes_by_epoch", "get_sampler", "keeps_workers", "time_batches"]
 
-Handed = tuple[Any, "Shares | None", bool, "int | None"]
+
+class _TimedLoader(Protocol):
+    current: MicroBatch | None
+
+
+def time_batches(batches: Iterator[Any], meter: Meter, loader: _TimedLoader, rank: int, size: int | None) -> Iterator[Any]:
+    """The same batches. `size` is how many samples a full one has on this rank; None if only a batch can tell."""
+    meter.begin()
+    add, clock, number, inside = meter.add, meter.clock, 0, True
+    measure: Callable[[Any], int] = _count_by_batch_size
+    count: Callable[[Any], int] | None = None
+    try:
+        while True:
+            add(DATA)
+            now = clock()
+            add(now)
+            inside = True
+            if meter.updated:  # as `Meter.end_step`
+                add(STEP_END)
+                add(0)
+                meter.updated = False
+                meter.step += 1
+            if now >= meter.due:
+                meter.attend(now)
+            if not number:
+                meter.passes = number = meter.passes + 1
+                add(PASS_BEGIN)
+                add(number)
+                batch = next(batches)
+                count, measure = meter.token_counter(batch), _choose_counter(batch)
+            else:
+                batch = next(batches)  # its StopIteration, and any other exception, ends the pass below
+            add(LEAVE)
+            add(clock())
+            inside = False
+            add(SAMPLES_HANDED)
+            if size is None:
+                add(measure(batch))
+            else:
+                current = loader.current
+                shares = None if current is None else current.shares
+                add(size if shares is None else shares.real[rank])
+            if count is not None:
+                add(TOKENS_COUNTED)
+                add(count(batch))
+            yield batch
+    except StopIteration:
+        return
+    finally:
+        meter.leave() if inside else meter.tick()
+        batches.close()  # type: ignore[attr-defined]  # a generator
+        add(PASS_END)
+        add(number)
+
+
+def _choose_counter(batch: Any) -> Callable[[Any], int]:
+    """How the samples of batches like this one are counted: by the first tensor in it, wherever that is."""
+    if isinstance(batch, torch.Tensor) and batch.ndim:
+        return len
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list | tuple) else ()
+    key, first = next(iter(entries), (None, None))
+    return (lambda batch: len(batch[key])) if isinstance(first, torch.Tensor) and first.ndim else _count_by_batch_size
+
+
+def _count_by_batch_size(batch: Any) -> int:
+    return ignorant_find_batch_size(batch) or 1
+
+
+HandedBatch = tuple[Any, "BatchShares | None", bool, "int | None"]
 """A batch, how it was dealt out (None for evenly and in full), whether it is the last one, and how many follow (None for unknown)."""
 
-_ALIGNED = ("samples", "stream")
+_ALIGNED_KINDS = ("samples", "stream")
 """Kinds of data whose batches begin at multiples of their size, wherever a pass begins."""
 
 _HOST = CPU.type
@@ -60,7 +133,7 @@ class PreparedLoader(DataLoader[Any]):
         self,
         original: DataLoader[Any],
         *,
-        place: Place,
+        place: DataRank,
         config: DataLoaderConfiguration,
         seed: int,
         device: torch.device | None,
@@ -78,23 +151,23 @@ class PreparedLoader(DataLoader[Any]):
         self.gradient_state = gradient_state
         self.steps_per_update = steps_per_update
         """Batches per update, where `effective_batch_size` decides them."""
-        self.last_pass: Pass | None = None
+        self.last_pass: EpochPass | None = None
         """The pass that was read to its end last."""
         self.at_start: Callable[[], None] | None = None
         """Called when an iteration begins."""
         self.compared: tuple[bytes, bytes] | None = None
-        """Digests of the data that the ranks compare before a pass; see `data/agree.py`."""
+        """Digests of the data that the ranks compare before a pass; see `data/fingerprint.py`."""
         self._uneven = False
-        self._clock = Clock(seed)
+        self._clock = EpochState(seed)
         self._skipping: int | None = None
         """How many batches `skip_first_batches` leaves out of the first pass; None after that, and in other loaders."""
         self._begun: tuple[int, int] | None = None
         """Epoch and position where a pass that skips began, while it is under way."""
-        self._move = _mover(device, put_on_device, config.non_blocking)
+        self._move = _make_mover(device, put_on_device, config.non_blocking)
 
     # -- what a kind of loader says -------------------------------------------------------------------------------
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Handed]:
+    def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
         """This rank's batches of an epoch from a position on; `start` counts samples of all ranks (see `_stride`)."""
         raise NotImplementedError
 
@@ -128,14 +201,14 @@ class PreparedLoader(DataLoader[Any]):
     _extras: tuple[str, ...] = ()
     """Names of what a position holds besides numbers."""
 
-    def _place_state(self, turn: Pass | None, samples: int) -> dict[str, Any]:
+    def _place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]:
         """What a position needs besides numbers."""
         return {}
 
     def _check_place(self, state: Mapping[str, Any]) -> None:
         """Raises if what a position holds besides numbers does not fit; changes nothing."""
 
-    def _load_place(self, position: Loaded) -> Loaded:
+    def _load_place(self, position: LoadedPosition) -> LoadedPosition:
         """Takes what a position holds besides numbers; the position that the loader goes on with."""
         return position
 
@@ -156,27 +229,27 @@ class PreparedLoader(DataLoader[Any]):
         if meter is None:
             return batches
         rank = self.place.rank
-        return metered(batches, meter, self, rank, None if self.original.batch_size is None else self._given[rank])
+        return time_batches(batches, meter, self, rank, None if self.original.batch_size is None else self._given[rank])
 
-    def _open(self) -> Pass:
+    def _open(self) -> EpochPass:
         """The pass that begins now, at the place where it is due."""
         clock = self._clock
         if clock.live:
             self._keep_position(clock.live[-1])
         start, position = self._start()
         if clock.waits and clock.loaded is not None:
-            tell_start(start, clock, skips=self._skipping is not None, is_over=self._is_over, name=self._dataset_name)
+            report_pass_start(start, clock, skips=self._skipping is not None, is_over=self._is_over, name=self._dataset_name)
         clock.take(start)
         if self._skipping is not None:
             self._begun = start.epoch, position
         state = self.gradient_state
-        turn = Pass(start.epoch, position, start.batches, resumed=start.loaded, trained=state.trained, inside=state.position())
+        turn = EpochPass(start.epoch, position, start.batches, resumed=start.loaded, trained=state.trained, inside=state.position())
         turn.around = tuple((outer, outer.handed) for outer in clock.live)
         if start.earlier is not None:
             turn.begin = start.earlier.begin
         return turn
 
-    def _start(self) -> tuple[Start, int]:
+    def _start(self) -> tuple[PassStart, int]:
         """Where the next pass begins, and that position in samples; changes nothing."""
         clock, trained = self._clock, self.gradient_state.trained
         start = clock.following(trained) if self._skipping is None else clock.after(self._skipping, self._is_over)
@@ -185,11 +258,11 @@ class PreparedLoader(DataLoader[Any]):
         earlier = start.earlier
         if earlier is None or start.batches < earlier.begun_at:
             return start, start.batches * self._stride
-        part = Pass(earlier.epoch, earlier.start, earlier.begun_at)
+        part = EpochPass(earlier.epoch, earlier.start, earlier.begun_at)
         part.handed = start.batches - earlier.begun_at
         return start, self._moved(part)
 
-    def _run(self, turn: Pass) -> Iterator[Any]:
+    def _run(self, turn: EpochPass) -> Iterator[Any]:
         state, clock, move = self.gradient_state, self._clock, self._move
         outer = (self.current, self.remainder)
         exhausted, previous, steps = False, None, self.steps_per_update
@@ -219,7 +292,7 @@ class PreparedLoader(DataLoader[Any]):
             if clock.live:  # it is being read inside of itself
                 self.current, self.remainder = outer
 
-    def _finish(self, turn: Pass, exhausted: bool) -> None:
+    def _finish(self, turn: EpochPass, exhausted: bool) -> None:
         clock = self._clock
         clock.live.remove(turn)
         trained = turn.trained != self.gradient_state.trained
@@ -227,7 +300,7 @@ class PreparedLoader(DataLoader[Any]):
             clock.note_trained(turn)
         turn.around = ()
         if clock.waits and turn.kept_at is not None and turn.handed > turn.kept_at:
-            tell_load_inside(turn, clock, self._dataset_name)
+            warn_of_load_inside_loop(turn, clock, self._dataset_name)
         if not exhausted and self._keep_position(turn):
             return
         self._skipping = self._begun = None
@@ -255,11 +328,11 @@ class PreparedLoader(DataLoader[Any]):
         return None if self.current is None else self.current.left
 
     @property
-    def shares(self) -> Shares | None:
+    def shares(self) -> BatchShares | None:
         """How it was dealt out; None if every rank has a full share and every sample counts."""
         return None if self.current is None else self.current.shares
 
-    def _keep_position(self, turn: Pass) -> bool:
+    def _keep_position(self, turn: EpochPass) -> bool:
         """Whether a pass was only a look at a loaded position, which is then still to be read: one batch, and nothing was trained."""
         clock, loaded = self._clock, self._clock.loaded
         looked = turn.resumed and turn.handed <= 1 and turn.trained == self.gradient_state.trained
@@ -275,7 +348,7 @@ class PreparedLoader(DataLoader[Any]):
             raise ConfigError(f"set_epoch({epoch!r}): epochs are whole numbers; write e.g. set_epoch(3)")
         lost, loaded = self._clock.set(epoch), self._clock.loaded
         if lost and loaded is not None and not self._is_over(loaded):
-            tell_set_epoch(epoch, loaded)
+            warn_of_set_epoch(epoch, loaded)
 
     @property
     def uneven(self) -> bool:
@@ -346,16 +419,16 @@ class PreparedLoader(DataLoader[Any]):
         flags = {flag: 1 for flag, given in (("interrupted", turn.interrupted), ("untrained", untrained)) if given}
         return {**numbers, **flags, **rest, **self._place_state(turn, samples)}
 
-    def _read_ahead(self) -> Pass | None:
+    def _read_ahead(self) -> EpochPass | None:
         """The pass that was read to its end, if its batches are still being worked on."""
         turn = self.last_pass
         if turn is None or self._clock.next != turn.epoch + 1 or turn.done == turn.handed:
             return None
         return turn if any(batch.number == turn.worked and batch.anchor() is not None for batch in turn.unread) else None
 
-    def _moved(self, turn: Pass) -> int:
+    def _moved(self, turn: EpochPass) -> int:
         """The position after what was worked on of a pass; its last batch may have been a short one."""
-        stride, aligned, done = self._stride, self._kind in _ALIGNED, turn.done
+        stride, aligned, done = self._stride, self._kind in _ALIGNED_KINDS, turn.done
         if not done:
             return turn.start
         before = turn.start - (turn.start % stride if aligned else 0) + (done - 1) * stride
@@ -387,7 +460,7 @@ class PreparedLoader(DataLoader[Any]):
         if self._clock.left is not None:
             self._clock.left.begin = (position.extra.get("order") or {}).get("begin")
 
-    def _is_over(self, position: Loaded) -> bool:
+    def _is_over(self, position: LoadedPosition) -> bool:
         """Whether nothing of its epoch is left at a loaded position."""
         try:
             return position.ended or (position.samples > 0 and self._count(position.samples) == 0)
@@ -412,7 +485,7 @@ class PreparedLoader(DataLoader[Any]):
         >>> told["length"], told["sampler"], told["batch"], told["seed"]
         (10, 'RandomSampler', 2, 7)
         """
-        return describe(self)
+        return describe_loader(self)
 
     @property
     def _dropped(self) -> int:
@@ -449,7 +522,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: the gradient state, the way to the other processes, passes under way."""
-        place = replace(self.place, channel=_channel)
+        place = replace(self.place, channel=_current_channel)
         own: dict[str, Any] = dict.fromkeys(("gradient_state", "last_pass", "at_start", "_move", "current", "beside"))
         state = {**self.__dict__, "place": place, **own}
         state["plugin"] = self.gradient_state.plugin
@@ -459,7 +532,7 @@ class PreparedLoader(DataLoader[Any]):
         plugin = state.pop("plugin")
         self.__dict__.update(state)
         self.gradient_state = GradientState(copy.copy(plugin))
-        self._move = _mover(self.device, self.put_on_device, self.non_blocking)
+        self._move = _make_mover(self.device, self.put_on_device, self.non_blocking)
 
 
 def get_sampler(dataloader: Any) -> Any:
@@ -468,15 +541,32 @@ def get_sampler(dataloader: Any) -> Any:
     >>> type(get_sampler(DataLoader(range(4), batch_size=2))).__name__
     'SequentialSampler'
     """
-    samplers = inner_samplers(dataloader)[1:]
+    samplers = list_samplers(dataloader)[1:]
     return samplers[-1] if samplers else None
 
 
-def _channel() -> Any:
+def _current_channel() -> Any:
     return current().channel()
 
 
-def _mover(device: torch.device | None, put_on_device: bool, non_blocking: bool) -> Callable[[Any], Any] | None:
+def _make_mover(device: torch.device | None, put_on_device: bool, non_blocking: bool) -> Callable[[Any], Any] | None:
     if not put_on_device or device is None or torch.device(device).type == _HOST:
         return None
     return partial(send_to_device, device=device, non_blocking=non_blocking)
+
+
+def keeps_workers(original: DataLoader[Any]) -> bool:
+    """Whether workers are kept from pass to pass: where the script wants it and the dataset is the same in every pass.
+
+    Workers hold the dataset as it was when they began, so one that is told the epoch needs new ones.
+    """
+    return original.persistent_workers and not changes_by_epoch(original.dataset)
+
+
+def changes_by_epoch(dataset: Any) -> bool:
+    """Whether a dataset is told something before each pass: the epoch, or the seed of a pipeline.
+
+    >>> changes_by_epoch([1, 2])
+    False
+    """
+    return callable(getattr(dataset, "set_epoch", None)) or isinstance(dataset, IterDataPipe)

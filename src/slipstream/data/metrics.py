@@ -1,129 +1,133 @@
-"""Which gathered rows belong to which sample: results of all ranks in dataset order, without what only filled up a batch.
+"""`gather_for_metrics`: which gathered rows belong to which sample.
 
-There are two readings. Inside a loop, rows are those of the batch that the loader handed out last. After a loop that was read to its end,
-they are those of the whole pass, kept on each rank; this reading holds only if nothing was gathered inside that loop, and until another
-loader begins or an update is made. How many rows each rank brings decides. Nothing is counted while batches are read: what a rank was
-given follows from the plan of the pass.
+Results come in dataset order, without repeated samples.
 
-A batch of fewer samples than usual has a second reading: where every rank brings as many rows as a full batch has
-(`loss.repeat(batch_size)`), the first rows of each rank are taken, as many as it has samples that count, so that a mean over the pass is
-a mean over samples.
+Inside a loop, rows are those of the batch that the loader handed out last. After a loop that was read to its end they are those of the
+whole pass, if nothing was gathered inside it and no loader began and no update was made since. The number of rows per rank decides, and
+follows from the plan of the pass: nothing is counted while batches are read. A short batch for which every rank brings as many rows as
+for a full one (`loss.repeat(batch_size)`) keeps one row per sample that counts. A list with one entry per sample is gathered as a list if
+the ranks agree, in one small guarded call, that its lengths fit the samples; a tuple is always structure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slipstream.comm.gather import Arrange
-from slipstream.comm.sites import call_site
-from slipstream.data.clock import Pass
+from slipstream.data.epoch_state import EpochPass
 from slipstream.data.loader import PreparedLoader
+from slipstream.distributed import pytree
+from slipstream.distributed.call_site import call_site
+from slipstream.distributed.codec import Entries, is_entries, is_tensor_leaf
+from slipstream.distributed.collectives import ResultOrder
+from slipstream.distributed.gradient_state import BatchShares, GradientState
+from slipstream.distributed.guard import Channel, Limits
+from slipstream.distributed.scatter import agree_or_raise
 from slipstream.logging import get_logger
-from slipstream.runtime.gradient_state import GradientState, Shares
 
-__all__ = ["batch_arrangement", "handed_counts", "pass_arrangement", "present_arrangement"]
+__all__ = ["count_handed_samples", "find_batch_order", "find_pass_order", "find_result_order", "gather_per_sample_lists"]
 
-_Run = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+_ShareRun = tuple[int, tuple[int, ...], tuple[int, ...]]
 """How many batches in a row were dealt out alike, what each rank was given of one, and how much of that counts."""
 
 
-def present_arrangement(state: GradientState) -> Arrange | None:
+def find_result_order(state: GradientState) -> ResultOrder | None:
     """How results that are gathered now are put in order; None where no loader has a say in it.
 
     Notes on the passes under way that results of theirs were gathered.
     """
     loader = state.pacing() if state.active is not None else None
-    batch = _of_batch(loader)
-    whole = _of_pass(state.finished)
+    batch = _make_batch_order(loader)
+    whole = _make_pass_order(state.finished)
     if batch is not None and whole is None and batch.is_plain and state.has_split:
         return None  # inputs that were split inside of this batch
-    turn = _pass_under_way(loader)
+    turn = _current_pass(loader)
     if whole is None or state.finished.last_pass.gathered:
-        for present in (turn, _pass_under_way(state.active)):  # two, where loaders are read side by side
+        for present in (turn, _current_pass(state.active)):  # two, where loaders are read side by side
             if present is not None:
                 present.gathered = True
-    return None if batch is None and whole is None else _Present(state, whole, batch, turn)
+    return None if batch is None and whole is None else _CurrentResultOrder(state, whole, batch, turn)
 
 
-def _pass_under_way(loader: Any) -> Pass | None:
+def _current_pass(loader: Any) -> EpochPass | None:
     return loader._clock.live[-1] if isinstance(loader, PreparedLoader) and loader._clock.live else None
 
 
-def handed_counts(state: GradientState) -> list[list[int]]:
+def count_handed_samples(state: GradientState) -> list[list[int]]:
     """How many samples each rank was handed, in the pass that ended last and in the present batch, as far as results can be of these."""
     whole, loader = state.finished, state.pacing() if state.active is not None else None
     turn = whole.last_pass if isinstance(whole, PreparedLoader) else None
     counts = []
     if turn is not None and turn.recording and turn.handed and not turn.gathered:
-        counts.append(_columns((count, given) for count, given, _ in _runs(turn, whole._given)))
+        counts.append(_sum_columns((count, given) for count, given, _ in _share_runs(turn, whole._given)))
     if isinstance(loader, PreparedLoader):
         counts.append(list(loader._given if loader.shares is None else loader.shares.given))
     return counts
 
 
-def batch_arrangement(loader: Any) -> Arrange | None:
+def find_batch_order(loader: Any) -> ResultOrder | None:
     """How results of the present batch are put in order; None where joining them in the order of the ranks is right."""
-    batch = _of_batch(loader)
+    batch = _make_batch_order(loader)
     return None if batch is None or batch.is_plain else batch
 
 
-def pass_arrangement(loader: Any) -> Arrange | None:
+def find_pass_order(loader: Any) -> ResultOrder | None:
     """How results of the whole pass that was read to its end last are put in order; None where the order of the ranks is right."""
-    return _of_pass(loader)
+    return _make_pass_order(loader)
 
 
-def _of_batch(loader: Any) -> _Arrangement | None:
+def _make_batch_order(loader: Any) -> _ResultOrder | None:
     if not isinstance(loader, PreparedLoader):
         return None
     full, shares = loader._given, loader.shares
     if shares is None:
-        return _Arrangement([(1, full, full)])
-    constant, turn = None, _pass_under_way(loader)
+        return _ResultOrder([(1, full, full)])
+    constant, turn = None, _current_pass(loader)
     ahead = turn is not None and any(earlier is not turn.batch and earlier.anchor() is not None for earlier in turn.unread)
     # Where an earlier batch is still there, the loader was read ahead, and rows of a full batch may be those of that one.
     if not ahead and shares.given != full and all(real <= most for real, most in zip(shares.real, full, strict=True)):
-        constant = _Arrangement([(1, full, shares.real)])
-    return _Arrangement([(1, shares.given, shares.real)], other=constant)
+        constant = _ResultOrder([(1, full, shares.real)])
+    return _ResultOrder([(1, shares.given, shares.real)], other=constant)
 
 
-def _of_pass(loader: Any) -> _Arrangement | None:
+def _make_pass_order(loader: Any) -> _ResultOrder | None:
     turn = loader.last_pass if isinstance(loader, PreparedLoader) else None
     if turn is None or not turn.handed or loader.place.world_size == 1:
         return None
     if not turn.recording:
         get_logger(__name__).warning("too many batches of different sizes: results of this whole pass stay in the order of the ranks")
         return None
-    runs = list(_runs(turn, loader._given))
+    runs = list(_share_runs(turn, loader._given))
     by_item = None
     if loader.original.batch_sampler is None and loader.original.batch_size is None:
         items = [(count, (1,) * len(given), tuple(int(samples > 0) for samples in real)) for count, given, real in runs]
-        by_item = _Arrangement(items, most_rows=1)
-    return _Arrangement(runs, most_rows=1, other=by_item)
+        by_item = _ResultOrder(items, most_rows=1)
+    return _ResultOrder(runs, most_rows=1, other=by_item)
 
 
-def _runs(turn: Pass, full: tuple[int, ...]) -> Iterator[_Run]:
-    changes: list[tuple[int, Shares | None]] = [(0, None), *turn.record]
+def _share_runs(turn: EpochPass, full: tuple[int, ...]) -> Iterator[_ShareRun]:
+    changes: list[tuple[int, BatchShares | None]] = [(0, None), *turn.record]
     ends = [*(begin for begin, _ in changes[1:]), turn.handed]
     for (begin, shares), end in zip(changes, ends, strict=True):
         if end > begin:
             yield end - begin, full if shares is None else shares.given, full if shares is None else shares.real
 
 
-class _Arrangement:
+class _ResultOrder:
     """Of runs of batches that were dealt out alike."""
 
     leaf_by_leaf = True
     """Results of samples may stand beside values of the whole batch."""
 
-    def __init__(self, runs: list[_Run], *, most_rows: int | None = None, other: _Arrangement | None = None) -> None:
+    def __init__(self, runs: list[_ShareRun], *, most_rows: int | None = None, other: _ResultOrder | None = None) -> None:
         """`most_rows` per sample are accepted; `other` is a second reading, for rows that do not fit the first one."""
         self.runs = runs
         self.most_rows = most_rows
         self.other = other
         self.batches = sum(count for count, _, _ in runs)
-        self.given = _columns((count, given) for count, given, _ in runs)
-        self.counting = _columns((count, real) for count, _, real in runs)
+        self.given = _sum_columns((count, given) for count, given, _ in runs)
+        self.counting = _sum_columns((count, real) for count, _, real in runs)
         """Of what each rank was given: how much counts."""
         self.by_rank = all(real in (0, given) for given, real in zip(self.given, self.counting, strict=True)) and not all(self.counting)
         """Whether a rank either counts whole or not at all: then one that does not is left out, whatever it brings."""
@@ -186,16 +190,16 @@ class _Arrangement:
         return rows if fits else None
 
 
-def _columns(runs: Iterable[tuple[int, tuple[int, ...]]]) -> list[int]:
+def _sum_columns(runs: Iterable[tuple[int, tuple[int, ...]]]) -> list[int]:
     return [sum(column) for column in zip(*([count * size for size in sizes] for count, sizes in runs), strict=True)]
 
 
-class _Present:
+class _CurrentResultOrder:
     """Of the pass that ended last, or of the present batch: whichever the counts fit, leaf by leaf."""
 
     leaf_by_leaf = True
 
-    def __init__(self, state: GradientState, whole: _Arrangement | None, batch: _Arrangement | None, turn: Pass | None) -> None:
+    def __init__(self, state: GradientState, whole: _ResultOrder | None, batch: _ResultOrder | None, turn: EpochPass | None) -> None:
         """`turn`: the pass of the present batch."""
         self.state, self.whole, self.batch, self.turn = state, whole, batch, turn
         finished: Any = state.finished
@@ -259,14 +263,14 @@ class _Present:
         return order
 
     @staticmethod
-    def _is_multiple(whole: _Arrangement, counts: Sequence[int]) -> bool:
-        return _Arrangement(whole.runs).rows_per_sample(counts) is not None
+    def _is_multiple(whole: _ResultOrder, counts: Sequence[int]) -> bool:
+        return _ResultOrder(whole.runs).rows_per_sample(counts) is not None
 
     def _note_rows(self, counts: Sequence[int]) -> None:
-        if self.turn is not None and len(self.turn.rows) < _MOST_NOTED:
+        if self.turn is not None and len(self.turn.rows) < _MAX_NOTED_ROWS:
             self.turn.rows[self.site, self.leaf] = tuple(counts)
 
-    def _tell_unmatched(self, counts: Sequence[int], of: _Arrangement) -> None:
+    def _tell_unmatched(self, counts: Sequence[int], of: _ResultOrder) -> None:
         if of.fillers and set(counts) != {1}:
             self._tell("unmatched", lambda: _UNMATCHED.format(counts=list(counts), given=of.given, fillers=of.fillers))
 
@@ -277,7 +281,7 @@ class _Present:
             (logger.info if quietly else logger.warning)(text())
 
 
-_MOST_NOTED = 10_000
+_MAX_NOTED_ROWS = 10_000
 """Leaves of lines, for a script that gathers structures which are another one each time."""
 
 _UNMATCHED = (
@@ -304,3 +308,72 @@ _CONSTANT = (
     "gather_for_metrics: this batch has {given} samples, and the processes brought {counts} rows, as many as of a full batch. The first "
     "{real} are kept, one for each sample that counts. (Said once.)"
 )
+
+
+_TreePath = tuple[str, ...]
+_SampleLists = dict[_TreePath, tuple[list[int], bool]]
+"""For each list that may be of samples: whose counts it fits, and whether all it holds looks like batches."""
+
+
+def gather_per_sample_lists(
+    state: GradientState,
+    handed: list[list[int]],
+    channel: Callable[[], Channel],
+    limits: Limits,
+    data: Any,
+    gather: Callable[[Any], Any],
+) -> Any:
+    """What `gather` makes of the data, with lists of samples joined as lists; `handed`: what the ranks were given, as it may be meant."""
+    if not handed or not _has_lists(data):
+        return gather(data)
+    link = channel()
+    found: _SampleLists = {}
+    _find_sample_lists(data, (), found, [counts[link.rank] for counts in handed])
+    told = [dict(one) for one in agree_or_raise(link, limits, list(found.items()), operation="gather_for_metrics")]
+    site = call_site()
+    listed: set[_TreePath] = set()
+    for path in sorted(found, key=len):
+        inside = any(path[: len(outer)] == outer for outer in listed)
+        if not inside and all(path in one for one in told) and _is_per_sample(path, told, handed, (site, path) in state.listed):
+            listed.add(path)
+            state.listed.add((site, path))
+    return gather(_mark_entries(data, (), listed) if listed else data)
+
+
+def _has_lists(data: Any) -> bool:
+    if not pytree.is_node(data) or is_entries(data):
+        return False
+    return isinstance(data, list) or any(_has_lists(item) for _, item in pytree.children(data))
+
+
+def _find_sample_lists(data: Any, path: _TreePath, found: _SampleLists, counts: list[int]) -> None:
+    if not pytree.is_node(data) or is_entries(data):
+        return
+    if isinstance(data, list):
+        fitting = [place for place, count in enumerate(counts) if count == len(data)]
+        if fitting:
+            found[path] = fitting, _looks_like_batches(data)
+    for key, item in pytree.children(data):
+        _find_sample_lists(item, (*path, repr(key)), found, counts)
+
+
+def _looks_like_batches(entries: list[Any]) -> bool:
+    if all(isinstance(entry, Mapping) and entry.keys() == entries[0].keys() for entry in entries):
+        return False
+    rows = [leaf.shape[0] for leaf in pytree.flatten(entries) if is_tensor_leaf(leaf) and len(leaf.shape)]
+    return all(count == len(entries) for count in rows) if rows else len(entries) == 1
+
+
+def _is_per_sample(path: _TreePath, told: list[_SampleLists], handed: list[list[int]], before: bool) -> bool:
+    fitting = [place for place in range(len(handed)) if all(place in one[path][0] for one in told)]
+    certain = before or not all(one[path][1] for one in told)
+    return any(certain or len(set(handed[place])) > 1 for place in fitting)
+
+
+def _mark_entries(data: Any, path: _TreePath, listed: set[_TreePath]) -> Any:
+    """The data with these lists as lists of entries."""
+    if path in listed:
+        return Entries(data)
+    if not pytree.is_node(data) or not any(path == place[: len(path)] for place in listed):
+        return data
+    return pytree.rebuild(data, [_mark_entries(item, (*path, repr(key)), listed) for key, item in pytree.children(data)])

@@ -1,16 +1,23 @@
-"""`DataLoaderConfiguration`: how loaders are prepared. Values are checked when it is made and when a loader is prepared."""
+"""What a loader is prepared with: the user's `DataLoaderConfiguration`, and the `DataRank` of this process.
+
+Values are checked when the configuration is made and again when a loader is prepared, as fields can be set in between. The module is
+small so that an Accelerator can be made without importing the loaders.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.config.handlers import KwargsHandler
+from slipstream.distributed.guard import Channel, Limits
 from slipstream.errors import ConfigError
 
-__all__ = ["DataLoaderConfiguration"]
+__all__ = ["DataLoaderConfiguration", "DataRank"]
+
 
 _SWITCHES = ("split_batches", "even_batches", "non_blocking", "use_stateful_dataloader")
-_OPEN_SWITCHES = ("dispatch_batches", "use_seedable_sampler")
+_OPTIONAL_SWITCHES = ("dispatch_batches", "use_seedable_sampler")
 """These may be None as well."""
 
 
@@ -49,10 +56,10 @@ class DataLoaderConfiguration(KwargsHandler):
 
     def check(self) -> None:
         """Refuses values that cannot be meant: fields can be set after the object was made."""
-        for name in (*_SWITCHES, *_OPEN_SWITCHES):
+        for name in (*_SWITCHES, *_OPTIONAL_SWITCHES):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name in _OPEN_SWITCHES):
-                choices = "True, False or None" if name in _OPEN_SWITCHES else "True or False"
+            if not isinstance(value, bool) and not (value is None and name in _OPTIONAL_SWITCHES):
+                choices = "True, False or None" if name in _OPTIONAL_SWITCHES else "True or False"
                 raise ConfigError(f"DataLoaderConfiguration({name}={value!r}): a {type(value).__name__} is no switch; write {choices}")
         if self.resume not in ("auto", "manual"):
             raise ConfigError(
@@ -72,3 +79,23 @@ class DataLoaderConfiguration(KwargsHandler):
     def resumes(self) -> bool:
         """Whether the next iteration continues at a position that was loaded."""
         return self.resume == "auto"
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """Which of the processes that share the data this one is, and how it talks to the others."""
+
+    rank: int
+    world_size: int
+    channel: Callable[[], Channel]
+    """Opens the process group if it is not open; asked only where a collective is needed."""
+    limits: Limits
+    compares: bool = False
+    """Whether the processes that share the data are those of the channel, and tell each other what they are about to read."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"process_index={self.rank} and num_processes={self.world_size} were given for a loader: "
+                f"the index is one of 0 to {self.world_size - 1}"
+            )

@@ -1,45 +1,51 @@
-"""The plan: an order of samples -> global batches -> what each rank reads of them. Pure: no torch, no randomness, no processes.
+"""The plan of a pass: an order of samples becomes global batches, and each global batch becomes one piece per data rank.
 
-A global batch is `size` consecutive samples of the order, and rank r reads the r-th contiguous piece of it: the pieces, put one
-after the other, are the global batch, and the global batches are the same for any number of ranks. Where whole batches are dealt out
-(a batch sampler of the user's own, `batch_size=None`), rank r takes the r-th of each round of `world_size` batches.
+A global batch is `size` consecutive samples of the order, and rank r reads the r-th contiguous piece of it, so the global batches are the
+same for any number of ranks. A batch sampler of the user's own and `batch_size=None` give whole batches, which are dealt out in rounds
+(`RoundRobinPlan`) or split (`BatchSplitPlan`, `ItemSplitPlan`). A pass may begin at any position, also inside a global batch: what is
+left of that batch is shared out first, so that all later batches are those of a pass that began at the start. `drop_last` drops a short
+global batch as a whole. What happens to a short last batch otherwise is the `LastBatchPolicy`:
 
-The last global batch (or round) may be short. What happens then is the policy:
+* `exact` (the default): each rank reads its piece as in a full batch. A rank that has no samples left repeats some that count nothing. *
+`even`: the batch is completed from the start of the order, so that every rank has a full batch. One process reads it as it is. *
+`ragged`: the samples are shared as evenly as possible without repeats, so a rank may have one batch less.
 
-* `exact` (the default): it is dealt out as it is, each rank's piece as in a full batch, so that every rank reads the batches that a plain
-  loader of its batch size would read. A rank that gets none is handed repeated samples that count nothing.
-* `even`: it is completed from the start of the order, so that every rank has a full batch. One process reads it as it is.
-* `ragged`: what is left is shared out as evenly as possible, without repeated samples, so a rank may have one batch less. Only where
-  the script deals with that.
-
-`drop_last` drops a short global batch whole. How a batch was shared is a `Shares`, or None if all ranks have the same full share.
-
-A pass may begin at any position, also inside of a global batch (one that was saved with another number of ranks): what is left of that
-batch is shared out first, so that later batches, updates and the end are those of a pass that began at the start.
+How a batch was shared is a `Shares`, or None if every rank has the same full share. The module also derives batch size and accumulation
+steps from `effective_batch_size`, and slices batches that were read whole. Everything here is pure: no randomness and no communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, cycle, islice
+from functools import cached_property, partial
+from itertools import accumulate, chain, cycle, islice
 from typing import Any, Literal, Protocol
 
+import numpy
+import torch
+
+from slipstream.distributed import pytree
+from slipstream.distributed.codec import is_entries, is_items
+from slipstream.distributed.gradient_state import BatchShares
+from slipstream.distributed.split import count_per_rank
 from slipstream.errors import ConfigError
-from slipstream.runtime.gradient_state import Shares
-from slipstream.runtime.split import real_counts
+from slipstream.logging import get_logger
 
-__all__ = ["Cutting", "Dealing", "Order", "Piece", "Plan", "Policy"]
+__all__ = [
+    "BatchPlan", "BatchSplitPlan", "ItemSplitPlan", "LastBatchPolicy", "RankPiece", "RoundRobinPlan", "SampleOrder", "SliceFunction",
+    "count_samples", "slice_for_ranks", "slice_rows", "split_effective_batch", "trim_order_to_updates",
+]
 
-Policy = Literal["even", "exact", "ragged"]
+
+LastBatchPolicy = Literal["even", "exact", "ragged"]
 """What happens to a short last batch."""
 
-Piece = tuple[Any, "Shares | None", bool]
+RankPiece = tuple[Any, "BatchShares | None", bool]
 """What a rank reads of one global batch (samples, or a whole batch), how the batch was shared, and whether it is the last one."""
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """An order of samples of known length."""
 
     def __len__(self) -> int: ...
@@ -49,22 +55,22 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """Global batches of `size` consecutive samples, each cut into one contiguous piece per rank.
 
-    >>> plan = Plan(world_size=2, size=4, policy="even")
+    >>> plan = BatchPlan(world_size=2, size=4, policy="even")
     >>> plan.short(1)
     Shares(given=(2, 2), real=(1, 0), weighed=False, full=4)
     >>> [list(piece for piece, _, _ in plan.pieces(iter(range(5)), rank)) for rank in range(2)]
     [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
-    >>> Plan(world_size=2, size=4).short(1)
+    >>> BatchPlan(world_size=2, size=4).short(1)
     Shares(given=(1, 2), real=(1, 0), weighed=True, full=4)
     """
 
     world_size: int
     size: int
     """Samples in a full global batch."""
-    policy: Policy = "exact"
+    policy: LastBatchPolicy = "exact"
     drop_last: bool = False
     aligned: bool = True
     """Whether batches begin at multiples of `size`, wherever a pass begins."""
@@ -81,14 +87,14 @@ class Plan:
     @cached_property
     def given(self) -> tuple[int, ...]:
         """Samples that each rank reads of a full batch."""
-        return tuple(real_counts(self.size, self.world_size))
+        return tuple(count_per_rank(self.size, self.world_size))
 
     @cached_property
-    def full(self) -> Shares | None:
+    def full(self) -> BatchShares | None:
         """How a full batch is shared."""
         return None if self.size % self.world_size == 0 else self._share_out(self.size)
 
-    def short(self, left: int) -> Shares:
+    def short(self, left: int) -> BatchShares:
         """How a last batch of `left` samples is shared, fewer than a full one."""
         if self.policy == "ragged":
             return self._share_out(left)
@@ -100,20 +106,20 @@ class Plan:
             given = tuple(own or max(1, count) for own, count in zip(real, self.given, strict=True))
         else:
             given = self.given if self.world_size > 1 else tuple(real)
-        return Shares(given, tuple(real), self.policy == "exact", self.size)
+        return BatchShares(given, tuple(real), self.policy == "exact", self.size)
 
     def phase(self, start: int) -> int:
         """How many samples of the global batch around a position come before it."""
         return start % self.size if self.aligned else 0
 
-    def begun(self, phase: int) -> Shares | None:
+    def begun(self, phase: int) -> BatchShares | None:
         """How a batch is shared of which so many samples were read before; None for a full one that is shared evenly."""
         return self._share_out(self.size - phase) if phase else self.full
 
-    def _share_out(self, samples: int) -> Shares:
-        real = tuple(real_counts(samples, self.world_size))
+    def _share_out(self, samples: int) -> BatchShares:
+        real = tuple(count_per_rank(samples, self.world_size))
         given = real if self.policy == "ragged" else tuple(max(1, count) for count in real)
-        return Shares(given, real, True, self.size)
+        return BatchShares(given, real, True, self.size)
 
     def count(self, samples: int, rank: int = 0, phase: int = 0) -> int:
         """How many batches a rank reads of so many samples after `phase` ones of the first batch; the same on every rank, unless ragged."""
@@ -139,7 +145,7 @@ class Plan:
 
     # -- an order of known length: positions alone -----------------------------------------------------------------
 
-    def known(self, order: Order, rank: int, start: int = 0) -> Iterator[list[Any]]:
+    def known(self, order: SampleOrder, rank: int, start: int = 0) -> Iterator[list[Any]]:
         """The pieces of a rank, from a position of the order on; nothing before it is looked at."""
         size = self.size
         first = sum(self.given[:rank])
@@ -164,7 +170,7 @@ class Plan:
 
     # -- an order that is drawn while it is read --------------------------------------------------------------------
 
-    def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[Piece]:
+    def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
         """The pieces of a rank; one global batch of the order (not of data) is drawn ahead to know which one is the last.
 
         With a `head` (the beginning of the order; empty where it does not matter), the order stands at `start` already.
@@ -173,7 +179,7 @@ class Plan:
         phase = self.phase(start)
         if head is None:
             head = list(islice(order, size))
-            order = _from(head, order, start)
+            order = _skip_to(head, order, start)
         whole = size - phase
         batch = list(islice(order, whole))
         first = head or batch
@@ -197,7 +203,7 @@ class Plan:
             return not following
         return self.short(len(following)).given[rank] == 0
 
-    def _piece(self, samples: Sequence[Any], shares: Shares | None, rank: int, head: Callable[[], Sequence[Any]]) -> list[Any]:
+    def _piece(self, samples: Sequence[Any], shares: BatchShares | None, rank: int, head: Callable[[], Sequence[Any]]) -> list[Any]:
         """What one rank reads of a global batch: its share; what completes the batch, or keeps a rank busy, is taken from the head."""
         given = self.given if shares is None else shares.given
         if shares is not None and shares.weighed:
@@ -214,10 +220,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class RoundRobinPlan:
     """Whole batches, dealt out in rounds: rank r takes the r-th batch of each round of `world_size`.
 
-    >>> dealing = Dealing(world_size=2, nominal=2, policy="even")
+    >>> dealing = RoundRobinPlan(world_size=2, nominal=2, policy="even")
     >>> [[(batch, shares and shares.real) for batch, shares, _ in dealing.pieces(iter(["ab", "cd", "ef"]), rank)] for rank in range(2)]
     [[('ab', None), ('ef', (2, 0))], [('cd', None), ('ab', (2, 0))]]
     """
@@ -225,7 +231,7 @@ class Dealing:
     world_size: int
     nominal: int | None = None
     """Samples in a full batch; None takes the size of the first one."""
-    policy: Policy = "exact"
+    policy: LastBatchPolicy = "exact"
     measure: Callable[[Any], int] = len
     """The size of a batch; 1 where a batch is one position of the dataset."""
 
@@ -234,12 +240,12 @@ class Dealing:
         whole, left = divmod(batches, self.world_size)
         return whole + (left > rank if self.policy == "ragged" else left > 0)
 
-    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[Piece]:
-        """The batches of a rank; one round (of batches of positions, not of data) is drawn ahead. `head` as of a `Plan`."""
+    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
+        """The batches of a rank; one round (of batches of positions, not of data) is drawn ahead. `head` as of a `BatchPlan`."""
         ranks = self.world_size
         if head is None:
             head = list(islice(batches, ranks))
-            batches = _from(head, batches, start)
+            batches = _skip_to(head, batches, start)
         nominal = self.nominal or (self.measure(head[0]) if head else 1)
         dealt = list(islice(batches, ranks))
         while dealt:
@@ -255,21 +261,21 @@ class Dealing:
     def _filler(self, head: Sequence[Any], position: int) -> Any:
         return head[position % len(head)] if self.policy == "even" else head[0]
 
-    def _shares(self, dealt: Sequence[Any], start: Sequence[Any], nominal: int) -> Shares | None:
+    def _shares(self, dealt: Sequence[Any], start: Sequence[Any], nominal: int) -> BatchShares | None:
         sizes = tuple(map(self.measure, dealt))
         absent = self.world_size - len(sizes)
         if not absent and all(size == nominal for size in sizes):
             return None
         fillers = [] if self.policy == "ragged" else [self.measure(self._filler(start, position)) for position in range(absent)]
         given = sizes + (tuple(fillers) or (0,) * absent)
-        return Shares(given, sizes + (0,) * absent, self.policy != "even", nominal * self.world_size)
+        return BatchShares(given, sizes + (0,) * absent, self.policy != "even", nominal * self.world_size)
 
 
 @dataclass(frozen=True)
-class Cutting:
+class BatchSplitPlan:
     """Batches of all sizes (of a batch sampler of the user's own), each cut into one piece per rank.
 
-    >>> cutting = Cutting(world_size=2, policy="even")
+    >>> cutting = BatchSplitPlan(world_size=2, policy="even")
     >>> [[batch for batch, _, _ in cutting.pieces(iter(["abcd", "efg"]), rank)] for rank in range(2)]
     [[['a', 'b'], ['e', 'f']], [['c', 'd'], ['g', 'a']]]
     """
@@ -277,18 +283,18 @@ class Cutting:
     world_size: int
     nominal: int | None = None
     """Samples in a full batch; None takes the size of the first one."""
-    policy: Policy = "exact"
+    policy: LastBatchPolicy = "exact"
 
     def count(self, batches: int, rank: int = 0) -> int:
         """How many pieces a rank reads of so many batches."""
         return batches
 
-    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[Piece]:
-        """The pieces of a rank; one batch (of positions, not of data) is drawn ahead. `head` as of a `Plan`."""
+    def pieces(self, batches: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
+        """The pieces of a rank; one batch (of positions, not of data) is drawn ahead. `head` as of a `BatchPlan`."""
         following = batches
         if head is None:
             head = list(islice(batches, 1))
-            following = _from(head, batches, start)
+            following = _skip_to(head, batches, start)
         first: Sequence[Any] = head[0] if head else ()
         nominal = self.nominal or len(first) or 1
         batch = next(following, None)
@@ -296,17 +302,233 @@ class Cutting:
             after = next(following, None)
             size = len(batch)
             room = -(-size // self.world_size) * self.world_size if self.policy == "even" else size
-            plan = Plan(self.world_size, max(1, room), self.policy)
+            plan = BatchPlan(self.world_size, max(1, room), self.policy)
             shares = plan.full if size == room else plan.short(size)
             piece = plan._piece(batch, shares, rank, lambda: first)
             if shares is not None or size != nominal:
                 real = plan.given if shares is None else shares.real
-                shares = Shares(plan.given if shares is None else shares.given, real, self.policy != "even", nominal)
+                shares = BatchShares(plan.given if shares is None else shares.given, real, self.policy != "even", nominal)
             if piece:
                 yield piece, shares, after is None
             batch = after
 
 
-def _from(head: Sequence[Any], rest: Iterator[Any], start: int) -> Iterator[Any]:
+def _skip_to(head: Sequence[Any], rest: Iterator[Any], start: int) -> Iterator[Any]:
     """What follows a position of an order whose head was drawn already."""
     return islice(chain(head, rest), start, None)
+
+
+def split_effective_batch(effective: int, batch_size: int | None, world_size: int, *, split: bool = False) -> tuple[int, int]:
+    """(samples per device and batch, batches per update), whose product over all processes is the effective batch size.
+
+    `batch_size` is the most that fits a device; the largest size up to it that comes out even is taken. If that is less than half of
+    what would fit, one line says so and names a number that comes out better. `split`: it is the size for all processes together.
+
+    >>> split_effective_batch(64, 16, 2), split_effective_batch(64, 12, 2), split_effective_batch(64, 100, 2)
+    ((16, 2), (8, 4), (32, 1))
+    """
+    if isinstance(effective, bool) or not isinstance(effective, int) or effective < 1:
+        raise ConfigError(f"effective_batch_size={effective!r}: it is a whole number of samples from 1; write e.g. 64")
+    if split and batch_size is not None:
+        batch_size = max(1, batch_size // world_size)
+    if batch_size is None:
+        raise ConfigError(
+            f"effective_batch_size={effective} needs a loader with a batch_size, the most that fits a device; this loader has none "
+            "(batch_size=None or a batch sampler of its own). Give it a batch_size, or use gradient_accumulation_steps."
+        )
+    if effective % world_size:
+        below = effective - effective % world_size
+        near = f"{below} or {below + world_size}" if below else f"{world_size}"
+        raise ConfigError(
+            f"effective_batch_size={effective} cannot be shared evenly by {world_size} processes. Write effective_batch_size={near}, "
+            f"or start a number of processes that divides {effective}."
+        )
+    each = effective // world_size
+    per_device = next(size for size in range(min(batch_size, each), 0, -1) if each % size == 0)
+    if 2 * per_device < min(batch_size, each):
+        fitting = batch_size * world_size
+        better = max(1, round(effective / fitting)) * fitting
+        get_logger(__name__).warning(
+            f"effective_batch_size={effective} on {world_size} processes is {each} samples for each, whose largest divisor up to "
+            f"batch_size={batch_size} is {per_device}: an update takes {each // per_device} small batches. "
+            f"effective_batch_size={better} keeps batches of {batch_size}."
+        )
+    return per_device, each // per_device
+
+
+def trim_order_to_updates(order: SampleOrder | Iterator[Any], samples: int, begun: int = 0) -> SampleOrder | Iterator[Any]:
+    """An order without what is left over after the last full update of so many samples, of which `begun` came before an iterator.
+
+    >>> list(trim_order_to_updates(iter(range(8)), 3))
+    [0, 1, 2, 3, 4, 5]
+    """
+    return (
+        _trim_drawn_order(order, samples, begun) if isinstance(order, Iterator) else _OrderPrefix(order, len(order) - len(order) % samples)
+    )
+
+
+def _trim_drawn_order(order: Iterator[Any], samples: int, begun: int) -> Iterator[Any]:
+    update: list[Any] = []
+    for position in order:
+        update.append(position)
+        if len(update) + begun == samples:
+            yield from update
+            update.clear()
+            begun = 0
+
+
+class _OrderPrefix:
+    """The first positions of an order."""
+
+    def __init__(self, order: SampleOrder, length: int) -> None:
+        self.order = order
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, start: int, stop: int) -> list[Any]:
+        return self.order.take(start, min(stop, self.length))
+
+
+SliceFunction = Callable[..., Any]
+"""`cut(data, slice, process_index=, num_processes=)`: some samples of a batch."""
+
+_END = object()
+"""After the last item: items may be None."""
+
+
+@dataclass(frozen=True)
+class ItemSplitPlan:
+    """A plan for items that are batches of all ranks: each is cut along its first dimension (`batch_size=None` with `split_batches`).
+
+    What does not come out even is shared out as it is: the samples of a ready-made batch cannot be joined with others.
+
+    >>> plan = ItemSplitPlan(2, lambda item: item)
+    >>> [[piece.tolist() for piece, _, _ in plan.pieces(iter([torch.arange(4), torch.arange(3)]), rank)] for rank in range(2)]
+    [[[0, 1], [0, 1]], [[2, 3], [2]]]
+    """
+
+    world_size: int
+    collate: Callable[[Any], Any]
+    cut: SliceFunction | None = None
+
+    def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
+        """The pieces of a rank; one batch is read ahead. With a `head` (the beginning), the batches stand at `start` already."""
+        items = order
+        if head is None:
+            head = list(islice(order, 1))
+            items = islice(chain(head, order), start, None)
+        item = next(items, _END)
+        full = count_samples(head[0]) if head else 0
+        while item is not _END:
+            following = next(items, _END)
+            real = tuple(count_per_rank(count_samples(item), self.world_size))
+            given = tuple(max(1, count) for count in real)
+            begin = sum(real[:rank]) if real[rank] else 0
+            place = slice(begin, begin + given[rank])
+            batch = self.collate(item)
+            if self.cut is None:
+                piece = slice_rows(batch, place, process_index=rank, num_processes=self.world_size)
+            else:
+                piece = self.cut(batch, place, process_index=rank, num_processes=self.world_size)
+            even = len(set(real)) == 1 and sum(real) == full
+            yield piece, None if even else BatchShares(given, real, True, full), following is _END
+            item = following
+
+
+def count_samples(batch: Any) -> int:
+    """How many samples a ready-made batch holds: the first dimension of its first tensor, array or list; 1 where it has none.
+
+    >>> count_samples({"x": torch.ones(4, 2)}), count_samples([{"text": "a", "x": torch.ones(4)}]), count_samples("a")
+    (4, 1, 1)
+    """
+    for leaf in pytree.flatten(batch, is_entries):
+        if isinstance(leaf, (torch.Tensor, numpy.ndarray)):
+            if leaf.ndim:
+                return int(leaf.shape[0])
+        elif is_entries(leaf):
+            return len(leaf)
+    return 1
+
+
+def slice_for_ranks(
+    cut: SliceFunction, whole: Any, sizes: Sequence[int], ranks: Sequence[int], world_size: int, *, samples: bool = True
+) -> list[Any]:
+    """A batch of some ranks, cut into theirs; with `samples`, it was made of as many as `sizes` say and may hold lists of them.
+
+    >>> slice_for_ranks(slice_rows, [torch.ones(3), torch.zeros(3)], [1, 1], [0, 1], 2)
+    [[tensor([1., 1., 1.])], [tensor([0., 0., 0.])]]
+    """
+    if cut is slice_rows and samples:
+        cut = partial(slice_rows, rows=sum(sizes))
+    ends = accumulate(sizes)
+    return [
+        cut(whole, slice(end - size, end), process_index=rank, num_processes=world_size)
+        for rank, size, end in zip(ranks, sizes, ends, strict=True)
+    ]
+
+
+def slice_rows(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None, *, rows: int | None = None
+) -> Any:
+    """Some samples of a batch: tensors, arrays and lists sliced along their first dimension; what belongs to the whole batch stays.
+
+    `rows` is how many samples it holds; None takes that from the batch. A list of as many tensors is one of samples, unless the tensors
+    themselves have as many rows; where both could be meant, it is refused.
+
+    >>> slice_rows({"x": torch.arange(4), "text": ["a", "b", "c", "d"], "scale": 2.0}, slice(1, 3))
+    {'x': tensor([1, 2]), 'text': ['b', 'c'], 'scale': 2.0}
+    >>> slice_rows([torch.zeros(3, 2), torch.ones(3, 2)], slice(1, 2), rows=2)
+    [tensor([[1., 1.],
+            [1., 1.],
+            [1., 1.]])]
+    """
+    known = count_samples(data) if rows is None else rows
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, (torch.Tensor, numpy.ndarray)):
+            return leaf if not leaf.ndim else _check_rows(leaf, leaf.shape[0], known)[tensor_slice]
+        return _check_rows(leaf, len(leaf), known)[tensor_slice] if isinstance(leaf, (list, tuple)) else leaf
+
+    return pytree.map_leaves(cut, data, lambda node: is_items(node) or _holds_samples(node, known, certain=rows is not None))
+
+
+def _holds_samples(node: Any, rows: int, *, certain: bool) -> bool:
+    """Whether a list is one of samples, rather than the parts of a batch, which all have as many rows."""
+    if not isinstance(node, (list, tuple)) or pytree.is_namedtuple(node) or len(node) != rows:
+        return False
+    if not all(_has_rows(part, rows) for part in node):
+        return True
+    if certain and rows > 1 and len({_leaf_types(part) for part in node}) == 1:
+        raise ValueError(
+            f"a batch of {rows} samples is to be cut for the processes, and it is (or holds) a {type(node).__name__} of {rows}, each with "
+            f"{rows} rows: that could be {rows} samples, or {rows} parts of all samples. Let collate_fn return a dict of its parts, or "
+            "pass slice_fn_for_dispatch=..., or another batch_size."
+        )
+    return False
+
+
+def _leaf_types(part: Any) -> tuple[Any, ...]:
+    """What samples have in common."""
+    return tuple(
+        (leaf.dtype, leaf.ndim) if isinstance(leaf, (torch.Tensor, numpy.ndarray)) else type(leaf) for leaf in pytree.flatten(part)
+    )
+
+
+def _has_rows(part: Any, rows: int) -> bool:
+    """Whether a part of a batch has one row for each sample."""
+    if isinstance(part, (torch.Tensor, numpy.ndarray)):
+        return bool(part.ndim) and part.shape[0] == rows
+    if isinstance(part, (list, tuple)) and not pytree.is_namedtuple(part):
+        return len(part) == rows or (not is_items(part) and all(_has_rows(one, rows) for one in part))
+    return not pytree.is_node(part) or all(_has_rows(one, rows) for _, one in pytree.children(part))
+
+
+def _check_rows(leaf: Any, length: int, rows: int) -> Any:
+    if length != rows:
+        raise ValueError(
+            f"a batch of {rows} samples is to be cut for the processes, but it holds a {type(leaf).__name__} of length {length}, of which "
+            "it cannot be told what belongs to which sample. Pass slice_fn_for_dispatch=..., or leave split_batches out."
+        )
+    return leaf

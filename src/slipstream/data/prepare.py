@@ -1,39 +1,41 @@
-"""From a script's `DataLoader` to a prepared one: which kind of loader it becomes, and the seed of its order.
+"""Prepare a `DataLoader`, and skip its first batches.
 
-`build` is what an Accelerator calls; `prepare_data_loader` is the same as a plain function. A loader that was prepared already
-is given back, and one that another Accelerator prepared is prepared anew from the script's own.
+`build_loader` chooses the kind of prepared loader; `prepare_data_loader` is the same without an Accelerator. A loader that this
+Accelerator prepared is returned as it is, and one that another Accelerator prepared is prepared again from the user's loader.
+`skip_first_batches` seeks: no data is read to get there, unless the dataset of a plain loader is an iterable one without `skip`, which is
+a warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from slipstream.comm import ops
-from slipstream.data.batching import derive
-from slipstream.data.dispatch import dispatch_loader
-from slipstream.data.loader import PreparedLoader, get_sampler
-from slipstream.data.mapped import MapLoader, samples_per_batch
-from slipstream.data.options import DataLoaderConfiguration
-from slipstream.data.order import mix, refuse_sharded
-from slipstream.data.place import Place
-from slipstream.data.reading import stay
-from slipstream.data.stream import stream_loader, warn_of_slice_fn
+from slipstream.data.dispatch_loader import build_dispatch_loader
+from slipstream.data.loader import PreparedLoader, get_sampler, keeps_workers
+from slipstream.data.map_loader import MapLoader, samples_per_batch
+from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.order import refuse_distributed_sampler
+from slipstream.data.plan import split_effective_batch
+from slipstream.data.random_state import derive_seed
+from slipstream.data.stream_loader import build_stream_loader, warn_of_slice_fn
+from slipstream.distributed import collectives
+from slipstream.distributed.current import current
+from slipstream.distributed.gradient_state import GradientState
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
-from slipstream.runtime.current import current
-from slipstream.runtime.gradient_state import GradientState
 
-__all__ = ["build", "prepare_data_loader", "seed_of"]
+__all__ = ["build_loader", "choose_seed", "prepare_data_loader", "skip_first_batches"]
 
 
-def build(
+def build_loader(
     loader: DataLoader[Any],
     *,
-    place: Place,
+    place: DataRank,
     config: DataLoaderConfiguration,
     seed: int,
     device: torch.device | None,
@@ -51,10 +53,10 @@ def build(
         raise ConfigError(f"a {type(loader).__name__} cannot be prepared as a loader: pass a torch.utils.data.DataLoader")
     config.check()
     _warn_of_seedable(config)
-    refuse_sharded(loader)
+    refuse_distributed_sampler(loader)
     if isinstance(loader.dataset, IterableDataset):
         _refuse_own_iteration(type(loader))
-    if loader.persistent_workers and not stay(loader):
+    if loader.persistent_workers and not keeps_workers(loader):
         get_logger(__name__).warning(
             f"persistent_workers=True of the loader of {type(loader.dataset).__name__} has no effect: what it gives depends on the epoch, "
             "and workers that stay would never hear of the next one, so they are started for every pass."
@@ -68,34 +70,34 @@ def build(
         "gradient_state": gradient_state,
     }
     if config.dispatch_batches:
-        return dispatch_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
+        return build_dispatch_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
     if isinstance(loader.dataset, IterableDataset):
-        return stream_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
+        return build_stream_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
     if slice_fn is not None:
         warn_of_slice_fn()
     if effective_batch_size is None:
         return MapLoader(loader, **settings)
-    per_rank, steps = derive(effective_batch_size, samples_per_batch(loader), place.world_size, split=config.split_batches)
+    per_rank, steps = split_effective_batch(effective_batch_size, samples_per_batch(loader), place.world_size, split=config.split_batches)
     return MapLoader(loader, samples_per_rank=per_rank, steps_per_update=steps, **settings)
 
 
-def seed_of(loader: DataLoader[Any], config: DataLoaderConfiguration, ordinal: int = 0) -> int:
+def choose_seed(loader: DataLoader[Any], config: DataLoaderConfiguration, ordinal: int = 0) -> int:
     """The seed of a loader's order on this rank: `data_seed`, else that of the loader's own generator, else the script's.
 
     `ordinal` numbers the loaders of a script, so that two of them are not shuffled alike; the first one has `data_seed` itself.
 
-    >>> seed_of(DataLoader(range(4)), DataLoaderConfiguration(data_seed=7))
+    >>> choose_seed(DataLoader(range(4)), DataLoaderConfiguration(data_seed=7))
     7
     """
     if isinstance(loader, PreparedLoader):
         return loader.seed
     if config.data_seed is not None:
-        return mix(config.data_seed, "loader", ordinal) if ordinal else config.data_seed
+        return derive_seed(config.data_seed, "loader", ordinal) if ordinal else config.data_seed
     for holder in (loader, get_sampler(loader)):
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):
             return int(generator.initial_seed())
-    return mix(torch.initial_seed(), "loader", ordinal)
+    return derive_seed(torch.initial_seed(), "loader", ordinal)
 
 
 def prepare_data_loader(
@@ -130,7 +132,7 @@ def prepare_data_loader(
     >>> [batch.tolist() for batch in loader]
     [[2, 3], [6, 7]]
     """
-    _refuse(torch_device_mesh, rng_types)
+    _check_unused_arguments(torch_device_mesh, rng_types)
     runtime = current()
     config = DataLoaderConfiguration(
         split_batches=split_batches,
@@ -141,11 +143,11 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    place = _place(num_processes, process_index)
-    seed = seed_of(dataloader, config)
+    place = _find_data_rank(num_processes, process_index)
+    seed = choose_seed(dataloader, config)
     if data_seed is None and place.compares and place.world_size > 1:
-        seed = ops.broadcast_objects(runtime.channel(), runtime.limits, [seed], 0, operation="prepare_data_loader")[0]
-    return build(
+        seed = collectives.broadcast_objects(runtime.channel(), runtime.limits, [seed], 0, operation="prepare_data_loader")[0]
+    return build_loader(
         dataloader,
         place=place,
         config=config,
@@ -157,10 +159,10 @@ def prepare_data_loader(
     )
 
 
-def _place(num_processes: int | None, process_index: int | None) -> Place:
+def _find_data_rank(num_processes: int | None, process_index: int | None) -> DataRank:
     """This process among those that share the data, or the place that was given by hand."""
     runtime = current()
-    return Place(
+    return DataRank(
         runtime.process.rank if process_index is None else process_index,
         runtime.process.world_size if num_processes is None else num_processes,
         runtime.channel,
@@ -169,7 +171,7 @@ def _place(num_processes: int | None, process_index: int | None) -> Place:
     )
 
 
-def _refuse(torch_device_mesh: Any, rng_types: Sequence[Any] | None) -> None:
+def _check_unused_arguments(torch_device_mesh: Any, rng_types: Sequence[Any] | None) -> None:
     """Arguments that the relative has and that mean nothing here."""
     if torch_device_mesh is not None:
         raise ConfigError(
@@ -200,3 +202,90 @@ def _warn_of_seedable(config: DataLoaderConfiguration) -> None:
         get_logger(__name__).warning(
             "use_seedable_sampler=False has no effect: the order of samples is always a function of seed and epoch. Leave it out."
         )
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader that begins after `num_batches` batches of the present epoch in its first pass, and from the start in later ones.
+
+    The present epoch is the one being read or left by `break`, if it got that far; else the next one. A pass of which only one batch
+    was read, and not trained on, is not left: that was a look at the data.
+
+    After `load_state` the present epoch is that of the loaded position, and `num_batches` counts from its start, not from the position:
+    the number of batches that the checkpoint stands at leads to the position itself, exactly. At the end of an epoch, 0 means the next.
+
+    >>> list(skip_first_batches(DataLoader(range(6), batch_size=2), 2))
+    [tensor([4, 5])]
+    """
+    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
+        raise ConfigError(f"skip_first_batches(num_batches={num_batches!r}): how many batches to skip is a whole number from 0")
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    if not isinstance(dataloader, DataLoader):
+        raise ConfigError(
+            f"skip_first_batches was given a {type(dataloader).__name__}; it takes a DataLoader, prepared or not. "
+            f"Write itertools.islice(..., {num_batches}, None) to skip items of another iterable."
+        )
+    return _copy_skipping(dataloader, num_batches)
+
+
+def _copy_skipping(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
+    """A copy of a plain loader, of a class that is its own but for where the first pass begins."""
+    twin = object.__new__(type(loader))
+    twin.__dict__.update({**loader.__dict__, "_iterator": None})
+    if num_batches == 0:
+        return twin
+    if isinstance(loader.dataset, IterableDataset):
+        return _SkippingStreamLoader(loader, num_batches)
+    index_sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    twin.__dict__[index_sampler] = _SkippingSampler(getattr(loader, index_sampler), num_batches)
+    return twin
+
+
+class _SkippingSampler:
+    """A sampler or batch sampler without its first items, once."""
+
+    def __init__(self, inner: Any, skipped: int) -> None:
+        self._inner = inner
+        self._skipped = skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self._skipped = self._skipped, 0
+        return islice(iter(self._inner), skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self._inner) - self._skipped)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._inner, name)
+
+
+class _SkippingStreamLoader(DataLoader[Any]):
+    """A plain loader of an iterable dataset without its first batches, once."""
+
+    _original: DataLoader[Any]
+    _skipped: int
+
+    def __init__(self, loader: DataLoader[Any], skipped: int) -> None:
+        # that of DataLoader is not called: the attributes are those of the loader
+        self.__dict__.update({**loader.__dict__, "_iterator": None})
+        self.__dict__.update({"_original": loader, "_skipped": skipped})
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # an iterator of ours where batches are skipped
+        skipped, self._skipped = self._skipped, 0
+        if not skipped:
+            return iter(self._original)
+        skip = getattr(self._original.dataset, "skip", None)
+        if callable(skip) and self._original.num_workers == 0:  # what several workers share is the dataset's affair
+            later = object.__new__(type(self._original))
+            dataset = skip(skipped * (self._original.batch_size or 1))
+            later.__dict__.update({**self._original.__dict__, "_iterator": None, "dataset": dataset})
+            return iter(later)
+        get_logger(__name__).warning(
+            f"skip_first_batches reads {skipped} batches to skip them: {type(self._original.dataset).__name__} has no skip(n) to seek with"
+        )
+        return islice(iter(self._original), skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self._original) - self._skipped)

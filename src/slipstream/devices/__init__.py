@@ -1,1 +1,4 @@
+"""Device families, memory, random states, and installed packages.
 
+Importing these modules imports no torch.
+"""

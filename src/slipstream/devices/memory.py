@@ -1,22 +1,125 @@
-"""Memory of devices: how much is left, giving back what is cached, and telling an out-of-memory error from others.
+"""Memory of devices and of the host: available, allocated, peak; cached memory given back; out-of-memory errors recognised.
 
-Torch is imported when a function needs it. Nothing here talks to other processes: whether several ranks should reduce a batch
-size together is decided by its caller.
+Host memory and cores are what the control groups around this process allow, which may be less than the machine has. Allocator statistics
+and timing events are asked of the device family and left out where it does not provide them. Torch is imported when a function needs it.
+Nothing here talks to other processes, allocates memory, or starts a device.
 """
 
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from slipstream.devices.host import host_memory
 from slipstream.devices.table import CPU, FAMILIES, Family, family_of
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["available_memory", "clear_device_cache", "convert_bytes", "release_memory", "should_reduce_batch_size"]
+__all__ = [
+    "HostMemory", "allocator_statistics", "available_cores", "available_memory", "clear_device_cache", "convert_bytes",
+    "device_peak_memory", "host_memory", "host_peak_memory", "memory_limit", "release_memory", "should_reduce_batch_size",
+    "timing_event_factory",
+]
+
+
+_ROOT = Path("/")
+_UNLIMITED = 2**60
+"""Control groups of the first version write "no limit" as a number of about this size."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of main memory."""
+
+    total: int
+    available: int
+    """What can still be taken without swapping, and without reaching the limit of a control group."""
+    limit: int | None = None
+    """The tightest limit of a control group, if there is one."""
+
+
+def available_cores(root: Path = _ROOT) -> int:
+    """How many cores this process may use: its affinity, narrowed by the CPU quota of its control groups.
+
+    >>> available_cores() >= 1
+    True
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([affinity, *(math.ceil(quota) for quota in _cpu_quotas(root))]))
+
+
+def host_memory(root: Path = _ROOT) -> HostMemory:
+    """Memory of the host as this process may use it."""
+    import psutil
+
+    host = psutil.virtual_memory()
+    rooms = [(limit, max(0, limit - used)) for limit, used in _memory_groups(root)]
+    limit = min((limit for limit, _ in rooms), default=None)
+    return HostMemory(total=host.total, available=min([host.available, *(room for _, room in rooms)]), limit=limit)
+
+
+def memory_limit(root: Path = _ROOT) -> int | None:
+    """The tightest memory limit of the control groups around this process, or None."""
+    return min((limit for limit, _ in _memory_groups(root)), default=None)
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use that cannot be reclaimed) of every group around this process that has a limit."""
+    for group in _groups(root, ""):
+        yield from _memory_of(group, "memory.max", "memory.current", "inactive_file")
+    for group in _groups(root, "memory"):
+        yield from _memory_of(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _memory_of(group: Path, limit_file: str, used_file: str, reclaimable: str) -> Iterator[tuple[int, int]]:
+    limit, used = _read_number(group / limit_file), _read_number(group / used_file)
+    if limit is None or used is None or limit >= _UNLIMITED:
+        return
+    lines = (line.split() for line in _read_text(group / "memory.stat").splitlines())
+    cached = next((int(words[1]) for words in lines if len(words) == 2 and words[0] == reclaimable), 0)
+    yield limit, max(0, used - cached)
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    for group in _groups(root, ""):
+        words = _read_text(group / "cpu.max").split()
+        if len(words) == 2 and words[0].isdigit():
+            yield int(words[0]) / int(words[1])
+    for group in _groups(root, "cpu"):
+        quota, period = _read_number(group / "cpu.cfs_quota_us"), _read_number(group / "cpu.cfs_period_us")
+        if quota and period:
+            yield quota / period
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups, the innermost first; "" is the one hierarchy of the second version."""
+    top = root / "sys/fs/cgroup" / controller
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controller in controllers.split(","):
+            inner = top / path.lstrip("/")
+            # Inside a container the path may be the one of the host, which is not there; the top always is.
+            yield from (folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents)
+            return
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # not on this system, or not this version of control groups
+        return ""
+
+
+def _read_number(file: Path) -> int | None:
+    text = _read_text(file).strip()
+    return int(text) if text.isdigit() else None
 
 
 def clear_device_cache(garbage_collection: bool = False, *, families: tuple[Family, ...] = FAMILIES) -> None:
@@ -100,3 +203,88 @@ def convert_bytes(size: float) -> str:
             return f"{round(size, 2)} {unit}"
         size /= 1024.0
     return f"{round(size, 2)} PB"
+
+
+_MEMORY_FUNCTIONS: Final = (
+    ("allocated", ("memory_allocated", "current_allocated_memory")),
+    ("most_allocated", ("max_memory_allocated",)),
+    ("reserved", ("memory_reserved", "driver_allocated_memory")),
+    ("most_reserved", ("max_memory_reserved",)),
+)
+_COUNTS: Final = (("retries", "num_alloc_retries"), ("failures", "num_ooms"))
+
+
+def allocator_statistics(*, families: tuple[Family, ...] = FAMILIES) -> dict[str, dict[str, int]]:
+    """By device, for those that this process has used: bytes `allocated` and `reserved`, the most there were, and failed attempts.
+
+    >>> isinstance(allocator_statistics(), dict)
+    True
+    """
+    used = [family for family in families if family is not CPU and family.may_be_used()]
+    found = {name: _family_statistics(family, arguments) for family in used for name, arguments in _devices(family)}
+    return {name: told for name, told in found.items() if any(told.values())}
+
+
+def _devices(family: Family) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"{family.type}:{number}", (number,)) for number in range(family.count())] if family.indexed else [(family.type, ())]
+
+
+def _family_statistics(family: Family, arguments: tuple[int, ...]) -> dict[str, int]:
+    namespace = family.module()
+    told: dict[str, int] = {}
+    for name, functions in _MEMORY_FUNCTIONS:
+        known = next((function for function in functions if hasattr(namespace, function)), None)
+        if known is not None:
+            told[name] = int(family.ask(known, *arguments))
+    counts: Any = family.ask("memory_stats", *arguments, default={})
+    return told | {name: int(counts[key]) for name, key in _COUNTS if key in counts}
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def host_peak_memory(status: Path = _STATUS) -> int:
+    """The most main memory that this process ever held, in bytes.
+
+    >>> host_peak_memory() > 1_000_000
+    True
+    """
+    try:
+        text = status.read_text()
+    except OSError:  # not Linux
+        text = ""
+    line = next((line for line in text.splitlines() if line.startswith("VmHWM:")), "")
+    if line:
+        return int(line.split()[1]) * 1024
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def device_peak_memory(device: Any) -> int | None:
+    """The most memory that torch ever held on a device, in bytes; None for the host, and where the device does not tell.
+
+    >>> device_peak_memory("cpu") is None
+    True
+    """
+    family = family_of(device)
+    most = None if family is CPU else family.ask("max_memory_allocated", device)
+    return None if most is None else int(most)
+
+
+def timing_event_factory(device: Any) -> Callable[[], Any] | None:
+    """Makes events that can be recorded on a device and say how long it took from one to the next; None where work is done at once.
+
+    >>> timing_event_factory("cpu") is None
+    True
+    """
+    import torch
+
+    if family_of(device) is CPU:
+        return None
+    try:
+        torch.Event(device=device, enable_timing=True)
+    except (RuntimeError, NotImplementedError, TypeError):  # a family without such events: the clock of the host has to do
+        return None
+    return lambda: torch.Event(device=device, enable_timing=True)

@@ -1,36 +1,40 @@
-"""Which packages are installed, and in which version, found out without importing any of them.
+"""Which packages are installed, in which version, found without importing them; and imports of noisy packages with their logging
+silenced.
 
-One table says how each package is imported, how its distribution is called and which versions count. Importing a package to
-see whether it is there is never done: that can take seconds and start a device.
+`PACKAGES` is the table behind the `is_..._available` functions. `compare_versions` follows PEP 440. `import_quietly` imports a package
+and raises a `ConfigError` with the remedy if it is missing.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import logging
 import operator
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "PACKAGES", "Package", "compare_versions", "deepspeed_required", "installed", "is_torch_version", "parse_version",
-    "torchao_required", "version_of",
-    "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available",
-    "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available", "is_clearml_available",
-    "is_comet_ml_available", "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp8_available",
-    "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available",
-    "is_mlflow_available", "is_msamp_available", "is_numpy_available", "is_pandas_available", "is_peft_available",
-    "is_pippy_available", "is_pynvml_available", "is_pytest_available", "is_rich_available", "is_sagemaker_available",
-    "is_schedulefree_available", "is_swanlab_available", "is_tensorboard_available", "is_timm_available",
-    "is_torch_distributed_available", "is_torchao_available", "is_torchdata_available",
-    "is_torchdata_stateful_dataloader_available", "is_torchvision_available", "is_tqdm_available", "is_trackio_available",
-    "is_transformer_engine_available", "is_transformer_engine_mxfp8_available", "is_transformers_available",
-    "is_triton_available", "is_wandb_available", "is_weights_only_available",
-]  # fmt: skip
+    "PACKAGES", "Package", "compare_versions", "deepspeed_required", "import_quietly", "installed", "is_4bit_bnb_available",
+    "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
+    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_datasets_available", "is_deepspeed_available",
+    "is_dvclive_available", "is_fp8_available", "is_import_timer_available", "is_lomo_available", "is_matplotlib_available",
+    "is_megatron_lm_available", "is_mlflow_available", "is_msamp_available", "is_numpy_available", "is_pandas_available",
+    "is_peft_available", "is_pippy_available", "is_pynvml_available", "is_pytest_available", "is_rich_available", "is_sagemaker_available",
+    "is_schedulefree_available", "is_swanlab_available", "is_tensorboard_available", "is_timm_available", "is_torch_distributed_available",
+    "is_torch_version", "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
+    "is_torchvision_available", "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available", "is_wandb_available",
+    "is_weights_only_available", "parse_version", "silence_libraries", "torchao_required", "version_of",
+]
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -312,3 +316,51 @@ torchao_required = _required("torchao")
 """Decorator: calling the function without torchao is an ImportError that says so."""
 deepspeed_required = _required("deepspeed")
 """Decorator: calling the function without deepspeed is an ImportError that says so."""
+
+
+_RAISED_ELSEWHERE: Final = logging.CRITICAL
+_NOISY: Final = (
+    ("torchao", logging.WARNING),  # kernels for other hardware
+    ("torch.utils._pytree", logging.WARNING),
+    ("transformers", logging.WARNING),  # advice on what would be faster
+    ("torch._subclasses.fake_tensor", _RAISED_ELSEWHERE),  # errors that are raised too
+)
+
+
+@contextmanager
+def silence_libraries() -> Iterator[None]:
+    """Within it, what these libraries log up to these levels is not shown, and no warning is.
+
+    >>> with silence_libraries():
+    ...     logging.getLogger("torchao").warning("no kernel")
+    """
+    with ExitStack() as after, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, level in _NOISY:
+            logger = logging.getLogger(name)
+            for place in (logger, *logger.handlers):  # a logger's filter does not see what those below it log; its handlers do
+                refuse = _above_level(level)
+                place.addFilter(refuse)
+                after.callback(place.removeFilter, refuse)
+        yield
+
+
+def import_quietly(package: str, what: str, remedy: str) -> Any:
+    """A package that `what` needs; a ConfigError with the remedy where it is not installed.
+
+    >>> import_quietly("nothing_like_that", "this", "pip install it.")
+    Traceback (most recent call last):
+    slipstream.errors.ConfigError: this, which is not installed (No module named 'nothing_like_that'): pip install it.
+    """
+    try:
+        with silence_libraries():
+            return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what}, which is not installed ({error}): {remedy}") from None
+
+
+def _above_level(level: int) -> Any:
+    def is_above(record: logging.LogRecord) -> bool:
+        return record.levelno > level
+
+    return is_above

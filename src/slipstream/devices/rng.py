@@ -1,7 +1,7 @@
 """Random states as plain data: capture, restore, seed and compare them.
 
-A state is made of numbers, lists, dicts and byte tensors only, so it can be stored as safetensors and JSON; no pickle is needed
-to write or to read one. Nothing here talks to other processes: the rank is passed in.
+A state consists of numbers, lists, dicts and byte tensors, so it is stored as safetensors and JSON without pickle. Nothing here talks to
+other processes: the rank is an argument.
 """
 
 from __future__ import annotations

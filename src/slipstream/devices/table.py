@@ -1,41 +1,231 @@
-"""The device table: one row per family of devices, and the functions that choose among the rows.
+"""The device table: one row per device family, and the functions that choose among the rows.
 
-This is the only file that names a family. What another room needs to know of one is a column here, so a new family is a new
-row. CPU is what this project runs; every other row follows the vendor's documentation and is tested through fakes.
-Importing this module imports no torch; functions that need torch import it when called, and none of them starts a device
-runtime if that can be helped.
+A row (`Family`) holds the device type, communication backend, visible-devices variable, probes and limits of a family. This is the only
+module that names families other than "cpu": a new family is a new row. CPU is what this project runs; every other row follows the
+vendor's documentation and is tested through fakes. Importing this module imports no torch: a row finds its torch namespace
+(`torch.<type>`) only when `module()` is called, and no function starts a device runtime if that can be avoided.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.devices.adapter import LazyRuntime
-from slipstream.devices.family import Family, files, import_plugin, torch_namespace
 from slipstream.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "CPU", "FAMILIES", "DistributedType", "Family", "RNGType",
-    "best_family", "count_without_torch", "device_for", "family_of", "family_types", "initialised_family", "set_device",
-    "is_bf16_available", "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available",
-    "is_mps_available", "is_musa_available", "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available",
-    "is_torch_xla_available", "is_xccl_available", "is_xpu_available",
-]  # fmt: skip
+    "CPU", "DistributedType", "FAMILIES", "Family", "LazyRuntime", "RNGType", "best_family", "count_without_torch", "device_file_counter",
+    "device_for", "family_of", "family_types", "import_plugin", "initialised_family", "is_bf16_available", "is_cuda_available",
+    "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available", "is_musa_available",
+    "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available", "is_xccl_available",
+    "is_xpu_available", "no_device_files", "set_device", "torch_namespace", "visible_count",
+]
+
+
+def torch_namespace(name: str, plugin: str | None = None) -> Callable[[], Any]:
+    """A function that gives `torch.<name>`, after importing the plugin that puts it there; None where there is none.
+
+    A plugin that is installed but cannot be imported (its driver is missing, say) is reported as a warning, and its devices
+    count as not there: the machine may have others.
+    """
+
+    def find() -> Any:
+        if plugin is not None and not import_plugin(plugin):
+            return None
+        return getattr(importlib.import_module("torch"), name, None)
+
+    return find
+
+
+def import_plugin(plugin: str) -> bool:
+    """Import a plugin of torch; whether it is there and works."""
+    if plugin in sys.modules:
+        return True
+    if importlib.util.find_spec(plugin.partition(".")[0]) is None:
+        return False
+    try:
+        importlib.import_module(plugin)
+    except (ImportError, OSError, RuntimeError) as error:
+        warnings.warn(f"{plugin} is installed but cannot be imported ({error}); its devices are not used", stacklevel=2)
+        return False
+    return True
+
+
+def no_device_files(_: Path) -> int:
+    """The number of device files of a family that leaves none."""
+    return 0
+
+
+def device_file_counter(*patterns: str) -> Callable[[Path], int]:
+    """A function that counts what the first matching pattern matches below a root.
+
+    >>> device_file_counter("no/such/*")(Path("/"))
+    0
+    """
+
+    def count(root: Path) -> int:
+        return next((number for number in (sum(1 for _ in root.glob(pattern)) for pattern in patterns) if number), 0)
+
+    return count
+
+
+def visible_count(value: str) -> int:
+    """How many devices a visible-devices variable lets through: names, numbers and ranges; -1 ends the list.
+
+    >>> visible_count("0,1"), visible_count("0-3"), visible_count(""), visible_count("-1"), visible_count("GPU-8a1c,MIG-77")
+    (2, 4, 0, 0, 2)
+    """
+    total = 0
+    for entry in (part.strip() for part in value.split(",")):
+        first, dash, last = entry.partition("-")
+        if entry in ("", "-1"):
+            break
+        total += max(int(last) - int(first) + 1, 0) if dash and first.isdigit() and last.isdigit() else 1
+    return total
+
+
+def _probe_namespace(namespace: Any) -> bool:
+    return bool(namespace.is_available())
+
+
+def _probe_bf16(namespace: Any) -> bool:
+    return bool(getattr(namespace, "is_bf16_supported", lambda: True)())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row of the device table. Tests put a fake in with `dataclasses.replace(row, module=lambda: fake)`."""
+
+    type: str
+    """The type of its `torch.device`."""
+    backend: str
+    """The backend of `torch.distributed` for its tensors."""
+    multi: str
+    """The `DistributedType` of several processes on it; "NO" where processes cannot share such devices."""
+    module: Callable[[], Any]
+    """Gives the namespace in the manner of torch's own device modules, or None where this installation has none. Imports torch."""
+    plugin: str | None = None
+    """The package that teaches torch the family; None if torch knows it by itself."""
+    backend_plugin: str | None = None
+    """A module that must be imported before `backend` exists."""
+    visible: str | None = None
+    """The variable that says which devices a process may see."""
+    also_visible: tuple[str, ...] = ()
+    """Further variables that narrow the choice."""
+    entries: Callable[[Path], int] = no_device_files
+    """Counts the device files below a root, without torch."""
+    builds: tuple[str, ...] = ()
+    """How the local part of torch's version begins in builds with the family (for families that torch knows by itself)."""
+    probe: Callable[[Any], bool] = _probe_namespace
+    """Whether the namespace has a device that works; must not initialise it if that can be helped."""
+    indexed: bool = True
+    """Devices have numbers. False: one name stands for what this process has."""
+    many_per_host: bool = True
+    fork_safe: bool = False
+    """A process may fork after importing (not after using) the family. False also where nobody has tried."""
+    bf16: Callable[[Any], bool] = _probe_bf16
+    """Whether the namespace computes in bfloat16."""
+    out_of_memory: tuple[str, ...] = ()
+    """Parts of the texts of its out-of-memory errors, for those that come as a plain RuntimeError."""
+    prefixes: tuple[str, ...] = ()
+    """How the names of its environment variables begin, for reports."""
+
+    def is_available(self) -> bool:
+        """Whether torch can use a device of the family here."""
+        namespace = self.module()
+        return namespace is not None and self.probe(namespace)
+
+    def count(self) -> int:
+        """How many devices of the family this process sees."""
+        return int(self.ask("device_count", default=0)) if self.is_available() else 0
+
+    def ask(self, function: str, *arguments: Any, default: Any = None) -> Any:
+        """Call a function of the namespace; the default where the namespace, or the function in it, does not exist."""
+        return getattr(self.module(), function, lambda *_: default)(*arguments)
+
+    def is_loaded(self) -> bool:
+        """Whether the family's code is imported already, so that asking it costs no import."""
+        return (self.plugin or "torch") in sys.modules
+
+    def is_initialised(self) -> bool:
+        """Whether this process has used a device of the family (and must not fork any more). Imports nothing."""
+        return self.is_loaded() and bool(self.ask("is_initialized", default=False))
+
+    def may_be_used(self) -> bool:
+        """Whether this process has used a device of the family, or may have: some families have devices and do not tell."""
+        return self.is_loaded() and bool(self.ask("is_initialized", default=True)) and self.is_available()
+
+    def installed(self, torch_version: str | None) -> bool:
+        """Whether this installation of torch has the family, judged by what is installed and without importing it."""
+        if torch_version is None:
+            return False
+        if self.plugin is not None:
+            return importlib.util.find_spec(self.plugin.partition(".")[0]) is not None
+        build = torch_version.partition("+")[2]
+        return not build or build.startswith(self.builds)
+
+    def count_files(self, environ: Mapping[str, str], root: Path = Path("/")) -> int:
+        """How many devices a process with this environment would see, from device files; 0 if that cannot be known."""
+        present = self.entries(root)
+        if not present:
+            return 0
+        limits = [environ[name] for name in (self.visible, *self.also_visible) if name is not None and name in environ]
+        return min([present, *map(visible_count, limits)])
+
+
+class LazyRuntime:
+    """`is_available`, `device_count` and so on, answered by the runtime and model modules of a lazy-tensor package."""
+
+    def __init__(self, started: Callable[[], bool], runtime: Any, model: Any) -> None:
+        self._started = started
+        self._runtime = runtime
+        self._model = model
+
+    def hardware(self) -> str | None:
+        """What the runtime drives: "TPU", "CUDA", "CPU" and so on."""
+        name = self._runtime.device_type()
+        return None if name is None else str(name)
+
+    def is_available(self) -> bool:
+        return self.hardware() not in (None, "CPU")
+
+    def device_count(self) -> int:
+        return int(self._runtime.addressable_device_count())
+
+    def is_initialized(self) -> bool:
+        return bool(self._started())
+
+    def manual_seed_all(self, seed: int) -> None:
+        self._model.set_rng_state(seed)
+
+    def get_rng_state(self) -> Any:
+        import torch
+
+        return torch.tensor(self._model.get_rng_state())
+
+    def set_rng_state(self, state: Any) -> None:
+        self._model.set_rng_state(int(state))
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        info = self._model.get_memory_info(device)
+        return int(info["bytes_limit"]) - int(info["bytes_used"]), int(info["bytes_limit"])
 
 
 # --- the names that users know -------------------------------------------------------------------------------------------
 
 
-class _ValuesToo(EnumMeta):
+class _ContainsValues(EnumMeta):
     """Makes `"MULTI_CPU" in DistributedType` true on every Python that we support."""
 
     def __contains__(cls, item: object) -> bool:
@@ -45,7 +235,7 @@ class _ValuesToo(EnumMeta):
         return super().__iter__()
 
 
-class _Names(str, Enum, metaclass=_ValuesToo):
+class _StringEnum(str, Enum, metaclass=_ContainsValues):
     def __str__(self) -> str:
         return str(self.value)
 
@@ -55,7 +245,7 @@ class _Names(str, Enum, metaclass=_ValuesToo):
         return [str(member.value) for member in cls]
 
 
-class DistributedType(_Names):
+class DistributedType(_StringEnum):
     """How the processes of a job work together: what `PartialState.distributed_type` says.
 
     >>> "MULTI_CPU" in DistributedType, DistributedType("NO") == "NO"
@@ -78,7 +268,7 @@ class DistributedType(_Names):
     MULTI_NEURON = "MULTI_NEURON"
 
 
-class RNGType(_Names):
+class RNGType(_StringEnum):
     """The streams of random numbers that can be captured and made equal between processes.
 
     >>> RNGType.list()[:3]
@@ -114,7 +304,7 @@ def _apple_silicon(_: Path) -> int:
 
 
 def _nvidia_or_amd(root: Path) -> int:
-    nvidia = files("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*")(root)
+    nvidia = device_file_counter("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*")(root)
     nodes = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # processors are nodes too, with the id 0
     return nvidia or sum(node.read_text().strip() not in ("", "0") for node in nodes)
 
@@ -171,7 +361,7 @@ FAMILIES: tuple[Family, ...] = (
         module=torch_namespace("mlu", "torch_mlu"),
         plugin="torch_mlu",
         visible="MLU_VISIBLE_DEVICES",
-        entries=files("dev/cambricon_dev[0-9]*"),
+        entries=device_file_counter("dev/cambricon_dev[0-9]*"),
         out_of_memory=("MLU out of memory",),
         prefixes=("MLU_", "CNCL_"),
     ),
@@ -182,7 +372,7 @@ FAMILIES: tuple[Family, ...] = (
         module=torch_namespace("sdaa", "torch_sdaa"),
         plugin="torch_sdaa",
         visible="SDAA_VISIBLE_DEVICES",
-        entries=files("dev/tcaicard[0-9]*"),
+        entries=device_file_counter("dev/tcaicard[0-9]*"),
         out_of_memory=("SDAA out of memory",),
         prefixes=("SDAA_", "TCCL_"),
     ),
@@ -193,7 +383,7 @@ FAMILIES: tuple[Family, ...] = (
         module=torch_namespace("musa", "torch_musa"),
         plugin="torch_musa",
         visible="MUSA_VISIBLE_DEVICES",
-        entries=files("dev/mtgpu.[0-9]*"),
+        entries=device_file_counter("dev/mtgpu.[0-9]*"),
         out_of_memory=("MUSA out of memory",),
         prefixes=("MUSA_", "MCCL_"),
     ),
@@ -204,7 +394,7 @@ FAMILIES: tuple[Family, ...] = (
         module=torch_namespace("npu", "torch_npu"),
         plugin="torch_npu",
         visible="ASCEND_RT_VISIBLE_DEVICES",
-        entries=files("dev/davinci[0-9]*"),
+        entries=device_file_counter("dev/davinci[0-9]*"),
         out_of_memory=("NPU out of memory",),
         prefixes=("ASCEND_", "HCCL_"),
     ),
@@ -216,7 +406,7 @@ FAMILIES: tuple[Family, ...] = (
         plugin="habana_frameworks.torch",
         backend_plugin="habana_frameworks.torch.distributed.hccl",
         visible="HABANA_VISIBLE_MODULES",
-        entries=files("dev/accel/accel[0-9]*"),
+        entries=device_file_counter("dev/accel/accel[0-9]*"),
         out_of_memory=("HPU out of memory", "Allocation failed for size"),
         prefixes=("HABANA_", "PT_HPU_", "HCCL_"),
     ),
@@ -253,7 +443,7 @@ FAMILIES: tuple[Family, ...] = (
         module=torch_namespace("neuron", "torch_neuronx"),
         plugin="torch_neuronx",
         visible="NEURON_RT_VISIBLE_CORES",
-        entries=files("sys/devices/virtual/neuron_device/neuron[0-9]*/neuron_core[0-9]*", "dev/neuron[0-9]*"),
+        entries=device_file_counter("sys/devices/virtual/neuron_device/neuron[0-9]*/neuron_core[0-9]*", "dev/neuron[0-9]*"),
         prefixes=("NEURON_",),
     ),
     Family(
@@ -263,7 +453,7 @@ FAMILIES: tuple[Family, ...] = (
         module=_xla_namespace,
         plugin="torch_xla",
         visible="TPU_VISIBLE_CHIPS",
-        entries=files("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
+        entries=device_file_counter("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
         indexed=False,
         out_of_memory=("RESOURCE_EXHAUSTED",),
         prefixes=("XLA_", "PJRT_", "TPU_"),
@@ -369,7 +559,7 @@ def _available(kind: str, check_device: bool = False) -> bool:
         return False
 
 
-def _question(kind: str, device: str) -> Callable[..., bool]:
+def _availability_function(kind: str, device: str) -> Callable[..., bool]:
     def ask(check_device: bool = False) -> bool:
         return _available(kind, check_device)
 
@@ -378,12 +568,12 @@ def _question(kind: str, device: str) -> Callable[..., bool]:
     return ask
 
 
-is_xpu_available = _question("xpu", "an Intel GPU")
-is_npu_available = _question("npu", "an Ascend NPU")
-is_mlu_available = _question("mlu", "a Cambricon MLU")
-is_musa_available = _question("musa", "a Moore Threads GPU")
-is_sdaa_available = _question("sdaa", "a Tecorigin card")
-is_neuron_available = _question("neuron", "an AWS Neuron core")
+is_xpu_available = _availability_function("xpu", "an Intel GPU")
+is_npu_available = _availability_function("npu", "an Ascend NPU")
+is_mlu_available = _availability_function("mlu", "a Cambricon MLU")
+is_musa_available = _availability_function("musa", "a Moore Threads GPU")
+is_sdaa_available = _availability_function("sdaa", "a Tecorigin card")
+is_neuron_available = _availability_function("neuron", "an AWS Neuron core")
 
 
 def is_cuda_available() -> bool:

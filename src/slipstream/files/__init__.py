@@ -1,4 +1,4 @@
-"""How bytes get to disk and back, with trust in neither: safe names, files opened inside a folder, durable writes, the layout of tensors.
+"""Bytes to disk and back, trusting neither: safe names, files opened inside a folder, durable writes, checksums, safetensors layout.
 
 Nothing here imports torch or knows what a checkpoint is.
 """

@@ -1,10 +1,10 @@
-"""Every change that a save makes to a disk goes through an object of this class, one method each.
+"""Durable writes: every change that a save makes to a disk is one method of `Disk`.
 
-So there is one place that says what "durable" means (a file is written, checksummed and synced before `write` returns; a folder is synced
-by name), and tests can watch each operation, stop after it, or let it fail: they override the primitives whose names begin with an
-underscore. Errors of the system come out as `OSError` with the path in `filename`; whoever calls says what they mean.
-
-What it never does: replace a file that it was not told to replace, follow a link in place of a file, or return before the bytes are safe.
+`write` returns when the file is written, checksummed and synced; a folder is synced by name. Large files bypass the page cache: two
+threads write while the caller copies and checksums the next piece, and where a file system refuses direct I/O the rest goes through the
+cache. Nothing is replaced unless the caller says so, no link is followed in place of a file, and no thread is left behind. Errors are
+`OSError` with the path in `filename`. Tests override the primitives whose names begin with an underscore to watch, stop or fail each
+operation.
 """
 
 from __future__ import annotations
@@ -13,27 +13,162 @@ import ctypes
 import errno
 import fcntl
 import functools
+import mmap
 import os
+import queue
 import secrets
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from slipstream.files.digest import Bytes, Digest, bytes_of
-from slipstream.files.direct import SMALLEST, set_direct, write_direct
+from slipstream.files.checksum import Bytes, Digest, view_bytes
 
-__all__ = ["Disk", "Written"]
+__all__ = ["Disk", "FileEntry", "SMALLEST", "WrittenFile", "copy_bytes", "set_direct_io", "write_direct"]
+
+
+SMALLEST: Final = 8 << 20
+"""Files from this size on are worth it: below, buffers and threads cost more than the page cache."""
+
+_PIECE: Final = 2 << 20
+_DIRECT_PIECES: Final = 5
+_WRITER_COUNT: Final = 2
+_DIRECT_BLOCK: Final = max(4096, mmap.PAGESIZE)
+_SMALL_COPY: Final = 1 << 16
+
+
+def set_direct_io(fd: int, wanted: bool) -> bool:
+    """Whether reads and writes of an open file pass by the page cache from now on; False where its file system cannot do that."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return wanted
+
+
+def write_direct(disk: Disk, fd: int, chunks: Iterable[Bytes], size: int) -> tuple[int, str]:
+    """Write these bytes, `size` altogether, to an empty file that was opened so; gives back how many there were, and their checksum."""
+    disk._allocate(fd, size)  # a full disk shows now, and not after half of the file
+    step = min(_PIECE, -(-size // _DIRECT_BLOCK) * _DIRECT_BLOCK)
+    memory = memoryview(mmap.mmap(-1, _DIRECT_PIECES * step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    writers = _WriterThreads(disk, fd, [memory[start : start + step] for start in range(0, len(memory), step)])
+    running, done = Digest(), 0
+    try:
+        for piece in _fill_buffers(chunks, writers.free):
+            running.update(piece)
+            writers.write(piece, done)
+            done += len(piece)
+    finally:
+        writers.finish()
+    writers.check()
+    return done, running.hexdigest()
+
+
+def _fill_buffers(chunks: Iterable[Bytes], free: queue.SimpleQueue[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in buffers that are full, but for the last one."""
+    buffer, used = free.get(), 0
+    for chunk in chunks:
+        data = view_bytes(chunk)
+        while data:
+            count = min(len(data), len(buffer) - used)
+            copy_bytes(buffer[used : used + count], data[:count])
+            data, used = data[count:], used + count
+            if used == len(buffer):
+                yield buffer
+                buffer, used = free.get(), 0
+    if used:
+        yield buffer[:used]
+
+
+def copy_bytes(into: memoryview, data: memoryview) -> None:
+    """Copy bytes; while many are copied, other threads of Python go on."""
+    if len(data) < _SMALL_COPY:
+        into[:] = data
+        return
+    import numpy  # its copy of a large array leaves the lock of the interpreter to others; that of a memoryview keeps it
+
+    numpy.copyto(numpy.frombuffer(into, numpy.uint8), numpy.frombuffer(data, numpy.uint8))
+
+
+class _WriterThreads:
+    """The threads that write. An error ends the writing, not the threads: buffers keep coming back, and `check` raises it."""
+
+    def __init__(self, disk: Disk, fd: int, buffers: list[memoryview]) -> None:
+        self._disk = disk
+        self._fd = fd
+        self._direct = True
+        self._error: BaseException | None = None
+        self._tasks: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for buffer in buffers:
+            self.free.put(buffer)
+        self._threads = [threading.Thread(target=self._run, name="slipstream: writing a file", daemon=True) for _ in range(_WRITER_COUNT)]
+        for thread in self._threads:
+            thread.start()
+
+    def write(self, piece: memoryview, offset: int) -> None:
+        """Have this written; the buffer comes back through `free`."""
+        self.check()
+        self._tasks.put((piece, offset))
+
+    def finish(self) -> None:
+        """Wait until all is written, or something went wrong."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def check(self) -> None:
+        """Raise what went wrong in a thread."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            piece, offset = task
+            if self._error is None:
+                try:
+                    self._write(piece, offset)
+                except BaseException as error:  # raised in the thread that waits, by `check`
+                    self._error = error
+            self.free.put(piece)
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        while data:
+            direct = self._direct
+            if direct and (offset % _DIRECT_BLOCK or len(data) % _DIRECT_BLOCK):
+                self._no_longer_direct()
+            try:
+                count = self._disk._write_some(self._fd, data, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                self._no_longer_direct()  # a file system that allows it, and then wants larger blocks
+                continue
+            data, offset = data[count:], offset + count
+
+    def _no_longer_direct(self) -> None:
+        """From here on through the page cache, for every writer: the way is a property of the open file."""
+        self._disk._set_direct(self._fd, False)
+        self._direct = False
+
 
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _FOLDER: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 _LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_PIECE: Final = 4 << 20
+_BUFFERED_PIECE: Final = 4 << 20
 
 _HERE: Final = -100  # AT_FDCWD
 _EXCHANGE: Final = 2
@@ -41,7 +176,7 @@ _CANNOT: Final = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """What is on the disk now: size in bytes, and checksum."""
 
     size: int
@@ -74,7 +209,7 @@ class Disk:
                 if error.errno not in _CANNOT:
                     raise
 
-    def write(self, path: Path, chunks: Iterable[Bytes], size: int) -> Written:
+    def write(self, path: Path, chunks: Iterable[Bytes], size: int) -> WrittenFile:
         """Make a file of these bytes, `size` altogether; when this returns they are on the disk. A file that exists is an error."""
         with self._opened(path, _CREATE) as fd:
             if size >= SMALLEST and self._set_direct(fd, True):
@@ -84,19 +219,19 @@ class Disk:
             if written != size:
                 raise ValueError(f"{path} was announced with {size:,} bytes and got {written:,}")
             self._fsync(fd)
-        return Written(size, checksum)
+        return WrittenFile(size, checksum)
 
-    def sync_file(self, path: Path) -> Written:
+    def sync_file(self, path: Path) -> WrittenFile:
         """Bring a file that somebody else wrote to the disk, and say what it is; anything but a regular file is an error."""
         with self._opened(path, _READ) as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
             running, size = Digest(), 0
-            while piece := os.pread(fd, _PIECE, size):
+            while piece := os.pread(fd, _BUFFERED_PIECE, size):
                 running.update(piece)
                 size += len(piece)
             self._fsync(fd)
-        return Written(size, running.hexdigest())
+        return WrittenFile(size, running.hexdigest())
 
     def sync_folder(self, path: Path) -> None:
         """Bring the names in a folder to the disk."""
@@ -161,7 +296,7 @@ class Disk:
                 fd = self._open(path, _LOCK)
                 try:
                     self._flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _is_still(fd, path):  # the one before us may have removed it between our two calls
+                    if _is_same_file(fd, path):  # the one before us may have removed it between our two calls
                         self._pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
                         return fd
                 except BaseException:
@@ -197,7 +332,7 @@ class Disk:
 
     def _set_direct(self, fd: int, wanted: bool) -> bool:
         """Whether writes to this file pass by the page cache from now on."""
-        return set_direct(fd, wanted)
+        return set_direct_io(fd, wanted)
 
     def _allocate(self, fd: int, size: int) -> None:
         """Ask for the room of a whole file; nothing happens where the file system does not know that."""
@@ -266,10 +401,10 @@ class Disk:
     def _write_buffered(self, fd: int, chunks: Iterable[Bytes]) -> tuple[int, str]:
         running, offset = Digest(), 0
         for chunk in chunks:
-            data = bytes_of(chunk)
+            data = view_bytes(chunk)
             running.update(data)
             while data:
-                count = self._write_some(fd, data[:_PIECE], offset)
+                count = self._write_some(fd, data[:_BUFFERED_PIECE], offset)
                 data, offset = data[count:], offset + count
         return offset, running.hexdigest()
 
@@ -281,7 +416,7 @@ class Disk:
         return count
 
 
-def _is_still(fd: int, path: Path) -> bool:
+def _is_same_file(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -307,3 +442,11 @@ def _renameat2(old: bytes, new: bytes, flags: int) -> int:
     if call is None:
         return errno.ENOSYS
     return 0 if call(_HERE, old, _HERE, new, ctypes.c_uint(flags)) == 0 else ctypes.get_errno()
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file of the checkpoint must be like."""
+
+    size: int
+    checksum: str

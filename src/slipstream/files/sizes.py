@@ -1,4 +1,4 @@
-"""Sizes of files in words: "10GB", "200MiB", 5000000."""
+"""Parse sizes such as "10GB", "200MiB" or 5000000 into bytes."""
 
 from __future__ import annotations
 

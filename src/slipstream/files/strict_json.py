@@ -1,8 +1,8 @@
-"""JSON that means one thing only: `parse` refuses what two readers could understand in two ways, `dump` writes nothing else.
+"""JSON with one meaning: `parse` refuses what two readers could understand differently, `dump` writes nothing else.
 
-Refused: two equal keys in one object, NaN and Infinity (and numbers that overflow to them), halves of surrogate pairs, numbers of
-thousands of digits, text that is not UTF-8, nesting and size beyond a limit. Every refusal is a `CheckpointError` that names the file.
-Nothing is executed and no class is looked up: the result consists of dict, list, str, int, float, bool and None.
+Refused are equal keys in one object, NaN and Infinity (and numbers that overflow to them), halves of surrogate pairs, numbers of
+thousands of digits, text that is not UTF-8, and nesting or size beyond a limit. Every refusal is a `CheckpointError` that names the file.
+The result consists of dict, list, str, int, float, bool and None.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, Final
 
 from slipstream.errors import CheckpointError
 
-__all__ = ["DEEPEST", "LARGEST", "ROOM", "dump", "parse", "too_large"]
+__all__ = ["DEEPEST", "LARGEST", "LARGEST_MEMORY", "dump", "parse", "explain_too_large"]
 
 LARGEST: Final = 64 << 20
 """Most bytes of a text."""
 DEEPEST: Final = 100
 """Most levels of lists and objects inside of each other."""
-ROOM: Final = 56 << 20
-"""Memory for the values of a text that is not counted: see `too_large`."""
+LARGEST_MEMORY: Final = 56 << 20
+"""Memory for the values of a text that is not counted: see `explain_too_large`."""
 
 _COSTS: Final = (("{", 160), ("[", 160), (":", 240), (",", 64))
 """Bytes of memory that come with a character, at most, in all the forms that the values go through."""
 _USUAL: Final = 11
 """Bytes of memory for each byte of a text that says something; one that was made to fill the memory takes fifty and more."""
-_DEAREST: Final = 8 + max(cost for _, cost in _COSTS)
+_HIGHEST_COST: Final = 8 + max(cost for _, cost in _COSTS)
 """Most bytes of memory that one character can cost: a text that is short enough needs no counting."""
 _LONG: Final = 1 << 20
 _LONGEST_NUMBER: Final = 4300
@@ -42,7 +42,7 @@ def parse(
 ) -> Any:
     """The value that this text stands for; `where` names the text in errors.
 
-    `beside`: bytes in the file that it is the header of, whose tensors take memory too. See `too_large`.
+    `beside`: bytes in the file that it is the header of, whose tensors take memory too. See `explain_too_large`.
 
     >>> parse(b'{"step": 3}', "MANIFEST.json")
     {'step': 3}
@@ -55,7 +55,7 @@ def parse(
         raise _refusal(where, f"it has {len(data):,} bytes, more than {largest:,}")
     try:
         text = data if isinstance(data, str) else str(data, "utf-8")
-        if why := too_large(text, beside=beside):
+        if why := explain_too_large(text, beside=beside):
             raise _refusal(where, why)
         if text.startswith("\ufeff"):
             raise _refusal(where, "it begins with a byte order mark (BOM)")
@@ -73,25 +73,27 @@ def parse(
     return value
 
 
-def too_large(text: str, *, beside: int = 0) -> str | None:
+def explain_too_large(text: str, *, beside: int = 0) -> str | None:
     """Why a text is more than `parse` takes; None if it is not. Who writes a text asks this first.
 
     A few bytes of JSON become tens of bytes of Python, so that size alone limits too little. What the values take, at most, is found by
-    counting; it has to be in a sound proportion to the text and to the file around it, but for the first `ROOM` bytes.
+    counting; it has to be in a sound proportion to the text and to the file around it, but for the first `LARGEST_MEMORY` bytes.
 
-    >>> too_large('{"step": 3}')
-    >>> too_large("[" + "{}," * 1_000_000 + "{}]")
+    >>> explain_too_large('{"step": 3}')
+    >>> explain_too_large("[" + "{}," * 1_000_000 + "{}]")
     'its values would take up to 227,000,324 bytes of memory, more than 91,720,300'
     """
-    if len(text) * _DEAREST <= ROOM:
+    if len(text) * _HIGHEST_COST <= LARGEST_MEMORY:
         return None
     if len(text) > LARGEST + beside:
         return f"it has {len(text):,} bytes, more than {LARGEST + beside:,}"
     characters = (1 if text.isascii() else 8) * len(text)  # a text with one character beyond Latin takes four bytes for each
     values, usual = sum(cost * text.count(mark) for mark, cost in _COSTS), _USUAL * len(text)
-    if characters + max(0, values - usual) <= ROOM + beside:
+    if characters + max(0, values - usual) <= LARGEST_MEMORY + beside:
         return None
-    return f"its values would take up to {characters + values:,} bytes of memory, more than {ROOM + beside + min(values, usual):,}"
+    return (
+        f"its values would take up to {characters + values:,} bytes of memory, more than {LARGEST_MEMORY + beside + min(values, usual):,}"
+    )
 
 
 def dump(value: Any, *, indent: int | None = None) -> bytes:
@@ -166,10 +168,10 @@ def _check_texts(value: Any, where: str) -> None:
     """Texts that no file can hold."""
     level = [value]
     while level:
-        level = [inner for one in level for inner in _inside(one, where)]
+        level = [inner for one in level for inner in _describe_position(one, where)]
 
 
-def _inside(value: Any, where: str) -> Iterator[Any]:
+def _describe_position(value: Any, where: str) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value
         yield from value.values()

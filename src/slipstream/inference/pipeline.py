@@ -1,36 +1,235 @@
-"""Pipeline inference: one model over several processes, each of which holds a part of it.
+"""Pipeline inference on `torch.distributed.pipelining`: one model over several processes, each of which holds one stage.
 
-`prepare_pippy` cuts a model into as many stages as there are processes, keeps the weights of one stage on each, and replaces the model's
-`forward` by one that passes a batch through all of them, in pieces, so that the stages work at the same time. It runs on
-`torch.distributed.pipelining`: its tracer takes the model apart, its stages and its GPipe schedule run it.
+`prepare_pippy` cuts a model into as many stages as there are processes, keeps the weights of one stage on each, and replaces `forward` by
+one that passes a batch through all of them in microbatches. The output is that of the plain model, with exactly the rows that were given,
+on the last process, or on all with `gather_output=True`. All processes call with the same arguments; every step begins with a guarded
+call that compares shapes, and a process that fails in its stage ends the waits of the others. One process runs the plain model. There are
+no gradients.
 
-What it promises: the output is that of the plain model, with exactly the rows that were given, on the last process, and on all with
-`gather_output=True`. One process runs the plain model and opens no group. All processes call with the same arguments; the values that
-count are those of the first. What it never does: train. There are no gradients, and the model is put into eval mode.
+A program is traced for microbatches of a fixed number of rows; later batches are cut into as many as they need. Inputs of another form
+are traced when they first come; the last 16 programs are kept.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.pipelining import ScheduleGPipe, build_stage
 
-from slipstream.comm import ops, tree
-from slipstream.comm.guarded import refuse
+from slipstream.big_models.device_map.sizes import find_tied_parameters
 from slipstream.config.names import nearest
-from slipstream.errors import ConfigError
-from slipstream.inference.batches import Batch, filled_up, find_pippy_batch_size
-from slipstream.inference.cutting import blocks_in_order, cut_evenly, generate_device_map, whole_classes
-from slipstream.inference.readings import check, settled
-from slipstream.inference.stages import Pipeline, casting, own_device, own_forward
-from slipstream.inference.tracing import called_modules, let_go
+from slipstream.devices.table import CPU
+from slipstream.distributed import collectives, pytree
+from slipstream.distributed.call_site import call_site
+from slipstream.distributed.guard import Body, CollectiveCall, announce_failure
+from slipstream.distributed.state import AcceleratorState
+from slipstream.errors import ConfigError, DistributedOperationException, StateError
+from slipstream.inference.microbatches import PipelineBatch, find_pippy_batch_size, pad_rows
+from slipstream.inference.stage_plan import find_no_split_classes, generate_device_map, order_blocks, partition_evenly
+from slipstream.inference.trace import TracedStage, check_rows, fill_stage_weights, free_weights, list_called_modules, resolve_rows, trace
 from slipstream.logging import get_logger
-from slipstream.offload.planning.tied import find_tied_parameters
-from slipstream.runtime.state import AcceleratorState
 
-__all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]
+__all__ = [
+    "Pipeline", "build_pipeline", "describe_autocast", "find_pippy_batch_size", "find_stage_device", "generate_device_map",
+    "original_forward", "pippy_forward", "prepare_pippy",
+]
+
+
+_STEP = "pipeline"
+_TRACE = "pipeline trace"
+_KEPT_PROGRAMS = 16
+_KEPT_READINGS = 256
+_RETRACE_FACTOR = 2
+"""A batch of more than this many times `num_chunks` pieces is traced again, for larger ones."""
+
+
+class Pipeline:
+    """A model cut at `split_points`, with the stage of this process; `step` runs a batch through all of them."""
+
+    def __init__(self, model: torch.nn.Module, split_points: list[str], num_chunks: int, state: AcceleratorState) -> None:
+        self.model = model
+        self.split_points = split_points
+        self.num_chunks = num_chunks
+        self.gather_output = False
+        """Whether every process gets the output, and not only the last."""
+        self.names: list[frozenset[str]] = []
+        """The tensors of the model that each stage uses, by name."""
+        self.device = find_stage_device(state)
+        self._state = state
+        self._cut: dict[str, tuple[bool, ...]] = {}
+        self._settled: dict[str, tuple[bool, ...]] = {}
+        self._programs: dict[str, _StageProgram] = {}
+        self._watch = state.runtime.watch(_STEP, state.limits)
+        self._logger = get_logger(__name__)
+
+    # -- programs -------------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: PipelineBatch) -> None:
+        """Traces the program for batches of this form, if there is none; all processes come here together."""
+        self.names = self._program(batch).traced.names
+        self._cut = batch.cut
+
+    def _program(self, batch: PipelineBatch) -> _StageProgram:
+        found = self._programs.pop(batch.form, None)
+        if found is None or batch.count(found.traced.rows) > _RETRACE_FACTOR * self.num_chunks:
+            found = self._make(batch)
+        self._programs[batch.form] = found  # as the one used last
+        while len(self._programs) > _KEPT_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+            self._logger.warning_once(
+                f"this pipeline has seen more than {_KEPT_PROGRAMS} forms of input, and traces each that it does not remember: pad "
+                "sequences to a "
+                "few lengths"
+            )
+        return found
+
+    def _make(self, batch: PipelineBatch) -> _StageProgram:
+        state, channel = self._state, self._state.channel()
+        rows = -(-batch.rows // self.num_chunks)
+        if self._programs:
+            self._logger.info(f"tracing the pipeline again, for {batch.form} in pieces of {rows} rows")
+        try:
+            with original_forward(self.model):
+                traced = trace(self.model, batch, rows, self.device, self.split_points, state.process_index)
+            fill_stage_weights(traced.module, self.model)
+            made = _StageProgram(traced, state.process_index, self.device)
+        except Exception as error:  # the others must hear of it, whatever it is
+            raise announce_failure(channel, state.limits, _TRACE, error) from error.__cause__
+        text = f"{batch.form} {rows} {[sorted(names) for names in traced.names]} {traced.wires} {traced.shapes}"
+        with channel.turn(CollectiveCall(_TRACE, text, call_site(), lambda: f"{_TRACE} {text}"), state.limits) as turn:
+            turn.exchange(Body())
+        return made
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model for this batch: on the last process, or with `gather_output` on all; elsewhere None."""
+        traced, tensors, rows = self._step(args, kwargs)
+        if self.gather_output:
+            state, last = self._state, self._state.num_processes - 1
+            own = traced.empty(rows, self.device) if tensors is None else tensors
+            tensors = collectives.broadcast(state.channel(), state.limits, own, last, operation="pipeline output")
+        return None if tensors is None else traced.built(tensors)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model for this batch, on the last process; elsewhere None."""
+        traced, tensors, _ = self._step(args, kwargs)
+        return None if tensors is None else traced.built(tensors)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TracedStage, list[torch.Tensor] | None, int]:
+        batch = self._agree(args, kwargs)
+        program = self._program(batch)
+        rows = program.traced.rows
+        try:
+            with self._watch, torch.inference_mode(False), torch.no_grad():  # buffers are used in and out of inference mode
+                given = batch.pieces(rows, self.device) if self._state.process_index == 0 else []
+                joined = program.run(given, batch.count(rows))
+        except DistributedOperationException:
+            raise
+        except BaseException as error:
+            self._tell(error)
+            raise
+        return program.traced, None if joined is None else [tensor[: batch.rows] for tensor in joined], batch.rows
+
+    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineBatch:
+        """The batch, when every process has brought one of this form and size."""
+        state = self._state
+        try:
+            batch = self._settle(PipelineBatch(args, kwargs, self._cut, note=describe_autocast(self.device)))
+        except ConfigError as error:
+            raise announce_failure(state.channel(), state.limits, _STEP, error) from None
+        text = f"{batch.rows} rows of {batch.form}"
+        with state.channel().turn(CollectiveCall(_STEP, text, call_site(), lambda: f"{_STEP} {text}"), state.limits) as turn:
+            turn.exchange(Body())
+        if batch.needs_gradients:
+            self._logger.warning_once("a pipeline is for inference: its output carries no gradients, although an input asks for them")
+        return batch
+
+    def _settle(self, batch: PipelineBatch) -> PipelineBatch:
+        """A batch of another structure than the example's, with what is cut of it settled; once for each form."""
+        if batch.is_known or sum(batch.is_cut) < 2:
+            return batch
+        key = f"{batch.rows} {batch.form}"
+        if key not in self._settled:
+            if len(self._settled) >= _KEPT_READINGS:
+                self._settled.clear()
+            with original_forward(self.model):
+                self._settled[key] = resolve_rows(self.model, batch, self.device).is_cut
+        return batch.read_as(self._settled[key])
+
+    def _tell(self, error: BaseException) -> None:
+        """Ends the waits of the other processes: they need what this stage did not give."""
+        if not self._state.runtime.is_open:
+            return  # nobody waits in a group that is closed
+        channel: Any = self._state.channel()
+        reason = f"rank {self._state.process_index} failed in its stage with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        channel.beacon.post("gave_up", generation=channel.generation, call=_STEP, because=reason)
+        channel.give_up(reason)
+
+
+def find_stage_device(state: AcceleratorState) -> torch.device:
+    """Where the stage of this process runs: its device, unless the processes talk over another family's backend."""
+    settings = state.runtime.settings
+    return state.device if settings is None or settings.backend == state.backend else torch.device(CPU.type)
+
+
+def describe_autocast(device: torch.device) -> str:
+    """The autocast that a call is made under, in words: the types of what goes from stage to stage depend on it."""
+    return f" under autocast to {torch.get_autocast_dtype(device.type)}" if torch.is_autocast_enabled(device.type) else ""
+
+
+@contextmanager
+def original_forward(model: torch.nn.Module) -> Iterator[None]:
+    """Within it a prepared model has the forward that it had before."""
+    prepared = vars(model).pop("forward", None)
+    original = getattr(prepared, "__wrapped__", None)
+    if original is not None and getattr(original, "__func__", None) is not type(model).forward:
+        vars(model)["forward"] = original  # one that was put on the object itself, not that of its class
+    try:
+        yield
+    finally:
+        vars(model).pop("forward", None)
+        if prepared is not None:
+            vars(model)["forward"] = prepared
+
+
+class _StageProgram:
+    """A traced program at work: torch's stage, and a schedule for each number of pieces."""
+
+    def __init__(self, traced: TracedStage, stage: int, device: torch.device) -> None:
+        self.traced = traced
+        self._stage = build_stage(traced.module, stage, traced.info, device)
+        traced.module.register_forward_hook(self._check)
+        self._schedules: dict[int, ScheduleGPipe] = {}
+
+    def _check(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        """What this stage gives is what the next one has room for: gloo would end a process that gets more."""
+        given = output if isinstance(output, (tuple, list)) else (output,)
+        found = [(tensor.shape, tensor.dtype) for tensor in given]
+        if found != self.traced.gives:
+            raise StateError(
+                f"a stage gives {found}, which was traced as {self.traced.gives}: what it gives depends on values. Cut elsewhere."
+            )
+
+    def run(self, tensors: list[torch.Tensor], count: int) -> list[torch.Tensor] | None:
+        """Passes pieces through this stage; the joined output on the last."""
+        schedule = self._schedules.get(count)
+        if schedule is None:
+            schedule = self._schedules[count] = ScheduleGPipe(self._stage, count)
+        try:
+            output = schedule.step(*(tensors[position] for position in self.traced.inputs) if tensors else ())
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # torch's stage puts the tensors around the error of the model
+        finally:
+            self._stage.clear_runtime_states()
+        return None if output is None else list(output) if isinstance(output, (tuple, list)) else [output]
+
 
 _PREPARE = "prepare_pippy"
 
@@ -73,15 +272,15 @@ def prepare_pippy(
     try:
         points = _split_points(model, split_points, no_split_module_classes, example_args or (), example_kwargs, num_chunks, state)
     except Exception as error:  # of this process alone, maybe: the others must hear of it
-        raise refuse(state.channel(), state.limits, _PREPARE, error) from error.__cause__
+        raise announce_failure(state.channel(), state.limits, _PREPARE, error) from error.__cause__
     tied = find_tied_parameters(model)
     pipeline = build_pipeline(model, points, example_args or (), example_kwargs, num_chunks)
     pipeline.gather_output = bool(gather_output)
     for names in tied:
         stages = [number for number, held in enumerate(pipeline.names) if not held.isdisjoint(names)]
         if len(stages) > 1:
-            logger.warning("%s is one weight, used in the stages %s: each of them holds a copy", " = ".join(names), _listed(stages))
-    let_go(model, pipeline.names[state.process_index])
+            logger.warning("%s is one weight, used in the stages %s: each of them holds a copy", " = ".join(names), _join_numbers(stages))
+    free_weights(model, pipeline.names[state.process_index])
     model.hf_split_points = points  # type: ignore[assignment]
     model.pippy_stage = pipeline  # type: ignore[assignment]
     return _replace_forward(model, pipeline)
@@ -102,19 +301,21 @@ def build_pipeline(
     if not state.use_distributed:
         raise ConfigError("build_pipeline needs two processes or more; one runs the model as it is (prepare_pippy does)")
     try:
-        with own_forward(model):
-            batch = settled(model, Batch(args, kwargs, note=casting(own_device(state))), own_device(state))
+        with original_forward(model):
+            batch = resolve_rows(
+                model, PipelineBatch(args, kwargs, note=describe_autocast(find_stage_device(state))), find_stage_device(state)
+            )
         chunks = _chunks(num_chunks, state)
-        points = _checked(model, split_points, state.num_processes)
+        points = _checked_split_points(model, split_points, state.num_processes)
     except Exception as error:
-        raise refuse(state.channel(), state.limits, _PREPARE, error) from error.__cause__
+        raise announce_failure(state.channel(), state.limits, _PREPARE, error) from error.__cause__
     pipeline = Pipeline(model, points, chunks, state)
     pipeline.prepare(batch)
     try:
-        with own_forward(model):
-            check(model, batch)
+        with original_forward(model):
+            check_rows(model, batch)
     except Exception as error:
-        raise refuse(state.channel(), state.limits, _PREPARE, error) from error.__cause__
+        raise announce_failure(state.channel(), state.limits, _PREPARE, error) from error.__cause__
     return pipeline
 
 
@@ -129,14 +330,14 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     target = -(-rows // num_chunks) * num_chunks
 
     def fill(leaf: Any) -> Any:
-        return filled_up(leaf, target) if _has_rows(leaf, rows) else leaf
+        return pad_rows(leaf, target) if _has_rows(leaf, rows) else leaf
 
-    output = forward(*tree.map_leaves(fill, args), **tree.map_leaves(fill, kwargs))
-    output = tree.map_leaves(lambda leaf: leaf[:rows] if _has_rows(leaf, target) else leaf, output)
+    output = forward(*pytree.map_leaves(fill, args), **pytree.map_leaves(fill, kwargs))
+    output = pytree.map_leaves(lambda leaf: leaf[:rows] if _has_rows(leaf, target) else leaf, output)
     state = AcceleratorState()
     if not gather_output or not state.use_distributed:
         return output
-    return ops.broadcast_objects(state.channel(), state.limits, [output], state.num_processes - 1, operation="pipeline output")[0]
+    return collectives.broadcast_objects(state.channel(), state.limits, [output], state.num_processes - 1, operation="pipeline output")[0]
 
 
 def _has_rows(leaf: Any, rows: int) -> bool:
@@ -157,15 +358,17 @@ def _split_points(
 ) -> list[str]:
     count = state.num_processes
     if given is not None and given != "auto":
-        return _checked(model, given, count)
-    with own_forward(model):
-        batch = settled(model, Batch(args, kwargs), own_device(state), silent=True)  # it is said when the stages are built
-        called = called_modules(model, batch, -(-batch.rows // _chunks(num_chunks, state)), own_device(state))
-    blocks = blocks_in_order(model, whole_classes(model, no_split), at_least=count, called=called)
-    return [blocks[start].name for start in cut_evenly(blocks, count)[1:]]
+        return _checked_split_points(model, given, count)
+    with original_forward(model):
+        batch = resolve_rows(
+            model, PipelineBatch(args, kwargs), find_stage_device(state), silent=True
+        )  # it is said when the stages are built
+        called = list_called_modules(model, batch, -(-batch.rows // _chunks(num_chunks, state)), find_stage_device(state))
+    blocks = order_blocks(model, find_no_split_classes(model, no_split), at_least=count, called=called)
+    return [blocks[start].name for start in partition_evenly(blocks, count)[1:]]
 
 
-def _checked(model: torch.nn.Module, given: str | Sequence[str], count: int) -> list[str]:
+def _checked_split_points(model: torch.nn.Module, given: str | Sequence[str], count: int) -> list[str]:
     if isinstance(given, str):
         raise ConfigError(f'split_points={given!r} is one text: write "auto", or a list of names of modules, [{given!r}]')
     points = list(given)
@@ -216,5 +419,5 @@ def _replace_forward(model: torch.nn.Module, forward: Callable[..., Any]) -> tor
     return model
 
 
-def _listed(numbers: list[int]) -> str:
+def _join_numbers(numbers: list[int]) -> str:
     return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

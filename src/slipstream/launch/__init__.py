@@ -1,12 +1,11 @@
-"""Starting processes, watching them, and telling how they ended.
-
-    plan.py        configuration and target in, plan out: pure           start.py       carries a plan out: here, or for a function
-    slurm.py       what `srun` already knows of machines and ranks       elastic.py     our verbs for torch's elastic agent
-    target.py      running a script as the interpreter would             rendezvous.py  how launchers meet; foreign.py: torch's backends
-    worker.py      the life of a worker that runs Python                 store.py       opening the store where processes meet
-    processes.py   children: started, noticed, stopped                   signals.py     signals to the launcher, as something to look at
-    logs.py        where output goes                                     system.py      what we ask of the operating system
-    report.py      which failure came first, and what the user reads     contract.py    what launcher and workers have agreed on
+"""Start processes, watch them, and report how they ended.
 
 Nothing here imports torch before a plan is carried out.
+
+    plan.py            configuration and target in, plan out (pure)   agent.py           carries out a plan under torch's elastic agent
+    workers.py         the child processes of this machine            worker.py          the life of one worker, up to the user's script
+    rendezvous.py      how the launchers of a job meet                store.py           the rendezvous store and its keys
+    output.py          where output goes; JSON log lines              warning_dedup.py   the same warning printed once per machine
+    failure_report.py  which failure came first, and the report       function_launcher.py  a function instead of a script
+    slurm.py           machines and ranks from Slurm
 """

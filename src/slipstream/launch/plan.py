@@ -1,8 +1,8 @@
-"""What `launch` is going to do, decided before anything is started: configuration and target in, `Plan` out.
+"""The launch plan: configuration and target in, `LaunchPlan` out, before any process is started.
 
-Everything that can be refused is refused here, with a message and exit code 2. The functions are pure but for one look at the
-file system (is the script there?); machine, platform and environment are arguments. `describe` is what `--show` prints.
-Nothing here starts a process or imports torch.
+Every error that can be known in advance is raised here, as a `ConfigError` (exit code 2). The functions are pure except for one check
+that the script exists; machine, platform and environment are arguments. `describe_plan` is what `--show` prints. Nothing here starts a
+process or imports torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,22 @@ from importlib.machinery import PathFinder
 from typing import Final, Literal
 
 from slipstream.config import Config
+from slipstream.config.resolved_config import VARIABLE, dump
 from slipstream.config.schema import split_pairs
-from slipstream.config.transport import VARIABLE, dump
 from slipstream.errors import ConfigError
-from slipstream.launch.target import Target
+from slipstream.launch.worker import Target
 
-__all__ = ["LOOPBACK", "Accelerators", "Machine", "Meeting", "Plan", "StartMethod", "check_target", "describe", "make_plan"]
+__all__ = [
+    "LOOPBACK",
+    "VisibleAccelerators",
+    "MachineSpec",
+    "RendezvousSpec",
+    "LaunchPlan",
+    "StartMethod",
+    "check_target",
+    "describe_plan",
+    "make_plan",
+]
 
 LOOPBACK: Final = "127.0.0.1"
 _DEFAULT_PORT: Final = 29500
@@ -30,7 +40,7 @@ StartMethod = Literal["exec", "fork", "spawn"]
 
 
 @dataclass(frozen=True)
-class Accelerators:
+class VisibleAccelerators:
     """What a look at this machine without torch found."""
 
     count: int = 0
@@ -39,21 +49,21 @@ class Accelerators:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineSpec:
     """The machine that the plan is for."""
 
-    accelerators: Accelerators = Accelerators()
+    accelerators: VisibleAccelerators = VisibleAccelerators()
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     platform: str = sys.platform
     interpreter: tuple[str, ...] = field(default_factory=lambda: (sys.executable, *_interpreter_flags()))
 
 
-_MOST_PER_CORE = 64
+_MAX_PROCESSES_PER_CORE = 64
 """Processes for each core up to which a job is taken for meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class RendezvousSpec:
     """Where and how the processes find each other."""
 
     backend: str
@@ -69,7 +79,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """Everything that the launcher on this machine does."""
 
     target: Target
@@ -85,7 +95,7 @@ class Plan:
     """Why it is started this way."""
     forced: bool
     """The user named the start method."""
-    meeting: Meeting
+    meeting: RendezvousSpec
     max_restarts: int = 0
     monitor_interval: float = 0.1
     role: str = "default"
@@ -117,26 +127,26 @@ class Plan:
         return self.machine_rank == 0
 
 
-def make_plan(config: Config, target: Target, environ: Mapping[str, str], machine: Machine | None = None) -> Plan:
+def make_plan(config: Config, target: Target, environ: Mapping[str, str], machine: MachineSpec | None = None) -> LaunchPlan:
     """The plan for this machine.
 
     >>> from slipstream.config import resolve
     >>> config = resolve(flags={"cpu": True, "num_processes": 2}, environ={})
-    >>> plan = make_plan(config, Target("module", "timeit"), {}, Machine(cores=2, platform="linux", interpreter=("python",)))
+    >>> plan = make_plan(config, Target("module", "timeit"), {}, MachineSpec(cores=2, platform="linux", interpreter=("python",)))
     >>> plan.local_processes, plan.start_method, plan.meeting.host, plan.environment["OMP_NUM_THREADS"]
     (2, 'fork', '127.0.0.1', '1')
     """
-    machine = machine or Machine()
+    machine = machine or MachineSpec()
     check_target(target)
     local_processes = _local_processes(config, machine.accelerators)
-    most = _MOST_PER_CORE * machine.cores
+    most = _MAX_PROCESSES_PER_CORE * machine.cores
     if local_processes > most:
         raise ConfigError(
             f"{config.said('num_processes')} is {local_processes} on this machine, which has {machine.cores} cores: "
             f"more than {most} would only take its memory.\nGive fewer."
         )
     start_method, reason = _start_method(config, target, machine, local_processes)
-    return Plan(
+    return LaunchPlan(
         target=target,
         num_machines=config.launch.num_machines,
         machine_rank=config.launch.machine_rank,
@@ -146,7 +156,7 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
         start_method=start_method,
         reason=reason,
         forced=config.launch.start_method != "auto",
-        meeting=_meeting(config),
+        meeting=_rendezvous_spec(config),
         max_restarts=config.launch.max_restarts,
         monitor_interval=config.launch.monitor_interval,
         role=config.launch.role,
@@ -179,7 +189,7 @@ def check_target(target: Target) -> None:
         raise ConfigError(f"The script {target.name} cannot be read: permission denied.\nMake it readable for this user.")
 
 
-def _local_processes(config: Config, accelerators: Accelerators) -> int:
+def _local_processes(config: Config, accelerators: VisibleAccelerators) -> int:
     usable = 0 if config.device.cpu else accelerators.count
     if config.launch.gpu_ids is not None and not config.device.cpu:
         if not accelerators.count:
@@ -197,7 +207,7 @@ def _local_processes(config: Config, accelerators: Accelerators) -> int:
     return wanted // config.launch.num_machines
 
 
-def _start_method(config: Config, target: Target, machine: Machine, local_processes: int) -> tuple[StartMethod, str]:
+def _start_method(config: Config, target: Target, machine: MachineSpec, local_processes: int) -> tuple[StartMethod, str]:
     wanted = config.launch.start_method
     needs_launcher = [name for name in ("max_restarts", "log_dir", "tee") if config.value(name) not in (0, None, "0")]
     needs_launcher += ["log_format"] if config.safety.log_format == "json" else []
@@ -216,7 +226,7 @@ def _start_method(config: Config, target: Target, machine: Machine, local_proces
     return "fork", "safe here, and torch is imported once for all processes"
 
 
-def _environment(config: Config, environ: Mapping[str, str], machine: Machine, local_processes: int, alone: bool) -> dict[str, str]:
+def _environment(config: Config, environ: Mapping[str, str], machine: MachineSpec, local_processes: int, alone: bool) -> dict[str, str]:
     found = {VARIABLE: dump(config)}
     threads = config.launch.num_cpu_threads_per_process
     if threads is None and local_processes > 1 and "OMP_NUM_THREADS" not in environ:
@@ -231,7 +241,7 @@ def _environment(config: Config, environ: Mapping[str, str], machine: Machine, l
     return found
 
 
-def _command(target: Target, machine: Machine, start_method: StartMethod) -> tuple[str, ...]:
+def _command(target: Target, machine: MachineSpec, start_method: StartMethod) -> tuple[str, ...]:
     if target.kind == "executable":
         return (target.name, *target.arguments)
     if start_method != "exec":
@@ -243,12 +253,12 @@ def _command(target: Target, machine: Machine, start_method: StartMethod) -> tup
     return (*machine.interpreter, name, *target.arguments)
 
 
-def _meeting(config: Config) -> Meeting:
+def _rendezvous_spec(config: Config) -> RendezvousSpec:
     launch = config.launch
     settings = split_pairs(launch.rdzv_conf)
     own = launch.rdzv_backend == "static"
     if launch.num_machines == 1:
-        return Meeting(backend=launch.rdzv_backend, host=LOOPBACK, port=launch.main_process_port or None, settings=settings)
+        return RendezvousSpec(backend=launch.rdzv_backend, host=LOOPBACK, port=launch.main_process_port or None, settings=settings)
     if own and not launch.same_network:
         raise ConfigError(
             f"{config.said('same_network')}: the machines need a place to meet that all of them reach, but rdzv_backend is static.\n"
@@ -257,7 +267,7 @@ def _meeting(config: Config) -> Meeting:
     config.require_main_process()
     host = launch.main_process_ip or ""
     port = launch.main_process_port if launch.main_process_port is not None else _DEFAULT_PORT if own or host else None
-    return Meeting(backend=launch.rdzv_backend, host=host.strip("[]"), port=port, settings=settings)
+    return RendezvousSpec(backend=launch.rdzv_backend, host=host.strip("[]"), port=port, settings=settings)
 
 
 def _tee(config: Config) -> str:
@@ -273,7 +283,7 @@ def _interpreter_flags() -> Sequence[str]:
     return flags
 
 
-def describe(plan: Plan, config: Config) -> str:
+def describe_plan(plan: LaunchPlan, config: Config) -> str:
     """The plan for a person: what would be started, and where every option that matters came from."""
     here = f"{plan.local_processes} on this machine" + (f", {plan.num_processes} in total" if plan.num_machines > 1 else "")
     port = "a free port" if plan.meeting.port is None else f"port {plan.meeting.port}"

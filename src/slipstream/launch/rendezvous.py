@@ -1,14 +1,10 @@
-"""How the launchers of a job meet, start each attempt together, and notice when one of them is gone.
+"""Rendezvous handlers for torch's elastic agent: how the launchers of a job meet, start each attempt together, and notice a lost machine.
 
-`OwnRendezvous` is a rendezvous handler for torch's elastic agent, for one machine and for several whose ranks are given. The
-launcher of machine 0 serves a store; the others are its clients. Each attempt is a generation with keys of its own, and from
-the second one on with a store of its own for the workers, so nobody ever reads what an earlier attempt wrote.
-
-With several machines each launcher also puts down a heartbeat, machine 0 watches those of the others, and whoever cannot
-reach machine 0 any more finds out by its connection. What happens anywhere (a failure, an end, a loss) is put on the store and
-counted in one number, so that a look at the state of the job is a single small request.
-
-There is no thread here: the agent calls `look` while it waits. On one machine every question is answered without the store.
+`StaticRendezvous` serves one machine, or several whose ranks are given. The launcher of machine 0 serves a store and the others are its
+clients; each attempt is a generation with keys of its own, and from the second on with a store of its own for the workers. Each launcher
+writes a heartbeat; failures, exits and losses are counted in one number, so checking the job is one small request. There is no thread:
+the agent calls `look` while it waits. `TorchRendezvous` wraps a backend of torch (c10d, etcd, ...) chosen with `--rdzv_backend`; it
+cannot tell which process failed on another machine.
 """
 
 from __future__ import annotations
@@ -23,9 +19,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from slipstream.errors import ConfigError, LaunchError
-from slipstream.launch.plan import LOOPBACK, Plan
-from slipstream.launch.report import Failure
-from slipstream.launch.store import Place, connect, interface_of, listen, quietly, serve
+from slipstream.launch.failure_report import WorkerFailure
+from slipstream.launch.plan import LOOPBACK, LaunchPlan
+from slipstream.launch.store import StoreAddress, connect_store, interface_towards, open_listener, serve_store, silence_stderr
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+
+__all__ = ["MachineLostError", "RendezvousTimeouts", "StaticRendezvous", "TorchRendezvous", "static_rendezvous", "torch_rendezvous"]
+
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -33,19 +36,17 @@ if TYPE_CHECKING:
 else:
     _Handler = object
 
-__all__ = ["MachineLost", "OwnRendezvous", "Settings", "own_rendezvous"]
-
 _PREFIX: Final = "slipstream/launchers"
 _BEAT_EVERY: Final = 1.0
 _LOOK_EVERY: Final = 0.2
 
 
-class MachineLost(LaunchError):
+class MachineLostError(LaunchError):
     """The connection to machine 0 is gone."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class RendezvousTimeouts:
     """What `rdzv_conf` may say for machines whose ranks are given."""
 
     timeout: float = 60.0
@@ -56,7 +57,7 @@ class Settings:
     """Seconds without a sign of life after which a machine counts as lost."""
 
     @classmethod
-    def read(cls, plan: Plan) -> Settings:
+    def read(cls, plan: LaunchPlan) -> RendezvousTimeouts:
         known = cls.__dataclass_fields__
         for name, text in plan.meeting.settings.items():
             if name not in known:
@@ -72,7 +73,7 @@ class Settings:
 
 
 @dataclass
-class _Beats:
+class _Heartbeats:
     """When each of the other machines was last heard of."""
 
     counts: dict[int, int] = field(default_factory=dict)
@@ -86,28 +87,28 @@ class _Beats:
         return now - self.changed[machine]
 
 
-class OwnRendezvous(_Handler):
-    """The verbs of a rendezvous handler; `own_rendezvous` joins them with torch's class."""
+class StaticRendezvous(_Handler):
+    """The verbs of a rendezvous handler; `static_rendezvous` joins them with torch's class."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         check: Callable[[], None],
         note: Callable[[str], None],
-        listener: tuple[socket.socket, Place] | None = None,
+        listener: tuple[socket.socket, StoreAddress] | None = None,
     ) -> None:
         self._plan = plan
         self._listener = listener
-        self._settings = Settings.read(plan)
+        self._settings = RendezvousTimeouts.read(plan)
         self._check = check
         self._note = note
         self._host = socket.gethostname()
         self._run_id = secrets.token_hex(8)
         self._control: TCPStore | None = None
-        self._place: Place | None = None
+        self._place: StoreAddress | None = None
         self._listening_on: str = LOOPBACK
         self._hosts: dict[int, str] = {plan.machine_rank: self._host}
-        self._beats = _Beats()
+        self._beats = _Heartbeats()
         self._next_beat = self._next_look = 0.0
         self._news_seen = 0
         self._lost: list[tuple[int, str]] = []
@@ -172,12 +173,12 @@ class OwnRendezvous(_Handler):
     def _open(self) -> None:
         meeting = self._plan.meeting
         if self._plan.hosts_store:
-            listener, place = self._listener or listen(meeting.host, meeting.port, "main_process_port")
+            listener, place = self._listener or open_listener(meeting.host, meeting.port, "main_process_port")
             self._listening_on = listener.getsockname()[0]
-            self._control, self._place = serve(listener, place), place
+            self._control, self._place = serve_store(listener, place), place
         else:
-            self._place = Place(meeting.host, meeting.port or 0)
-            self._control = connect(
+            self._place = StoreAddress(meeting.host, meeting.port or 0)
+            self._control = connect_store(
                 self._place, patience=self._settings.timeout, limit=self._settings.heartbeat, check=self._check, note=self._note
             )
         if not self._alone:
@@ -185,7 +186,7 @@ class OwnRendezvous(_Handler):
 
     def _introduce(self) -> None:
         """Say who we are, find out who the others are, and refuse what does not fit together."""
-        self.interface = interface_of(self._plan.meeting.host)
+        self.interface = interface_towards(self._plan.meeting.host)
         if self._plan.hosts_store:
             self._set("run", self._run_id)
         else:
@@ -214,21 +215,21 @@ class OwnRendezvous(_Handler):
                     f"{name}={value} on machine {self._plan.machine_rank} ({self._host}).\nGive the same on every machine."
                 )
 
-    def _open_attempt(self) -> Place:
+    def _open_attempt(self) -> StoreAddress:
         """The store of this attempt's workers: the launchers' own at first, then a fresh one each time."""
         assert self._place is not None
         if self.generation == 0:
             self.raw_store = self._control
             return self._place
         if self._plan.hosts_store:
-            listener, fresh = listen(self._listening_on, None)
-            place = Place(self._place.host, fresh.port)
-            self.raw_store = serve(listener, place)
+            listener, fresh = open_listener(self._listening_on, None)
+            place = StoreAddress(self._place.host, fresh.port)
+            self.raw_store = serve_store(listener, place)
             if not self._alone:
                 self._set(f"{self.generation}/port", str(place.port))
             return place
-        place = Place(self._place.host, int(self._await_text(f"{self.generation}/port")))
-        self.raw_store = connect(place, patience=self._settings.timeout, limit=self._settings.heartbeat, check=self._check)
+        place = StoreAddress(self._place.host, int(self._await_text(f"{self.generation}/port")))
+        self.raw_store = connect_store(place, patience=self._settings.timeout, limit=self._settings.heartbeat, check=self._check)
         return place
 
     # meeting the others
@@ -276,7 +277,7 @@ class OwnRendezvous(_Handler):
             while self._plan.hosts_store and gone < there and time.monotonic() < deadline:
                 time.sleep(0.05)
                 gone = self._number("gone")
-        except MachineLost:
+        except MachineLostError:
             return
 
     # while workers run
@@ -314,7 +315,7 @@ class OwnRendezvous(_Handler):
         self._news_seen = news
         return fresh
 
-    def post(self, failures: Sequence[Failure]) -> None:
+    def post(self, failures: Sequence[WorkerFailure]) -> None:
         """Tell the other launchers how this machine's processes failed."""
         if self._alone or not failures:
             return
@@ -324,13 +325,13 @@ class OwnRendezvous(_Handler):
         self._set(key, json.dumps([failure.to_json() for failure in failures]))
         self._request(lambda store: store.add(f"{_PREFIX}/{self.generation}/news", 1))
 
-    def reported(self) -> list[list[Failure]]:
+    def reported(self) -> list[list[WorkerFailure]]:
         """What the other launchers have told, one list for each, in the order in which they were the first to tell."""
         if self._alone or not self._has(f"{self.generation}/order"):
             return []
         order = [int(machine) for machine in self._await_text(f"{self.generation}/order").split(",") if machine]
         told = {machine: self._await_text(f"{self.generation}/failures/{machine}") for machine in order}
-        return [[Failure.from_json(entry) for entry in json.loads(text)] for text in told.values()]
+        return [[WorkerFailure.from_json(entry) for entry in json.loads(text)] for text in told.values()]
 
     def finished(self) -> None:
         """This machine's processes have all ended well."""
@@ -346,11 +347,11 @@ class OwnRendezvous(_Handler):
         try:
             if self._plan.hosts_store:
                 return ask(self._control)
-            with quietly():
+            with silence_stderr():
                 return ask(self._control)
         except RuntimeError as error:  # torch.distributed.DistError: closed, refused or silent for too long
             place = f"{self._place.host}, port {self._place.port}" if self._place else "its address"
-            raise MachineLost(
+            raise MachineLostError(
                 f"machine 0 ({self._hosts.get(0, 'unknown host')}, {place}) cannot be reached any more from {self._host}: "
                 f"{str(error).splitlines()[0]}"
             ) from None
@@ -370,20 +371,111 @@ class OwnRendezvous(_Handler):
         while not self._has(key):
             self._check()
             if time.monotonic() > deadline:
-                raise MachineLost(f"machine 0 answered, but never said {key}; is it a launcher of the same version?")
+                raise MachineLostError(f"machine 0 answered, but never said {key}; is it a launcher of the same version?")
             time.sleep(0.05)
         text: bytes = self._request(lambda store: store.get(f"{_PREFIX}/{key}"))
         return text.decode()
 
 
-def own_rendezvous(
-    plan: Plan,
+def static_rendezvous(
+    plan: LaunchPlan,
     check: Callable[[], None],
     note: Callable[[str], None],
-    listener: tuple[socket.socket, Place] | None = None,
-) -> OwnRendezvous:
+    listener: tuple[socket.socket, StoreAddress] | None = None,
+) -> StaticRendezvous:
     """The handler, as a subclass of torch's; made here so that this room does not import torch before it must."""
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    made: OwnRendezvous = type("Rendezvous", (OwnRendezvous, RendezvousHandler), {})(plan, check, note, listener)
+    made: StaticRendezvous = type("Rendezvous", (StaticRendezvous, RendezvousHandler), {})(plan, check, note, listener)
     return made
+
+
+class TorchRendezvous:
+    """A backend of torch, with the further questions of our agent."""
+
+    def __init__(self, handler: RendezvousHandler, check: Callable[[], None]) -> None:
+        self._handler = handler
+        self._check = check
+        self._place: StoreAddress | None = None
+        self.generation = -1
+        self.interface: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
+
+        try:
+            info = self._handler.next_rendezvous()
+        except RendezvousGracefulExitError:
+            raise
+        except RendezvousError as error:
+            raise _rendezvous_error(self._handler.get_backend(), error) from None
+        self.generation += 1
+        meeting = info.bootstrap_store_info
+        self._place = StoreAddress(meeting.master_addr, meeting.master_port) if meeting is not None else None
+        return info
+
+    @property
+    def raw_store(self) -> TCPStore | None:
+        """A connection to the workers' store, or None when nobody serves it any more."""
+        if self._place is None:
+            return None
+        try:
+            return connect_store(self._place, patience=1.0, limit=5.0, check=self._check)
+        except (ConfigError, RuntimeError):
+            return None
+
+    def beat(self) -> None:
+        """The backend has heartbeats of its own."""
+
+    def look(self) -> bool:
+        return False
+
+    def post(self, failures: Sequence[WorkerFailure]) -> None:
+        """The other launchers see for themselves."""
+
+    def reported(self) -> list[list[WorkerFailure]]:
+        return []
+
+    def lost_machines(self) -> list[tuple[int, str, str]]:
+        return []
+
+    def finished(self) -> None:
+        """Nobody else needs to know before the exit barrier of torch's agent."""
+
+    def all_finished(self) -> bool:
+        return True
+
+
+def torch_rendezvous(plan: LaunchPlan, check: Callable[[], None]) -> TorchRendezvous:
+    """The backend that the plan names, with its settings."""
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    settings = dict(plan.meeting.settings)
+    host = f"[{plan.meeting.host}]" if ":" in plan.meeting.host else plan.meeting.host
+    endpoint = settings.pop("endpoint", f"{host}:{plan.meeting.port or 0}")
+    parameters = RendezvousParameters(
+        backend=plan.meeting.backend,
+        endpoint=endpoint,
+        run_id=settings.pop("id", "slipstream"),
+        min_nodes=plan.num_machines,
+        max_nodes=plan.num_machines,
+        **settings,
+    )
+    try:
+        with silence_stderr():
+            handler = get_rendezvous_handler(parameters)
+        return TorchRendezvous(handler, check)
+    except (ValueError, ImportError, RuntimeError, RendezvousError) as error:
+        raise _rendezvous_error(f"{plan.meeting.backend} at {endpoint}", error) from None
+
+
+def _rendezvous_error(backend: str, error: Exception) -> ConfigError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return ConfigError(
+        f"The machines cannot meet through the rendezvous backend {backend} (rdzv_backend): {reason}\n"
+        "Check --rdzv_conf, or leave --rdzv_backend out to meet through main_process_ip."
+    )

@@ -1,8 +1,8 @@
-"""Machines and ranks from Slurm, where `srun` starts one launcher on each node of a job step.
+"""Machines and ranks from Slurm, when `srun` starts one launcher on each node of a job step.
 
-`filled_in` completes a configuration that does not say how many machines take part: how many nodes, which of them this is, the
-first node's name, and a port that every node derives from the job's number. What the user has set is never overruled.
-It reads the mapping that it is given and nothing else.
+`fill_from_slurm` completes a configuration that does not set the number of machines: number of nodes, rank of this node, name of the
+first node, and a port that every node derives from the job id. Options set by the user are never overridden. It reads only the mapping
+that it is given.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Mapping
 
 from slipstream.config import Config
 
-__all__ = ["filled_in", "first_host"]
+__all__ = ["fill_from_slurm", "first_host"]
 
 
-def filled_in(config: Config, environ: Mapping[str, str]) -> Config:
+def fill_from_slurm(config: Config, environ: Mapping[str, str]) -> Config:
     """The configuration with Slurm's answers where the user gave none; the same one outside such a job step.
 
     >>> from slipstream.config import resolve
     >>> step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
     ...     "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[3-4]"}
-    >>> launch = filled_in(resolve(environ={}), step).launch
+    >>> launch = fill_from_slurm(resolve(environ={}), step).launch
     >>> launch.num_machines, launch.machine_rank, launch.main_process_ip
     (2, 1, 'n3')
     """
@@ -33,7 +33,7 @@ def filled_in(config: Config, environ: Mapping[str, str]) -> Config:
         "num_machines": nodes,
         "machine_rank": environ.get("SLURM_NODEID"),
         "main_process_ip": first_host(environ.get("SLURM_STEP_NODELIST", "") or environ.get("SLURM_JOB_NODELIST", "")),
-        "main_process_port": _port(environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]),
+        "main_process_port": _job_port(environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]),
     }
     if config.origin("num_machines").kind != "default":
         return config
@@ -51,7 +51,7 @@ def first_host(nodes: str) -> str | None:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
-def _port(job: str, step: str) -> int:
+def _job_port(job: str, step: str) -> int:
     """Between 20000 and 29999: below the ports that the system hands out, and different for neighbouring jobs and steps."""
     number = int(job) if job.isdigit() else 0
     return 20000 + (number * 7 + int(step)) % 10000

@@ -1,49 +1,57 @@
-"""Opening the store where the processes of a job meet: as its server, or as a client of one that may not be up yet.
+"""The rendezvous store of a job: opening it as server or client, and the keys that the launcher and the workers share.
 
-The server listens on a socket that is bound here, because torch's own would listen on every interface of the machine. A client
-tries with plain sockets first and says what it tried when it gives up; torch's client would print stack traces instead.
-A connection to another machine gets time limits of its own, so that a cut cable is an error and not a wait without end.
+The server listens on a socket that is bound here, because torch would listen on every interface. A client first tries a plain socket and
+reports what it tried; torch's client would print stack traces. Connections to other machines get time limits, so a cut cable is an error
+and not an endless wait, and name lookups while torch connects are limited to one second. Keys live under one prefix per attempt, so a
+restarted job never reads what the previous attempt wrote; `ExitNotice` records how a worker ended. Nothing here imports torch before a
+store is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import json
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from slipstream.errors import ConfigError
-from slipstream.launch.processes import Crew
-from slipstream.launch.system import open_files
+from slipstream.launch.workers import WorkerProcesses, open_descriptors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["Place", "address_towards", "await_listener", "connect", "interface_of", "listen", "quietly", "serve"]
+__all__ = [
+    "ALARM_KEY", "ExitNotice", "FOLLOWED_LOSS_KEY", "LOST_HOLDERS_KEY", "StoreAddress", "attempt_prefix", "connect_store", "exit_key",
+    "holds_items_key", "interface_towards", "local_address_towards", "open_listener", "serve_store", "short_name_lookups",
+    "silence_stderr", "wait_for_listener",
+]
+
 
 _BACKLOG: Final = 4096
 _PAUSE: Final = 0.25
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreAddress:
     """A store's address as the processes are told it."""
 
     host: str
     port: int
 
 
-def listen(host: str, port: int | None, origin: str = "") -> tuple[socket.socket, Place]:
+def open_listener(host: str, port: int | None, origin: str = "") -> tuple[socket.socket, StoreAddress]:
     """A listening socket on `host`, on the given port or a free one; `origin` says where the port came from.
 
-    >>> listener, place = listen("127.0.0.1", None)
+    >>> listener, place = open_listener("127.0.0.1", None)
     >>> listener.getsockname() == (place.host, place.port)
     True
     >>> listener.close()
@@ -62,7 +70,7 @@ def listen(host: str, port: int | None, origin: str = "") -> tuple[socket.socket
             if error.errno == errno.EADDRNOTAVAIL:
                 continue
             break
-        return listener, Place(host, listener.getsockname()[1])
+        return listener, StoreAddress(host, listener.getsockname()[1])
     raise ConfigError(_cannot_listen(host, port, origin, problem))
 
 
@@ -95,18 +103,18 @@ def _cannot_listen(host: str, port: int | None, origin: str, problem: OSError | 
     return f"The launcher cannot listen on {host}, port {port}{where}: {reason}.\nmain_process_ip must be an address of machine 0."
 
 
-def serve(listener: socket.socket, place: Place) -> TCPStore:
+def serve_store(listener: socket.socket, place: StoreAddress) -> TCPStore:
     """A store that answers on `listener`, and this process's own connection to it."""
     from torch._C._distributed_c10d import TCPStore
 
     bound = listener.getsockname()[0]
     host = "127.0.0.1" if bound == "0.0.0.0" else bound
-    with quietly():  # torch remarks on addresses without a name, which are no mistake
+    with silence_stderr():  # torch remarks on addresses without a name, which are no mistake
         return TCPStore(host, place.port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def connect(
-    place: Place, *, patience: float, limit: float, check: Callable[[], None], note: Callable[[str], None] = lambda text: None
+def connect_store(
+    place: StoreAddress, *, patience: float, limit: float, check: Callable[[], None], note: Callable[[str], None] = lambda text: None
 ) -> TCPStore:
     """A client of the store at `place`, which may take up to `patience` seconds to appear.
 
@@ -115,23 +123,23 @@ def connect(
     """
     from torch._C._distributed_c10d import TCPStore
 
-    await_listener(place, patience, check, note)
-    _refuse_strangers(place, patience)
-    before = open_files()
-    with quietly():
+    wait_for_listener(place, patience, check, note)
+    _check_is_store(place, patience)
+    before = open_descriptors()
+    with silence_stderr():
         store = TCPStore(place.host, place.port, None, False, timedelta(seconds=limit), wait_for_workers=False)
-    for number in open_files() - before:
-        _limit_silence(number, place.port, limit)
+    for number in open_descriptors() - before:
+        _set_keepalive(number, place.port, limit)
     return store
 
 
-def _refuse_strangers(place: Place, patience: float) -> None:
+def _check_is_store(place: StoreAddress, patience: float) -> None:
     """Talk to whoever listens from a process that can be given up: torch's client waits for an answer without a limit."""
     if sys.platform != "linux":
         return
     answer = -1
-    crew = Crew()
-    crew.fork(0, lambda: _try_to_talk(place, patience))
+    crew = WorkerProcesses()
+    crew.fork(0, lambda: _probe_store(place, patience))
     deadline = time.monotonic() + patience
     while crew.running and time.monotonic() < deadline:
         crew.wait(deadline - time.monotonic())
@@ -146,18 +154,18 @@ def _refuse_strangers(place: Place, patience: float) -> None:
         )
 
 
-def _try_to_talk(place: Place, patience: float) -> NoReturn:
+def _probe_store(place: StoreAddress, patience: float) -> NoReturn:
     from torch._C._distributed_c10d import TCPStore
 
     try:
-        with quietly():
+        with silence_stderr():
             TCPStore(place.host, place.port, None, False, timedelta(seconds=patience), wait_for_workers=False)
     except RuntimeError:
         os._exit(3)
     os._exit(0)
 
 
-def await_listener(place: Place, patience: float, check: Callable[[], None], note: Callable[[str], None]) -> None:
+def wait_for_listener(place: StoreAddress, patience: float, check: Callable[[], None], note: Callable[[str], None]) -> None:
     """Return when somebody listens at `place`; a ConfigError with all that was tried when nobody does in time."""
     start = time.monotonic()
     tries, said = 0, False
@@ -167,7 +175,7 @@ def await_listener(place: Place, patience: float, check: Callable[[], None], not
             socket.create_connection((place.host, place.port), timeout=min(5.0, patience)).close()
             return
         except OSError as error:
-            problem = _told(error)
+            problem = _describe_os_error(error)
         check()
         waited = time.monotonic() - start
         if waited >= patience:
@@ -178,7 +186,7 @@ def await_listener(place: Place, patience: float, check: Callable[[], None], not
         time.sleep(_PAUSE)
 
 
-def _told(error: OSError) -> str:
+def _describe_os_error(error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return "the name has no address"
     if isinstance(error, TimeoutError):
@@ -186,7 +194,7 @@ def _told(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _unreachable(place: Place, problem: str, tries: int, waited: float) -> str:
+def _unreachable(place: StoreAddress, problem: str, tries: int, waited: float) -> str:
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)})
         resolved = f"{place.host} is {', '.join(found)}" if found != [place.host] else f"address {place.host}"
@@ -200,7 +208,7 @@ def _unreachable(place: Place, problem: str, tries: int, waited: float) -> str:
     )
 
 
-def _limit_silence(number: int, port: int, limit: float) -> None:
+def _set_keepalive(number: int, port: int, limit: float) -> None:
     """Time limits on the connection that torch has just opened; it sets none, and some of its requests wait without one."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
         if connection.getpeername()[1] != port:
@@ -213,7 +221,7 @@ def _limit_silence(number: int, port: int, limit: float) -> None:
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def silence_stderr() -> Iterator[None]:
     """Keep what torch's C++ side prints about a failed request (stack traces) off the terminal; the exception comes through."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -225,10 +233,10 @@ def quietly() -> Iterator[None]:
         os.close(nowhere)
 
 
-def address_towards(host: str) -> str:
+def local_address_towards(host: str) -> str:
     """The address of this machine on the way to `host`; an OSError if there is none.
 
-    >>> address_towards("127.0.0.1")
+    >>> local_address_towards("127.0.0.1")
     '127.0.0.1'
     """
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -237,14 +245,109 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def interface_of(host: str) -> str | None:
+def interface_towards(host: str) -> str | None:
     """The network interface over which `host` is reached from here, or None when it cannot be told."""
     import psutil
 
     try:
-        own = address_towards(host)
+        own = local_address_towards(host)
     except OSError:
         return None
     named = [name for name, entries in psutil.net_if_addrs().items() if any(entry.address.partition("%")[0] == own for entry in entries)]
     # machine 0 reaches itself over the loopback interface's route, but with the address of the right one
     return named[0] if named else None
+
+
+_RESOLVER_VARIABLE = "RES_OPTIONS"
+
+
+@contextlib.contextmanager
+def short_name_lookups() -> Iterator[None]:
+    """For the time of the block, a name server that does not answer costs one second. No effect where the C library has no such setting.
+
+    >>> with short_name_lookups():
+    ...     pass
+    """
+    reload = getattr(ctypes.CDLL(None), "__res_init", None)
+    if reload is None or _RESOLVER_VARIABLE in os.environ:  # not glibc, or the user has chosen
+        yield
+        return
+    os.environ[_RESOLVER_VARIABLE] = "timeout:1 attempts:1"
+    reload()
+    try:
+        yield
+    finally:
+        del os.environ[_RESOLVER_VARIABLE]
+        reload()
+
+
+ALARM_KEY = "alarm"
+"""A counter: raised by one whenever something happens that every waiting rank must look at (a rank ended, a rank gave up)."""
+
+LOST_HOLDERS_KEY = "bearing/lost"
+"""A counter: processes of this attempt that were lost and that the others can do without; see `holds_items_key`."""
+FOLLOWED_LOSS_KEY = "bearing/followed"
+"""A counter: processes that failed because of such a loss."""
+
+
+def attempt_prefix(run_id: str, attempt: int) -> str:
+    """The key prefix of one attempt of one job."""
+    return f"slipstream/{run_id}/{attempt}"
+
+
+def exit_key(rank: int) -> str:
+    """Where the agent writes the `ExitNotice` of a rank, below the attempt's prefix."""
+    return f"exit/{rank}"
+
+
+def holds_items_key(rank: int) -> str:
+    """Where a rank writes "1" while it works on items that the others take over if it dies, and "0" afterwards; below the same prefix.
+
+    The agent reads it when a rank has died: the loss of one that had written "1" does not end the attempt for the others.
+    """
+    return f"bearing/{rank}"
+
+
+@dataclass(frozen=True)
+class ExitNotice:
+    """How a worker ended without being asked to: written by the agent as soon as it knows.
+
+    >>> notice = ExitNotice(rank=1, host="node0", pid=4711, exit_code=-9, reason="killed")
+    >>> ExitNotice.from_json(notice.to_json()) == notice
+    True
+    >>> str(notice)
+    'rank 1 (host node0, pid 4711) was ended by SIGKILL: killed'
+    """
+
+    rank: int
+    host: str
+    pid: int
+    exit_code: int | None
+    """As `subprocess` gives it: negative is the number of the signal. None: its machine was lost, so nobody knows."""
+    reason: str = ""
+    """The exception in one line, or what is known of the signal ("the kernel's out-of-memory killer")."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ExitNotice:
+        return cls(**json.loads(text))
+
+    @property
+    def signal_name(self) -> str | None:
+        """SIGKILL for -9; None for an ordinary exit."""
+        if self.exit_code is None or self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"
+
+    def __str__(self) -> str:
+        if self.exit_code is None:
+            how = "was lost"
+        else:
+            how = f"was ended by {self.signal_name}" if self.signal_name else f"ended with exit code {self.exit_code}"
+        who = f"host {self.host}, pid {self.pid}" if self.pid else f"host {self.host}"
+        return f"rank {self.rank} ({who}) {how}" + (f": {self.reason}" if self.reason else "")

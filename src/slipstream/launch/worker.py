@@ -1,42 +1,207 @@
-"""The life of a worker that runs Python: set up, run the target, say how it ended, end.
+"""One worker that runs Python: set up the process, run the target, record how it ended, exit.
 
-A forked worker enters through `Worker.live`, a fresh interpreter through `python -m slipstream.launch.worker KIND NAME ARGUMENTS`;
-from there on both are the same. A failure is written down for the launcher, which prints it once for the whole job, so a
-worker prints no traceback itself unless that is impossible or the user has installed an `excepthook` of their own.
-
-It never talks to another process but through what it prints (`chorus.py`), and does not import torch.
+A forked worker enters through `ForkedWorker.live`, a fresh interpreter through `python -m slipstream.launch.worker KIND NAME ARGUMENTS`.
+A script runs as with `python script.py`, a module as with `python -m module`; `__main__`, `sys.argv`, `sys.path[0]` and the exit are
+those of a fresh interpreter. A failure is written to a file for the launcher, which prints it once for the whole job, so a worker prints
+a traceback only if that is impossible or the user has installed an `excepthook`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import gc
+import io
 import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from types import MappingProxyType
+from typing import Any, Final, Literal, NoReturn
 
-from slipstream.errors import ConfigError, PeerLostError
-from slipstream.launch.chorus import VOICE, join
-from slipstream.launch.report import Confession, write_confession
-from slipstream.launch.system import die_with_parent
-from slipstream.launch.target import Target, end_interpreter, run, user_traceback
+from slipstream.config.sources import get_int_from_env, patch_environment
+from slipstream.errors import ConfigError, PeerLostError, SlipstreamError
+from slipstream.launch.failure_report import WorkerError, write_worker_error
+from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, install_warning_dedup
+from slipstream.launch.workers import die_with_parent
 
-__all__ = ["CONFESSION", "STACK", "Worker", "fresh_interpreter", "live", "take_on"]
+__all__ = [
+    "ERROR_FILE_VARIABLE", "ForkedWorker", "PrepareForLaunch", "STACK_FILE_VARIABLE", "Target", "TargetKind", "end_interpreter",
+    "run_in_fresh_interpreter", "run_target", "run_worker", "set_environ", "user_traceback",
+]
 
-CONFESSION: Final = "SLIPSTREAM_INTERNAL_CONFESSION"
+
+TargetKind = Literal["script", "module", "executable", "function"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to run: its kind, its name (a path, a module, a program or the file of a function) and its arguments, untouched."""
+
+    kind: TargetKind
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
+class PrepareForLaunch:
+    """A function for `torch.multiprocessing.start_processes`, which calls it with the index of the process and the arguments.
+
+    The function runs with RANK, LOCAL_RANK and FORK_LAUNCHED set; WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and on several machines NPROC
+    and NODE_RANK, are those of the parent. `distributed_type="NO"` without `debug` sets no rank. `notebook_launcher` needs none of this.
+
+    >>> PrepareForLaunch(lambda text: print(text, get_int_from_env(["RANK"], 0)), "MULTI_CPU")(1, "rank")
+    rank 1
+    """
+
+    def __init__(self, launcher: Callable[..., object], distributed_type: Any = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+        self.has_rank = debug or str(getattr(distributed_type, "value", distributed_type)) != "NO"
+
+    def __call__(self, index: int, *args: object) -> None:
+        """Run the function as the process with this index on this machine."""
+        variables = {"FORK_LAUNCHED": 1}
+        if self.has_rank:
+            first = get_int_from_env(["NPROC"], 1) * get_int_from_env(["NODE_RANK"], 0)
+            variables |= {"LOCAL_RANK": index, "RANK": first + index}
+        with patch_environment(**variables):
+            self.launcher(*args)
+
+
+def run_target(target: Target) -> None:
+    """Run a script, module or function in this process; exceptions come through, SystemExit among them."""
+    _RUNNERS[target.kind](target)
+
+
+def _run_script(target: Target) -> None:
+    path = os.path.abspath(target.name)
+    _set_first_path_entry(os.path.dirname(os.path.realpath(path)))
+    sys.argv[:] = [target.name, *target.arguments]
+    with io.open_code(path) as file:
+        source = file.read()
+    from importlib.machinery import SourceFileLoader
+
+    main = _new_main(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path), __package__=None, __spec__=None)
+    exec(compile(source, path, "exec", dont_inherit=True), main)
+
+
+def _run_module(target: Target) -> None:
+    import runpy
+
+    _set_first_path_entry(os.getcwd())
+    sys.argv[:] = ["-m", *target.arguments]
+    try:
+        # what `python -m` itself uses to find a module, packages with a __main__ included
+        _, spec, code = runpy._get_module_details(target.name)  # type: ignore[attr-defined]
+    except (runpy._Error, ImportError) as error:  # type: ignore[attr-defined]
+        if isinstance(error, ImportError) and error.name and not target.name.startswith(error.name):
+            raise  # a module that it imports is missing, not the module itself
+        raise ConfigError(f"There is no module to run as {target.name} (from -m): {error}.") from None
+    sys.argv[0] = spec.origin
+    main = _new_main(__file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent, __spec__=spec)
+    exec(code, main)
+
+
+def _run_function(target: Target) -> None:
+    """A pickled (function, arguments) pair, in a private folder that the launching process of the same user has just written."""
+    import cloudpickle
+
+    _new_main(__spec__=None)
+    with open(target.name, "rb") as file:
+        function, arguments = cloudpickle.load(file)
+    function(*arguments)
+
+
+_RUNNERS: Final[Mapping[str, Callable[[Target], None]]] = MappingProxyType(
+    {"script": _run_script, "module": _run_module, "function": _run_function}
+)
+
+
+def _set_first_path_entry(folder: str) -> None:
+    """Put a folder where a fresh interpreter would, in place of what this one's start put there."""
+    if getattr(sys.flags, "safe_path", False):  # Python 3.11 and later, -P: the user wants no such entry
+        return
+    sys.path[0:1] = [folder]
+
+
+def _new_main(**names: object) -> dict[str, object]:
+    """A fresh `__main__` module in place of the launcher's."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(names, __builtins__=sys.modules["builtins"], __annotations__={})
+    sys.modules["__main__"] = main
+    return main.__dict__
+
+
+def user_traceback(error: BaseException) -> types.TracebackType | None:
+    """The traceback from the first frame of the user's code on, without the frames of this room.
+
+    >>> try:
+    ...     1 / 0
+    ... except ZeroDivisionError as error:
+    ...     user_traceback(error) is error.__traceback__
+    True
+    """
+    ours = (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<frozen ")
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(ours):
+        traceback = traceback.tb_next
+    if isinstance(error, SlipstreamError):
+        _drop_own_frames(traceback)
+    return traceback
+
+
+def _drop_own_frames(traceback: types.TracebackType | None) -> None:
+    """An exception that we raise on purpose says all there is to say: the way to it inside of this package is left out."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    last = None
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(package):
+            last = traceback
+        traceback = traceback.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
+def end_interpreter(code: int) -> NoReturn:
+    """End this process as a fresh interpreter ends: threads joined, exit handlers run, objects finalised, files flushed.
+
+    The interpreter itself is not torn down: a forked worker still holds objects of the launcher whose threads it does not have.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined] # what the interpreter calls first when it ends
+    atexit._run_exitfuncs()
+    _flush_files()  # before objects go: the collector may close the inner part of a text file before the outer part has written
+    sys.modules.pop("__main__", None)
+    gc.collect()
+    _flush_files()
+    os._exit(code)
+
+
+def _flush_files() -> None:
+    """Files that the program never closed; text before bytes, because it writes into them."""
+    for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+        for file in [found for found in gc.get_objects() if type(found) is kind]:
+            with contextlib.suppress(ValueError, OSError):
+                file.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            stream.flush()
+
+
+ERROR_FILE_VARIABLE: Final = "SLIPSTREAM_INTERNAL_CONFESSION"
 """The variable with the path where a failing worker leaves its record."""
-STACK: Final = "SLIPSTREAM_INTERNAL_STACK"
+STACK_FILE_VARIABLE: Final = "SLIPSTREAM_INTERNAL_STACK"
 """The variable with the path where a crashing worker's stack is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class ForkedWorker:
     """What a forked worker is told; everything else it inherits."""
 
     target: Target
@@ -66,36 +231,36 @@ class Worker:
             with contextlib.suppress(OSError):
                 os.close(number)
         os.environ.clear()
-        take_on(self.environment)
-        _fresh_randomness()
-        live(self.target)
+        set_environ(self.environment)
+        _reseed()
+        run_worker(self.target)
 
 
-def take_on(environment: Mapping[str, str]) -> None:
+def set_environ(environment: Mapping[str, str]) -> None:
     """Set variables of this process: the launcher's, before it imports what reads them, and a forked worker's."""
     os.environ.update(environment)
 
 
-def live(target: Target) -> NoReturn:
+def run_worker(target: Target) -> NoReturn:
     """Run the target in this process and end the process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             # a line of one rank stays in one piece, also where PYTHONUNBUFFERED would write its end separately
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
-    _watch_for_crashes(os.environ.pop(STACK, ""))
-    confession_path = os.environ.pop(CONFESSION, "")
-    join(os.environ.pop(VOICE, ""), os.environ)
+    _enable_faulthandler(os.environ.pop(STACK_FILE_VARIABLE, ""))
+    confession_path = os.environ.pop(ERROR_FILE_VARIABLE, "")
+    install_warning_dedup(os.environ.pop(OUTPUT_VARIABLE, ""), os.environ)
     code = 0
     try:
-        run(target)
+        run_target(target)
     except SystemExit as request:
         code = _exit_code(request, confession_path)
     except BaseException as error:
-        code = _failed(error, confession_path)
+        code = _record_failure(error, confession_path)
     end_interpreter(code)
 
 
-def _fresh_randomness() -> None:
+def _reseed() -> None:
     """A fork copies random states; fresh interpreters would each have one of their own."""
     random.seed()
     legacy = sys.modules.get("numpy.random")
@@ -106,7 +271,7 @@ def _fresh_randomness() -> None:
         torch.default_generator.seed()
 
 
-def _watch_for_crashes(path: str) -> None:
+def _enable_faulthandler(path: str) -> None:
     if path:
         with contextlib.suppress(OSError):
             faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), all_threads=False)
@@ -117,36 +282,39 @@ def _exit_code(request: SystemExit, confession_path: str) -> int:
     if request.code is None:
         return 0
     if request.code != 0:
-        sys.last_type, sys.last_value = SystemExit, RuntimeError(f"exit code {request.code}")  # for what runs at exit; see `_failed`
+        sys.last_type, sys.last_value = (
+            SystemExit,
+            RuntimeError(f"exit code {request.code}"),
+        )  # for what runs at exit; see `_record_failure`
     if isinstance(request.code, int):
         return request.code & 0xFF
-    _confess(Confession(kind="exit", type="SystemExit", message=str(request.code), traceback="", when=time.time()), confession_path)
+    _write_error(WorkerError(kind="exit", type="SystemExit", message=str(request.code), traceback="", when=time.time()), confession_path)
     return 1
 
 
-def _failed(error: BaseException, confession_path: str) -> int:
+def _record_failure(error: BaseException, confession_path: str) -> int:
     """Write down an exception that nobody caught; returns the exit code that belongs to it."""
     when = time.time()
     sys.last_type, sys.last_value = type(error), RuntimeError(str(error))  # for what runs at exit; its words, and not its frames
     error.__traceback__ = user_traceback(error)
-    _show_to_hooks(error)
+    _call_excepthooks(error)
     kind, code = _kind_and_code(error)
     text = "" if kind in ("interrupt", "peer") else "".join(traceback.format_exception(error))
-    _confess(Confession(kind=kind, type=_qualified(type(error)), message=str(error), traceback=text, when=when), confession_path)
+    _write_error(WorkerError(kind=kind, type=_qualified_name(type(error)), message=str(error), traceback=text, when=when), confession_path)
     return code
 
 
-def _show_to_hooks(error: BaseException) -> None:
+def _call_excepthooks(error: BaseException) -> None:
     """Hooks of ours look at the error and print nothing of it; one of the user's prints it as it likes."""
     hook: Any = sys.excepthook
-    while hasattr(hook, "look_at_failure"):  # see runtime/memory/watch.py
+    while hasattr(hook, "look_at_failure"):  # see observability/memory.py
         hook.look_at_failure(error)
         hook = hook.previous
-    if _is_the_users(hook):
+    if _is_user_hook(hook):
         hook(type(error), error, error.__traceback__)
 
 
-def _is_the_users(hook: Any) -> bool:
+def _is_user_hook(hook: Any) -> bool:
     """Not Python's own, and not the one that torch installs to put the rank before every line."""
     return hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.")
 
@@ -160,24 +328,24 @@ def _kind_and_code(error: BaseException) -> tuple[Any, int]:
     return next(((kind, code) for known, kind, code in table if isinstance(error, known)), ("exception", 1))
 
 
-def _qualified(kind: type) -> str:
+def _qualified_name(kind: type) -> str:
     """The name as Python prints it above a traceback; our own exceptions without the path of their room."""
     plain = kind.__module__ in ("builtins", "__main__") or kind.__module__.partition(".")[0] == "slipstream"
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _confess(confession: Confession, path: str) -> None:
+def _write_error(confession: WorkerError, path: str) -> None:
     try:
-        write_confession(path, confession)
+        write_worker_error(path, confession)
     except OSError:  # no record is possible, so the user must read it here
         print(confession.traceback or confession.message, file=sys.stderr, flush=True)
 
 
-def fresh_interpreter(arguments: list[str]) -> NoReturn:
+def run_in_fresh_interpreter(arguments: list[str]) -> NoReturn:
     """The entry of a worker that was started with an interpreter of its own."""
     kind, name, *rest = arguments
-    live(Target(kind, name, tuple(rest)))  # type: ignore[arg-type]
+    run_worker(Target(kind, name, tuple(rest)))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    fresh_interpreter(sys.argv[1:])
+    run_in_fresh_interpreter(sys.argv[1:])

@@ -1,1 +1,1 @@
-"""What is applied to a model around its strategy: compilation, and the way back to the user's own model."""
+"""What is applied to a model around its strategy: compilation, Local SGD, and the way back to the user's model."""

@@ -1,9 +1,8 @@
-"""`torch.compile`, whole or by region, before `prepare` or by it, without a trace in the model.
+"""`torch.compile`, for the whole model or by region, before `prepare` or by it.
 
-What this promises: models are compiled in place (`nn.Module.compile`), so the object, its class and its state-dict keys stay; a model
-that the user compiled before `prepare` keeps the settings it was compiled with; a backend that this torch does not have is an error.
-By region, each block of a list of blocks is compiled, and blocks that are alike share one compilation: a deep model starts as fast as
-one block.
+Models are compiled in place (`nn.Module.compile`), so the object, its class and its state-dict keys stay. A model that the user compiled
+before `prepare` keeps its settings. A backend that this torch does not have is an error. By region, each block of a list of blocks is
+compiled and equal blocks share one compilation, so a deep model starts as fast as one block.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.config.handlers import KwargsHandler
-from slipstream.devices.table import _Names
+from slipstream.devices.table import _StringEnum
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
-from slipstream.precision.swap import hand_over_hooks
+from slipstream.precision.autocast import transfer_hooks
 
 if TYPE_CHECKING:
     from slipstream.config.schema import Compute
@@ -29,16 +28,16 @@ __all__ = [
     "TorchDynamoPlugin",
     "compile_model",
     "compile_regions",
-    "completed",
+    "complete_plugin",
     "has_compiled_regions",
     "has_repeated_blocks",
     "is_compiled_module",
     "is_repeated_blocks",
-    "settle",
+    "compile_in_place",
 ]
 
 
-class DynamoBackend(_Names):
+class DynamoBackend(_StringEnum):
     """Backends of `torch.compile` by the names that scripts use. Those that this torch does not have are refused when they are used.
 
     >>> str(DynamoBackend.INDUCTOR)
@@ -105,11 +104,11 @@ class TorchDynamoPlugin(KwargsHandler):
         return {name: value for name, value in given.items() if value is not None and (value is not False or name == "dynamic")}
 
 
-def completed(plugin: TorchDynamoPlugin | None, compute: Compute) -> TorchDynamoPlugin:
+def complete_plugin(plugin: TorchDynamoPlugin | None, compute: Compute) -> TorchDynamoPlugin:
     """A plugin with what it leaves open taken from the options `dynamo_*`.
 
     >>> from slipstream.config.schema import Compute
-    >>> completed(None, Compute(dynamo_backend="eager", dynamo_use_fullgraph=True)).to_kwargs()
+    >>> complete_plugin(None, Compute(dynamo_backend="eager", dynamo_use_fullgraph=True)).to_kwargs()
     {'backend': 'eager', 'fullgraph': True}
     """
     plugin = plugin or TorchDynamoPlugin()
@@ -138,7 +137,7 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> torch.nn
         return model
     _check_backend(plugin.backend)
     compiled = [module for module in model.modules() if is_compiled_module(module)]
-    if compiled and all(getattr(_compiled(module), _MARK, None) == plugin for module in compiled):
+    if compiled and all(getattr(_compiled_call(module), _PLUGIN_ATTRIBUTE, None) == plugin for module in compiled):
         return model  # by an earlier call
     if compiled:
         get_logger(__name__).warning_once(
@@ -155,7 +154,7 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> torch.nn
             )
         compile_regions(model, **plugin.to_kwargs())
     for module in filter(is_compiled_module, model.modules()):
-        setattr(_compiled(module), _MARK, plugin)
+        setattr(_compiled_call(module), _PLUGIN_ATTRIBUTE, plugin)
     return model
 
 
@@ -178,7 +177,7 @@ def is_compiled_module(module: Any) -> bool:
     """Whether a module is compiled, by `torch.compile(module)` or in place."""
     from torch._dynamo import OptimizedModule
 
-    return isinstance(module, OptimizedModule) or (isinstance(module, torch.nn.Module) and _compiled(module) is not None)
+    return isinstance(module, OptimizedModule) or (isinstance(module, torch.nn.Module) and _compiled_call(module) is not None)
 
 
 def has_compiled_regions(module: Any) -> bool:
@@ -194,7 +193,7 @@ def is_repeated_blocks(module: Any) -> bool:
     >>> is_repeated_blocks(torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])), is_repeated_blocks(torch.nn.Linear(2, 2))
     (True, False)
     """
-    if not isinstance(module, _LISTS):
+    if not isinstance(module, _BLOCK_LISTS):
         return False
     kinds = {type(block) for block in module}
     enough = 2 if isinstance(module, torch.nn.Sequential) else 1
@@ -206,28 +205,28 @@ def has_repeated_blocks(module: Any) -> bool:
     return isinstance(module, torch.nn.Module) and any(is_repeated_blocks(inner) for inner in module.modules())
 
 
-def settle(model: torch.nn.Module) -> torch.nn.Module:
+def compile_in_place(model: torch.nn.Module) -> torch.nn.Module:
     """The user's own module of what `torch.compile(model)` made, compiled in place with the same settings; the same for submodules.
 
     So that state-dict keys never show the wrapper, and what is installed on the model is part of what is compiled.
 
     >>> model = torch.nn.Linear(2, 2)
     >>> wrapped = torch.compile(model, backend="eager")
-    >>> settle(wrapped) is model, is_compiled_module(model), list(wrapped.state_dict())[0]
+    >>> compile_in_place(wrapped) is model, is_compiled_module(model), list(wrapped.state_dict())[0]
     (True, True, '_orig_mod.weight')
     """
-    model = _settle_one(model)
+    model = _compile_module_in_place(model)
     seen: set[int] = set()
-    _settle_children(model, seen)
+    _compile_children_in_place(model, seen)
     return model
 
 
-_MARK = "_slipstream_plugin"
-_LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
-_CONTAINERS = (*_LISTS, torch.nn.ModuleDict)
+_PLUGIN_ATTRIBUTE = "_slipstream_plugin"
+_BLOCK_LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
+_CONTAINERS = (*_BLOCK_LISTS, torch.nn.ModuleDict)
 
 
-def _compiled(module: torch.nn.Module) -> Any:
+def _compiled_call(module: torch.nn.Module) -> Any:
     found = module._compiled_call_impl
     return getattr(found, "beneath", found)  # the marks of a ledger stand before it
 
@@ -242,28 +241,28 @@ def _outermost_blocks(module: torch.nn.Module, seen: set[int]) -> list[torch.nn.
     return found
 
 
-def _settle_one(model: torch.nn.Module) -> torch.nn.Module:
+def _compile_module_in_place(model: torch.nn.Module) -> torch.nn.Module:
     from torch._dynamo import OptimizedModule
 
     if not isinstance(model, OptimizedModule):
         return model
-    original = _settle_one(model._orig_mod)
-    hand_over_hooks(model, original)
+    original = _compile_module_in_place(model._orig_mod)
+    transfer_hooks(model, original)
     original._compiled_call_impl = model.dynamo_ctx(original._call_impl)
     return original
 
 
-def _settle_children(parent: torch.nn.Module, seen: set[int]) -> None:
+def _compile_children_in_place(parent: torch.nn.Module, seen: set[int]) -> None:
     if id(parent) in seen:
         return
     seen.add(id(parent))
     for name, child in list(parent._modules.items()):  # named_children() leaves out a module that is there twice
         if child is None:
             continue
-        settled = _settle_one(child)
+        settled = _compile_module_in_place(child)
         if settled is not child:
             parent.register_module(name, settled)
-        _settle_children(settled, seen)
+        _compile_children_in_place(settled, seen)
 
 
 def _torch_name(backend: Any) -> Any:

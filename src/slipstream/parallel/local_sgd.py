@@ -1,10 +1,8 @@
-"""Local SGD: every process trains on its own for a while, and then all of them take the average of their weights.
+"""Local SGD: processes train independently for some updates, and then average their weights.
 
-Gradients are not exchanged inside of the block. After every `local_sgd_steps` updates, and at the end of the block, the parameters that are
-trained and the floating-point buffers (the statistics of batch normalisation) become their means over the processes: one
-all-reduce for each number format. Other buffers, such as counters, and the states of optimizers stay each process's own.
-
-It never averages after an error: the other processes may be elsewhere, and the guard of the next collective says so.
+Gradients are not exchanged inside the block. After every `local_sgd_steps` updates, and at the end of the block, trained parameters and
+floating-point buffers become their mean over the processes, in one all-reduce per dtype. Other buffers and optimizer states stay local.
+Nothing is averaged after an error, as the other processes may be elsewhere; the guard of the next collective says so.
 """
 
 from __future__ import annotations

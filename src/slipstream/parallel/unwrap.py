@@ -1,7 +1,7 @@
-"""The way back from a wrapped model to the user's own.
+"""Return the user's model from inside its wrappers.
 
-Wrappers are `DistributedDataParallel`, `DataParallel` and what `torch.compile(model)` makes, nested in any order. A model that was
-compiled in place (`model.compile()`, which is what `prepare` does) has no wrapper: it is the user's own object already, and stays compiled.
+Wrappers are `DistributedDataParallel`, `DataParallel` and what `torch.compile(model)` returns, nested in any order. A model that was
+compiled in place (`model.compile()`, as `prepare` does) has no wrapper: it is the user's object already, and stays compiled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from slipstream.precision.autocast import remove
+from slipstream.precision.autocast import remove_autocast
 
 __all__ = ["extract_model_from_parallel", "is_peft_model"]
 
@@ -24,7 +24,7 @@ def is_peft_model(model: Any) -> bool:
     False
     """
     kind = getattr(sys.modules.get("peft"), "PeftModel", None)
-    return kind is not None and isinstance(_peel(model)[0], kind)
+    return kind is not None and isinstance(_unwrap(model)[0], kind)
 
 
 def extract_model_from_parallel(
@@ -40,17 +40,17 @@ def extract_model_from_parallel(
     >>> extract_model_from_parallel(DataParallel(model)) is model
     True
     """
-    bare, compiled = _peel(model)
+    bare, compiled = _unwrap(model)
     if not isinstance(bare, torch.nn.Module):
         return bare
     if recursive:
-        _peel_children(bare, keep_fp32_wrapper, keep_torch_compile, set())
+        _unwrap_children(bare, keep_fp32_wrapper, keep_torch_compile, set())
     if not keep_fp32_wrapper:
-        remove(bare)
-    return _compiled_again(bare, compiled) if keep_torch_compile and compiled is not None else bare
+        remove_autocast(bare)
+    return _rewrap_compiled(bare, compiled) if keep_torch_compile and compiled is not None else bare
 
 
-def _peel(model: Any) -> tuple[Any, Any]:
+def _unwrap(model: Any) -> tuple[Any, Any]:
     """What is inside of all wrappers, and the innermost of those that `torch.compile` made."""
     from torch._dynamo import OptimizedModule
 
@@ -64,22 +64,22 @@ def _peel(model: Any) -> tuple[Any, Any]:
     return model, compiled
 
 
-def _compiled_again(bare: torch.nn.Module, compiled: Any) -> Any:
+def _rewrap_compiled(bare: torch.nn.Module, compiled: Any) -> Any:
     """The wrapper itself where it is directly around the model; else one like it."""
     return compiled if compiled._orig_mod is bare else compiled.dynamo_ctx(bare)
 
 
-def _peel_children(parent: torch.nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool, seen: set[int]) -> None:
+def _unwrap_children(parent: torch.nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool, seen: set[int]) -> None:
     if id(parent) in seen:
         return
     seen.add(id(parent))
     for name, child in list(parent._modules.items()):  # named_children() leaves out a module that is there twice
         if child is None:
             continue
-        bare, compiled = _peel(child)
-        _peel_children(bare, keep_fp32_wrapper, keep_torch_compile, seen)
+        bare, compiled = _unwrap(child)
+        _unwrap_children(bare, keep_fp32_wrapper, keep_torch_compile, seen)
         if not keep_fp32_wrapper:
-            remove(bare)
-        wanted = _compiled_again(bare, compiled) if keep_torch_compile and compiled is not None else bare
+            remove_autocast(bare)
+        wanted = _rewrap_compiled(bare, compiled) if keep_torch_compile and compiled is not None else bare
         if wanted is not child:
             parent.register_module(name, wanted)

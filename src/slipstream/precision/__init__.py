@@ -1,1 +1,1 @@
-"""In which number formats a model computes: the policy, autocast, the scale of the loss, float8."""
+"""Mixed precision: the policy of dtypes, autocast, the loss scaler, FP8."""

@@ -1,15 +1,9 @@
-"""Autocast that is installed once on a model, and the context for code outside of one.
+"""Autocast: installed once on a model, or as a context for code outside of a model.
 
-`install` puts a callable in the place of the model's `forward`; `remove` takes it away. What this promises: the model keeps its class, its
-state-dict keys and the signature of its forward; a copy (`copy.deepcopy`) has a forward of its own that uses the copy's weights; what is
-read from a pickle of the model is the model without autocast, and needs nothing of this library; the model is freed when its last user
-forgets it; `torch.compile` traces through.
-
-Outputs come in the format that the policy says: float32 by default, so that a loss that is computed from them is a float32 number. Tensors
-in half precision are cast, wherever they are in nested outputs; others stay.
-
-A shallow copy (`copy.copy`) and the replicas of `torch.nn.DataParallel` share the forward of the model that they were made from, and so its
-weights: copy deeply instead.
+`install_autocast` replaces the model's `forward`, and `remove_autocast` restores it. The model keeps its class, state-dict keys and
+signature; a deep copy uses its own weights; a pickle of the model contains nothing of this library; `torch.compile` traces through. A
+shallow copy, and a replica of `torch.nn.DataParallel`, shares the forward and so the weights of the model that it was made from.
+`transfer_hooks` moves the hooks of a module to the one that takes its place.
 """
 
 from __future__ import annotations
@@ -24,27 +18,30 @@ from typing import Any
 
 import torch
 
-from slipstream.comm.nested import convert_to_fp32
-from slipstream.errors import StateError
-from slipstream.precision.options import AutocastKwargs
-from slipstream.precision.policy import Policy
+from slipstream.distributed.pytree import convert_to_fp32
+from slipstream.distributed.state import AcceleratorState
+from slipstream.errors import ConfigError, StateError
+from slipstream.precision.policy import AutocastKwargs, PrecisionPolicy, make_policy
 
-__all__ = ["autocast_context", "install", "installed_policy", "is_installed", "remove"]
+__all__ = [
+    "autocast_context", "find_autocast_policy", "get_mixed_precision_context_manager", "has_autocast", "install_autocast",
+    "remove_autocast", "transfer_hooks",
+]
 
 
-def install(model: torch.nn.Module, policy: Policy, device_type: str, handler: AutocastKwargs | None = None) -> None:
+def install_autocast(model: torch.nn.Module, policy: PrecisionPolicy, device_type: str, handler: AutocastKwargs | None = None) -> None:
     """Makes every pass of the model compute as the policy says. Installing again replaces what was installed.
 
-    >>> from slipstream.precision.policy import policy_for
+    >>> from slipstream.precision.policy import make_policy
     >>> model = torch.nn.Linear(2, 2)
-    >>> install(model, policy_for("bf16", outputs_to_fp32=False), "cpu")
+    >>> install_autocast(model, make_policy("bf16", outputs_to_fp32=False), "cpu")
     >>> model(torch.ones(1, 2)).dtype, type(model).__name__, sorted(model.state_dict())
     (torch.bfloat16, 'Linear', ['bias', 'weight'])
-    >>> remove(model)
+    >>> remove_autocast(model)
     >>> model(torch.ones(1, 2)).dtype
     torch.float32
     """
-    remove(model)
+    remove_autocast(model)
     upcasts = policy.output is torch.float32
     if policy.autocast_dtype is None and not upcasts:
         return
@@ -52,9 +49,9 @@ def install(model: torch.nn.Module, policy: Policy, device_type: str, handler: A
     model.forward = _AutocastForward(model, before, policy, device_type, handler or AutocastKwargs(), upcasts)
 
 
-def remove(model: torch.nn.Module) -> None:
+def remove_autocast(model: torch.nn.Module) -> None:
     """Takes installed autocast off a model; one without stays as it is."""
-    forward = _installed(model)
+    forward = _find_autocast_forward(model)
     if forward is None:
         return
     if forward.before is None:
@@ -63,23 +60,23 @@ def remove(model: torch.nn.Module) -> None:
         model.forward = forward.before
 
 
-def is_installed(model: torch.nn.Module) -> bool:
-    """Whether the model's forward is one that `install` put there."""
-    return _installed(model) is not None
+def has_autocast(model: torch.nn.Module) -> bool:
+    """Whether the model's forward is one that `install_autocast` put there."""
+    return _find_autocast_forward(model) is not None
 
 
-def installed_policy(model: torch.nn.Module) -> Policy | None:
+def find_autocast_policy(model: torch.nn.Module) -> PrecisionPolicy | None:
     """The policy that was installed on the model, if one was."""
-    forward = _installed(model)
+    forward = _find_autocast_forward(model)
     return None if forward is None else forward.policy
 
 
-def autocast_context(policy: Policy, device_type: str, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+def autocast_context(policy: PrecisionPolicy, device_type: str, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
     """A block that computes as the policy says, for code outside of a prepared model, such as a loss.
 
-    >>> from slipstream.precision.policy import policy_for
+    >>> from slipstream.precision.policy import make_policy
     >>> weight = torch.ones(2, 2)
-    >>> with autocast_context(policy_for("bf16"), "cpu"):
+    >>> with autocast_context(make_policy("bf16"), "cpu"):
     ...     inside = weight @ weight
     >>> inside.dtype
     torch.bfloat16
@@ -90,7 +87,7 @@ def autocast_context(policy: Policy, device_type: str, handler: AutocastKwargs |
     return torch.autocast(device_type, dtype=policy.autocast_dtype, enabled=handler.enabled, cache_enabled=handler.cache_enabled)
 
 
-def _installed(model: torch.nn.Module) -> _AutocastForward | None:
+def _find_autocast_forward(model: torch.nn.Module) -> _AutocastForward | None:
     forward = vars(model).get("forward")
     return forward if isinstance(forward, _AutocastForward) else None
 
@@ -105,7 +102,7 @@ class _AutocastForward:
         self,
         module: torch.nn.Module,
         before: Callable[..., Any] | None,
-        policy: Policy,
+        policy: PrecisionPolicy,
         device_type: str,
         handler: AutocastKwargs,
         upcasts: bool,
@@ -126,7 +123,7 @@ class _AutocastForward:
             return _to_fp32(self.__wrapped__(*args, **kwargs))
         module, before = self.module(), self.before
         if module is None:
-            raise _gone()
+            raise _make_model_gone_error()
         with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
             outputs = type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
         return _to_fp32(outputs) if self.upcasts else outputs
@@ -137,7 +134,7 @@ class _AutocastForward:
             return self.before
         module = self.module()
         if module is None:
-            raise _gone()
+            raise _make_model_gone_error()
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
     @property
@@ -157,7 +154,7 @@ class _AutocastForward:
             return operator.getitem, ((self.before,), 0)
         module = self.module()
         if module is None:
-            raise _gone()
+            raise _make_model_gone_error()
         return getattr, (module, "forward")  # while the module is being read its class has one, and the instance none yet
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AutocastForward:
@@ -165,7 +162,7 @@ class _AutocastForward:
         copied = memo.get(id(module), module)  # the model is being copied, or the forward alone
         forward = type(self).__new__(type(self))
         vars(forward).update(
-            vars(self), module=_nothing if copied is None else weakref.ref(copied), before=copy.deepcopy(self.before, memo)
+            vars(self), module=_return_none if copied is None else weakref.ref(copied), before=copy.deepcopy(self.before, memo)
         )
         return forward
 
@@ -184,12 +181,49 @@ def _to_fp32(outputs: Any) -> Any:
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _gone() -> StateError:
+def _make_model_gone_error() -> StateError:
     return StateError(
         "the model that this forward belongs to is gone: it was called through a shallow copy, or kept apart from the model. "
         "Keep the model, or copy it with copy.deepcopy."
     )
 
 
-def _nothing() -> None:
+def _return_none() -> None:
     return None
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Autocast in the precision that the launcher or the environment gave, if `native_amp`; else a block in which nothing changes.
+
+    >>> with get_mixed_precision_context_manager():
+    ...     torch.is_autocast_enabled("cpu")
+    False
+    """
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    return autocast_context(make_policy(state.mixed_precision), state.device.type, autocast_kwargs)
+
+
+def transfer_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Hooks of the old module become the new one's, in the same dictionaries, so that their handles still remove them.
+
+    >>> old, new = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    >>> handle = old.register_forward_hook(lambda module, inputs, output: print("called"))
+    >>> transfer_hooks(old, new)
+    >>> _ = new(torch.ones(1))
+    called
+    >>> handle.remove()
+    >>> _ = new(torch.ones(1))
+    """
+    for name, hooks in list(vars(old).items()):
+        if "_hooks" not in name or not isinstance(hooks, dict) or not hooks:
+            continue
+        if vars(new).get(name):
+            raise ConfigError(
+                f"hooks ({name.strip('_')}) were registered both on {type(new).__name__} and on the {type(old).__name__} around it: "
+                "register them on the module itself, before torch.compile"
+            )
+        setattr(new, name, hooks)

@@ -1,10 +1,8 @@
-"""Training in float8 through torchao: linear layers are converted, what is around them computes in bfloat16 by autocast.
+"""FP8 training through torchao: linear layers are converted in place, and autocast computes the rest in bfloat16.
 
-Parameters stay the objects they were (float32 or bfloat16, known to optimizers made before); each matrix product casts its operands with a
-scale of their own. The first and the last linear layer stay as they are, because losses suffer there most, and so do layers whose sizes are
-no multiples of 16, which float8 hardware cannot multiply. On the CPU float8 is emulated: the numbers are those of float8, the speed is not.
-
-torchao is imported when something is converted, and not before.
+Parameters stay the same objects, so optimizers made before still hold them. The first and the last linear layer are not converted, as the
+loss suffers most there, nor are layers whose sizes are no multiples of 16, which FP8 hardware cannot multiply. On the CPU FP8 is
+emulated: the numbers are those of float8, the speed is not. torchao is imported when something is converted.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from typing import Any
 
 import torch
 
-from slipstream.devices.quiet import import_quietly
+from slipstream.devices.packages import import_quietly
 from slipstream.devices.table import CPU
 from slipstream.errors import ConfigError
-from slipstream.precision.options import AORecipeKwargs
-from slipstream.precision.swap import hand_over_hooks
+from slipstream.precision.autocast import transfer_hooks
+from slipstream.precision.policy import AORecipeKwargs
 
 __all__ = [
-    "convert",
+    "convert_to_fp8",
     "convert_model_to_fp8_ao",
     "filter_first_and_last_linear_layers",
     "filter_linear_layers",
@@ -34,7 +32,7 @@ __all__ = [
 _MULTIPLE = 16
 
 
-def convert(model: torch.nn.Module, recipe: AORecipeKwargs | None = None) -> torch.nn.Module:
+def convert_to_fp8(model: torch.nn.Module, recipe: AORecipeKwargs | None = None) -> torch.nn.Module:
     """Converts the linear layers that the recipe chooses, in place, and gives the model back.
 
     A model in which there was none to convert, and one whose float8 is emulated, is a warning.
@@ -50,16 +48,16 @@ def convert(model: torch.nn.Module, recipe: AORecipeKwargs | None = None) -> tor
             f"mixed_precision='fp8': the model is a single {type(model).__name__}, which cannot be converted in place. "
             "Put it into a module of its own, such as torch.nn.Sequential(layer)."
         )
-    torchao = _torchao_float8()
-    config = recipe.config or torchao.Float8LinearConfig(emulate=_on_cpu(model), pad_inner_dim=bool(recipe.pad_inner_dim))
+    torchao = _import_torchao_float8()
+    config = recipe.config or torchao.Float8LinearConfig(emulate=_is_on_cpu(model), pad_inner_dim=bool(recipe.pad_inner_dim))
     torchao.convert_to_float8_training(model, module_filter_fn=chosen, config=config)
     converted = [name for name, layer in before.items() if model.get_submodule(name) is not layer]
     for name in converted:
         new = model.get_submodule(name)
         new.train(before[name].training)
-        hand_over_hooks(before[name], new)
+        transfer_hooks(before[name], new)
     if not converted:
-        why = _why_nothing_was_converted(before, by_user=recipe.module_filter_func is not None)
+        why = _explain_no_conversion(before, by_user=recipe.module_filter_func is not None)
         warnings.warn(
             f"mixed_precision='fp8' converted no layer of {type(model).__name__}: {why}. It computes in bfloat16; write "
             "mixed_precision='bf16', or choose layers with AORecipeKwargs(module_filter_func=...)",
@@ -75,8 +73,8 @@ def convert(model: torch.nn.Module, recipe: AORecipeKwargs | None = None) -> tor
 def convert_model_to_fp8_ao(
     model: torch.nn.Module, config: Any = None, module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
 ) -> torch.nn.Module:
-    """As `convert`, with the parts of a recipe as arguments."""
-    return convert(model, AORecipeKwargs(config=config, module_filter_func=module_filter_func))
+    """As `convert_to_fp8`, with the parts of a recipe as arguments."""
+    return convert_to_fp8(model, AORecipeKwargs(config=config, module_filter_func=module_filter_func))
 
 
 def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, str | None]:
@@ -96,7 +94,7 @@ def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: li
     (True, False)
     """
     # A class derived from Linear may compute something else, which the converted layer would not.
-    return type(module) is torch.nn.Linear and _fits(module) and fqn not in layers_to_filter
+    return type(module) is torch.nn.Linear and _has_fp8_sizes(module) and fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
@@ -128,15 +126,15 @@ def _default_filter(spared: list[str]) -> Callable[[torch.nn.Module, str], bool]
     return lambda module, name: filter_linear_layers(module, name, spared)
 
 
-def _fits(layer: torch.nn.Linear) -> bool:
+def _has_fp8_sizes(layer: torch.nn.Linear) -> bool:
     return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
 
 
-def _on_cpu(model: torch.nn.Module) -> bool:
+def _is_on_cpu(model: torch.nn.Module) -> bool:
     return all(parameter.device.type == CPU.type for parameter in model.parameters())
 
 
-def _why_nothing_was_converted(layers: dict[str, torch.nn.Linear], *, by_user: bool) -> str:
+def _explain_no_conversion(layers: dict[str, torch.nn.Linear], *, by_user: bool) -> str:
     if not layers:
         return "it has no linear layers"
     if by_user:
@@ -148,5 +146,5 @@ def _why_nothing_was_converted(layers: dict[str, torch.nn.Linear], *, by_user: b
     return f"between its first and last linear layer there is no plain nn.Linear with sizes that are multiples of {_MULTIPLE}, but {kinds}"
 
 
-def _torchao_float8() -> Any:
+def _import_torchao_float8() -> Any:
     return import_quietly("torchao.float8", "mixed_precision='fp8' runs through torchao", "pip install 'slipstream[fp8]'")

@@ -1,11 +1,8 @@
-"""The scale of the loss in fp16, and the null object for every other precision.
+"""The loss scaler of fp16, and the null object for every other precision.
 
-Small gradients vanish in float16, so the loss is multiplied by a large number before backward and gradients are divided by it before the
-optimizer steps. Where they overflowed, the step is left out and the number falls.
-
-Several optimizers may step on gradients of one scale, so the scale does not move when the first of them has stepped: `step` makes an
-update due, and whoever scales the next loss runs it (`flush`). What this promises: gradients are divided once per update, however often it
-is asked for, and always by the number that they were multiplied with; `step` says whether the parameters were really updated.
+Several optimizers may step on gradients of one scale, so the scale does not change when the first of them has stepped: `step` makes an
+update due, and whoever scales the next loss runs it (`flush`). Gradients are divided once per update, however often it is asked for, and
+always by the scale that they were multiplied with. `step` returns whether the parameters were updated.
 """
 
 from __future__ import annotations
@@ -16,16 +13,18 @@ from typing import Any
 
 import torch
 
+from slipstream.devices.table import CPU
+from slipstream.distributed.state import AcceleratorState
 from slipstream.errors import ConfigError, StateError
-from slipstream.precision.options import GradScalerKwargs
+from slipstream.precision.policy import GradScalerKwargs
 
-__all__ = ["LossScaler", "NoScaler", "scaler_for"]
+__all__ = ["LossScaler", "NoScaler", "get_grad_scaler", "make_scaler"]
 
 
-def scaler_for(mixed_precision: str, device_type: str, handler: GradScalerKwargs | None = None) -> LossScaler | NoScaler:
+def make_scaler(mixed_precision: str, device_type: str, handler: GradScalerKwargs | None = None) -> LossScaler | NoScaler:
     """The scaler of a precision: a real one for fp16 alone.
 
-    >>> type(scaler_for("bf16", "cpu")).__name__, type(scaler_for("fp16", "cpu")).__name__
+    >>> type(make_scaler("bf16", "cpu")).__name__, type(make_scaler("fp16", "cpu")).__name__
     ('NoScaler', 'LossScaler')
     """
     handler = handler or GradScalerKwargs()
@@ -113,7 +112,7 @@ class LossScaler:
         self._late = False  # a loss was scaled while an update was due that could not run yet
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since the last update
         self._cleared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since their gradients were divided
-        self._unscaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Marks | None]
+        self._unscaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _GradientVersions | None]
         self._unscaled = weakref.WeakKeyDictionary()  # and not stepped yet; with their gradients as they were when a later loss was scaled
 
     @property
@@ -128,7 +127,7 @@ class LossScaler:
             self._late = bool(self._stepped)
             for optimizer, marks in list(self._unscaled.items()):
                 if marks is None:
-                    self._unscaled[optimizer] = _marks(optimizer)
+                    self._unscaled[optimizer] = _gradient_versions(optimizer)
         self._begun = True
         return self._scaler.scale(loss)
 
@@ -166,7 +165,7 @@ class LossScaler:
                 "scale already. Call backward before each step."
             )
         self._is_scaled(optimizer)
-        watch = _Watch()
+        watch = _StepObserver()
         hook = optimizer.register_step_post_hook(watch)
         try:
             self._scaler.step(optimizer)
@@ -221,11 +220,11 @@ class LossScaler:
             self._start_over(optimizer)
         elif optimizer in self._unscaled:
             marks = self._unscaled[optimizer]
-            now = _marks(optimizer)
+            now = _gradient_versions(optimizer)
             if marks is None or marks == now:
                 self._unscaled[optimizer] = None
                 return False
-            if optimizer not in self._cleared and _added(marks, now):
+            if optimizer not in self._cleared and _were_added_to(marks, now):
                 raise StateError(
                     f"gradients of {type(optimizer).__name__} were divided by the loss scale (by clipping), and then another backward "
                     "added gradients with the scale to them. In fp16 clip after the last backward of an update, as accumulate does."
@@ -249,7 +248,7 @@ class LossScaler:
         if not self._unscaled:
             return []
         for optimizer, marks in list(self._unscaled.items()):
-            if not _has_gradients(optimizer) or (marks is not None and marks != _marks(optimizer)):
+            if not _has_gradients(optimizer) or (marks is not None and marks != _gradient_versions(optimizer)):
                 del self._unscaled[optimizer]
         return list(self._unscaled)
 
@@ -264,16 +263,16 @@ class LossScaler:
         self._touched = self._late = False
 
 
-_Marks = tuple[tuple[int, int] | None, ...]
+_GradientVersions = tuple[tuple[int, int] | None, ...]
 
 
-def _marks(optimizer: torch.optim.Optimizer) -> _Marks:
+def _gradient_versions(optimizer: torch.optim.Optimizer) -> _GradientVersions:
     """What tells new gradients from old: a backward makes another tensor, or writes into it."""
     grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
     return tuple(None if grad is None else (id(grad), grad._version) for grad in grads)
 
 
-def _added(before: _Marks, now: _Marks) -> bool:
+def _were_added_to(before: _GradientVersions, now: _GradientVersions) -> bool:
     """Whether something was written into a gradient that was there before."""
     pairs = zip(before, now, strict=False)
     return any(one is not None and other is not None and one[0] == other[0] and one[1] != other[1] for one, other in pairs)
@@ -283,7 +282,7 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
-class _Watch:
+class _StepObserver:
     """Hears of a step that an optimizer made."""
 
     def __init__(self) -> None:
@@ -293,3 +292,16 @@ class _Watch:
         # A fused optimizer is always called, and leaves the parameters alone where torch tells it of an overflow.
         overflow = getattr(optimizer, "found_inf", None)
         self.stepped = overflow is None or not bool(overflow)
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """A loss scaler of torch for the device of this run; `kwargs` are its own. One for sharded models is not there yet.
+
+    >>> get_grad_scaler(init_scale=8.0).get_scale()
+    8.0
+    """
+    kind = str(getattr(distributed_type, "value", distributed_type))
+    if kind != "None" and kind != "NO" and not kind.startswith("MULTI_"):
+        raise ConfigError(f"get_grad_scaler({kind}): scalers for that are not in this version. Leave it out where nothing is sharded.")
+    device = AcceleratorState().device.type
+    return torch.amp.GradScaler(device or CPU.type, **kwargs)

@@ -1,1 +1,4 @@
-"""Who runs the step: one process, or replicas that average their gradients."""
+"""Strategies: who runs the step.
+
+One process, or replicas that average their gradients.
+"""

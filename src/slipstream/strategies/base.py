@@ -1,14 +1,15 @@
-"""What a strategy is: a handful of methods, and the null object that has them for one process.
+"""What a strategy is: a few methods, and the null object that implements them for one process.
 
-    check       refuses a model that this strategy cannot run, before anything is changed
-    prepare     wraps a model, or gives it back
-    realise     says how the precision policy is carried out here
-    no_sync     a block in which backward does not reduce gradients; set_sync and defer: the same, decided batch by batch
-    backward    the gradients of a loss, in a pass that reduces them
-    step        looks at a model before its optimizer steps
-    clip        clips gradients to a norm, and gives the global norm
-    unwrap      the user's model inside of what `prepare` gave
-    state       the weights under the names of the user's model; where they are sharded over ranks, as torch's DTensor
+    check          raise for a model that this strategy cannot run, before anything is changed
+    prepare        wrap a model, or return it
+    realise        return the device type that autocast and the loss scaler work on
+    no_sync        a block in which backward does not reduce gradients; set_sync and defer: the same, decided batch by batch
+    backward       compute the gradients of a loss and reduce them
+    step           check a model before its optimizer steps
+    watch_buckets  show this rank's gradients to an observer before they are reduced
+    clip           clip gradients to a norm and return the global norm
+    unwrap         return the user's model inside what `prepare` returned
+    state          return the weights under the names of the user's model; sharded ones as DTensor
 
 A strategy overrides what it does differently, and no more.
 """

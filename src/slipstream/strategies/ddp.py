@@ -1,9 +1,14 @@
-"""Replicas that average their gradients: torch's DistributedDataParallel, with the user's model showing through.
+"""Data-parallel replicas: torch's DistributedDataParallel, through which the user's model is visible.
 
-`Replicated` is DistributedDataParallel with three differences. Names of parameters are those of the user's model, and attributes and
-methods that it lacks are the model's own. Every backward pass averages the gradients of the replicas that it reaches: after a call of
-`forward`, of a method or of a part of the model, and in a second pass too. And its errors name parameters instead of numbers. The
-collectives themselves are torch's.
+`Replicated` differs from DistributedDataParallel in three ways. Parameters have the names of the user's model, and attributes and methods
+that the wrapper lacks are the model's. Every backward pass averages the gradients of the replicas that it reaches: after `forward`, after
+a method or a submodule was called, and in a second pass. Errors name parameters instead of numbers. The collectives are torch's.
+
+Timing marks where the local part of a backward pass ends. The autograd engine runs callbacks in the order in which they were queued, and
+DistributedDataParallel queues its own with the last gradient, so one that is queued with an earlier gradient runs just before the wait
+for communication. It is queued by a hook on the parameter that was registered last, which costs two microseconds per pass; a hook on the
+loss costs ten and is used where a pass left that parameter out, and a communication hook costs tens per bucket and takes the user's
+place.
 """
 
 from __future__ import annotations
@@ -20,23 +25,78 @@ import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.comm.agree import check_agreement
-from slipstream.comm.channel import Limits
-from slipstream.comm.meter import Meter
+from slipstream.distributed.collectives import check_agreement
+from slipstream.distributed.guard import Limits
+from slipstream.distributed.process_group import Runtime
 from slipstream.errors import ConfigError, StateError
-from slipstream.runtime.runtime import Runtime
+from slipstream.observability.timing.meter import LOCAL_END, Meter
 from slipstream.strategies.base import Strategy
-from slipstream.strategies.buckets import Shown, show
-from slipstream.strategies.local_end import LocalEnd, Waiting
-from slipstream.strategies.options import DistributedDataParallelKwargs
+from slipstream.strategies.ddp_options import BucketObserver, DistributedDataParallelKwargs, observe_bucket
 
-__all__ = ["DDP", "Replicated", "join_models", "trigger_sync"]
+__all__ = ["DDPStrategy", "LocalBackwardTimer", "Replicated", "TimedWait", "join_models", "trigger_sync"]
+
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class LocalBackwardTimer:
+    """Marks the ends of the local parts of backward passes on a meter."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._was_missed = False
+        self._is_awaited = False
+
+    def watch(self, replicated: torch.nn.Module) -> None:
+        """Has the passes of a model marked, as long as it is wrapped like this."""
+        last = [parameter for parameter in replicated.parameters() if parameter.requires_grad][-1]
+        handle = last.register_post_accumulate_grad_hook(self._begun)  # type: ignore[no-untyped-call]
+        weakref.finalize(replicated, handle.remove).atexit = False
+
+    def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """A pass that reduces gradients."""
+        if self._was_missed and loss.requires_grad:
+            loss.register_hook(self._begun)  # type: ignore[no-untyped-call]
+        self._is_awaited = True
+        try:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            self._was_missed |= self._is_awaited
+        finally:
+            self._is_awaited = False
+
+    def _begun(self, tensor: torch.Tensor) -> None:
+        _queue_callback(self._ended)
+
+    def _ended(self) -> None:
+        if self._is_awaited:  # and not in a backward that somebody else runs, nor for a second time
+            self._is_awaited = False
+            meter = self._meter
+            meter.add(LOCAL_END)
+            meter.add(meter.clock())
+
+
+class TimedWait:
+    """A watched section (see `distributed/watchdog.py`) whose time is communication."""
+
+    def __init__(self, watch: AbstractContextManager[Any], meter: Meter) -> None:
+        self._watch = watch
+        self._meter = meter
+        self._begun = False
+
+    def __enter__(self) -> None:
+        self._watch.__enter__()
+        self._begun = self._meter.wait()
+
+    def __exit__(self, *details: Any) -> None:
+        self._meter.end_wait(self._begun)
+        self._watch.__exit__(*details)
+
 
 _PREFIX = "module."
 _is_profiled = torch._C._autograd._profiler_enabled
 
 
-def _always() -> bool:
+def _return_true() -> bool:
     return True
 
 
@@ -67,11 +127,11 @@ class Replicated(DistributedDataParallel):
         """Whether `backward` decides about averaging, and not the forward pass."""
         self.frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         """The parameters that took none when it was made."""
-        self.trained = _trained(module)
+        self.trained = _trained_identities(module)
         """Identities of the parameters that took gradients when it was made: only these are averaged."""
         self._is_current = is_current
         last = [parameter for parameter in module.parameters() if parameter.requires_grad][-1]
-        handle = last.register_post_accumulate_grad_hook(_Disarm(self))  # type: ignore[no-untyped-call]
+        handle = last.register_post_accumulate_grad_hook(_DisarmHook(self))  # type: ignore[no-untyped-call]
         weakref.finalize(self, handle.remove).atexit = False
 
     # -- the user's model shows through ---------------------------------------------------------------------------
@@ -97,7 +157,7 @@ class Replicated(DistributedDataParallel):
             own[name] = value
             return
         module = own.get("_modules", {}).get("module")
-        if "_is_current" in own and name not in own and name != "module" and _has(module, name):
+        if "_is_current" in own and name not in own and name != "module" and _has_own_attribute(module, name):
             setattr(module, name, value)  # else the model would go on with the old value
             own["frozen"] += _parameters_in(value)  # which are not averaged: `check_reduced` tells
         else:
@@ -157,7 +217,7 @@ class Replicated(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._is_current = _always
+        self._is_current = _return_true
         self._forward_watch = self._buffer_watch = nullcontext()
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -277,12 +337,14 @@ class Replicated(DistributedDataParallel):
 
     def show_buckets(self, look: Callable[[Any], None]) -> None:
         """Shows gradients before they are averaged; see `buckets.py`."""
-        shown = self.__dict__["_shown"] = Shown(look, self.process_group)
-        super().register_comm_hook(shown, lambda shown, bucket: show(shown, bucket))  # torch reads annotations, of its own kinds only
+        shown = self.__dict__["_shown"] = BucketObserver(look, self.process_group)
+        super().register_comm_hook(
+            shown, lambda shown, bucket: observe_bucket(shown, bucket)
+        )  # torch reads annotations, of its own kinds only
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """As torch's own; where buckets are shown to somebody, that comes first."""
-        shown: Shown | None = self.__dict__.get("_shown")
+        shown: BucketObserver | None = self.__dict__.get("_shown")
         if shown is not None and shown.is_usual:
             shown.put(state, hook)
         else:
@@ -303,7 +365,7 @@ class Replicated(DistributedDataParallel):
         )
 
 
-class _Disarm:
+class _DisarmHook:
     """A hook on the last parameter of a model: gradients came, so torch's reducer expects none any more."""
 
     def __init__(self, replicated: Replicated) -> None:
@@ -315,7 +377,7 @@ class _Disarm:
             replicated.__dict__["_is_armed"] = False
 
 
-def _has(module: Any, name: str) -> bool:
+def _has_own_attribute(module: Any, name: str) -> bool:
     """Whether a module has an attribute, a parameter, a buffer or a part of this name itself."""
     return any(name in vars(module).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")) or name in vars(module)
 
@@ -326,11 +388,11 @@ def _parameters_in(value: Any) -> list[torch.nn.Parameter]:
     return [value] if isinstance(value, torch.nn.Parameter) else []
 
 
-def _trained(module: torch.nn.Module) -> frozenset[int]:
+def _trained_identities(module: torch.nn.Module) -> frozenset[int]:
     return frozenset(id(parameter) for parameter in module.parameters() if parameter.requires_grad)
 
 
-class DDP(Strategy):
+class DDPStrategy(Strategy):
     """Several processes, each with a replica of the whole model."""
 
     name = "ddp"
@@ -348,11 +410,11 @@ class DDP(Strategy):
         self._limits = limits
         self._device = device
         self._options = options or DistributedDataParallelKwargs()
-        # Waits in torch's own collectives are watched: see `comm/engine.py`.
+        # Waits in torch's own collectives are watched: see `distributed/watchdog.py`.
         self._in_backward = runtime.watch("backward", limits)
         buffers = runtime.watch("forward", limits)
-        self._in_forward = runtime.watch("forward", limits), buffers if meter is None else Waiting(buffers, meter)
-        self._local_end = None if meter is None else LocalEnd(meter)
+        self._in_forward = runtime.watch("forward", limits), buffers if meter is None else TimedWait(buffers, meter)
+        self._local_end = None if meter is None else LocalBackwardTimer(meter)
         self._replicas: list[weakref.ref[Replicated]] = []
         """In the order in which they were prepared, which all ranks share: what is done for each of them may communicate."""
         self._in_prepare = runtime.watch("prepare", limits)
@@ -370,14 +432,14 @@ class DDP(Strategy):
     def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # nothing to average: torch refuses to wrap it
-        if isinstance(before, Replicated) and before._is_current() and before.trained == _trained(model):
+        if isinstance(before, Replicated) and before._is_current() and before.trained == _trained_identities(model):
             return before
         devices = [self._device.index] if self._device.index is not None else None
         layout = {name: f"{list(one.shape)} {one.dtype} trained: {one.requires_grad}" for name, one in model.named_parameters()}
         check_agreement(self._runtime.channel(self._limits), self._limits, f"the parameters of {type(model).__name__}", layout)
         with self._in_prepare:
             replicated = Replicated(
-                model, _Generation(self._runtime), self._in_forward, device_ids=devices, **self._options.to_kwargs()
+                model, _GroupCheck(self._runtime), self._in_forward, device_ids=devices, **self._options.to_kwargs()
             )
         self._replicas = [known for known in self._replicas if known() is not None] + [weakref.ref(replicated)]
         if self._local_end is not None:
@@ -430,7 +492,7 @@ class DDP(Strategy):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-class _Generation:
+class _GroupCheck:
     """Whether the process group that was open when this was made still is."""
 
     def __init__(self, runtime: Runtime) -> None:

@@ -1,9 +1,9 @@
-"""Tools for testing distributed code, ours and the users': ranks on this machine, faults at a chosen rank and call, leak checks.
+"""Tools for testing distributed code, ours and the users': a pool of ranks on this machine, faults at a chosen rank and call, leak
+checks.
 
 The pytest fixtures are opt-in: `pytest_plugins = ["slipstream.testing.plugin"]` in a conftest.
 """
 
-from slipstream.testing.outcome import Outcome, RankFailure
-from slipstream.testing.ranks import RankPool, ranks
+from slipstream.testing.rank_pool import Outcome, RankFailure, RankPool, ranks
 
 __all__ = ["Outcome", "RankFailure", "RankPool", "ranks"]

@@ -1,7 +1,7 @@
-"""The environment of a rank: the only file of this room that changes the process's own variables.
+"""The environment variables of a rank: the only file in this folder that changes the variables of the process.
 
-A rank finds itself through the same variables that torch's elastic agent gives its workers, so code under test cannot tell the pool from a
-launched job. Every run starts from the same variables, whatever the run before did to them.
+A rank finds itself through the variables that torch's elastic agent sets for workers, so code under test cannot tell the pool from a
+launched job. Every run starts from the same variables.
 """
 
 from __future__ import annotations

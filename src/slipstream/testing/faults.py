@@ -1,12 +1,12 @@
-"""Faults at a chosen rank and call: small objects that a loop passes by, for testing what the others see.
+"""Faults at a chosen rank and call, to test what the other ranks see.
 
     fault = kill_at(rank=1, call=3)
     for step in range(10):
-        fault.reach(state.process_index, step)   # rank 1 is killed when it comes here for step 3
+        fault.reach(state.process_index, step)   # rank 1 is killed when it reaches step 3
         state.gather(...)
 
-A fault strikes in attempt 0 alone unless it says otherwise, so a restarted job gets through: tell `reach` the attempt.
-Nothing here is random and nothing is patched: a loop without `reach` has no faults.
+A fault strikes in attempt 0 only unless it says otherwise, so a restarted job gets through: pass the attempt to `reach`. Nothing is
+random and nothing is patched: a loop without `reach` has no faults.
 """
 
 from __future__ import annotations

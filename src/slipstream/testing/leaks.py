@@ -1,7 +1,7 @@
-"""What a test must not leave behind: a process group, a thread, a variable, a child process.
+"""Detect what a test leaves behind: a process group, a thread, an environment variable, a child process.
 
-`observe()` before, `wait_for_none(before)` after: things that are about to end get a short moment, what is still there is named in words.
-`leaks.restore(before)` undoes what can be undone, so that one leaking test fails alone. It never ends a process that it has not seen begin.
+Call `observe()` before and `wait_for_none(before)` after: things that are about to end get a short time, the rest is returned in words.
+`restore(before)` undoes what can be undone, so that one leaking test fails alone. A process that was running before is never ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 
 from slipstream.testing import environment
 
-__all__ = ["Before", "observe", "restore", "wait_for_none"]
+__all__ = ["ProcessSnapshot", "observe", "restore", "wait_for_none"]
 
 _SET_BY_THE_TEST_RUNNER = frozenset({"PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS", "LINES"})
 _SET_BY_THE_COMPILER = ("TORCHINDUCTOR_", "TRITON_")  # torch tells its compiler's own child processes where its caches and tools are
@@ -26,7 +26,7 @@ _PROGRAMS_OF_OTHERS = ("multiprocessing.resource_tracker", "multiprocessing.fork
 
 
 @dataclass(frozen=True)
-class Before:
+class ProcessSnapshot:
     """What was there when the test began."""
 
     threads: frozenset[threading.Thread]
@@ -36,7 +36,7 @@ class Before:
     """A process group was open already."""
 
 
-def observe(variables: Mapping[str, str] | None = None) -> Before:
+def observe(variables: Mapping[str, str] | None = None) -> ProcessSnapshot:
     """Look at this process now.
 
     >>> before = observe()
@@ -49,7 +49,7 @@ def observe(variables: Mapping[str, str] | None = None) -> Before:
     >>> wait_for_none(before)
     []
     """
-    return Before(
+    return ProcessSnapshot(
         threads=frozenset(threading.enumerate()),
         children=frozenset(child.pid for child in _children()),
         variables=environment.snapshot() if variables is None else variables,
@@ -57,7 +57,7 @@ def observe(variables: Mapping[str, str] | None = None) -> Before:
     )
 
 
-def wait_for_none(before: Before, *, seconds: float = 2.0, expected: Collection[int] = ()) -> list[str]:
+def wait_for_none(before: ProcessSnapshot, *, seconds: float = 2.0, expected: Collection[int] = ()) -> list[str]:
     """What is left that was not there before, in words; waits up to `seconds` for it to end. `expected` are process ids that may stay."""
     deadline = time.monotonic() + seconds
     pause = 0.001
@@ -69,18 +69,20 @@ def wait_for_none(before: Before, *, seconds: float = 2.0, expected: Collection[
         pause = min(2 * pause, 0.05)
 
 
-def restore(before: Before, *, expected: Collection[int] = ()) -> None:
+def restore(before: ProcessSnapshot, *, expected: Collection[int] = ()) -> None:
     """Close a leaked group, put the variables back, and end leaked children (threads cannot be ended)."""
     if _group_is_open() and not before.group:
         sys.modules["torch.distributed"].destroy_process_group()
     now = environment.snapshot()
-    environment.replace({**{name: value for name, value in now.items() if _is_set_by_others(name)}, **_lasting(before.variables)})
+    environment.replace(
+        {**{name: value for name, value in now.items() if _is_set_by_others(name)}, **_compared_variables(before.variables)}
+    )
     for child in _new_children(before, expected):
         child.kill()
         child.wait(timeout=5)
 
 
-def _group(before: Before) -> Iterable[str]:
+def _group(before: ProcessSnapshot) -> Iterable[str]:
     if _group_is_open() and not before.group:
         yield "torch.distributed process group (call destroy_process_group)"
 
@@ -90,7 +92,7 @@ def _group_is_open() -> bool:
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
-def _lasting(variables: Mapping[str, str]) -> dict[str, str]:
+def _compared_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not _is_set_by_others(name)}
 
 
@@ -99,23 +101,23 @@ def _is_set_by_others(name: str) -> bool:
     return name in _SET_BY_THE_TEST_RUNNER or name.startswith(_SET_BY_THE_COMPILER)
 
 
-def _variables(before: Before) -> Iterable[str]:
+def _variables(before: ProcessSnapshot) -> Iterable[str]:
     """Names alone: a value may be a secret."""
-    was, now = _lasting(before.variables), _lasting(environment.snapshot())
+    was, now = _compared_variables(before.variables), _compared_variables(environment.snapshot())
     for name in sorted(was.keys() | now.keys()):
         if was.get(name) != now.get(name):
             change = "set" if name not in was else "removed" if name not in now else "changed"
             yield f"environment variable {name} ({change})"
 
 
-def _threads(before: Before) -> Iterable[str]:
+def _threads(before: ProcessSnapshot) -> Iterable[str]:
     for thread in threading.enumerate():
         module = type(thread).__module__
         if thread not in before.threads and module.partition(".")[0] not in _THREADS_OF_OTHERS:
             yield f"thread {thread.name!r} (started by {getattr(getattr(thread, '_target', None), '__module__', module)})"
 
 
-def _processes(before: Before, expected: Collection[int]) -> Iterable[str]:
+def _processes(before: ProcessSnapshot, expected: Collection[int]) -> Iterable[str]:
     for child in _new_children(before, expected):
         try:
             yield f"child process {child.pid} ({' '.join(child.cmdline()) or child.name()})"
@@ -123,8 +125,8 @@ def _processes(before: Before, expected: Collection[int]) -> Iterable[str]:
             continue  # it has ended between the two looks, which is what we wait for
 
 
-def _new_children(before: Before, expected: Collection[int]) -> list[psutil.Process]:
-    return [child for child in _children() if child.pid not in before.children and child.pid not in expected and not _of_others(child)]
+def _new_children(before: ProcessSnapshot, expected: Collection[int]) -> list[psutil.Process]:
+    return [child for child in _children() if child.pid not in before.children and child.pid not in expected and not _is_foreign(child)]
 
 
 def _children() -> list[psutil.Process]:
@@ -140,7 +142,7 @@ def _has_children() -> bool:
     return True
 
 
-def _of_others(child: psutil.Process) -> bool:
+def _is_foreign(child: psutil.Process) -> bool:
     try:
         return child.status() == psutil.STATUS_ZOMBIE or any(word in part for part in child.cmdline() for word in _PROGRAMS_OF_OTHERS)
     except psutil.Error:

@@ -1,10 +1,11 @@
-"""Fixtures for pytest: `ranks`, a factory of pools kept for the session, and `no_leaks`, which fails a test that leaves something behind.
+"""Fixtures for pytest: `ranks`, a factory of rank pools kept for the session, and `no_leaks`, which fails a test that leaves something
+behind.
 
 Opt-in, in a conftest:
 
     pytest_plugins = ["slipstream.testing.plugin"]
 
-    @pytest.fixture(autouse=True)  # if every test should be held to it
+    @pytest.fixture(autouse=True)  # to apply it to every test
     def clean(no_leaks): ...
 
 Then:
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 import pytest
 
 from slipstream.testing import leaks
-from slipstream.testing.ranks import RankPool
+from slipstream.testing.rank_pool import RankPool
 
 __all__ = ["RankPools", "no_leaks", "rank_pools", "ranks"]
 
@@ -74,8 +75,8 @@ def no_leaks(rank_pools: RankPools) -> Iterator[None]:
     before = leaks.observe()
     yield
     left = leaks.wait_for_none(before, expected=rank_pools.server_pids)
-    if "slipstream.runtime.current" in sys.modules:
-        sys.modules["slipstream.runtime.current"].reset()  # a state of one process is no leak, but the next test begins without it
+    if "slipstream.distributed.current" in sys.modules:
+        sys.modules["slipstream.distributed.current"].reset()  # a state of one process is no leak, but the next test begins without it
     if left:
         leaks.restore(before, expected=rank_pools.server_pids)
         pytest.fail("this test left behind:\n" + "\n".join(f"  {thing}" for thing in left), pytrace=False)

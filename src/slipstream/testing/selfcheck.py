@@ -1,10 +1,10 @@
-"""A job that checks itself: collectives, a mistake that must be reported, and a training that must equal that of one process.
+"""A job that checks itself: collectives, a mistake that must be reported, and a training run that must equal that of one process.
 
     slipstream test --cpu --num_processes 2                                     this machine or cluster, as a command
     slipstream launch --num_processes 2 -m slipstream.testing.selfcheck         the same as an ordinary job
 
-Every process runs every check, then all outcomes come together on the main process, which prints them; `--report` also writes
-them as JSON. Exit code 1 if a check failed anywhere. It needs nothing but torch and leaves nothing behind.
+Every process runs every check; the main process prints the results of all, and `--report` also writes them as JSON. Exit code 1 if a
+check failed anywhere. It needs nothing but torch and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from slipstream.devices.table import family_of
+from slipstream.distributed.state import PartialState
 from slipstream.errors import DistributedOperationException
-from slipstream.runtime.state import PartialState
 
-__all__ = ["CHECKS", "Outcome", "main", "run"]
+__all__ = ["CHECKS", "SelfCheckResult", "main", "run"]
 
 _STEPS = 5
 _SAMPLES_PER_PROCESS = 4
@@ -37,7 +37,7 @@ class _Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SelfCheckResult:
     """What came of one check: on this process, or, joined, on all of them."""
 
     name: str
@@ -185,7 +185,7 @@ CHECKS: tuple[tuple[str, Callable[[PartialState], str]], ...] = (
 )
 
 
-def run(state: PartialState, checks: Sequence[tuple[str, Callable[[PartialState], str]]] = CHECKS) -> list[Outcome]:
+def run(state: PartialState, checks: Sequence[tuple[str, Callable[[PartialState], str]]] = CHECKS) -> list[SelfCheckResult]:
     """Run the checks on this process. One that fails does not keep the others from running."""
     outcomes = []
     for name, check in checks:
@@ -195,22 +195,22 @@ def run(state: PartialState, checks: Sequence[tuple[str, Callable[[PartialState]
             text = check(state)
         except Exception as error:  # whatever it is, it is the result of the check
             failed, text = True, str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}"
-        outcomes.append(Outcome(name, text, failed, time.perf_counter() - started))
+        outcomes.append(SelfCheckResult(name, text, failed, time.perf_counter() - started))
     return outcomes
 
 
-def _joined(state: PartialState, mine: list[Outcome]) -> list[Outcome]:
+def _joined(state: PartialState, mine: list[SelfCheckResult]) -> list[SelfCheckResult]:
     """The outcomes of all processes as one list: the problems named by rank, the longest time."""
     everyone: list[list[dict[str, Any]]] = state.gather_object([[asdict(outcome) for outcome in mine]])
     joined = []
     for position, outcome in enumerate(mine):
-        rows = [Outcome(**one[position]) for one in everyone]
+        rows = [SelfCheckResult(**one[position]) for one in everyone]
         problems = [f"rank {rank}: {row.text}" for rank, row in enumerate(rows) if row.failed]
-        joined.append(Outcome(outcome.name, "\n".join(problems) or rows[0].text, bool(problems), max(row.seconds for row in rows)))
+        joined.append(SelfCheckResult(outcome.name, "\n".join(problems) or rows[0].text, bool(problems), max(row.seconds for row in rows)))
     return joined
 
 
-def _shown(outcomes: Sequence[Outcome]) -> str:
+def _shown(outcomes: Sequence[SelfCheckResult]) -> str:
     lines = []
     for outcome in outcomes:
         first, *rest = outcome.text.splitlines() or [""]
@@ -219,7 +219,7 @@ def _shown(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _report(state: PartialState, outcomes: Sequence[Outcome], hosts: Sequence[str]) -> dict[str, Any]:
+def _report(state: PartialState, outcomes: Sequence[SelfCheckResult], hosts: Sequence[str]) -> dict[str, Any]:
     failed = sum(outcome.failed for outcome in outcomes)
     return {
         "verdict": f"{failed} of {len(outcomes)} checks failed." if failed else f"All {len(outcomes)} checks passed: jobs can run here.",

@@ -1,8 +1,8 @@
-"""The interpreter that the ranks of a pool are forked from: fresh, with torch and Slipstream imported once.
+"""The interpreter from which the ranks of a pool are forked: a fresh process with torch and Slipstream imported once.
 
-It is started by `RankPool` as a process of its own, because forking the test process (which has threads) is not safe. It forks the ranks,
-serves one loopback-only store for each run, writes the notice of a rank that ended (as the launcher's agent does, so that survivors can
-name it) and tells the test process. It ends when the test process does, and its ranks with it. It never listens on anything but 127.0.0.1.
+`RankPool` starts it as a process of its own, because forking a test process that has threads is not safe. It forks the ranks, serves one
+loopback-only store per run, writes an `ExitNotice` for a rank that ended (as the launcher does, so that other ranks can name it) and
+tells the test process. It ends with the test process, and its ranks end with it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from slipstream.launch import contract as worker_contract
-from slipstream.testing import environment, wire
+from slipstream.launch import store as worker_contract
+from slipstream.testing import environment, messages
 
 __all__ = ["serve"]
 
@@ -62,7 +62,7 @@ class _Server:
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
             selector.register(children, selectors.EVENT_READ)
-            wire.send(self.control, {"kind": "ready"})
+            messages.send(self.control, {"kind": "ready"})
             while True:
                 ready = {key.fileobj for key, _ in selector.select()}
                 # Commands first: "begin" of the run in which a rank ended was sent before the rank could end.
@@ -74,7 +74,7 @@ class _Server:
 
     def obey(self) -> bool:
         try:
-            command, _ = wire.receive(self.control)
+            command, _ = messages.receive(self.control)
         except (EOFError, ConnectionError):
             return False
         getattr(self, f"on_{command.pop('kind')}")(**command)
@@ -92,7 +92,7 @@ class _Server:
             if pid == 0:
                 self.become(rank, channels, outputs[rank].fileno())
             self.pids[pid] = rank
-        wire.send(self.control, {"kind": "started", "pids": {rank: pid for pid, rank in self.pids.items()}})
+        messages.send(self.control, {"kind": "started", "pids": {rank: pid for pid, rank in self.pids.items()}})
         socket.send_fds(self.control, [b"!"], [*(mine.fileno() for mine, _ in channels), *(output.fileno() for output in outputs)])
         for mine, theirs in channels:
             mine.close()
@@ -114,7 +114,9 @@ class _Server:
                     theirs.close()
             from slipstream.testing import worker
 
-            worker.live(worker.Rank(rank, self.size, self.run_id, channels[rank][1], output, environment.snapshot(), os.getcwd()))
+            worker.serve_runs(
+                worker.RankProcess(rank, self.size, self.run_id, channels[rank][1], output, environment.snapshot(), os.getcwd())
+            )
             code = 0
         finally:
             if code:
@@ -132,7 +134,7 @@ class _Server:
         listener.listen(128)
         port = listener.getsockname()[1]
         self.store = distributed.TCPStore("127.0.0.1", port, None, True, master_listen_fd=listener.detach(), wait_for_workers=False)
-        wire.send(self.control, {"kind": "begun", "port": port})
+        messages.send(self.control, {"kind": "begun", "port": port})
 
     def on_failed(self, rank: int, reason: str) -> None:
         """The function of a rank raised: under the launcher its process would have ended now."""
@@ -145,11 +147,11 @@ class _Server:
         for pid, rank in self.pids.items():
             if rank in ranks:
                 os.kill(pid, STACKS_SIGNAL)
-        wire.send(self.control, {"kind": "asked"})
+        messages.send(self.control, {"kind": "asked"})
 
     def on_stop(self) -> None:
         self.stop()
-        wire.send(self.control, {"kind": "stopped"})
+        messages.send(self.control, {"kind": "stopped"})
 
     def reap(self) -> None:
         for pid in list(self.pids):
@@ -157,7 +159,7 @@ class _Server:
             if ended:
                 rank, code = self.pids.pop(pid), os.waitstatus_to_exitcode(status)
                 notice = self.give_notice(rank, pid, code, "")
-                wire.send(self.control, {"kind": "ended", "notice": notice.to_json()})
+                messages.send(self.control, {"kind": "ended", "notice": notice.to_json()})
 
     def give_notice(self, rank: int, pid: int, exit_code: int, reason: str) -> worker_contract.ExitNotice:
         notice = worker_contract.ExitNotice(rank=rank, host=socket.gethostname(), pid=pid, exit_code=exit_code, reason=reason)

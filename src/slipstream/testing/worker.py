@@ -1,8 +1,8 @@
-"""One rank of the pool: runs what it is sent, one function at a time, and is as good as new afterwards.
+"""One rank of the pool: run the functions that it is sent, one at a time, and reset the process after each.
 
-Promises: an exception becomes an outcome and never ends the rank; what the function printed is kept; before the next run the library's
-runtime and torch's process group are closed, variables, working directory and random states are put back, and what is left behind
-(a thread, a child process) is named. It never returns into the interpreter it was forked from: the server ends it with `os._exit`.
+An exception becomes a result and never ends the rank; printed output is kept. Before the next run the runtime and torch's process group
+are closed, variables, working directory and random states are restored, and leaked threads and child processes are reported. A rank never
+returns into the interpreter from which it was forked: the server ends it with `os._exit`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.runtime.current import reset
-from slipstream.testing import environment, leaks, wire
+from slipstream.distributed.current import reset
+from slipstream.testing import environment, leaks, messages
 
-__all__ = ["STACKS_SIGNAL", "Rank", "live"]
+__all__ = ["STACKS_SIGNAL", "RankProcess", "serve_runs"]
 
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 """Asks a rank for the stacks of its threads. A late number, so that a library under test keeps the usual ones."""
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankProcess:
     """Who a forked process is, and what it speaks through."""
 
     rank: int
@@ -45,7 +45,7 @@ class Rank:
     """The working directory that every run starts in."""
 
 
-def live(me: Rank) -> None:
+def serve_runs(me: RankProcess) -> None:
     """Serve runs until the test process closes the channel."""
     os.dup2(me.output, 1)
     os.dup2(me.output, 2)
@@ -55,12 +55,12 @@ def live(me: Rank) -> None:
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
     with contextlib.suppress(EOFError, ConnectionError):  # the test process has closed the pool, or ended: so do we
         while True:
-            _one_run(me)
+            _serve_run(me)
 
 
-def _one_run(me: Rank) -> None:
-    header, body = wire.receive(me.channel)
-    own = _variables_of(me, header)
+def _serve_run(me: RankProcess) -> None:
+    header, body = messages.receive(me.channel)
+    own = _run_variables(me, header)
     environment.replace(own)
     os.chdir(me.folder)
     _seed()
@@ -68,19 +68,19 @@ def _one_run(me: Rank) -> None:
     reply, result = _attempt(body)
     sys.stdout.flush()
     sys.stderr.flush()
-    wire.send(me.channel, reply, result)
+    messages.send(me.channel, reply, result)
     if reply["kind"] == "value":
-        wire.receive(me.channel)  # every rank has finished: until then a peer may still need this one's half of a collective
+        messages.receive(me.channel)  # every rank has finished: until then a peer may still need this one's half of a collective
         trouble = _close_runtime()
     else:
         trouble = _close_runtime()  # at once: peers that wait for this rank learn that it is gone
-        wire.receive(me.channel)
+        messages.receive(me.channel)
     gc.collect()
     left = leaks.wait_for_none(before)
-    wire.send(me.channel, {"kind": "clean", "trouble": trouble, "left": left})
+    messages.send(me.channel, {"kind": "clean", "trouble": trouble, "left": left})
 
 
-def _variables_of(me: Rank, header: Mapping[str, Any]) -> dict[str, str]:
+def _run_variables(me: RankProcess, header: Mapping[str, Any]) -> dict[str, str]:
     """The variables of one run: what the server had, what makes a rank, and what the test asked for."""
     made = environment.rank_variables(me.rank, me.size, run_id=me.run_id, attempt=header["attempt"], port=header["port"])
     return {**me.variables, **made, **header["environ"]}
@@ -93,20 +93,20 @@ def _attempt(body: bytes) -> tuple[dict[str, Any], bytes]:
         function, args, kwargs = cloudpickle.loads(body)
         value = function(*args, **kwargs)
     except BaseException as error:  # whatever a test raises, SystemExit included, is its outcome
-        text = "".join(traceback.format_exception(type(error), error, _their_frames(error)))
-        return _error_header(error, text), _travelling_error(error)
-    return _packed_value(value)
+        text = "".join(traceback.format_exception(type(error), error, _user_frames(error)))
+        return _error_header(error, text), _pickled_error(error)
+    return _pickled_value(value)
 
 
 def _error_header(error: BaseException, text: str) -> dict[str, Any]:
     return {"kind": "error", "when": time.monotonic(), "text": text, "summary": f"{type(error).__qualname__}: {error}"}
 
 
-def _their_frames(error: BaseException) -> Any:
+def _user_frames(error: BaseException) -> Any:
     return error.__traceback__.tb_next if error.__traceback__ is not None else None
 
 
-def _packed_value(value: Any) -> tuple[dict[str, Any], bytes]:
+def _pickled_value(value: Any) -> tuple[dict[str, Any], bytes]:
     import cloudpickle
 
     try:
@@ -116,7 +116,7 @@ def _packed_value(value: Any) -> tuple[dict[str, Any], bytes]:
         return _error_header(TypeError(text), text), cloudpickle.dumps(TypeError(text))
 
 
-def _travelling_error(error: BaseException) -> bytes:
+def _pickled_error(error: BaseException) -> bytes:
     """The exception as bytes; one that does not survive the journey (not every class can be built again) goes as its type and text."""
     import cloudpickle
 

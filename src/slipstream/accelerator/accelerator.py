@@ -1,0 +1,251 @@
+"""`Accelerator`: the object that scripts use.
+
+It assembles its components once (`components.py`) and delegates to them. Its methods are grouped by subject, one mixin per file:
+processes, preparation, training loop, checkpoints, settings; trackers and the end of a run are here. A process can have any number of
+Accelerators, each with its own settings; they share the process group and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from slipstream.accelerator.checkpoints import CheckpointsMixin
+from slipstream.accelerator.components import (
+    assemble_components,
+    changed_arguments,
+    check_arguments,
+    check_rng_types,
+    resolve_accumulation,
+    resolve_dataloader_config,
+    resolve_dynamo,
+    resolve_project,
+    sort_handlers,
+)
+from slipstream.accelerator.preparation import PreparationMixin
+from slipstream.accelerator.processes import ProcessesMixin
+from slipstream.accelerator.settings import SettingsMixin
+from slipstream.accelerator.training_loop import TrainingLoopMixin
+from slipstream.checkpoint.saver import Saver
+from slipstream.config.handlers import GradientAccumulationPlugin, ProjectConfiguration
+from slipstream.data.options import DataLoaderConfiguration
+from slipstream.devices.table import RNGType
+from slipstream.distributed.state import AcceleratorState
+from slipstream.observability.options import ProfileKwargs
+from slipstream.observability.profiler import run_profiler
+from slipstream.observability.recorder import RunRecorder, absolute_place, add_local_tracker, attach_guards
+from slipstream.observability.timing.report import LedgerReport
+from slipstream.observability.trackers.registry import Trackers, resolve_trackers
+from slipstream.parallel.compile import TorchDynamoPlugin
+
+__all__ = ["Accelerator"]
+
+_ABSENT_VALUES = MappingProxyType(
+    {
+        "delayed_fp8_autocast": False,
+        "deepspeed_config": None,
+        "deepspeed_engine_wrapped": None,
+        "flag_tensor": None,
+        "has_lomo_optimizer": False,
+        "msamp_recipe_handler": None,
+        "te_recipe_handler": None,
+    }
+)
+"""What scripts look at to see whether an engine is in use that this version does not have."""
+_ENGINES = "the engine or package that it belongs to is not in this version"
+_ABSENT_ATTRIBUTES = MappingProxyType(
+    {
+        "context_parallel_rank": _ENGINES,
+        "deepspeed_ulysses_dl_adapter": _ENGINES,
+        "lomo_backward": _ENGINES,
+        "pipeline_parallel_rank": _ENGINES,
+    }
+)
+
+
+class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, CheckpointsMixin, SettingsMixin):
+    """What a script needs to run on any number of processes.
+
+    >>> import torch
+    >>> accelerator = Accelerator(cpu=True)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> accelerator.backward(model(torch.ones(4, 2)).mean())
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+
+    Besides what is known from the relative: `effective_batch_size` fixes the samples per update over all processes,
+    `outputs_to_fp32=False` leaves outputs of models in the half precision in which they were computed (by default they are cast to
+    float32), `async_save` writes checkpoints behind the training, `scheduler_steps_per_process` moves schedulers as often per
+    update as there are processes (which is the rule of the relative), and `debug`, `timeout`, `barrier_timeout` and `hang_warning` are
+    those of `PartialState`.
+
+    An Accelerator that was pickled or copied is read back as a new one of the process that reads it, with the same settings and with
+    what a script or a subclass has put on it. What was prepared or registered, running trackers and the open window are not part of it.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        effective_batch_size: int | None = None,
+        outputs_to_fp32: bool | None = None,
+        scheduler_steps_per_process: bool = False,
+        async_save: bool = False,
+        on_nan: str | None = None,
+        **options: Any,
+    ) -> None:
+        check_arguments(locals(), Accelerator.__init__)
+        told = self._given = changed_arguments(locals(), Accelerator.__init__)
+        asked = sort_handlers(kwargs_handlers).guarding(on_nan)
+        if asked.init is not None:
+            options = {**asked.init.to_kwargs(), **options}
+        self.state = AcceleratorState(mixed_precision, cpu, gradient_accumulation_steps=gradient_accumulation_steps, **options)
+        self.state.dynamo_plugin = resolve_dynamo(self.state, dynamo_backend, dynamo_plugin)
+        self._handlers = asked.fitting(self.state.mixed_precision)
+        self.project_configuration = resolve_project(project_dir, project_config)
+        self._parts = assemble_components(
+            self.state,
+            self._handlers,
+            resolve_accumulation(self.state, gradient_accumulation_steps, gradient_accumulation_plugin, effective_batch_size),
+            resolve_dataloader_config(dataloader_config, split_batches),
+            self.state.dynamo_plugin,
+            outputs_to_fp32=outputs_to_fp32,
+            rng_types=check_rng_types(rng_types),
+            device_placement=device_placement,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scheduler_steps_per_process=scheduler_steps_per_process,
+            effective_batch_size=effective_batch_size,
+        )
+        self._saver = Saver(self._parts, self.project_configuration, async_save)
+        self._saver.begin_numbering()
+        self._guards = attach_guards(self._parts, self._handlers.guards)
+        self._begin_watching(log_with, told)
+        self._own = frozenset(vars(self))
+
+    def __reduce__(self) -> Any:
+        added = {name: value for name, value in vars(self).items() if name not in self._own and name != "_own"}
+        return _rebuild, (type(self), self.arguments(), added)
+
+    def _begin_watching(self, log_with: Any, told: dict[str, Any]) -> None:
+        folder = absolute_place(self.logging_dir)
+        chosen = resolve_trackers(log_with, folder)
+        self._log_with = [tracker.name for tracker in chosen]
+        trackers = add_local_tracker(chosen, self.project_configuration)
+        self._trackers = Trackers(trackers, folder, is_main_process=self.state.is_main_process)
+        self._watch = RunRecorder(self._parts, self.project_configuration, self._trackers, told)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ABSENT_ATTRIBUTES:
+            raise AttributeError(f"Accelerator.{name} is not in this version of slipstream: {_ABSENT_ATTRIBUTES[name]}")
+        if name in _ABSENT_VALUES:
+            return _ABSENT_VALUES[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return repr(self.state).replace(type(self.state).__name__, type(self).__name__, 1)
+
+    # -- trackers (track/) ----------------------------------------------------------------------------------------
+
+    @property
+    def log_with(self) -> list[str]:
+        """The names of the trackers that were chosen."""
+        return self._log_with
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that were started."""
+        return self._trackers.started
+
+    def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None) -> None:
+        """Begins a run, on the main process: its folder below `project_dir`, and the trackers of `log_with`.
+
+        The folder is named after project and time; `init_kwargs={"local": {"name": "first"}}` names it, and `"resume": True` goes on there.
+        """
+        self._watch.begin(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name; with `unwrap`, the package's own run object."""
+        return self._trackers.get(name, unwrap)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Sends values to every tracker, from the main process."""
+        self._trackers.log(values, step, log_kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Sends pictures by name, one or a list or a batch each, to every tracker that keeps pictures."""
+        self._trackers.log_images(values, step, log_kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Sends a table (rows with `columns`, a dict of columns, records, an array, or a data frame) to every tracker that keeps tables."""
+        self._trackers.log_table(table_name, columns, data, dataframe, step, log_kwargs)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The folder of the run that is under way; None before it, without a `project_dir`, and on other processes than the main one."""
+        return self._watch.run_dir
+
+    def ledger(self) -> LedgerReport:
+        """Where the time of the steps went so far: on the main process of all processes, elsewhere of this one. Waits for nobody.
+
+        >>> accelerator = Accelerator(cpu=True)
+        >>> accelerator.ledger().steps
+        0
+        """
+        return self._parts.ledger.report()
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """A block that torch's profiler watches; see `observability/profiler.py`."""
+        return run_profiler(profile_handler or self._handlers.profile, self.state.runtime, self._watch.trace)
+
+    def end_training(self) -> None:
+        """For the end of a run: waits for a checkpoint that is being written, ends the trackers, says where the time went, writes the
+        report, and closes the process group.
+        """
+        try:
+            self._saver.settle()
+        finally:
+            self._watch.end()
+            self.state.destroy_process_group()
+
+
+def _rebuild(kind: type[Accelerator], arguments: dict[str, Any], added: dict[str, Any]) -> Accelerator:
+    """An Accelerator of this process, as `Accelerator.__reduce__` described it; a subclass's own `__init__` is not called."""
+    accelerator = kind.__new__(kind)
+    Accelerator.__init__(accelerator, **arguments)
+    vars(accelerator).update(added)
+    return accelerator

@@ -1,0 +1,341 @@
+"""`prepare`: wrap models, optimizers, data loaders and schedulers, and return them in the order in which they were given.
+
+Models are prepared first whatever their position, then optimizers, loaders and schedulers, because each refers to the ones before.
+Objects of other types are returned unchanged. A container of objects to prepare is an error, because it would be returned unprepared.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream.accelerator.components import Components
+from slipstream.big_models.prepare import check_not_trained_together, dispatch_for_prepare, is_dispatched
+from slipstream.data.loader import PreparedLoader
+from slipstream.data.prepare import build_loader, choose_seed, skip_first_batches
+from slipstream.devices.memory import release_memory
+from slipstream.devices.table import CPU
+from slipstream.distributed import collectives
+from slipstream.distributed.functional import synchronize_rng_states
+from slipstream.errors import ConfigError, StateError
+from slipstream.parallel.compile import compile_in_place, compile_model
+from slipstream.parallel.unwrap import extract_model_from_parallel
+from slipstream.strategies.ddp import Replicated, join_models
+from slipstream.training.optimizer import AcceleratedOptimizer
+from slipstream.training.scheduler import AcceleratedScheduler
+from slipstream.training.stepper import time_forward
+
+__all__ = ["PreparationMixin"]
+
+_PREPARE_ORDER = ("model", "optimizer", "loader", "scheduler")
+
+
+class PreparationMixin:
+    """The methods of `Accelerator` that take objects in and give them back."""
+
+    _parts: Components
+
+    def prepare(
+        self,
+        *args: Any,
+        device_placement: Sequence[bool | None] | None = None,
+        device_map: Any = None,
+        offload_folder: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """Prepares objects for this run, and gives them back in order; see `accelerator/preparation.py`.
+
+        `device_map` (a dict, or "auto") spreads a model over devices, memory and disk; see `big_models/dispatch.py`. What goes to the disk
+        is written to `offload_folder`, or to a temporary folder.
+
+        >>> from slipstream import Accelerator
+        >>> model, number = Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2), 7)
+        >>> type(model).__name__, number
+        ('Linear', 7)
+        """
+        places = _places(device_placement, len(args))
+        _check_objects(args, self._parts.place.world_size)
+        if device_map is not None:
+            dispatch_for_prepare([one for one in args if isinstance(one, torch.nn.Module)], device_map, offload_folder)
+        elif offload_folder is not None:
+            raise ConfigError(f"prepare(offload_folder={str(offload_folder)!r}) needs device_map beside it, which says what goes there.")
+        results: list[Any] = list(args)
+        loaders_before = len(self._parts.registry.loaders)
+        kinds = [_kind(one) for one in args]
+        positions = {kind: [index for index, one in enumerate(kinds) if one == kind] for kind in _PREPARE_ORDER}
+        for index in positions["model"]:
+            results[index] = self.prepare_model(args[index], places[index])
+        for index in positions["optimizer"]:
+            results[index] = self.prepare_optimizer(args[index], places[index])
+        loaders = [args[index] for index in positions["loader"]]
+        placed = [places[index] for index in positions["loader"]]
+        for index, loader in zip(positions["loader"], self._prepare_loaders(loaders, placed), strict=True):
+            results[index] = loader
+        for index in positions["scheduler"]:
+            results[index] = self.prepare_scheduler(args[index])
+            results[index].loaders_before = min(results[index].loaders_before, loaders_before)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    # -- models ---------------------------------------------------------------------------------------------------
+
+    def prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> torch.nn.Module:
+        """Places one model, gives it the precision, compiles and replicates it; `evaluation_mode` leaves out the replicas."""
+        parts = self._parts
+        known = parts.stepper.find(model)
+        original = model.module if isinstance(model, Replicated) else compile_in_place(model) if known is None else known.original
+        known = known or parts.stepper.find(original)
+        time_forward(original, None)
+        apart = is_dispatched(original)
+        if apart:
+            check_not_trained_together(original, 1 if evaluation_mode else parts.place.world_size)
+            evaluation_mode |= parts.place.world_size > 1
+        else:
+            parts.strategy.check(original, _present_device(original) if self._places(device_placement) else parts.state.device)
+        if self._places(device_placement) and not apart:
+            original.to(parts.state.device)
+        parts.precision.apply(original)
+        if parts.dynamo is not None:
+            compile_model(original, parts.dynamo)
+        before = None if known is None else known.prepared
+        prepared = original if evaluation_mode else parts.strategy.prepare(original, before)
+        time_forward(prepared, parts.ledger.meter)
+        if evaluation_mode:
+            return prepared  # nothing to train: a record of its training, if there is one, stays as it is
+        if known is None or prepared is not before:
+            parts.stepper.add(original, prepared)
+            if prepared is not original and parts.stepper.guards is not None:
+                parts.stepper.guards.watch_inputs(prepared)
+            if parts.state.debug:
+                parts.state.expect_equal(f"weights of {type(original).__name__}", partial(_current_weights, weakref.ref(original)))
+        return prepared
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Whether a model is spread by a device map, so that several processes cannot train it together; see `big_models/prepare.py`."""
+        return is_dispatched(model)
+
+    def _places(self, device_placement: bool | None) -> bool:
+        return self._parts.device_placement if device_placement is None else device_placement
+
+    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
+        """The user's model inside any wrappers; see `parallel/unwrap.py`."""
+        inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return inner
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The weights of a model, under the names that it has without wrappers."""
+        inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
+        return self._parts.strategy.state(inner)
+
+    # -- optimizers and schedulers --------------------------------------------------------------------------------
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """An optimizer that steps where updates end; see `training/optimizer.py`."""
+        parts = self._parts
+        known = parts.registry.find_optimizer(optimizer)
+        if known is not None:
+            return known
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.stepper is parts.stepper:  # forgotten by free_memory since
+            optimizer.forget()
+            parts.registry.optimizers.append(optimizer)
+            return optimizer
+        if isinstance(optimizer, AcceleratedOptimizer):
+            raise StateError(
+                f"this {type(optimizer.optimizer).__name__} was prepared by another Accelerator, and follows its updates: "
+                "prepare the optimizer that you made (or a new one), not what the other gave back"
+            )
+        if self._places(device_placement) and optimizer.state and parts.state.device.type != CPU.type:
+            optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
+        prepared = AcceleratedOptimizer(optimizer, parts.stepper, parts.strategy.step if parts.strategy.averages else None)
+        parts.registry.optimizers.append(prepared)
+        if parts.ledger.meter is not None:
+            parts.ledger.meter.without_optimizer = False
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """A scheduler that moves with updates; see `training/scheduler.py`."""
+        parts = self._parts
+        for known in parts.registry.schedulers:
+            if scheduler is known or scheduler is known.scheduler:
+                return known
+        inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+        state, registry = parts.state, weakref.ref(parts.registry)  # which will hold the scheduler
+        repeats = parts.scheduler_steps_per_process and not parts.loading.split_batches
+        prepared = AcceleratedScheduler(
+            inner,
+            parts.gradient_state,
+            lambda optimizer: found.find_optimizer(optimizer) if (found := registry()) is not None else None,
+            step_with_optimizer=parts.step_scheduler_with_optimizer,
+            moves=parts.state.num_processes if repeats else 1,
+            same_everywhere=lambda value: state.verify_replicas(metric=float(value)),
+            begins=None if parts.stepper.guards is None else parts.stepper.guards.look_at_schedule,
+            loaders_before=len(parts.registry.loaders),
+        )
+        parts.registry.schedulers.append(prepared)
+        return prepared
+
+    # -- loaders --------------------------------------------------------------------------------------------------
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+        *,
+        keep_batch_size: bool = False,
+    ) -> PreparedLoader:
+        """A loader of this process's part of the batches; see `data/loader.py`.
+
+        `keep_batch_size`: its batch size is not derived from `effective_batch_size`, as for evaluation.
+        """
+        return self._prepare_loaders([data_loader], [device_placement], slice_fn_for_dispatch, keep_batch_size)[0]
+
+    def _prepare_loaders(
+        self,
+        loaders: Sequence[Any],
+        placements: Sequence[bool | None],
+        slice_fn: Callable[..., Any] | None = None,
+        keep_batch_size: bool = False,
+    ) -> list[PreparedLoader]:
+        parts = self._parts
+        prepared = []
+        for loader, place, seed in zip(loaders, placements, self._seeds(loaders), strict=True):
+            built = build_loader(
+                loader,
+                place=parts.place,
+                config=parts.loading,
+                seed=seed,
+                device=parts.state.device,
+                put_on_device=self._places(place),
+                gradient_state=parts.gradient_state,
+                effective_batch_size=None if keep_batch_size else parts.effective_batch_size,
+                slice_fn=slice_fn,
+            )
+            if parts.rng_types:
+                built.at_start = partial(synchronize_rng_states, parts.rng_types)
+            if built not in parts.registry.loaders:
+                parts.registry.loaders.append(built)
+            prepared.append(built)
+        return prepared
+
+    def _seeds(self, loaders: Sequence[Any]) -> list[int]:
+        """The seeds of rank 0, so that all ranks read in the same order."""
+        parts = self._parts
+        first = len(parts.registry.loaders)
+        seeds = [choose_seed(loader, parts.loading, first + number) for number, loader in enumerate(loaders)]
+        if not seeds or parts.place.world_size == 1:
+            return seeds
+        shared: list[int] = collectives.broadcast_objects(parts.state.channel(), parts.state.limits, seeds, 0)
+        return shared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that begins after so many batches; see `data/prepare.py`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """A block in which processes may run out of batches at different times; those that are done keep step with the others.
+
+        `even_batches=False` hands out what each process has, and nothing that fills up, while the block runs.
+        """
+        if isinstance(joinables, torch.nn.Module):
+            raise TypeError(f"join_uneven_inputs got a {type(joinables).__name__}: write a list of prepared models, [model]")
+        loaders = self._parts.registry.loaders if even_batches is not None else []
+        before = [(loader, loader.uneven) for loader in loaders]
+        stepper = self._parts.stepper
+        for loader in loaders:
+            loader.uneven = even_batches is False
+        stepper.joined = self._parts.place.world_size > 1
+        try:
+            with join_models([one for one in joinables if isinstance(one, torch.nn.Module)]):
+                yield
+        finally:
+            stepper.joined = False
+            for loader, uneven in before:
+                loader.uneven = uneven
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forgets everything prepared and gives cached memory back; assign the result to the names: `model, = free_memory(model)`."""
+        parts = self._parts
+        parts.stepper.forget()
+        parts.registry.forget()
+        parts.gradient_state.forget()
+        parts.state.runtime.replicas.clear()
+        count = len(objects)
+        del objects
+        release_memory()
+        return [None] * count
+
+    def clear(self, *objects: Any) -> list[None]:
+        """See `measure_free_memory`."""
+        return self.free_memory(*objects)
+
+
+def _current_weights(model: weakref.ref[torch.nn.Module]) -> dict[str, Any]:
+    """The weights of a model that is still there."""
+    present = model()
+    return {} if present is None else present.state_dict()
+
+
+def _present_device(model: torch.nn.Module) -> torch.device:
+    """Where the parameters of a model are that is about to be moved; none of them may be without memory."""
+    return next((parameter.device for parameter in model.parameters() if parameter.device.type != "meta"), torch.device(CPU.type))
+
+
+def _kind(one: Any) -> str:
+    if isinstance(one, torch.nn.Module):
+        return "model"
+    if isinstance(one, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(one, DataLoader):
+        return "loader"
+    is_scheduler = isinstance(one, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler) or (
+        callable(getattr(one, "step", None)) and isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer)
+    )
+    return "scheduler" if is_scheduler else "other"
+
+
+def _check_objects(objects: Sequence[Any], world_size: int) -> None:
+    for one in objects:
+        if world_size > 1 and _kind(one) == "other" and hasattr(one, "__iter__") and hasattr(one, "dataset"):
+            warnings.warn(
+                f"prepare gives the {type(one).__name__} back as it is, since it is no DataLoader: every process reads all of it, unless "
+                "it shares its data out by itself",
+                stacklevel=3,
+            )
+        if isinstance(one, type) and issubclass(one, torch.nn.Module | torch.optim.Optimizer | DataLoader):
+            raise ConfigError(f"prepare was given the class {one.__name__}, not an object of it: write {one.__name__}(...)")
+        if isinstance(one, (list, tuple, dict)):
+            inside = list(one.values()) if isinstance(one, dict) else one
+            found = next((item for item in inside if _kind(item) != "other"), None)
+            if found is not None:
+                raise ConfigError(
+                    f"prepare was given a {type(one).__name__} with a {type(found).__name__} in it, which would come back unprepared: "
+                    "pass the objects themselves, e.g. prepare(*objects)"
+                )
+    seen: dict[int, torch.optim.Optimizer] = {}
+    for one in objects:
+        if not isinstance(one, torch.optim.Optimizer):
+            continue
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+            if seen.setdefault(id(parameter), one) is not one:
+                raise ConfigError(
+                    f"prepare was given two optimizers ({type(seen[id(parameter)]).__name__}, {type(one).__name__}) that share a parameter "
+                    f"of shape {tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
+                )
+
+
+def _places(device_placement: Sequence[bool | None] | None, count: int) -> Sequence[bool | None]:
+    if device_placement is None:
+        return [None] * count
+    if not isinstance(device_placement, (list, tuple)) or len(device_placement) != count:
+        raise ConfigError(f"prepare(device_placement={device_placement!r}): it is a list with one entry for each of the {count} objects")
+    return device_placement

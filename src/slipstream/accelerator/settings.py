@@ -1,0 +1,238 @@
+"""The properties of `Accelerator` that return its settings, and `arguments()`, which rebuilds an Accelerator with the same settings.
+
+Properties of engines and mesh axes that this version does not have return the value that scripts expect without them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slipstream.accelerator.components import Components, HandlerSet
+from slipstream.config.handlers import ProjectConfiguration
+from slipstream.data.options import DataLoaderConfiguration
+from slipstream.precision.policy import FP8BackendType
+
+__all__ = ["SettingsMixin"]
+
+
+class SettingsMixin:
+    """What this Accelerator was told."""
+
+    _parts: Components
+    _handlers: HandlerSet
+    _given: dict[str, Any]
+    project_configuration: ProjectConfiguration
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make an Accelerator with the settings of this one as they are now.
+
+        >>> from slipstream import Accelerator
+        >>> accelerator = Accelerator(cpu=True, split_batches=True)
+        >>> accelerator.gradient_accumulation_steps = 4
+        >>> twin = Accelerator(**accelerator.arguments())
+        >>> twin.split_batches, twin.gradient_accumulation_steps
+        (True, 4)
+        """
+        parts, asked = self._parts, self._given
+        other_ways = ("split_batches", "project_dir", "dynamo_backend", "gradient_accumulation_steps")
+        now: dict[str, Any] = {
+            "mixed_precision": parts.state.mixed_precision,
+            "dataloader_config": replace(parts.loading),
+            "project_config": replace(self.project_configuration),
+        }
+        if parts.dynamo is not None:
+            now["dynamo_plugin"] = replace(parts.dynamo)
+        if parts.effective_batch_size is None:
+            now["gradient_accumulation_plugin"] = replace(parts.gradient_state.plugin)
+        return {**{name: value for name, value in asked.items() if name not in other_ways}, **now}
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """The options of loaders; what is changed here counts for loaders that are prepared afterwards."""
+        return self._parts.loading
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        if not isinstance(value, DataLoaderConfiguration):
+            raise TypeError(f"dataloader_config = {value!r}: write accelerator.dataloader_config = DataLoaderConfiguration(...)")
+        self._parts.loading = replace(value)
+
+    @property
+    def split_batches(self) -> bool:
+        """See `DataLoaderConfiguration.split_batches`."""
+        return self._parts.loading.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """See `DataLoaderConfiguration.dispatch_batches`."""
+        return self._parts.loading.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """See `DataLoaderConfiguration.even_batches`."""
+        return self._parts.loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._parts.loading.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """True: the order of samples is always a function of the seed and the epoch."""
+        return True
+
+    @property
+    def non_blocking(self) -> bool:
+        """See `DataLoaderConfiguration.non_blocking`."""
+        return self._parts.loading.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """See `DataLoaderConfiguration.use_stateful_dataloader`."""
+        return self._parts.loading.use_stateful_dataloader
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Samples per update over all processes, if that was fixed."""
+        return self._parts.effective_batch_size
+
+    # -- placement and stepping -----------------------------------------------------------------------------------
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models and batches are moved to the device."""
+        return self._parts.device_placement
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers move with updates rather than with every call."""
+        return self._parts.step_scheduler_with_optimizer
+
+    @property
+    def rng_types(self) -> list[str]:
+        """Random states that are made those of rank 0 whenever a loader begins."""
+        return self._parts.rng_types
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of the run."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of trackers."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatic checkpoint."""
+        return self.project_configuration.iteration
+
+    # -- handlers -------------------------------------------------------------------------------------------------
+
+    @property
+    def ddp_handler(self) -> Any:
+        """The DistributedDataParallelKwargs that were given, or None."""
+        return self._handlers.ddp
+
+    @property
+    def scaler_handler(self) -> Any:
+        """The GradScalerKwargs that were given, or None."""
+        return self._handlers.scaler
+
+    @property
+    def init_handler(self) -> Any:
+        """The InitProcessGroupKwargs that were given, or None."""
+        return self._handlers.init
+
+    @property
+    def autocast_handler(self) -> Any:
+        """The AutocastKwargs that were given, or None."""
+        return self._handlers.autocast
+
+    @property
+    def profile_handler(self) -> Any:
+        """The ProfileKwargs that were given, or None."""
+        return self._handlers.profile
+
+    @property
+    def fp8_recipe_handler(self) -> Any:
+        """The AORecipeKwargs that were given, or None."""
+        return self._handlers.fp8
+
+    @property
+    def ao_recipe_handler(self) -> Any:
+        """See `fp8_recipe_handler`."""
+        return self._handlers.fp8
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether AORecipeKwargs were given."""
+        return self._handlers.fp8 is not None
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether models compute in float8."""
+        return self._parts.state.mixed_precision == "fp8"
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """What computes in float8."""
+        return FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether autocast of torch is in use."""
+        return self._parts.precision.policy.autocast_dtype is not None
+
+    # -- engines and axes that are not in this version ------------------------------------------------------------
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: this engine is not in this version."""
+        return None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """False: this engine is not in this version."""
+        return False
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """See `is_fsdp2`."""
+        return self.is_fsdp2
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: this version has one axis, replicas."""
+        return None
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """None: this version has one axis, replicas."""
+        return None
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """0: this axis has one rank here."""
+        return 0
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The rank among the replicas."""
+        return self._parts.state.process_index
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """0: this axis has one rank here."""
+        return 0
+
+    @property
+    def should_save_model(self) -> bool:
+        """True: every process has the whole model."""
+        return True

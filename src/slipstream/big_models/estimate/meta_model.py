@@ -1,0 +1,624 @@
+"""A model without memory: built on the meta device, and run on fake tensors to measure activations.
+
+It comes from an entry point in Python, a transformers config or a hub name. The measured figures are what eager PyTorch on a CPU
+allocates, but for the scratch memory inside operators; it takes seconds for models of any size, and the model is unchanged afterwards.
+The user's code runs, as it is asked for by name; code that a config brings along runs only if the user allows it. An error in it names
+the line. The network is used only for a hub name, and only after a quick test that the hub can be reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import socket
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.big_models.empty_weights import init_empty_weights
+from slipstream.big_models.estimate.tensors import EstimatedTensor, EstimatedTensors, find_repeated_blocks
+from slipstream.checkpoint.tensor_bytes import DTYPES
+from slipstream.config.names import nearest
+from slipstream.devices.packages import import_quietly, silence_libraries
+from slipstream.devices.table import CPU
+from slipstream.distributed.call_site import is_package_frame
+from slipstream.distributed.progress_bar import waiting
+from slipstream.errors import ConfigError, SlipstreamError
+
+__all__ = [
+    "MeasuredMemory", "ModelInputs", "from_config", "from_entry_point", "from_hub", "list_tensors", "measure", "plain_transformers_paths",
+]
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a model is called with: shapes count, values do not."""
+
+    arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] | None = None
+    labels: Mapping[str, Any] | None = None
+    """Given while training alone, so that the model computes a loss."""
+    cached: Mapping[str, Any] | None = None
+    """Given for inference alone, so that the model gives its cache of keys and values back."""
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """Bytes beside weights and gradients."""
+
+    kept: int
+    """What is alive after the forward pass: what autograd keeps for the backward pass, and the outputs."""
+    peak: int
+    """The most that was alive at a time."""
+    cache: int = 0
+    """Keys and values of the tokens seen, which is not part of `peak`."""
+
+
+def measure(
+    model: torch.nn.Module,
+    inputs: ModelInputs,
+    *,
+    dtype: torch.dtype,
+    autocast: bool = False,
+    training: bool = True,
+    checkpointing: bool = False,
+) -> MeasuredMemory:
+    """What a step takes with weights of `dtype`; with `autocast`, float32 weights that are computed with in `dtype`.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32, device="meta"), torch.nn.ReLU(), torch.nn.Linear(32, 4, device="meta"))
+    >>> measure(model, ModelInputs((torch.empty(16, 8, device="meta"),)), dtype=torch.float32).kept == 4 * 16 * (8 + 32 + 4) + 4
+    True
+    """
+    fake, live = FakeTensorMode(allow_non_fake_inputs=True), _LiveBytes()
+    kept_dtype = torch.float32 if autocast else dtype
+    casting = torch.autocast(CPU.type, dtype=dtype) if autocast else contextlib.nullcontext()
+    with (
+        _fake_weights(model, fake, kept_dtype, live, training=training),
+        _activation_checkpointing(model, checkpointing and training),
+        fake,
+        live,
+    ):
+        chosen = {**(inputs.keywords or {}), **((inputs.labels if training else inputs.cached) or {})}
+        arguments, keywords = tree_map(_fake_inputs(kept_dtype), (inputs.arguments, chosen))
+        with casting, torch.set_grad_enabled(training):
+            outputs = model(*arguments, **keywords)
+            target = _loss(outputs) if training else None
+        kept = live.now
+        cache = 0 if training else _cache_of(outputs)
+        if target is not None and target.requires_grad:
+            target.backward()  # type: ignore[no-untyped-call]
+        peak = live.peak
+        del outputs, target, arguments, keywords, chosen
+    return MeasuredMemory(kept - cache, peak - cache, cache)
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the memory behind tensors that operators made, from when they are made until nobody has them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def spare(self, tensor: torch.Tensor) -> None:
+        """Memory that does not count: that of weights."""
+        self._known[tensor.untyped_storage()._cdata] = 0
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Memory that counts no longer: it has become a gradient."""
+        key = tensor.untyped_storage()._cdata
+        self.now -= self._known.get(key, 0)
+        self._known[key] = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        made = _run_operator(func, args, kwargs or {})
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor):
+                self._count(one.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._known.pop(key, 0)
+
+
+def _run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes. The rule of shapes for grouped products refuses types that the operator itself takes."""
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    taken = tree_map(
+        lambda one: one.to(torch.bfloat16) if isinstance(one, torch.Tensor) and one.is_floating_point() else one, (args, kwargs)
+    )
+    return func(*taken[0], **taken[1]).to(args[0].dtype)
+
+
+@contextlib.contextmanager
+def _fake_weights(model: torch.nn.Module, fake: FakeTensorMode, dtype: torch.dtype, live: _LiveBytes, *, training: bool) -> Iterator[None]:
+    """The model with tensors that have no memory in the place of its own, and in the mode asked for; afterwards as it was."""
+    made: dict[int, torch.Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    modes = {module: module.training for module in model.modules()}
+    try:
+        for module in modes:
+            module.training = training
+            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+            for place in places:
+                for name, tensor in list(place.items()):
+                    if isinstance(tensor, torch.Tensor):
+                        before.append((place, name, tensor))
+                        if id(tensor) not in made:
+                            cast = place is places[0] or (place is places[1] and name not in module._non_persistent_buffers_set)
+                            made[id(tensor)] = _fake_like(tensor, fake, dtype if cast else tensor.dtype, live)
+                        place[name] = made[id(tensor)]
+        yield
+    finally:
+        for place, name, tensor in before:
+            place[name] = tensor
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _fake_like(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype, live: _LiveBytes) -> torch.Tensor:
+    with fake:
+        empty = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device=CPU.type)
+    if isinstance(tensor, torch.nn.Parameter):
+        empty = torch.nn.Parameter(empty, tensor.requires_grad)
+        if tensor.requires_grad:
+            empty.register_post_accumulate_grad_hook(lambda one: live.forget(one.grad))  # type: ignore[no-untyped-call]
+    live.spare(empty)
+    return empty
+
+
+def _fake_inputs(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Inputs in the type of the weights, without memory."""
+
+    def like(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty(value.shape, dtype=dtype if value.is_floating_point() else value.dtype, device=CPU.type)
+
+    return like
+
+
+def _loss(outputs: Any) -> torch.Tensor | None:
+    """What is differentiated: the model's own loss, or the mean of its first output that has a gradient."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    found = [one for one in tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.requires_grad]
+    return found[0].mean() if found else None
+
+
+def _cache_of(outputs: Any) -> int:
+    """The bytes of keys and values in what a model of transformers gives back."""
+    names = ("past_key_values", "cache_params")
+    tensors = [one for name in names for one in _tensors_in(getattr(outputs, name, None))]
+    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def _tensors_in(held: Any, depth: int = 5) -> Iterator[torch.Tensor]:
+    """The tensors in a cache, which may be one of two caches, of layers, of tensors."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif depth:
+        inner = (
+            held.values()
+            if isinstance(held, Mapping)
+            else held
+            if isinstance(held, (list, tuple))
+            else getattr(held, "__dict__", {}).values()
+        )
+        for one in inner:
+            yield from _tensors_in(one, depth - 1)
+
+
+@contextlib.contextmanager
+def _activation_checkpointing(model: torch.nn.Module, wanted: bool) -> Iterator[None]:
+    """The repeated blocks of the model run under activation checkpointing, as most trainers do it."""
+    if not wanted:
+        yield
+        return
+    blocks = [model.get_submodule(name) for name in find_repeated_blocks(name for name, _ in model.named_modules() if name)]
+    try:
+        for block in blocks:
+            block.forward = _checkpointed(block.forward)
+        yield
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords)
+
+    return run
+
+
+_CONNECT_TIMEOUT: Final = 5.0
+"""Seconds after which a network that does not answer counts as none."""
+
+_Built = tuple[torch.nn.Module, ModelInputs | None]
+
+
+# --- what a model consists of -------------------------------------------------------------------------------------------------------
+
+
+def list_tensors(model: torch.nn.Module) -> EstimatedTensors:
+    """The parameters and buffers of a model, tied ones once.
+
+    >>> [(part.name, part.linear) for part in list_tensors(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3))).parts][:2]
+    [('0.weight', True), ('0.bias', False)]
+    """
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ in whole]
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    outside = {id(module.weight) for module in (_output_head(model),) if module is not None} | _embedded(model)
+    parts = [
+        EstimatedTensor(
+            name,
+            tuple(tensor.shape),
+            DTYPES.get(tensor.dtype, "U8"),
+            trainable=tensor.requires_grad and isinstance(tensor, torch.nn.Parameter),
+            linear=id(tensor) in linear - outside,
+            layer=next((block for block in blocks if name.startswith(f"{block}.")), None),
+        )
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    frozen = sum(part.count for part in parts if not part.trainable and part.floating)
+    trained = sum(part.count for part in parts if part.trainable)
+    note = f"{frozen:,} of {frozen + trained:,} numbers are frozen: gradients and optimizer are counted for the others."
+    return EstimatedTensors(parts, (note,) if frozen and trained and any(not one.requires_grad for one in model.parameters()) else ())
+
+
+def _output_head(model: torch.nn.Module) -> Any:
+    """What makes the output: it stays as it is when a model is quantised."""
+    given = getattr(model, "get_output_embeddings", None)
+    found = given() if callable(given) else None
+    if found is None:
+        found = next((module for module in reversed(list(model.modules())) if isinstance(module, torch.nn.Linear)), None)
+    return found if isinstance(getattr(found, "weight", None), torch.Tensor) else None
+
+
+def _embedded(model: torch.nn.Module) -> set[int]:
+    return {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+
+
+# --- entry points -------------------------------------------------------------------------------------------------------------------
+
+
+def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -> _Built:
+    """The model that `package.module:name` or `file.py:name` gives: a function, a class or a model. It runs on the meta device."""
+    place, _, name = given.rpartition(":")
+    found: Any = _module(place, given)
+    for word in name.split("."):
+        if not hasattr(found, word):
+            there = _buildable(found)
+            meant = f"Did you mean {near[0]}? " if (near := nearest(word, there)) else ""
+            raise ConfigError(
+                f"{given}: there is no {word} in {place}.\n{meant}Functions, classes and models in it: {', '.join(there[:8]) or 'none'}."
+            )
+        found = getattr(found, word)
+    if not isinstance(found, torch.nn.Module):
+        if not callable(found):
+            raise ConfigError(f"{given} is a {type(found).__name__}, which cannot be called.\nName a function that returns a model.")
+        found = _called(found, given, {"batch_size": batch_size, "sequence_length": sequence_length or 1})
+    model, inputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"{given} returned a {type(model).__name__}, and no model.\n"
+            "Return a torch.nn.Module, or a pair of one and its inputs (a dict of keywords, a tuple, or a tensor)."
+        )
+    if lazy := [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]:
+        raise ConfigError(
+            f"{given} has lazy modules: {lazy[0]} has no size before the model has seen data.\n"
+            "Build it with its sizes (Linear in the place of LazyLinear), or run one batch through it before it is returned."
+        )
+    return model, _as_inputs(inputs) if inputs is not None else _guessed_inputs(model, batch_size, sequence_length)
+
+
+def _buildable(found: Any) -> list[str]:
+    """The names in a module, or in a class, that could be an entry point; what a module imports is none."""
+    there = {name: value for name, value in vars(found).items() if not name.startswith("_")}
+    if not isinstance(found, ModuleType):
+        return list(there)
+    home = found.__name__
+    return [name for name, one in there.items() if isinstance(one, torch.nn.Module) or (callable(one) and one.__module__ == home)]
+
+
+def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) -> Any:
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        names = {}  # type: ignore[assignment]
+    keywords = {name: value for name, value in known.items() if name in names}
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if needed := [one.name for one in names.values() if one.kind in kinds and one.default is one.empty and one.name not in keywords]:
+        raise ConfigError(
+            f"{given} needs {', '.join(needed)}, and it is called with no arguments but {' and '.join(known)}, if it has them.\n"
+            "Give the others default values, or name a function that needs none."
+        )
+    try:
+        with waiting(f"calling {given}"):
+            return _without_memory(lambda: function(**keywords))
+    except SystemExit as error:
+        raise SlipstreamError(f"{given} ended with sys.exit({error.code!r}){_user_line(error)}.\nLet it return a model.") from error
+    except Exception as error:
+        said = f"It is called on the meta device, with {keywords or 'no arguments'}."
+        raise ConfigError(f"{given} raised {_describe_error(error)}.\n{said}") from error
+
+
+def _without_memory(make: Callable[[], Any]) -> Any:
+    """What a function makes, on the meta device; if it looks at values on the way, with parameters alone on the meta device."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except (RuntimeError, NotImplementedError):
+        with init_empty_weights():
+            return make()
+
+
+def _module(place: str, given: str) -> ModuleType:
+    path = Path(place).expanduser()
+    if place.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{given}: there is no file {place}.\nWrite path/to/file.py:function, or package.module:function.")
+    try:
+        with waiting(f"importing {place}"), _importable(str(path.resolve().parent) if path.is_file() else str(Path.cwd())):
+            if not path.is_file():
+                return importlib.import_module(place)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None:
+                raise ConfigError(f"{given}: {place} is no Python file.\nWrite path/to/file.py:function.")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(spec.name, module)  # where dataclasses look for it
+            spec.loader.exec_module(module)
+            return module
+    except ModuleNotFoundError as error:
+        if path.is_file() or not f"{place}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{given}: {place} cannot be imported: it needs {error.name}, which is not here{_user_line(error)}.\n"
+                "Install it, or run this where it can be imported."
+            ) from error
+        raise ConfigError(f"{given}: {error}.\nWrite package.module:function as it is imported here, or a path ending in .py.") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{given}: {place} cannot be imported: {_describe_error(error)}.") from error
+
+
+@contextmanager
+def _importable(folder: str) -> Iterator[None]:
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _describe_error(error: BaseException) -> str:
+    """What was raised, and in which line of the user's code."""
+    lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'without a message'}{_user_line(error)}"
+
+
+def _user_line(error: BaseException) -> str:
+    """The last line of the user's own files on the way to an error; "" if none was."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" (at {error.filename}:{error.lineno})"
+    library = os.path.dirname(os.__file__) + os.sep
+    frames = [
+        one
+        for one in traceback.extract_tb(error.__traceback__)
+        if not one.filename.startswith(("<", library)) and "site-packages" not in one.filename and not is_package_frame(one.filename)
+    ]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+# --- what it is called with ---------------------------------------------------------------------------------------------------------
+
+
+def _as_inputs(inputs: Any) -> ModelInputs:
+    if isinstance(inputs, Mapping):
+        return ModelInputs(keywords=dict(inputs))
+    return ModelInputs(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+
+
+def _guessed_inputs(model: torch.nn.Module, batch_size: int, sequence_length: int | None) -> ModelInputs | None:
+    """Tokens for a model that begins with an embedding, rows for one that begins with a linear layer; None if it cannot be known."""
+    if hasattr(model, "main_input_name") and hasattr(model, "config"):
+        return _inputs_for_transformers(model, batch_size, sequence_length or 1)
+    first = next((one for one in model.modules() if next(one.children(), None) is None and next(one.parameters(), None) is not None), None)
+    if isinstance(first, torch.nn.Embedding):
+        return ModelInputs((torch.empty(batch_size, sequence_length or 1, dtype=torch.long, device="meta"),))
+    if isinstance(first, torch.nn.Linear):
+        shape = (batch_size, first.in_features) if sequence_length is None else (batch_size, sequence_length, first.in_features)
+        return ModelInputs((torch.empty(shape, device="meta"),))
+    return None
+
+
+def _inputs_for_transformers(model: Any, batch_size: int, sequence_length: int) -> ModelInputs | None:
+    parameters = inspect.signature(model.forward).parameters
+    cached: dict[str, Any] | None = {"use_cache": True} if "use_cache" in parameters else None
+    if model.main_input_name == "pixel_values":
+        size, channels = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", 3)
+        if not isinstance(size, int):
+            return None
+        return ModelInputs(keywords={"pixel_values": torch.empty(batch_size, channels, size, size, device="meta")})
+    if model.main_input_name != "input_ids":
+        return None
+    tokens = torch.empty(batch_size, sequence_length, dtype=torch.long, device="meta")
+    training: dict[str, Any] = {"use_cache": False} if cached else {}
+    if "labels" in parameters and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")):
+        training["labels"] = tokens
+    keywords = {"input_ids": tokens}
+    if "decoder_input_ids" in parameters and "labels" not in training:
+        keywords["decoder_input_ids"] = tokens
+    elif "decoder_input_ids" in parameters:
+        cached = {**(cached or {}), "decoder_input_ids": tokens}
+    return ModelInputs((), keywords, training, cached)
+
+
+# --- transformers -------------------------------------------------------------------------------------------------------------------
+
+
+def from_config(config: Mapping[str, Any], path: Path, batch_size: int, sequence_length: int, *, trust_remote_code: bool) -> _Built:
+    """The model that a config of transformers describes; `path` is the file, or the folder around it."""
+    _refuse_foreign_code(config, str(path), trust_remote_code)
+    if "model_type" not in config:
+        kind = "diffusers" if "_class_name" in config else "another library"
+        raise ConfigError(
+            f"{path} has no model_type, so it is no config of transformers, but one of {kind}.\n"
+            "Give a Python entry point that builds the model: package.module:function."
+        )
+    transformers = _transformers(str(path))
+    try:
+        with silence_libraries(), waiting(f"building the model of {path} (this can take a while)"):
+            read = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
+            model = _built(transformers, read, trust_remote_code)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: transformers {transformers.__version__} cannot build a model of the type {config['model_type']!r} from this config: "
+            f"{_describe_error(error)}.{_suspicious_fields(config)}"
+        ) from error
+    return model, _guessed_inputs(model, batch_size, sequence_length)
+
+
+def _suspicious_fields(config: Mapping[str, Any]) -> str:
+    """The fields of a config that look as if they were the reason."""
+    words = ("size", "heads", "layers", "dim", "positions", "embeddings")
+    sizes = {name: value for name, value in config.items() if name.rpartition("_")[2] in words and value is not None}
+    odd = [f"{name} is {value!r}" for name, value in sizes.items() if not isinstance(value, int) or value <= 0]
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not odd and isinstance(hidden, int) and isinstance(heads, int) and hidden % heads:
+        odd = [f"hidden_size, {hidden}, is no multiple of num_attention_heads, {heads}"]
+    return f"\nIn it {', '.join(odd)}." if odd else ""
+
+
+def _refuse_foreign_code(config: Mapping[str, Any], where: str, allowed: bool) -> None:
+    """Refuses a config that brings code along, unless that is allowed."""
+    if config.get("auto_map") and not allowed:
+        raise ConfigError(
+            f"{where} asks for code that comes with the model ({', '.join(map(str, dict(config['auto_map']).values()))}).\n"
+            "If you trust it, add --trust-remote-code."
+        )
+
+
+def _built(transformers: Any, config: Any, trust_remote_code: bool) -> torch.nn.Module:
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # sizes are those of the plain model; kernels for packed weights need their hardware
+    names = list(getattr(config, "architectures", None) or ())
+    kind = getattr(transformers, names[0], None) if names else None
+    foreign = [name for name in (getattr(config, "auto_map", None) or {}) if name.startswith("AutoModel")]
+
+    def make() -> Any:
+        if foreign:
+            return getattr(transformers, foreign[0]).from_config(config, trust_remote_code=trust_remote_code)
+        return transformers.AutoModel.from_config(config) if kind is None else kind._from_config(config)
+
+    return _without_memory(make)  # type: ignore[no-any-return]
+
+
+def _transformers(where: str) -> Any:
+    return import_quietly("transformers", f"{where}: models of transformers are built by transformers", "pip install transformers")
+
+
+def from_hub(name: str, batch_size: int, sequence_length: int | None, environ: Mapping[str, str], *, trust_remote_code: bool) -> _Built:
+    """The model of that name on the hub, from the cache of this machine or over the network."""
+    transformers = _transformers(name)
+    missing = f"There is no file, folder or entry point {name!r} here; as the name of a model on the hub it"
+    try:
+        config = _fetched(transformers, name, trust_remote_code, local_files_only=True)
+    except OSError:
+        if environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise ConfigError(f"{missing} is not in the cache, and HF_HUB_OFFLINE says not to ask the network.") from None
+        if not _hub_reachable(environ):
+            raise ConfigError(f"{missing} is not in the cache, and the hub cannot be reached: this machine is offline.") from None
+        try:
+            config = _fetched(transformers, name, trust_remote_code, local_files_only=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{missing} cannot be fetched: {str(error).strip().splitlines()[0]}") from error
+    _refuse_foreign_code(vars(config), name, trust_remote_code)
+    try:
+        with silence_libraries(), waiting(f"building the model {name} (this can take a while)"):
+            model = _built(transformers, config, trust_remote_code)
+    except Exception as error:
+        raise ConfigError(f"{name}: transformers {transformers.__version__} cannot build it: {_describe_error(error)}.") from error
+    return model, _guessed_inputs(model, batch_size, sequence_length)
+
+
+def _fetched(transformers: Any, name: str, trust_remote_code: bool, *, local_files_only: bool) -> Any:
+    with silence_libraries():
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=trust_remote_code)
+
+
+def _hub_reachable(environ: Mapping[str, str]) -> bool:
+    """Whether the hub, or the proxy before it, takes a connection within seconds; names may take longer to fail than that."""
+    constants = importlib.import_module("huggingface_hub.constants")
+    proxies = [environ[name] for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environ.get(name)]
+    target = urlsplit(proxies[0] if proxies else constants.ENDPOINT)
+    port = target.port or (443 if target.scheme == "https" else 80)
+    answers: list[bool] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((target.hostname, port), timeout=_CONNECT_TIMEOUT).close()
+        except OSError:
+            answers.append(False)
+        else:
+            answers.append(True)
+
+    asking = threading.Thread(target=connect, daemon=True)
+    asking.start()
+    asking.join(_CONNECT_TIMEOUT)
+    return answers == [True]
+
+
+@contextmanager
+def plain_transformers_paths() -> Iterator[None]:
+    """While a model of transformers is measured, it takes the ways that it takes on real tensors of one sequence each.
+
+    It looks at the values of positions to see whether several sequences lie in one row, and cannot on tensors without any; it would then
+    make masks that a real run does not have.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    before = getattr(masking, name, None)
+    if before is None:
+        with silence_libraries():
+            yield
+        return
+    setattr(masking, name, lambda position_ids: None)
+    try:
+        with silence_libraries():
+            yield
+    finally:
+        setattr(masking, name, before)

@@ -1,0 +1,338 @@
+"""The estimate of a model's memory, for each dtype and each way to train: weights, gradients, optimizer states, activations and cache.
+
+A folder of weights with a config of a known architecture is answered without torch: sizes from headers, activations by formula. Anything
+else is built on the meta device and measured. Inference: weights + cache + activations. Training: weights + gradients + optimizer +
+activations, with all gradients present at the peak of activations, as they are under accumulation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from slipstream.big_models.estimate import formula, tensors
+from slipstream.big_models.estimate.formula import list_decoder_tensors
+from slipstream.big_models.estimate.tensors import (
+    WEIGHT_DTYPES,
+    EstimatedTensors,
+    TrainingMode,
+    WeightDtype,
+    compute_optimizer_size,
+    list_training_modes,
+)
+from slipstream.devices.memory import available_memory
+from slipstream.devices.table import CPU, FAMILIES
+from slipstream.distributed.progress_bar import waiting
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.big_models.estimate.meta_model import MeasuredMemory, ModelInputs
+
+__all__ = ["Estimate", "EstimateOptions", "InferenceMemory", "TrainingMemory", "estimate", "measure_free_memory"]
+
+
+_HUB_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_ENTRY_POINT: Final = re.compile(r"[^:]+:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_DEFAULT_LENGTH: Final = 2048
+
+
+class EstimateOptions(NamedTuple):
+    """What is asked for."""
+
+    dtypes: tuple[WeightDtype, ...]
+    batch_size: int = 1
+    sequence_length: int | None = None
+    optimizer: str = "adamw"
+    inference: bool = True
+    training: bool = True
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    measure: bool = False
+
+
+class InferenceMemory(NamedTuple):
+    """Bytes to run a model; None: not known."""
+
+    dtype: str
+    largest_layer: int
+    weights: int
+    cache: int | None
+    activations: int | None
+    total: int
+
+
+class TrainingMemory(NamedTuple):
+    """Bytes to train a model; None: not known."""
+
+    precision: str
+    largest_layer: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int | None
+    total: int
+
+
+class Estimate(NamedTuple):
+    """The figures for one model."""
+
+    model: str
+    kind: str
+    """What it was taken for."""
+    parameters: int
+    tensors: int
+    stored: Mapping[str, int]
+    largest_layer: str
+    batch_size: int
+    sequence_length: int | None
+    optimizer: str
+    inference: tuple[InferenceMemory, ...]
+    training: tuple[TrainingMemory, ...]
+    devices: Mapping[str, int]
+    notes: tuple[str, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        rows = {"inference": [row._asdict() for row in self.inference], "training": [row._asdict() for row in self.training]}
+        return {**self._asdict(), **rows}
+
+
+class _EstimatedModel(NamedTuple):
+    """What the user named: its parts, and what activations can be found out from."""
+
+    kind: str
+    parts: EstimatedTensors
+    config: Mapping[str, Any] | None = None
+    model: torch.nn.Module | None = None
+    inputs: ModelInputs | None = None
+    length: int | None = None
+    why_not: str = ""
+    """Why activations are not known."""
+
+
+def estimate(given: str, settings: EstimateOptions, environ: Mapping[str, str]) -> Estimate:
+    """The figures for what `given` names: a folder, a config, weights, an entry point, or a name on the hub."""
+    subject = _find_model(given, settings, environ)
+    activations = _Activations(subject, settings)
+    inference = tuple(_inference(subject.parts, kind, activations) for kind in settings.dtypes) if settings.inference else ()
+    ways = [way for kind in settings.dtypes for way in list_training_modes(kind)] if settings.training else []
+    training = tuple(_training(subject.parts, way, settings.optimizer, activations) for way in ways)
+    widest = max(settings.dtypes, key=lambda kind: kind.bits)
+    notes = [*subject.parts.notes, *activations.notes, *_notes(settings, bool(training))]
+    return Estimate(
+        given,
+        subject.kind,
+        subject.parts.count,
+        len(subject.parts.parts),
+        subject.parts.stored,
+        subject.parts.largest_layer(widest)[0],
+        settings.batch_size,
+        subject.length,
+        settings.optimizer,
+        inference,
+        training,
+        measure_free_memory(environ),
+        tuple(dict.fromkeys(notes)),
+    )
+
+
+def _notes(settings: EstimateOptions, trains: bool) -> list[str]:
+    notes = []
+    quantised = [kind.name for kind in settings.dtypes if kind.scales]
+    if settings.training and quantised:
+        notes.append(f"Weights in {' or '.join(quantised)} have no gradients: train adapters on top of them, or in another type.")
+    if trains and any(kind.bits == 16 for kind in settings.dtypes):
+        notes.append(
+            "mixed: weights, gradients and optimizer in float32, computing in 16 bits, as mixed_precision does; pure: all in 16 bits."
+        )
+    return notes
+
+
+def measure_free_memory(environ: Mapping[str, str]) -> dict[str, int]:
+    """Bytes that are free on each device of this machine; torch is asked if there are others than the host.
+
+    >>> list(measure_free_memory({}))[-1]
+    'cpu'
+    """
+    found: dict[str, int] = {}
+    if any(family.count_files(environ) for family in FAMILIES if family is not CPU):
+        from slipstream.devices.table import best_family, device_for
+
+        family = best_family()
+        devices = [str(device_for(family, rank)) for rank in range(family.count())] if family is not CPU else []
+        found = {device: free for device in devices if (free := available_memory(device)) is not None}
+    return {**found, CPU.type: available_memory(CPU.type) or 0}
+
+
+def _inference(parts: EstimatedTensors, kind: WeightDtype, activations: _Activations) -> InferenceMemory:
+    weights = parts.size(kind)
+    cache, peak = activations.forward(kind)
+    return InferenceMemory(kind.name, parts.largest_layer(kind)[1], weights, cache, peak, weights + (cache or 0) + (peak or 0))
+
+
+def _training(parts: EstimatedTensors, way: TrainingMode, optimizer: str, activations: _Activations) -> TrainingMemory:
+    kind = WEIGHT_DTYPES[way.weights]
+    width = kind.bits // 8
+    weights = parts.size(kind)
+    gradients = sum(part.count * width for part in parts.trained)
+    states = sum(compute_optimizer_size(optimizer, part.shape, width) for part in parts.trained)
+    peak = activations.step(way)
+    total = weights + gradients + states + (peak or 0)
+    return TrainingMemory(way.name, parts.largest_layer(kind)[1], weights, gradients, states, peak, total)
+
+
+class _Activations:
+    """What runs take, by formula or measured; each run once."""
+
+    def __init__(self, subject: _EstimatedModel, settings: EstimateOptions) -> None:
+        self._subject = subject
+        self._settings = settings
+        self._shape = None if subject.model is not None else formula.parse_decoder_shape(subject.config, subject.length or 1)
+        self._tokens = settings.batch_size * (subject.length or 1)
+        self._measured: dict[tuple[str, bool, bool], MeasuredMemory | None] = {}
+        self.notes: list[str] = []
+        if self._shape is not None:
+            self.notes.append("Activations and cache are computed by formula; --measure runs the model on shapes instead.")
+        elif subject.inputs is None:
+            self.notes.append(f"Activations are not counted: {subject.why_not}")
+
+    def forward(self, kind: WeightDtype) -> tuple[int | None, int | None]:
+        """Cache and peak of a forward pass."""
+        width = WEIGHT_DTYPES[kind.computes].bits // 8
+        if self._shape is not None:
+            return formula.compute_cache_size(self._shape, self._tokens, width), formula.compute_forward_peak(
+                self._shape, self._tokens, width
+            )
+        found = self._run(kind.computes, autocast=False, training=False)
+        return (None, None) if found is None else (found.cache, found.peak)
+
+    def step(self, way: TrainingMode) -> int | None:
+        """Peak of a step of training."""
+        checkpointing = self._settings.gradient_checkpointing
+        if self._shape is not None:
+            width = WEIGHT_DTYPES[way.computes].bits // 8
+            return formula.compute_step_peak(self._shape, self._tokens, width, mixed=way.mixed, checkpointing=checkpointing)
+        found = self._run(way.computes, autocast=way.mixed, training=True)
+        return None if found is None else found.peak
+
+    def _run(self, dtype: str, *, autocast: bool, training: bool) -> MeasuredMemory | None:
+        if self._subject.model is None or self._subject.inputs is None:
+            return None
+        dtype = "bfloat16" if dtype == "float16" else dtype  # of the same size, and every operator has it
+        key = (dtype, autocast, training)
+        if key not in self._measured:
+            self._measured[key] = self._try(dtype, autocast=autocast, training=training)
+        return self._measured[key]
+
+    def _try(self, dtype: str, *, autocast: bool, training: bool) -> MeasuredMemory | None:
+        import torch
+
+        from slipstream.big_models.estimate.meta_model import measure, plain_transformers_paths
+
+        assert self._subject.model is not None
+        assert self._subject.inputs is not None
+        checkpointing = self._settings.gradient_checkpointing
+        try:
+            with (
+                plain_transformers_paths(),
+                waiting(f"measuring {'a step' if training else 'a run'} in {dtype} (this can take a while)"),
+            ):
+                return measure(
+                    self._subject.model,
+                    self._subject.inputs,
+                    dtype=getattr(torch, dtype),
+                    autocast=autocast,
+                    training=training,
+                    checkpointing=checkpointing,
+                )
+        except Exception as error:  # code of the model, which may need values that there are none of
+            lines = str(error).strip().splitlines()
+            what = f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
+            self.notes.append(f"Activations could not be measured in {dtype}, and are not counted: the model raised {what}")
+            return None
+
+
+# --- what the user named ------------------------------------------------------------------------------------------------------------
+
+
+def _find_model(given: str, settings: EstimateOptions, environ: Mapping[str, str]) -> _EstimatedModel:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return _from_folder(path, settings)
+    if path.is_file():
+        return _from_file(path, settings)
+    if _ENTRY_POINT.fullmatch(given) and "://" not in given:
+        from slipstream.big_models.estimate.meta_model import from_entry_point, list_tensors
+
+        model, inputs = from_entry_point(given, settings.batch_size, settings.sequence_length)
+        why = "what the model is called with is not known. Let the entry point return a pair (model, inputs)."
+        return _EstimatedModel("entry point", list_tensors(model), model=model, inputs=inputs, length=settings.sequence_length, why_not=why)
+    if not _HUB_NAME.fullmatch(given) or given.startswith(".") or given.endswith((".json", ".py", ".safetensors", ".bin")):
+        there = sorted(one.name for one in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+        near = f" In {path.parent} there are: {', '.join(there)}." if there else ""
+        raise ConfigError(
+            f"There is nothing at {given}.{near}\n"
+            "Give a folder, a config.json, a file of weights, or an entry point such as package.module:function."
+        )
+    from slipstream.big_models.estimate.meta_model import from_hub, list_tensors
+
+    length = settings.sequence_length or _DEFAULT_LENGTH
+    model, inputs = from_hub(given, settings.batch_size, length, environ, trust_remote_code=settings.trust_remote_code)
+    return _EstimatedModel("hub", list_tensors(model), model=model, inputs=inputs, length=length, why_not="its inputs are not known.")
+
+
+def _from_folder(path: Path, settings: EstimateOptions) -> _EstimatedModel:
+    config = tensors.read_config(path / "config.json") if (path / "config.json").is_file() else None
+    if not tensors.has_weights(path):
+        if config is None:
+            there = sorted(one.name for one in path.iterdir())[:8]
+            raise ConfigError(
+                f"{path} holds neither a config.json nor weights; it holds {', '.join(there) or 'nothing'}.\n"
+                "Give the folder of a model: with a config.json, model.safetensors, an index, or a checkpoint."
+            )
+        return _from_described_config(config, path, settings, None, "config")
+    parts = tensors.read_tensors(path, config)
+    if config is None:
+        why = f"{path} has no config.json. Give an entry point that builds the model."
+        return _EstimatedModel("weights", parts, length=settings.sequence_length, why_not=why)
+    return _from_described_config(config, path, settings, parts, "folder")
+
+
+def _from_file(path: Path, settings: EstimateOptions) -> _EstimatedModel:
+    if path.suffix == ".py":
+        raise ConfigError(f"{path} is a Python file.\nSay what in it builds the model: {path}:function")
+    if path.suffix == ".json" and not path.name.endswith(".index.json"):
+        return _from_described_config(tensors.read_config(path), path, settings, None, "config")
+    why = "a file of weights does not say how they are used. Give the folder with its config.json, or an entry point."
+    return _EstimatedModel("weights", tensors.read_tensors(path), length=settings.sequence_length, why_not=why)
+
+
+def _from_described_config(
+    config: Mapping[str, Any], path: Path, settings: EstimateOptions, parts: EstimatedTensors | None, kind: str
+) -> _EstimatedModel:
+    """A model with a config: by formula where one is known, else built."""
+    length = _length(config, settings.sequence_length)
+    if not settings.measure and (shape := formula.parse_decoder_shape(config, length)) is not None:
+        known = parts if parts is not None else list_decoder_tensors(config, shape)
+        if known is not None:
+            return _EstimatedModel(kind, known, config, length=length)
+    from slipstream.big_models.estimate.meta_model import from_config, list_tensors
+
+    try:
+        model, inputs = from_config(config, path, settings.batch_size, length, trust_remote_code=settings.trust_remote_code)
+    except ConfigError as error:
+        if parts is None or settings.measure:
+            raise
+        return _EstimatedModel(kind, parts, config, length=length, why_not=" ".join(str(error).split("\n")))
+    return _EstimatedModel(
+        kind, parts or list_tensors(model), config, model, inputs, length, "what this model is called with is not known here."
+    )
+
+
+def _length(config: Mapping[str, Any], given: int | None) -> int:
+    most = config.get("max_position_embeddings") or config.get("n_positions")
+    return given or (min(_DEFAULT_LENGTH, most) if isinstance(most, int) and most > 0 else _DEFAULT_LENGTH)

@@ -1,0 +1,399 @@
+"""The tensors of a model with name, shape and dtype, read from file headers, and what they take in each dtype and with each optimizer.
+
+A weights file of many gigabytes is answered from its first kilobytes: safetensors files and our checkpoints are read without torch; files
+of `torch.save` and sharded checkpoints go through the readers of `checkpoint/`. No weight is read, and nothing in a file is run. Three
+ways to train are told apart: `float32`, `mixed` (weights, gradients and states in 32 bits, activations in 16) and `pure` (all in 16
+bits). Nothing here imports torch at import time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from slipstream.checkpoint.manifest import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from slipstream.config.names import nearest
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files import strict_json
+from slipstream.files.paths import ConfinedFolder, check_name
+from slipstream.files.safetensors_layout import ITEM_SIZE, SafetensorsLayout, read_layout
+
+__all__ = [
+    "EstimatedTensor", "EstimatedTensors", "GROUP_SIZE", "OPTIMIZERS", "TrainingMode", "WEIGHT_DTYPES", "WeightDtype",
+    "compute_optimizer_size", "find_layer", "find_repeated_blocks", "has_weights", "list_training_modes", "parse_weight_dtype",
+    "read_config", "read_tensors",
+]
+
+
+GROUP_SIZE: Final = 128
+"""How many numbers of a row share a scale in int4."""
+
+
+@dataclass(frozen=True)
+class WeightDtype:
+    """A type of weights."""
+
+    name: str
+    bits: int
+    computes: str
+    """The type of activations."""
+    scales: int = 0
+    """Bytes of scales (and zero points) for each group; for each row if they are not grouped. Quantised types alone have them."""
+    grouped: bool = False
+
+
+WEIGHT_DTYPES: Final[Mapping[str, WeightDtype]] = MappingProxyType(
+    {
+        "float32": WeightDtype("float32", 32, "float32"),
+        "float16": WeightDtype("float16", 16, "float16"),
+        "bfloat16": WeightDtype("bfloat16", 16, "bfloat16"),
+        "int8": WeightDtype("int8", 8, "bfloat16", scales=2),
+        "int4": WeightDtype("int4", 4, "bfloat16", scales=4, grouped=True),
+    }
+)
+"""In int8 and int4 the weights of linear layers are stored in so many bits, and the rest in 16."""
+
+_OTHER_NAMES: Final = MappingProxyType(
+    {"fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16"}
+)
+
+
+def parse_weight_dtype(name: str) -> WeightDtype:
+    """The type of that name.
+
+    >>> parse_weight_dtype("bf16").name
+    'bfloat16'
+    """
+    known = _OTHER_NAMES.get(name.lower(), name.lower())
+    if known not in WEIGHT_DTYPES:
+        near = nearest(name, WEIGHT_DTYPES)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"--dtypes {name}: there is no such type here.\n{hint}Write one or more of {', '.join(WEIGHT_DTYPES)}.")
+    return WEIGHT_DTYPES[known]
+
+
+@dataclass(frozen=True)
+class TrainingMode:
+    """A way to train: `weights` is the type of weights, gradients and states, `computes` that of activations."""
+
+    name: str
+    weights: str
+    computes: str
+
+    @property
+    def mixed(self) -> bool:
+        """Whether copies of weights are made to compute with."""
+        return self.weights != self.computes
+
+
+def list_training_modes(kind: WeightDtype) -> Sequence[TrainingMode]:
+    """The ways to train in a type; none for types that have no gradients.
+
+    >>> [way.name for way in list_training_modes(WEIGHT_DTYPES["bfloat16"])]
+    ['bfloat16 mixed', 'bfloat16 pure']
+    """
+    if kind.scales:
+        return []
+    if kind.bits == 32:
+        return [TrainingMode(kind.name, kind.name, kind.name)]
+    mixed = TrainingMode(f"{kind.name} mixed", "float32", kind.name)
+    return [mixed, TrainingMode(f"{kind.name} pure", kind.name, kind.name)] if kind.name == "bfloat16" else [mixed]
+
+
+def _adafactor_size(shape: Sequence[int], width: int) -> int:
+    if len(shape) < 2:
+        return math.prod(shape) * width
+    return math.prod(shape[:-2]) * (shape[-2] + shape[-1]) * width
+
+
+def _adamw_8bit_size(shape: Sequence[int], width: int) -> int:
+    """Two states of a byte each with a scale of 4 bytes for 256 of them; small tensors keep two states of 32 bits."""
+    count = math.prod(shape)
+    return 2 * (count + 4 * math.ceil(count / 256)) if count >= 4096 else 8 * count
+
+
+OPTIMIZERS: Final[Mapping[str, Callable[[Sequence[int], int], int]]] = MappingProxyType(
+    {
+        "adamw": lambda shape, width: 2 * math.prod(shape) * width,
+        "adam": lambda shape, width: 2 * math.prod(shape) * width,
+        "sgd": lambda shape, width: 0,
+        "sgd-momentum": lambda shape, width: math.prod(shape) * width,
+        "adafactor": _adafactor_size,
+        "adam8bit": _adamw_8bit_size,
+        "none": lambda shape, width: 0,
+    }
+)
+"""Bytes of an optimizer's states for one tensor, by its shape and the bytes of one of its numbers."""
+
+
+def compute_optimizer_size(name: str, shape: Sequence[int], width: int) -> int:
+    """Bytes of states for one tensor.
+
+    >>> compute_optimizer_size("adamw", (10, 20), 4), compute_optimizer_size("adafactor", (10, 20), 4)
+    (1600, 120)
+    """
+    return OPTIMIZERS[name](shape, width)
+
+
+_FLOAT_PREFIXES = ("F", "BF")
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedTensor:
+    """One tensor; `dtype` is the name that a safetensors header would give its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    linear: bool = False
+    """The weight of a linear layer, which quantising replaces."""
+    layer: str | None = None
+    """Where it is known better than by its name."""
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stored(self) -> int:
+        """Bytes as it is."""
+        return self.count * ITEM_SIZE[self.dtype]
+
+    @property
+    def floating(self) -> bool:
+        """Whether it takes on the type that a model is converted to; what is packed already does not."""
+        return self.dtype.startswith(_FLOAT_PREFIXES) and not self.dtype.startswith("F8_")
+
+    def size(self, kind: WeightDtype) -> int:
+        """Bytes in a model of that kind.
+
+        >>> from slipstream.big_models.estimate.tensors import KINDS
+        >>> weight = EstimatedTensor("up.weight", (256, 128), "F32", linear=True)
+        >>> [weight.size(KINDS[name]) for name in ("float32", "bfloat16", "int8", "int4")]
+        [131072, 65536, 33280, 17408]
+        """
+        if not self.floating:
+            return self.stored
+        if kind.scales and self.linear:
+            columns = self.shape[-1]
+            rows = self.count // max(1, columns)
+            groups = rows * (math.ceil(columns / GROUP_SIZE) if kind.grouped else 1)
+            return math.ceil(self.count * kind.bits / 8) + groups * kind.scales
+        return self.count * (2 if kind.scales else kind.bits // 8)
+
+
+@dataclass(frozen=True)
+class EstimatedTensors:
+    """All tensors of a model."""
+
+    parts: Sequence[EstimatedTensor]
+    notes: tuple[str, ...] = field(default=())
+
+    def size(self, kind: WeightDtype) -> int:
+        """Bytes of all weights and buffers."""
+        return sum(part.size(kind) for part in self.parts)
+
+    @property
+    def count(self) -> int:
+        """Elements of all floating point tensors."""
+        return sum(part.count for part in self.parts if part.floating)
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """Bytes as they are, by type; the type with most of them first."""
+        found: dict[str, int] = {}
+        for part in self.parts:
+            found[part.dtype] = found.get(part.dtype, 0) + part.stored
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def trained(self) -> list[EstimatedTensor]:
+        """Those that have gradients."""
+        return [part for part in self.parts if part.trainable and part.floating]
+
+    def largest_layer(self, kind: WeightDtype) -> tuple[str, int]:
+        """Name and bytes of the largest layer.
+
+        >>> from slipstream.big_models.estimate.tensors import KINDS
+        >>> names = ["embed.weight", "layers.0.up.weight", "layers.0.down.weight"]
+        >>> EstimatedTensors([EstimatedTensor(name, (4, 4), "F32") for name in names]).largest_layer(KINDS["float32"])
+        ('layers.0', 128)
+        """
+        sizes: dict[str, int] = {}
+        for part in self.parts:
+            layer = part.layer if part.layer is not None else find_layer(part.name)
+            sizes[layer] = sizes.get(layer, 0) + part.size(kind)
+        return max(sizes.items(), key=lambda item: item[1], default=("", 0))
+
+
+def find_layer(name: str) -> str:
+    """The layer that a tensor belongs to, by its name.
+
+    >>> find_layer("model.layers.7.mlp.up.weight"), find_layer("model.norm.weight"), find_layer("scale")
+    ('model.layers.7', 'model.norm', '')
+    """
+    words = name.split(".")
+    for place, word in enumerate(words[:-1]):
+        if word.isdigit():
+            return ".".join(words[: place + 1])
+    return ".".join(words[:-1])
+
+
+def find_repeated_blocks(names: Iterable[str]) -> list[str]:
+    """Of the names of modules, those of the blocks that repeat.
+
+    >>> find_repeated_blocks(["embed", "layers", "layers.0", "layers.0.up", "layers.1", "head"])
+    ['layers.0', 'layers.1']
+    """
+    return [name for name in names if find_layer(f"{name}.weight") == name and name.rpartition(".")[2].isdigit()]
+
+
+_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_MANIFEST: Final = "MANIFEST.json"  # as `checkpoint/manifest.py` has it, which takes longer to import than everything here to run
+_LARGEST_MANIFEST: Final = 64 << 20
+_LARGEST_CONFIG: Final = 16 << 20
+_NOT_LINEAR: Final = ("embed", "wte", "wpe", "head", "norm", "ln_", "shared", "position", "score", "classifier", "conv", "router")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there is any file in a folder that could hold weights."""
+    return any(one.name == _MANIFEST or one.name.endswith((*_SUFFIXES, ".index.json")) for one in folder.iterdir())
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The mapping in a config file."""
+    try:
+        if path.stat().st_size > _LARGEST_CONFIG:
+            raise CheckpointError(f"{path} is larger than {_LARGEST_CONFIG:,} bytes, and so no config. Give the config.json of a model.")
+        content = strict_json.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no mapping. Give the config.json of a model.")
+    return content
+
+
+def read_tensors(path: Path, config: Mapping[str, Any] | None = None) -> EstimatedTensors:
+    """The tensors of the weights at a path: a file, an index, or a folder.
+
+    >>> import tempfile
+    >>> from slipstream.files.safetensors_layout import plan
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "model.safetensors")
+    ...     _ = file.write_bytes(plan([("up.weight", "BF16", (4, 8))])[0] + bytes(64))
+    ...     read_tensors(Path(folder)).parts
+    [Part(name='up.weight', shape=(4, 8), dtype='BF16', trainable=True, linear=True, layer=None)]
+    """
+    layouts = _layouts(path)
+    if layouts is None:
+        found = _read_with_torch(path)
+    else:
+        found = [
+            _make_tensor(entry.name, entry.shape, entry.dtype)
+            for layout, names in layouts
+            for entry in layout.entries.values()
+            if names is None or entry.name in names
+        ]
+    parts = list({part.name: part for part in found}.values())
+    kept, notes = _tied_once(parts, config or {})
+    packed = sum(not part.floating for part in kept)
+    if packed:
+        notes.append(f"{packed:,} tensors are no plain floating point numbers and are counted as they are stored, whatever the type.")
+    return EstimatedTensors(kept, tuple(notes))
+
+
+def _make_tensor(name: str, shape: tuple[int, ...], dtype: str) -> EstimatedTensor:
+    *before, last = name.split(".")
+    module = before[-1] if before else ""
+    linear = len(shape) == 2 and last == "weight" and not any(word in module.lower() for word in _NOT_LINEAR)
+    return EstimatedTensor(name, shape, dtype, linear=linear)
+
+
+def _layouts(path: Path) -> list[tuple[SafetensorsLayout, set[str] | None]] | None:
+    """Layouts of safetensors files, and which of their names count; None if these are weights of another kind."""
+    if path.is_file():
+        if path.name.endswith(".index.json"):
+            return _read_index(path)
+        return [(_layout(path), None)] if path.name.endswith(".safetensors") else None
+    if (path / _MANIFEST).is_file():
+        from slipstream.checkpoint.manifest import MANIFEST, parse_manifest
+
+        with ConfinedFolder(path) as held:
+            manifest = parse_manifest(held.read(MANIFEST, _LARGEST_MANIFEST), str(path / MANIFEST))
+        if not manifest.models or manifest.models[0].pieces:
+            return None
+        return [(_layout(path / check_name(name, MANIFEST)), None) for name in manifest.models[0].files]
+    names = sorted(one.name for one in path.iterdir())
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        if name in names:
+            return _layouts(path / name)
+    found = [name for name in names if name.endswith(_SUFFIXES)]
+    indices = [name for name in names if name.endswith(".safetensors.index.json")]
+    only = indices or found
+    return _layouts(path / only[0]) if len(only) == 1 and not any(name.endswith(".bin.index.json") for name in names) else None
+
+
+def _read_index(path: Path) -> list[tuple[SafetensorsLayout, set[str] | None]] | None:
+    content = strict_json.parse(path.read_bytes(), str(path))
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(file, str) and file.endswith(".safetensors") for file in places.values()):
+        return None  # the readers of weights say what is wrong with it, or know what it is
+    names: dict[str, set[str]] = {}
+    for name, file in places.items():
+        names.setdefault(check_name(file, str(path)), set()).add(name)
+    return [(_layout(path.parent / file), held) for file, held in names.items()]
+
+
+def _layout(path: Path) -> SafetensorsLayout:
+    try:
+        with open(path, "rb") as file:
+
+            def read(offset: int, count: int) -> bytes:
+                file.seek(offset)
+                return file.read(count)
+
+            return read_layout(read, os.fstat(file.fileno()).st_size, str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _read_with_torch(path: Path) -> list[EstimatedTensor]:
+    from slipstream.checkpoint.tensor_bytes import DTYPES, memory_identity
+    from slipstream.checkpoint.weight_source import find_weights
+
+    source = find_weights(path)
+    seen: set[Any] = set()
+    parts = []
+    for name in source.files:
+        file = source.open(name, verify=False)
+        for key, tensor in (file.forms or file.tensors).items():
+            if (memory := memory_identity(tensor)) not in seen:  # the other names of a tied weight are the same memory
+                seen.add(memory)
+                parts.append(_make_tensor(key, tuple(tensor.shape), DTYPES.get(tensor.dtype, "U8")))
+    return parts
+
+
+def _tied_once(parts: Iterable[EstimatedTensor], config: Mapping[str, Any]) -> tuple[list[EstimatedTensor], list[str]]:
+    """Some files hold a head that is tied to the embedding as well; a model that says so has it once."""
+    kept = list(parts)
+    if config.get("tie_word_embeddings") is not True:
+        return kept, []
+    heads = [part for part in kept if part.name.rpartition("lm_head.weight")[1] and part.name.endswith("lm_head.weight")]
+    doubled = list(_also_embedded(heads, kept))
+    if not doubled:
+        return kept, []
+    names = {part.name for part in doubled}
+    return [part for part in kept if part.name not in names], [f"{', '.join(sorted(names))} is tied to the embedding and is counted once."]
+
+
+def _also_embedded(heads: Iterable[EstimatedTensor], parts: list[EstimatedTensor]) -> Iterator[EstimatedTensor]:
+    for head in heads:
+        if any("embed" in part.name or "wte" in part.name for part in parts if part.shape == head.shape and part is not head):
+            yield head

@@ -1,0 +1,606 @@
+"""Hooks around the forward of a module: how they are added and removed, and those that bring inputs and weights to a device.
+
+`add_hook_to_module` wraps `module.forward`: `pre_forward` may change the arguments, `post_forward` the output, and `abandon` runs instead
+of the latter if the forward raised. The module then has `_hf_hook` and `_old_forward`, names that other libraries look for.
+`AlignDevicesHook` is what `dispatch_model` uses, one for each block: with `offload=True` the weights are in the module only while it
+runs. State dicts of such a module still have the weights; loading one into it is refused.
+
+A forward looks nothing up by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from slipstream.big_models.hooks.weight_swap import Bundle, MappedBundle, ModuleSlot, WeightSwapper, find_slots, normalize_device, wrap_like
+from slipstream.devices.memory import clear_device_cache
+from slipstream.devices.table import best_family, device_for
+from slipstream.distributed.pytree import find_device, send_to_device
+from slipstream.errors import ConfigError
+
+__all__ = [
+    "AlignDevicesHook", "Bundle", "CpuOffload", "ModelHook", "SequentialHook", "UserCpuOffloadHook", "add_hook_to_module", "get_hooks",
+    "remove_hook_from_module", "remove_hook_from_submodules",
+]
+
+
+_GRAPH_BREAK_REASON: Final = (
+    "weights come and go around this module (Slipstream offload): the graph ends here, the module itself is compiled on its own"
+)
+
+
+class ModelHook:
+    """Something that happens around the forward of a module; subclass it and override what you need.
+
+    >>> class Doubling(ModelHook):
+    ...     def post_forward(self, module, output):
+    ...         return output * 2
+    >>> module = add_hook_to_module(torch.nn.Identity(), Doubling())
+    >>> module(torch.ones(2))
+    tensor([2., 2.])
+    """
+
+    no_grad: bool = False
+    """Whether the forward runs without a graph of autograd."""
+
+    def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Called when the hook is attached; gives the module back."""
+        return module
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before the forward; gives the arguments for it."""
+        return args, kwargs
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        """Called after the forward; gives the output of the module."""
+        return output
+
+    def abandon(self, module: torch.nn.Module) -> None:
+        """Called in place of `post_forward` when the forward raised: undo what `pre_forward` did to the module."""
+
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Called when the hook is removed; gives the module back."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one, each called in the order given; they are in `hooks`."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    @property
+    def no_grad(self) -> bool:  # type: ignore[override]
+        """Whether one of them wants the forward without a graph."""
+        return any(hook.no_grad for hook in self.hooks)
+
+    def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """That of every hook."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """That of every hook, on the arguments that the one before gave."""
+        for number, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                _abandon(self.hooks[:number], module)
+                raise
+        return args, kwargs
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        """That of every hook, on the output that the one before gave."""
+        for number, hook in enumerate(self.hooks):
+            try:
+                output = hook.post_forward(module, output)
+            except BaseException:
+                _abandon(self.hooks[number + 1 :], module)
+                raise
+        return output
+
+    def abandon(self, module: torch.nn.Module) -> None:
+        """That of every hook, the last one first."""
+        _abandon(self.hooks, module)
+
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """That of every hook."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def _abandon(hooks: Sequence[ModelHook], module: torch.nn.Module) -> None:
+    for hook in reversed(hooks):
+        getattr(hook, "abandon", _do_nothing)(module)
+
+
+def _do_nothing(_: Any) -> None:
+    """What a hook that is no ModelHook does when a forward raises."""
+
+
+# --- attaching -------------------------------------------------------------------------------------------------------------
+
+
+def add_hook_to_module(module: torch.nn.Module, hook: ModelHook, append: bool = False) -> torch.nn.Module:
+    """Put a hook around the forward of a module; the same module comes back.
+
+    A hook that it has already is replaced, or with `append=True` runs first, the two as a `SequentialHook`.
+
+    >>> class Frozen(ModelHook):
+    ...     no_grad = True
+    >>> linear = add_hook_to_module(torch.nn.Linear(2, 2), Frozen())
+    >>> linear(torch.ones(1, 2)).requires_grad, remove_hook_from_module(linear)(torch.ones(1, 2)).requires_grad
+    (False, True)
+    """
+    before = getattr(module, "_hf_hook", None)
+    if before is not None and not append:
+        before.detach_hook(module)
+    module = hook.init_hook(module)
+    if before is not None and append:
+        hook = SequentialHook(*get_hooks(module), hook)
+    module._hf_hook = hook  # type: ignore[assignment]
+    if before is None or "_old_forward" not in module.__dict__:
+        original = module.forward
+        module._old_forward = original  # type: ignore[assignment]
+        module.forward = functools.update_wrapper(functools.partial(_forward, module), original)
+    return module
+
+
+def get_hooks(module: torch.nn.Module) -> tuple[ModelHook, ...]:
+    """The hooks of a module, in their order; none is ().
+
+    >>> get_hooks(torch.nn.Identity())
+    ()
+    """
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        return ()
+    return tuple(hook.hooks) if isinstance(hook, SequentialHook) else (hook,)
+
+
+def remove_hook_from_module(module: torch.nn.Module, recurse: bool = False) -> torch.nn.Module:
+    """Take the hook off a module, with `recurse` off those below too: weights are back in place, and `forward` is what it was."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hook.detach_hook(module)
+        del module._hf_hook
+    original = module.__dict__.pop("_old_forward", None)
+    if original is not None:
+        module.__dict__.pop("forward", None)
+        if getattr(original, "__func__", None) is not type(module).forward:
+            module.forward = original
+    if recurse:
+        remove_hook_from_submodules(module)
+    return module
+
+
+def remove_hook_from_submodules(module: torch.nn.Module) -> None:
+    """Take the hooks off a module and everything below it."""
+    for inner in list(module.modules()):
+        remove_hook_from_module(inner)
+
+
+def _forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module with a hook."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.skip_frame(_GRAPH_BREAK_REASON)
+    hook = module._hf_hook
+    call = _call_directly if _compiler()() is None else _call_outside_graph()
+    args, kwargs = call(hook.pre_forward, module, *args, **kwargs)
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)
+        else:
+            output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        call(getattr(hook, "abandon", _do_nothing), module)
+        raise
+    return call(hook.post_forward, module, output)
+
+
+_forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable says the same, and imports the compiler
+_forward._torchdynamo_disable_msg = _GRAPH_BREAK_REASON  # type: ignore[attr-defined]
+
+
+def _call_directly(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiler() -> Callable[[], Any]:
+    """Asks whether torch.compile looks at what runs now; None if not. Asking imports nothing, and being passed by it costs a lot."""
+    found: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return found if found is not None else lambda: sys.modules.get("torch._dynamo")
+
+
+@functools.lru_cache(maxsize=1)
+def _call_outside_graph() -> Callable[..., Any]:
+    """Calls a function so that torch.compile does not look into it."""
+    made: Callable[..., Any] = torch.compiler.disable(_call_directly)  # type: ignore[no-untyped-call]
+    return made
+
+
+_TiedTensors = dict[int, dict[torch.device, torch.Tensor]]
+
+
+class _PreparedAttribute:
+    """An attribute that the preparation of a hook depends on, kept in the instance under its own name; assigning it prepares anew."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, hook: Any, owner: type | None = None) -> Any:
+        return self if hook is None else hook.__dict__[self._name]
+
+    def __set__(self, hook: AlignDevicesHook, value: Any) -> None:
+        hook.__dict__[self._name] = hook._prepare_anew(value)
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings the inputs of a module, and with `offload=True` its weights, to `execution_device` for each forward.
+
+    weights_map: where the weights are, by the names they have below the module; with None they are those of the module, kept in memory.
+    If it has a method `bundle(names, device)` that gives a `Bundle`, the weights come from there. It may be assigned anew at any time.
+    io_same_device: outputs go to the device of the first input. offload_buffers: persistent buffers are offloaded as well.
+    place_submodules: the weights of everything below the module are meant, not its own alone. skip_keys: arguments that are not moved.
+    tied_params_map: address -> device -> copy, by which modules that share a weight share its copy on a device too.
+
+    >>> linear = add_hook_to_module(torch.nn.Linear(2, 2), AlignDevicesHook(execution_device="cpu", offload=True))
+    >>> linear.weight.is_meta, linear(torch.ones(1, 2)).shape, linear.state_dict()["weight"].is_meta
+    (True, torch.Size([1, 2]), False)
+    """
+
+    execution_device = _PreparedAttribute()
+    weights_map = _PreparedAttribute()
+    _home: weakref.ref[torch.nn.Module] | None
+
+    def __init__(
+        self,
+        execution_device: int | str | torch.device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, torch.Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: _TiedTensors | None = None,
+    ) -> None:
+        self._forget()
+        self._names: dict[str, str] = {}  # of every tensor that is away -> the name that it is looked up by
+        self._handles: list[Any] = []
+        self._own_map = False
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.original_devices: dict[str, torch.device] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, io_same_device={self.io_same_device}, "
+            f"offload_buffers={self.offload_buffers}, place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    # -- attaching ------------------------------------------------------------------------------------------------------------
+
+    def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Put the tensors of the module where they belong: on the execution device, or, with `offload`, into `weights_map`."""
+        moved_in = self._home is not None and self._home() is not module
+        self._let_go()
+        others = _placeholders_of_others(module, self.place_submodules)
+        places = [place for place in find_slots(module, self.place_submodules) if id(place.tensor) not in others]
+        self.original_devices = {place.name: place.tensor.device for place in places}
+        if self.offload:
+            self._home = weakref.ref(module)
+            self._choose(places, keep=moved_in)
+        if self.execution_device is not None:
+            self._bring([place for place in places if place.name not in self._names])
+        if self._names:
+            away = [place for place in places if place.name in self._names]
+            self._prepare(away)
+            self._follow_state_dicts(away)
+        return module
+
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Put the weights back to where they were when the hook came; those that were on no device (on disk) stay parked."""
+        names = self._let_go()
+        made: dict[int, torch.Tensor] = {}
+        for place in find_slots(module, self.place_submodules):
+            device = self.original_devices.get(place.name)
+            if place.name not in names or not place.tensor.is_meta or device is None or device.type == "meta":
+                continue
+            known = made.get(id(place.tensor))
+            if known is None:
+                weight = _converted(self.weights_map[names[place.name]], place.tensor.dtype)
+                known = made[id(place.tensor)] = wrap_like(place.tensor, weight.to(device))
+            place.store[place.key] = known
+        if self._own_map:
+            self.weights_map, self._own_map = None, False
+        return module
+
+    # -- around a forward -----------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Weights in place, inputs on the device. Without arguments, outside of a forward: until the next `post_forward`."""
+        given = bool(args or kwargs)
+        exchange = self._exchange
+        if exchange is None and self._names:
+            away = [place for place in find_slots(module, self.place_submodules) if place.name in self._names and place.tensor.is_meta]
+            exchange = self._prepare(away)
+        if exchange is not None:
+            exchange.enter(given)
+        if given and (self._elsewhere if self._elsewhere is not None else self._decide()):
+            try:
+                args, kwargs = self._aligned(args, kwargs)
+            except BaseException:
+                self.abandon(module)
+                raise
+        return args, kwargs
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        """Weights away again, the output where the inputs were, if that is wanted."""
+        if self._exchange is not None and torch.is_grad_enabled():
+            self._exchange.watch(output)
+        self._leave()
+        device = self._input_device() if self._input_devices else None
+        if device is None or not self.io_same_device:
+            return output
+        return send_to_device(output, device, skip_keys=self.skip_keys)
+
+    def abandon(self, module: torch.nn.Module) -> None:
+        """Weights away again: the forward raised."""
+        self._leave()
+        self._input_device()
+
+    def weight(self, name: str) -> torch.Tensor:
+        """An offloaded tensor by its name below the module, from where it is kept."""
+        found: torch.Tensor = self.weights_map[self._names[name]]
+        return found.detach()
+
+    # -- copies ---------------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_exchange", "_input_devices", "_home", "_elsewhere")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget()
+        self.__dict__.update(state)
+
+    def _forget(self) -> None:
+        self._exchange: WeightSwapper | None = None
+        self._stale = False
+        self._elsewhere: bool | None = None
+        self._home = None
+        self._input_devices: dict[int, list[torch.device | None]] = {}
+
+    # -- preparing ------------------------------------------------------------------------------------------------------------
+
+    def _prepare_anew(self, value: Any) -> Any:
+        """Called when `weights_map` or `execution_device` is assigned; gives what is to be kept."""
+        exchange = self._exchange
+        self._elsewhere = None
+        if exchange is None or not exchange.in_use:
+            self._exchange = None
+            return value
+        self._stale = True
+        if isinstance(value, dict):  # what the weights in place are part of may be gone once they are given back
+            return {name: one.detach().clone() if exchange.uses_memory_of(one) else one for name, one in value.items()}
+        return value
+
+    def _let_go(self) -> dict[str, str]:
+        """Nothing of an earlier module is held any more; gives what was away."""
+        if self._exchange is not None:
+            self._exchange.close()
+        for handle in self._handles:
+            handle.remove()
+        names = self._names
+        self._names, self._handles, self._exchange, self._stale = {}, [], None, False
+        return names
+
+    def _choose(self, places: Sequence[ModuleSlot], keep: bool) -> None:
+        """Which tensors are away, and what each is looked up by: a tied one by the first of its names that the map has.
+
+        Without a map the tensors themselves become one, and with `keep` (the hook comes from another module) they go before the map.
+        """
+        weights = self.weights_map
+        own: dict[str, torch.Tensor] = {}
+        groups: dict[int, list[ModuleSlot]] = {}
+        for place in places:
+            if place.store is place.owner._parameters or (self.offload_buffers and place.persistent):
+                groups.setdefault(id(place.tensor), []).append(place)
+        for group in groups.values():
+            tensor, name = group[0].tensor, None
+            if not tensor.is_meta and (keep or weights is None):
+                name = group[0].name
+                own.update(dict.fromkeys([place.name for place in group], tensor.detach().to("cpu")))
+            elif weights is not None:
+                name = next((place.name for place in group if place.name in weights), None)
+            if name is not None:
+                self._names.update({place.name: name for place in group})
+            elif tensor.is_meta:
+                prefix = getattr(weights, "prefix", "")
+                raise ConfigError(
+                    f"{prefix}{group[0].name} has no values: it is on the meta device, and "
+                    f"{'there is no weights_map' if weights is None else 'the weights_map does not have it'}. Load the weights first, or "
+                    "give a weights_map (a state dict, or an offload_index to dispatch_model) that has it."
+                )
+        if weights is None:
+            self.weights_map, self._own_map = own, True
+        elif own:
+            self.weights_map = {name: own[name] if name in own else weights[name] for name in self._names}
+
+    def _bring(self, places: Sequence[ModuleSlot]) -> None:
+        """Put tensors on the execution device, for good; tied ones stay tied."""
+        device, made = normalize_device(self.execution_device), dict[int, torch.Tensor]()
+        for place in places:
+            tensor = place.tensor
+            if tensor.device == device:
+                continue
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"{place.name} of a {type(place.owner).__name__} cannot go to {device}: it is on the meta device and has no values. "
+                    "Load the weights first, or initialise them (to_empty and a reset)."
+                )
+            if id(tensor) not in made:
+                copies = (self.tied_params_map or {}).get(tensor.data_ptr(), {})
+                moved = copies[device] if device in copies else tensor.detach().to(device)
+                if self.tied_params_map is not None and tensor.data_ptr() in self.tied_params_map:
+                    copies[device] = moved
+                made[id(tensor)] = wrap_like(tensor, moved)
+            place.store[place.key] = made[id(tensor)]
+
+    def _prepare(self, places: Sequence[ModuleSlot]) -> WeightSwapper:
+        groups: dict[str, list[ModuleSlot]] = {}
+        for place in places:
+            groups.setdefault(self._names[place.name], []).append(place)
+        weights, names = self.weights_map, list(groups)
+        device = torch.device("cpu") if self.execution_device is None else normalize_device(self.execution_device)
+        make = getattr(weights, "bundle", None)
+        bundle: Bundle = MappedBundle(weights, names, device, self.tied_params_map) if make is None else make(names, device)
+        self._exchange = WeightSwapper(groups.values(), bundle, str(getattr(weights, "prefix", "")))
+        return self._exchange
+
+    def _follow_state_dicts(self, places: Sequence[ModuleSlot]) -> None:
+        owners = {id(place.owner): (place.name[: len(place.name) - len(place.key)], place.owner) for place in places}
+        for path, owner in owners.values():
+            untyped: Any = owner
+            self._handles.append(untyped.register_state_dict_post_hook(functools.partial(_fill_state_dict, self, path)))
+            self._handles.append(untyped.register_load_state_dict_pre_hook(functools.partial(_refuse_load, self, path)))
+
+    # -- at work --------------------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.leave()
+            if self._stale and not exchange.in_use:
+                self._exchange, self._stale = None, False
+
+    def _decide(self) -> bool:
+        """Whether inputs can be anywhere but where the module runs: not on a machine that has nothing but a processor."""
+        device = None if self.execution_device is None else normalize_device(self.execution_device)
+        self._elsewhere = (device is not None and device.type != "cpu") or torch.accelerator.is_available()
+        return self._elsewhere
+
+    def _aligned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self._input_devices.setdefault(threading.get_ident(), []).append(find_device([args, kwargs]))
+        if self.execution_device is None:
+            return args, kwargs
+        device = normalize_device(self.execution_device)
+        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+
+    def _input_device(self) -> torch.device | None:
+        """Where the inputs of the call that ends now were."""
+        thread = threading.get_ident()
+        came_from = self._input_devices.get(thread)
+        device = came_from.pop() if came_from else None
+        if not came_from:
+            self._input_devices.pop(thread, None)
+        return device
+
+
+def _placeholders_of_others(module: torch.nn.Module, recurse: bool) -> set[int]:
+    """The stand-ins that other hooks of this module, or of those below, have put there."""
+    found: set[int] = set()
+    for inner in module.modules() if recurse else (module,):
+        for hook in get_hooks(inner):
+            names = hook._names if isinstance(hook, AlignDevicesHook) else {}
+            if names:
+                found.update(id(place.tensor) for place in find_slots(inner, hook.place_submodules) if place.name in names)  # type: ignore[attr-defined]
+    return found
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and dtype.is_floating_point else tensor
+
+
+def _fill_state_dict(hook: AlignDevicesHook, path: str, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """After `state_dict()` of a module: the weights in the places of their stand-ins."""
+    for key in (*module._parameters, *module._buffers):
+        held = state_dict.get(prefix + key)
+        if path + key in hook._names and isinstance(held, torch.Tensor) and held.is_meta:
+            state_dict[prefix + key] = _converted(hook.weight(path + key), held.dtype)
+
+
+def _refuse_load(hook: AlignDevicesHook, path: str, module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    """Before `load_state_dict()`: values for a stand-in would be lost. With `assign=True` they take its place, and stay in memory."""
+    if metadata.get("assign_to_params_buffers"):
+        return
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if prefix + key in state_dict and path + key in hook._names and tensor is not None and tensor.is_meta:
+            raise ConfigError(
+                f"load_state_dict was given values for {prefix}{key}, which is offloaded: there is nothing to load them into. Load them "
+                "before the model is dispatched, use load_checkpoint_and_dispatch, or pass assign=True to keep these weights in memory."
+            )
+
+
+# --- whole models ------------------------------------------------------------------------------------------------------------
+
+
+class CpuOffload(ModelHook):
+    """Keeps a model in host memory and moves all of it to `execution_device` when it is called; there it stays until it is sent back.
+
+    With `prev_module_hook` the model of that hook goes back to host memory first: models that are called in turn take turns on the device.
+    """
+
+    def __init__(
+        self, execution_device: str | int | torch.device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = device_for(best_family()) if execution_device is None else execution_device
+
+    def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The model goes to host memory."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model before goes back, this one and its inputs come; what is there already is not moved."""
+        device = normalize_device(self.execution_device)
+        if self.prev_module_hook is not None and _is_elsewhere(self.prev_module_hook.model, torch.device("cpu")):
+            self.prev_module_hook.offload()
+            clear_device_cache()
+        if _is_elsewhere(module, device):
+            module.to(device)
+        return send_to_device(args, device), send_to_device(kwargs, device)
+
+
+class UserCpuOffloadHook:
+    """A model and the hook that moves it, for the user's own hands.
+
+    >>> model = torch.nn.Linear(2, 2)
+    >>> handle = UserCpuOffloadHook(model, CpuOffload(execution_device="cpu"))
+    >>> _ = add_hook_to_module(model, handle.hook)
+    >>> handle.offload(), handle.remove(), hasattr(model, "_hf_hook")
+    (None, None, False)
+    """
+
+    def __init__(self, model: torch.nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Send the model back to host memory."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Take the hook off the model."""
+        remove_hook_from_module(self.model)
+
+
+def _is_elsewhere(model: torch.nn.Module, device: torch.device) -> bool:
+    return any(place.tensor.device != device for place in find_slots(model, recurse=True))

@@ -1,0 +1,264 @@
+"""Single tensors and state dicts of modules, offloaded or not.
+
+`set_module_tensor_to_device` gives one tensor another device, dtype or value and keeps its class, attributes and `requires_grad`; what
+does not fit is an error with the path of the tensor. `align_module_device` has the tensors of a module on a device for the time of a
+`with` block. State dicts of an offloaded model are complete: weights in files are views of mapped pages, which take no memory until they
+are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from slipstream.big_models.device_map.budget import HOST, resolve_device
+from slipstream.big_models.hooks.forward_hooks import AlignDevicesHook, get_hooks
+from slipstream.big_models.hooks.weight_swap import find_slots, find_swappers, normalize_device, wrap_like
+from slipstream.devices.memory import clear_device_cache
+from slipstream.devices.table import family_of
+from slipstream.errors import ConfigError, StateError
+
+__all__ = [
+    "align_module_device", "check_device_same", "get_state_dict_from_offload", "get_state_dict_offloaded_model", "has_offloaded_params",
+    "set_module_tensor_to_device",
+]
+
+
+_PACKED = "Params4bit"
+"""A class of parameters whose values are packed, and have another shape than the parameter."""
+
+
+def check_device_same(first_device: torch.device | str | int, second_device: torch.device | str | int) -> bool:
+    """Whether two devices are one; a number that is missing means the current device of its family.
+
+    >>> check_device_same("cpu", torch.device("cpu:0")), check_device_same("cpu", "meta")
+    (True, False)
+    """
+    first, second = normalize_device(first_device), normalize_device(second_device)
+    if first.type != second.type or first.type in ("cpu", "meta") or first.index == second.index:
+        return first.type == second.type
+    current = int(family_of(first).ask("current_device", default=0))
+    return (current if first.index is None else first.index) == (current if second.index is None else second.index)
+
+
+def set_module_tensor_to_device(
+    module: torch.nn.Module,
+    tensor_name: str,
+    device: int | str | torch.device,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or buffer, by its path below the module, on a device; with `value`, give it these values.
+
+    dtype: what fractions are converted to; with None a value takes the type that the tensor has. tied_params_map (address -> device ->
+    copy): a copy that is known is used instead of another, and a new one is entered if the address is known. fp16_statistics: kept beside
+    the weight as its attribute `SCB`. clear_cache: cached memory of a device is given back after something left or came.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False, device="meta"))
+    >>> set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.ones(1, 2))
+    >>> model[0].weight
+    Parameter containing:
+    tensor([[1., 1.]], requires_grad=True)
+    """
+    store, key, old = _find_tensor(module, tensor_name)
+    target = _device(device, tensor_name)
+    if value is not None and value.shape != old.shape and type(old).__name__ != _PACKED:
+        raise ConfigError(
+            f"{tensor_name} of {type(module).__name__} has shape {list(old.shape)}, and the value given for it {list(value.shape)}. Give a "
+            "tensor of the same shape, or build the model with the configuration that the weights were saved with."
+        )
+    source = old if value is None else value
+    if source.is_meta and target.type != "meta":
+        raise ConfigError(
+            f"{tensor_name} of {type(module).__name__} cannot go to {target}: {'it' if value is None else 'the value given for it'} is on "
+            "the meta device, without values. Give `value=` with its weights."
+        )
+    wanted = _dtype(dtype, tensor_name) if dtype is not None else old.dtype
+    if not (source.is_floating_point() and wanted.is_floating_point):
+        wanted = source.dtype
+    if value is None and source.device == target and source.dtype is wanted:
+        return
+    made = wrap_like(old, _copy_to(source, target, wanted, tied_params_map, non_blocking))
+    if fp16_statistics is not None:
+        made.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
+    store[key] = made
+    if clear_cache and {target.type, old.device.type} - {"cpu", "meta"}:
+        clear_device_cache()
+
+
+def _find_tensor(module: torch.nn.Module, path: str) -> tuple[dict[str, Any], str, torch.Tensor]:
+    above, _, key = path.rpartition(".")
+    try:
+        owner = module.get_submodule(above)
+    except AttributeError:
+        raise ConfigError(f"{type(module).__name__} has no module {above!r}, so that {path!r} names no tensor of it.") from None
+    for store in (owner._parameters, owner._buffers):
+        if key in store:
+            tensor = store[key]
+            if tensor is None:
+                raise ConfigError(f"{path!r} of {type(module).__name__} is None: there is no tensor to put anywhere.")
+            return store, key, tensor
+    known = ", ".join([*owner._parameters, *owner._buffers]) or "none"
+    raise ConfigError(
+        f"{path!r} names no parameter or buffer of {type(module).__name__}: {above or 'the module itself'} "
+        f"({type(owner).__name__}) has {known}."
+    )
+
+
+def _device(given: Any, path: str) -> torch.device:
+    try:
+        return normalize_device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot go to {given!r}, which torch knows no device by. Write 'cpu', 'meta' or an accelerator."
+        ) from error
+
+
+def _dtype(given: Any, path: str) -> torch.dtype:
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if isinstance(found, torch.dtype):
+        return found
+    raise ConfigError(f"dtype={given!r}, given for {path}, is none that torch has. Write a torch.dtype, or its name such as 'bfloat16'.")
+
+
+@torch.no_grad()
+def _copy_to(
+    source: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    tied: dict[int, dict[torch.device, torch.Tensor]] | None,
+    non_blocking: bool,
+) -> torch.Tensor:
+    copies = tied.get(source.data_ptr()) if tied and not source.is_meta else None
+    if copies is not None and device in copies:
+        return copies[device]
+    moved = source.detach().to(device=device, dtype=dtype, non_blocking=non_blocking)
+    if copies is not None:
+        copies[device] = moved
+    return moved
+
+
+def has_offloaded_params(module: torch.nn.Module) -> bool:
+    """Whether the weights of a module come and go, by a hook of its own or of the block that it is part of.
+
+    >>> has_offloaded_params(torch.nn.Linear(2, 2))
+    False
+    """
+    return any(isinstance(hook, AlignDevicesHook) and hook.offload for hook in get_hooks(module)) or bool(find_swappers(module))
+
+
+@contextmanager
+def align_module_device(module: torch.nn.Module, execution_device: torch.device | str | int | None = None) -> Iterator[None]:
+    """Inside, the tensors of a module itself (not of those below) are on a device; offloaded ones are there with their values.
+
+    With None offloaded weights come to the execution device of their hook, and others stay. Afterwards everything is where it was; what is
+    written into offloaded weights is lost.
+
+    >>> linear = torch.nn.Linear(2, 2)
+    >>> with align_module_device(linear, "cpu"):
+    ...     linear.weight.device
+    device(type='cpu')
+    """
+    offloading = [hook for hook in get_hooks(module) if isinstance(hook, AlignDevicesHook) and hook.offload]
+    if offloading:
+        with _weights_in_place(module, offloading, execution_device):
+            yield
+        return
+    with ExitStack() as stack:
+        for exchange in find_swappers(module):  # of the block that the module is part of
+            exchange.enter()
+            stack.callback(exchange.leave)
+        stack.enter_context(_moved_tensors(module, execution_device))
+        yield
+
+
+@contextmanager
+def _moved_tensors(module: torch.nn.Module, execution_device: torch.device | str | int | None) -> Iterator[None]:
+    places = list(find_slots(module, recurse=False)) if execution_device is not None else []
+    try:
+        for place in places:
+            set_module_tensor_to_device(module, place.name, execution_device, clear_cache=False)  # type: ignore[arg-type]
+        yield
+    finally:
+        for place in places:
+            now = place.store.get(place.key)
+            if now is not None and now is not place.tensor and now.device != place.tensor.device:
+                if not now.is_meta:
+                    place.tensor.data = now.detach().to(place.tensor.device)
+                place.store[place.key] = place.tensor
+
+
+@contextmanager
+def _weights_in_place(module: torch.nn.Module, hooks: list[AlignDevicesHook], device: torch.device | str | int | None) -> Iterator[None]:
+    before = [hook.execution_device for hook in hooks]
+    begun: list[AlignDevicesHook] = []
+    try:
+        for hook in hooks:
+            if device is not None and not check_device_same(device, hook.execution_device or "cpu"):
+                hook.execution_device = device
+            hook.pre_forward(module)
+            begun.append(hook)
+        yield
+    finally:
+        for hook in reversed(begun):
+            hook.abandon(module)
+        for hook, earlier in zip(hooks, before, strict=True):
+            if hook.execution_device is not earlier:
+                hook.execution_device = earlier
+
+
+def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
+    """The whole state dict of a model, on the CPU, wherever its weights are.
+
+    >>> from slipstream.big_models.dispatch import dispatch_model
+    >>> model = dispatch_model(torch.nn.Sequential(torch.nn.Linear(2, 1)), {"": "disk"})
+    >>> [(name, tensor.device.type) for name, tensor in get_state_dict_offloaded_model(model).items()]
+    [('0.weight', 'cpu'), ('0.bias', 'cpu')]
+    """
+    found = {name: _to_device(value, HOST) for name, value in model.state_dict().items()}
+    if nowhere := [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.is_meta]:
+        raise StateError(
+            f"{', '.join(nowhere[:5])} of this {type(model).__name__} have no values: they are on the meta device, and nothing says where "
+            "they are. Load the weights first."
+        )
+    return found
+
+
+def get_state_dict_from_offload(
+    module: torch.nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Puts the values of one module into a state dict, under the names that are in it already; the same dict comes back.
+
+    `module_name` is the full name of one of the module's tensors ("blocks.0.up.weight"). Offloaded ones go to `device_to_put_offload`.
+
+    >>> from slipstream.big_models.dispatch import dispatch_model
+    >>> model = dispatch_model(torch.nn.Sequential(torch.nn.Linear(2, 1)), {"": "disk"})
+    >>> found = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": "?", "1.weight": "?"})
+    >>> found["0.weight"].shape, found["1.weight"]
+    (torch.Size([1, 2]), '?')
+    """
+    device = resolve_device(device_to_put_offload, "device_to_put_offload") if _is_offloaded(module) else None
+    prefix = "".join(module_name.rpartition(".")[:2])
+    for name, value in module.state_dict().items():
+        if f"{prefix}{name}" in state_dict:
+            state_dict[f"{prefix}{name}"] = value if device is None else _to_device(value, device)
+    return state_dict
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    return value.detach().to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
+
+
+def _is_offloaded(module: torch.nn.Module) -> bool:
+    """Whether it has weights that are away: by a hook of its own, or of a module around it."""
+    return has_offloaded_params(module) or any(one.is_meta for one in (*module.parameters(), *module.buffers()))

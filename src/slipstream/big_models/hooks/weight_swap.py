@@ -1,0 +1,558 @@
+"""Placeholders for offloaded weights, and `WeightSwapper`, which swaps them for the weights while a module runs.
+
+An offloaded module holds meta tensors of the same shape, dtype, class and `requires_grad`. `enter` takes the weights from a `Bundle` and
+puts them in place, `leave` puts the placeholders back. Entries are counted under a lock, so nested calls and calls from several threads
+swap once. An operation that mixes a placeholder with real tensors gets its values for that one operation, with a warning, or raises; it
+never computes with memory that was not initialised. Changes to weights are not written back.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+
+from slipstream.errors import ConfigError, StateError
+from slipstream.logging import get_logger
+
+__all__ = [
+    "Bundle", "MappedBundle", "ModuleSlot", "NAME_ATTRIBUTE", "OWNER_ATTRIBUTE", "PLAIN_TYPES", "PlaceholderBuffer", "PlaceholderOwner",
+    "PlaceholderParameter", "VALUE_ATTRIBUTE", "WeightSwapper", "find_slots", "find_swappers", "is_placeholder", "make_meta_like",
+    "make_placeholder", "normalize_device", "share_memory", "wrap_like",
+]
+
+
+OWNER_ATTRIBUTE: Final = "_slipstream_keeper"
+"""The attribute of a stand-in that gives who brings its values, or None where nobody does."""
+NAME_ATTRIBUTE: Final = "_slipstream_name"
+"""The attribute of a stand-in that says which weight it stands for."""
+
+
+class PlaceholderOwner(Protocol):
+    """Who brings the values of a weight that is away."""
+
+    def values_of(self, stand_in: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """The values, inside of the block."""
+
+
+def _apply_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        everything = list(_tensors([*args, *kwargs.values()]))
+        away = [one for one in everything if isinstance(one, (PlaceholderParameter, PlaceholderBuffer)) and one.is_meta]
+        if away and any(not one.is_meta and one.dim() for one in everything):
+            return _with_values(function, args, kwargs, away)
+        result = function(*args, **kwargs)
+        if function in torch.overrides.get_default_nowrap_functions() or not isinstance(result, torch.Tensor) or not result.is_meta:
+            return result
+        return result if isinstance(result, (PlaceholderParameter, PlaceholderBuffer)) else result.as_subclass(PlaceholderBuffer)
+
+
+def _with_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], away: Sequence[torch.Tensor]) -> Any:
+    """The operation with the weights themselves in the places of their stand-ins."""
+    name = getattr(function, "__name__", "")
+    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+        raise StateError(_placeholder_error(away[0], "written to"))
+    with ExitStack() as stack:
+        values: dict[int, torch.Tensor] = {}
+        for one in away:
+            keeper: PlaceholderOwner | None = getattr(one, OWNER_ATTRIBUTE, lambda: None)()
+            if keeper is None:
+                raise StateError(_placeholder_error(one, "used"))
+            if id(one) not in values:
+                values[id(one)] = stack.enter_context(keeper.values_of(one))
+        return function(*_replaced(args, values), **{key: _replaced([value], values)[0] for key, value in kwargs.items()})
+
+
+def _replaced(given: Iterable[Any], values: Mapping[int, torch.Tensor]) -> list[Any]:
+    return [type(one)(_replaced(one, values)) if type(one) in (list, tuple) else values.get(id(one), one) for one in given]
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _placeholder_error(tensor: torch.Tensor, done: str) -> str:
+    name = getattr(tensor, NAME_ATTRIBUTE, "something made of an offloaded weight")
+    return (
+        f"{name} is away (it is offloaded), and was {done}: its values are there while the block that it is part of runs. Call that block "
+        "as a whole; or bring the weights with `with slipstream.utils.align_module_device(module):`; or, if a module uses the weights of "
+        "its children itself, name its class in preload_module_classes when you dispatch the model."
+    )
+
+
+class PlaceholderParameter(torch.nn.Parameter):
+    """For a Parameter."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _apply_operation(func, args, kwargs or {})
+
+
+class PlaceholderBuffer(torch.Tensor):
+    """For a buffer, and for what is made of a stand-in alone."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _apply_operation(func, args, kwargs or {})
+
+
+def make_placeholder(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The same tensor, which is on the meta device, as a stand-in for the weight `name`; kinds of tensors of others stay what they are.
+
+    >>> torch.ones(2, 3) @ make_placeholder(torch.empty(3, 3, device="meta"), "head.weight")
+    Traceback (most recent call last):
+    slipstream.errors.StateError: head.weight is away (it is offloaded), and was used: its values are there while ...
+    """
+    if type(tensor) is torch.nn.Parameter:  # changed in place: others may hold it, and ties are known by identity
+        tensor.__class__ = PlaceholderParameter
+    elif type(tensor) is torch.Tensor:
+        tensor.__class__ = PlaceholderBuffer
+    if is_placeholder(tensor):
+        setattr(tensor, NAME_ATTRIBUTE, name)
+    return tensor
+
+
+def is_placeholder(tensor: Any) -> bool:
+    """Whether a tensor stands for one that is away."""
+    return isinstance(tensor, (PlaceholderParameter, PlaceholderBuffer))
+
+
+PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
+_PLACEHOLDER_ATTRIBUTE: Final = "_slipstream_parked"
+VALUE_ATTRIBUTE: Final = "_slipstream_made"
+"""Where the Parameter that was made of a tensor is kept: on that tensor, with the address of its memory."""
+
+
+class ModuleSlot(NamedTuple):
+    """One place of a tensor in a tree of modules."""
+
+    name: str
+    store: dict[str, Any]
+    """`_parameters` or `_buffers` of the module that holds it."""
+    key: str
+    tensor: torch.Tensor
+    owner: torch.nn.Module
+    persistent: bool
+
+
+def find_slots(module: torch.nn.Module, recurse: bool) -> Iterator[ModuleSlot]:
+    """Every place of a parameter or buffer, tied ones more than once, and modules once.
+
+    >>> [place.name for place in find_slots(torch.nn.Sequential(torch.nn.Linear(2, 2)), recurse=True)]
+    ['0.weight', '0.bias']
+    """
+    waiting, seen = [("", module)], {id(module)}
+    while waiting:
+        prefix, owner = waiting.pop()
+        transient = owner._non_persistent_buffers_set
+        for store in (owner._parameters, owner._buffers):
+            for key, tensor in store.items():
+                if tensor is not None:
+                    yield ModuleSlot(prefix + key, store, key, tensor, owner, store is owner._parameters or key not in transient)
+        if recurse:
+            inner = [(f"{prefix}{name}.", child) for name, child in owner._modules.items() if child is not None]
+            inner = [(name, child) for name, child in inner if id(child) not in seen]
+            seen.update(id(child) for _, child in inner)
+            waiting.extend(reversed(inner))
+
+
+def normalize_device(device: Any) -> torch.device:
+    """The device that was meant; there is one processor, whatever number it is given.
+
+    >>> normalize_device("cpu:0")
+    device(type='cpu')
+    """
+    made = torch.device(device)
+    return torch.device("cpu") if made.type == "cpu" else made
+
+
+def wrap_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """These values as what `like` is: a Parameter of its class, with its attributes and `requires_grad`, or a plain buffer.
+
+    >>> wrap_like(torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False), torch.ones(2))
+    Parameter containing:
+    tensor([1., 1.])
+    """
+    if not isinstance(like, torch.nn.Parameter):
+        return data.detach()
+    needs = like.requires_grad and (data.is_floating_point() or data.is_complex())
+    with torch.inference_mode(False):
+        if type(like) is torch.nn.Parameter or is_placeholder(like) or type(data) not in PLAIN_TYPES:
+            made = torch.nn.Parameter(data.detach(), requires_grad=needs)
+        else:
+            made = torch.Tensor._make_subclass(type(like), data.detach(), needs)
+    vars(made).update(
+        {
+            name: value
+            for name, value in vars(like).items()
+            if name not in (VALUE_ATTRIBUTE, _PLACEHOLDER_ATTRIBUTE, OWNER_ATTRIBUTE, NAME_ATTRIBUTE)
+        }
+    )
+    return made
+
+
+def make_meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    """The stand-in of a tensor: the same without values, on the meta device.
+
+    >>> make_meta_like(torch.ones(2, dtype=torch.float16))
+    tensor(..., device='meta', size=(2,), dtype=torch.float16)
+    """
+    if tensor.is_meta:
+        return tensor
+    known: torch.Tensor | None = getattr(
+        tensor, _PLACEHOLDER_ATTRIBUTE, None
+    )  # of another block that has the same weight: what is tied stays one
+    if known is None or known.dtype is not tensor.dtype or known.requires_grad is not tensor.requires_grad:
+        with torch.inference_mode(False), torch.no_grad():
+            known = wrap_like(tensor, tensor.detach().to("meta"))
+        setattr(tensor, _PLACEHOLDER_ATTRIBUTE, known)
+    return known
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one piece of memory."""
+    if one.is_meta or other.is_meta or type(one) not in PLAIN_TYPES or type(other) not in PLAIN_TYPES:
+        return one is other
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+_TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
+
+
+class Bundle(Protocol):
+    """The tensors of one module, from wherever they are.
+
+    One that has a method `arrive` is told before each use, also of threads that find the tensors in place; it may let them wait there.
+    One that has a method `restore` is told when somebody has written into the tensors, which shall have their values again next time.
+    One that has a method `recall` is told when a backward comes to what the module computed, and will use the tensors again.
+    """
+
+    def take(self) -> Sequence[torch.Tensor]:
+        """The tensors, on the execution device, in the order of the names; valid until `release_memory`."""
+
+    def give_back(self) -> None:
+        """They are not needed any more. What a graph of autograd still holds stays valid."""
+
+
+class MappedBundle:
+    """Tensors looked up by name in any mapping, and moved to the device if they are elsewhere.
+
+    >>> bundle = MappedBundle({"weight": torch.ones(2)}, ["weight"], torch.device("cpu"))
+    >>> bundle.take()
+    [tensor([1., 1.])]
+    """
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], names: Sequence[str], device: torch.device, tied: _TiedTensors | None = None
+    ) -> None:
+        self._weights = weights
+        self._names = list(names)
+        self._device = device
+        self._tied = tied if tied is not None else {}
+        self._shared: list[int] = []
+        self.keeps_changes = True
+        """Whether what is written into the tensors stays: they are those of the mapping itself. Until told otherwise by a move."""
+
+    def take(self) -> list[torch.Tensor]:
+        """The tensors of the mapping themselves where they are on the device already."""
+        weights, device = self._weights, self._device
+        found = [weights[name] for name in self._names]
+        return [tensor if tensor.device == device else self._moved(tensor) for tensor in found]
+
+    def give_back(self) -> None:
+        """Copies on the device are let go; those that other modules share too."""
+        while self._shared:
+            self._tied[self._shared.pop()].pop(self._device, None)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.keeps_changes = False
+        copies = self._tied.get(tensor.data_ptr()) if self._tied and not tensor.is_meta else None
+        if copies is not None and self._device in copies:
+            return copies[self._device]
+        with torch.inference_mode(False), torch.no_grad():
+            moved = tensor.detach().to(self._device)
+        if copies is not None:
+            copies[self._device] = moved
+            self._shared.append(tensor.data_ptr())
+        return moved
+
+
+_InstalledValue = tuple[torch.Tensor, int, torch.dtype, bool]
+"""What stands for a tensor, its address (0: not watched), and for which dtype and requires_grad of the stand-in it was made."""
+
+
+class _SwapperReference:
+    """On a stand-in: whose it is. Copies of a model find their own when they run."""
+
+    __slots__ = ("_exchange",)
+
+    def __init__(self, exchange: WeightSwapper | None = None) -> None:
+        self._exchange = None if exchange is None else weakref.ref(exchange)
+
+    def __reduce__(self) -> tuple[type[_SwapperReference], tuple[()]]:
+        return (_SwapperReference, ())
+
+    def __call__(self) -> WeightSwapper | None:
+        return None if self._exchange is None else self._exchange()
+
+
+def find_swappers(module: torch.nn.Module) -> list[WeightSwapper]:
+    """Those that bring the tensors of a module itself, whichever module their hooks are on; each once."""
+    keepers = [getattr(place.tensor, OWNER_ATTRIBUTE, None) for place in find_slots(module, recurse=False)]
+    found = [keeper() for keeper in keepers if isinstance(keeper, _SwapperReference)]
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+class _SwappedTensor:
+    """A tensor that is away: its first place with its stand-in, and its other places."""
+
+    __slots__ = ("also", "first", "name")
+
+    def __init__(self, places: Sequence[ModuleSlot]) -> None:
+        self.name = places[0].name
+        self.first = (places[0].store, places[0].key, make_meta_like(places[0].tensor))
+        self.also = tuple((place.store, place.key) for place in places[1:])
+        self.put(self.first[2])
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Into every place."""
+        self.first[0][self.first[1]] = tensor
+        for store, key in self.also:
+            store[key] = tensor
+
+    def look_again(self) -> torch.Tensor:
+        """Something else stands in the place. Another stand-in is taken for this one; values of somebody else are left alone."""
+        store, key, parked = self.first
+        now = store.get(key)
+        if now is not None and now.is_meta:
+            self.first = (store, key, now)
+        return self.first[2]
+
+
+class _SwapWarnings:
+    """What was said already: a warning is given once for all blocks that have their weights from one store."""
+
+    def __init__(self, prefix: str, bundle: Any) -> None:
+        self.prefix = prefix
+        said: set[str] | None = getattr(getattr(bundle, "store", None), "said", None)
+        self._said = set() if said is None else said
+
+    def once(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            get_logger(__name__).warning(message)
+
+    def got_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        self.once(
+            "gradient",
+            f"A gradient reached the offloaded weight {self.prefix}{name} and was dropped: offloaded weights are not trained. Freeze "
+            "them (requires_grad_(False)) and train adapters beside them, or keep this module in memory (another device_map).",
+        )
+
+
+class WeightSwapper:
+    """The weights of one module, that come and go.
+
+    `groups`: the places of each tensor (several where it is tied); the bundle gives one tensor for each group, in this order.
+
+    >>> linear = torch.nn.Linear(2, 2, bias=False)
+    >>> weights = {"weight": linear.weight.detach()}
+    >>> exchange = WeightSwapper([list(places_of(linear, recurse=False))], MappedBundle(weights, ["weight"], torch.device("cpu")))
+    >>> linear.weight.is_meta, exchange.enter(), linear.weight.is_meta, exchange.leave(), linear.weight.is_meta
+    (True, None, False, None, True)
+    """
+
+    def __init__(self, groups: Iterable[Sequence[ModuleSlot]], bundle: Bundle, prefix: str = "") -> None:
+        self._slots = [_SwappedTensor(places) for places in groups]
+        for slot in self._slots:
+            setattr(make_placeholder(slot.first[2], f"{prefix}{slot.name}"), OWNER_ATTRIBUTE, _SwapperReference(self))
+        self._bundle = bundle
+        self._recall = getattr(bundle, "recall", None)
+        self._arrive = getattr(bundle, "arrive", None)
+        self._lock = threading.RLock()
+        self._count = 0
+        self._held = False
+        self._seen = False
+        self._now: list[_InstalledValue] = []
+        self._versions: list[int] = []
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._told = _SwapWarnings(prefix, bundle)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the weights are in their places."""
+        return self._held
+
+    def enter(self, counted: bool = True) -> None:
+        """Put the weights in place, unless they are. What is not counted holds them until the next `leave`, if nothing else is running."""
+        if self._arrive is not None:  # outside of the lock: it may wait for other threads that come to this module too
+            self._arrive()
+        with self._lock:
+            if not self._held:
+                self._take()
+                self._held = True
+            if counted or self._count:
+                self._count += 1
+
+    def leave(self) -> None:
+        """The counterpart of `enter`; more often than that does no harm."""
+        with self._lock:
+            if self._count:
+                self._count -= 1
+            if self._held and not self._count:
+                self._held = False
+                self._park()
+
+    def watch(self, output: Any) -> None:
+        """A backward will come through this output, and to the weights that made it."""
+        if self._recall is None:
+            return
+        if isinstance(output, torch.Tensor):
+            if output.requires_grad:
+                output.register_hook(self._recalled)  # type: ignore[no-untyped-call]
+        elif isinstance(output, (list, tuple)):
+            for one in output:
+                self.watch(one)
+        elif isinstance(output, Mapping):
+            for one in output.values():
+                self.watch(one)
+
+    def _recalled(self, _: torch.Tensor) -> None:
+        if self._recall is not None:
+            self._recall()
+
+    @contextmanager
+    def values_of(self, stand_in: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The values of one of its stand-ins, for an operation outside of the module."""
+        slot = next(slot for slot in self._slots if slot.first[2] is stand_in)
+        self._told.once(
+            f"outside {self._told.prefix}{slot.name}",
+            f"{self._told.prefix}{slot.name} was used outside of the block that it is offloaded with, and is brought for single "
+            "operations, which is slow. Call that block as a whole; or, if a module uses the weights of its children itself, name its "
+            "class in preload_module_classes when you dispatch the model.",
+        )
+        with self._lock:
+            tensors = self._bundle.take()
+            try:
+                yield self._make(slot, tensors[self._slots.index(slot)])[0]
+            finally:
+                self._bundle.give_back()
+
+    def close(self) -> None:
+        """Park at once, whatever runs."""
+        with self._lock:
+            self._count = 0
+            if self._held:
+                self._held = False
+                self._park()
+
+    def uses_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is, or lies in, one of those in place now."""
+        return any(share_memory(made[0], tensor) for made in self._now)
+
+    def _take(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # stand-ins are looked at here, not computed with
+            self._put_in_place(self._bundle.take())
+
+    def _put_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
+        now: list[_InstalledValue] = []
+        graph = torch.is_grad_enabled()  # without a graph it does not matter what is frozen
+        try:
+            if not self._seen:
+                self._check(tensors)
+            for slot, tensor in zip(self._slots, tensors, strict=True):
+                store, key, parked = slot.first
+                alone = False
+                if (held := store.get(key)) is not parked:
+                    parked = slot.look_again()
+                    alone = held is None or not held.is_meta  # somebody's own values, such as those of torch.func.functional_call
+                made: _InstalledValue | None = getattr(tensor, VALUE_ATTRIBUTE, None)
+                if made is None or made[2] is not parked.dtype or (graph and made[3] is not parked.requires_grad):
+                    made = self._make(slot, tensor)
+                now.append(made)
+                if alone:
+                    continue
+                store[key] = made[0]
+                if slot.also:
+                    slot.put(made[0])
+            self._versions = [made[0]._version if made[1] else 0 for made in now]
+        except BaseException:
+            for slot, made in zip(self._slots, now, strict=False):
+                if slot.first[0].get(slot.first[1]) is made[0]:
+                    slot.put(slot.first[2])
+            self._bundle.give_back()
+            raise
+        self._now, self._tensors = now, tensors
+
+    def _park(self) -> None:
+        for slot, (value, address, _, _), version in zip(self._slots, self._now, self._versions, strict=True):
+            if address and (value._version != version or value.data_ptr() != address):
+                self._changed(slot, value, address)
+            store, key, parked = slot.first
+            if store.get(key) is not value:
+                slot.look_again()
+            elif slot.also:
+                slot.put(parked)
+            else:
+                store[key] = parked
+        self._now, self._tensors = [], ()
+        self._bundle.give_back()
+
+    def _make(self, slot: _SwappedTensor, tensor: torch.Tensor) -> _InstalledValue:
+        """What stands in the slot for this tensor, and its address (0 where there is none to watch); kept with the tensor."""
+        parked = slot.first[2]
+        wanted, converted = parked.dtype, tensor
+        if tensor.dtype is not wanted and tensor.is_floating_point() and wanted.is_floating_point:
+            with torch.inference_mode(False), torch.no_grad():
+                converted = tensor.detach().to(wanted)
+        value = wrap_like(parked, converted)
+        if value.requires_grad and value.is_leaf:
+            value.register_post_accumulate_grad_hook(partial(self._told.got_gradient, slot.name))  # type: ignore[no-untyped-call]
+        watched = type(value) in PLAIN_TYPES and not value.is_inference() and not value.is_meta
+        made = (value, value.data_ptr() if watched else 0, wanted, parked.requires_grad)
+        if converted is tensor:
+            setattr(tensor, VALUE_ATTRIBUTE, made)
+        return made
+
+    def _changed(self, slot: _SwappedTensor, value: torch.Tensor, address: int) -> None:
+        same = value.data_ptr() == address
+        if same and getattr(self._bundle, "keeps_changes", False):
+            return
+        for tensor in self._tensors:
+            made = getattr(tensor, VALUE_ATTRIBUTE, None)
+            if made is not None and made[0] is value:  # it may stand for other values now
+                delattr(tensor, VALUE_ATTRIBUTE)
+        if same and (restore := getattr(self._bundle, "restore", None)) is not None:
+            restore()
+        if not same and value.dtype is not slot.first[2].dtype:  # converted for this forward, by a hook that casts: nothing is lost
+            return
+        self._told.once(
+            "changed",
+            f"{self._told.prefix}{slot.name} was written to while its module ran, and the change is lost: offloaded weights are read anew "
+            "for every forward. Keep this module in memory (another device_map), or assign the new values to the hook's weights_map.",
+        )
+
+    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != len(self._slots):
+            raise StateError(f"A bundle of {len(self._slots)} weights gave {len(tensors)} tensors.")
+        for slot, tensor in zip(self._slots, tensors, strict=True):
+            if tensor.shape != slot.first[2].shape:
+                raise ConfigError(
+                    f"The weights that are offloaded have {self._told.prefix}{slot.name} with shape {list(tensor.shape)}, but the module "
+                    f"wants {list(slot.first[2].shape)}. Give the weights of this model (state_dict, weights_map or offload_index)."
+                )
+        self._seen = True

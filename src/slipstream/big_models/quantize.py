@@ -1,0 +1,412 @@
+"""`load_and_quantize_model`: weights go from memory-mapped files into 8 or 4 bits, layer by layer.
+
+The peak of memory is the quantized model plus one layer in full precision. The output head, modules with tied weights, and what the
+config names stay as they are. What cannot be done is refused before the model changes: weights on the disk, layers that are quantized
+already, nothing to convert. Quantized models are for inference.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from slipstream.big_models.device_map.budget import ResolvedDeviceMap, get_balanced_memory
+from slipstream.big_models.device_map.plan import check_device_map, infer_auto_device_map
+from slipstream.big_models.device_map.sizes import find_tied_parameters
+from slipstream.big_models.dispatch import dispatch_model
+from slipstream.big_models.load import WeightLoadOptions, load_by_device_map
+from slipstream.big_models.previous_dispatch import has_offloaded_modules
+from slipstream.big_models.quantization_config import (
+    BitsandbytesConverter,
+    BnbQuantizationConfig,
+    QuantizationConfig,
+    TorchaoConverter,
+    TorchaoQuantizationConfig,
+    quantize_rows,
+)
+from slipstream.big_models.weight_store.offload_folder import offload_weight
+from slipstream.checkpoint.weight_source import find_weights
+from slipstream.devices.table import CPU, best_family, device_for
+from slipstream.distributed.progress_bar import bar
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files.atomic_files import check_local_path
+from slipstream.logging import get_logger
+
+__all__ = [
+    "find_skipped_modules", "get_keys_to_not_convert", "get_parameter_device", "get_quantized_model_device_map", "is_within_any",
+    "load_and_quantize_model", "quantize_and_offload_8bit", "replace_with_bnb_layers", "select_layers",
+]
+
+
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
+    """The modules that lose most by being quantised: the one that makes the output, and those with tied weights.
+
+    >>> get_keys_to_not_convert(nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 4)))
+    ['2']
+    """
+    groups = [[name.rpartition(".")[0] for name in group] for group in find_tied_parameters(model)]
+    # One module under several names is converted as one; it is between modules that a weight would come apart.
+    tied = {name for names in groups if len({id(model.get_submodule(name)) for name in names}) > 1 for name in names}
+    head = _output_head(model)
+    return sorted({*tied, *([head] if head is not None else [])})
+
+
+def _output_head(model: nn.Module) -> str | None:
+    """The module that makes the output: the one that the model names, else its last linear layer; a model without a head has none."""
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    ask = getattr(model, "get_output_embeddings", None)
+    if not callable(ask):
+        return linear[-1][0] if linear else None
+    found = ask()
+    if found is not None:
+        return next((name for name, module in model.named_modules() if module is found), None)
+    inner = getattr(model, getattr(model, "base_model_prefix", "") or "", None)
+    if not isinstance(inner, nn.Module):
+        return None  # the inner part of a model alone, without what is on top of it
+    inside = {id(module) for module in inner.modules()}
+    return next((name for name, module in reversed(linear) if id(module) not in inside), None)
+
+
+def is_within_any(name: str, parts: Collection[str]) -> bool:
+    """Whether a module is one of those named, or within one of them.
+
+    >>> is_within_any("model.lm_head", ["lm_head"]), is_within_any("model.lm_head_2", ["lm_head"])
+    (True, False)
+    """
+    return any(f".{part}." in f".{name}." for part in parts)
+
+
+def find_skipped_modules(model: nn.Module, config: QuantizationConfig) -> list[str]:
+    """Names of modules that stay as they are."""
+    skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
+    kept = config.keep_in_fp32_modules or []
+    known = [name for name, _ in model.named_modules()]
+    for field, names in (("skip_modules", config.skip_modules or []), ("keep_in_fp32_modules", kept)):
+        if unknown := [one for one in names if not any(is_within_any(name, [one]) for name in known)]:
+            raise ConfigError(f"{field} names {unknown[0]!r}, and the model has no such module. It has: {', '.join(known[1:9])}, ...")
+    return [*skipped, *kept]
+
+
+def select_layers(model: nn.Module, spared_names: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers to convert; a class of the user's own that derives from Linear may compute something else, and stays."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and not is_within_any(name, spared_names):
+            yield name, module
+
+
+_STRATEGIES: Final = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+class _Converter(Protocol):
+    def refuses(self, layer: nn.Linear) -> str: ...
+
+    def convert(self, layer: nn.Linear, device: torch.device, dtype: torch.dtype) -> nn.Module: ...
+
+
+class _StoredDtypes(WeightLoadOptions):
+    """Weights as they are in the file; they are converted as their layer's turn comes."""
+
+    def dtype_of(self, names: Iterable[str], held: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+        return value.dtype if value.is_floating_point() and held.is_floating_point() else held.dtype
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: QuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: Mapping[str, Any] | str | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: Mapping[Any, Any] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Gives the linear layers of a model weights of 8 or 4 bits, in place, and gives the model back, ready for inference.
+
+    The config is a `BnbQuantizationConfig` or a `TorchaoQuantizationConfig`. `weights_location` is a file, an index or a folder of weights,
+    for a model that was made under `init_empty_weights` or otherwise; without it the weights that the model has are converted.
+    `device_map` says where modules go: a dict, "auto" and the like, or nothing for the first device there is. The disk is refused.
+    `offload_state_dict` needs nothing: no state dict is ever in memory.
+
+    >>> from slipstream.big_models.quantization_config import TorchaoQuantizationConfig
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    >>> model = load_and_quantize_model(model, TorchaoQuantizationConfig(weight_bits=8))
+    >>> type(model[0].weight).__name__, type(model[2].weight).__name__
+    ('Int8Tensor', 'Parameter')
+    """
+    config = _checked_config(model, bnb_quantization_config)
+    names = find_skipped_modules(model, config)
+    layers = dict(select_layers(model, names))
+    places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    targets = _targets(model, places)
+    if offload_folder is not None:
+        get_logger(__name__).warning("offload_folder changes nothing: quantised weights stay in memory.")
+    scheme = _converter_for(config)
+    if refused := {name: why for name, layer in layers.items() if (why := scheme.refuses(layer))}:
+        name, why = next(iter(refused.items()))
+        get_logger(__name__).warning(f"{len(refused)} of {len(layers)} linear layers stay as they are, such as {name}: {why}.")
+    if len(refused) == len(layers):
+        raise ConfigError(f"There is no layer to quantise in {type(model).__name__}: {_why_none(layers, refused, names)}.")
+    types = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    if weights_location is not None:
+        path = check_local_path(weights_location, "weights_location")
+        load_by_device_map(model, find_weights(path), str(path), ResolvedDeviceMap({"": CPU.type}), _StoredDtypes())
+    _demand_weights(model, weights_location)
+    kept = config.keep_in_fp32_modules or []
+    taken = [name for name in layers if name not in refused]
+    seats = _parents_of_modules(model)
+    with bar(len(taken), "quantising", "layer") as shown:
+        for name in taken:
+            device, layer = targets[name], layers.pop(name)
+            assert device is not None  # the disk was refused
+            _replace_module(seats[id(layer)], scheme.convert(layer, device, config.torch_dtype or types[f"{name}.weight"]))
+            del layer
+            shown.update()
+    _place_unconverted(model, targets, types, config.torch_dtype, kept, converted=set(taken))
+    _warn_dtype_change(config, types)
+    if targets.single is None:
+        return dispatch_model(model, places)
+    model.hf_device_map = places  # type: ignore[assignment]
+    return model
+
+
+def _checked_config(model: Any, config: Any) -> QuantizationConfig:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"load_and_quantize_model was given a {type(model).__qualname__}. Pass a torch.nn.Module.")
+    if not isinstance(config, (BnbQuantizationConfig, TorchaoQuantizationConfig)):
+        raise ConfigError(
+            f"bnb_quantization_config is a {type(config).__qualname__}. Pass a BnbQuantizationConfig or a TorchaoQuantizationConfig."
+        )
+    if isinstance(model, nn.Linear):
+        raise ConfigError(
+            "The model is a single linear layer, which cannot be converted in place. Put it into a module: nn.Sequential(layer)."
+        )
+    if has_offloaded_modules(model):
+        raise ConfigError(
+            f"This {type(model).__name__} is dispatched, and weights that are away are not quantised. Quantise the plain model, or bring "
+            'its weights into memory first: dispatch_model(model, {"": "cpu"}).'
+        )
+    odd = next((name for name, one in model.named_parameters() if type(one) not in (nn.Parameter, torch.Tensor)), None)
+    if odd is not None:
+        raise ConfigError(
+            f"{odd} is a {type(model.get_parameter(odd)).__name__}: this model is quantised already. Start from plain weights."
+        )
+    return config
+
+
+def _converter_for(config: QuantizationConfig) -> _Converter:
+    return BitsandbytesConverter(config) if isinstance(config, BnbQuantizationConfig) else TorchaoConverter(config)
+
+
+def _why_none(layers: Mapping[str, nn.Linear], refused: Mapping[str, str], names: Collection[str]) -> str:
+    if layers:
+        return next(iter(refused.values()))
+    return f"it has no plain nn.Linear but those that stay as they are ({', '.join(names) or 'none'}); name others in skip_modules"
+
+
+def _demand_weights(model: nn.Module, location: Any) -> None:
+    absent = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
+    if not absent:
+        return
+    if location is None:
+        raise ConfigError(
+            f"{absent[0]} and {len(absent) - 1} others have no values. Give weights_location, the place of the model's weights."
+        )
+    raise CheckpointError(f"{location} has no value for {', '.join(absent[:5])}. Give the weights of the whole model.")
+
+
+def _parents_of_modules(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each module stands in others: more than once if it is shared."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            found.setdefault(id(child), []).append((parent, name))
+    return found
+
+
+def _replace_module(seats: Iterable[tuple[nn.Module, str]], made: nn.Module) -> None:
+    for parent, name in seats:
+        parent._modules[name] = made
+
+
+def _place_unconverted(
+    model: nn.Module,
+    targets: ResolvedDeviceMap,
+    types: Mapping[str, torch.dtype],
+    dtype: torch.dtype | None,
+    kept: Collection[str],
+    *,
+    converted: Collection[str],
+) -> None:
+    """What is not converted gets its type and its device; tied weights stay one."""
+    made: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        if path in converted:
+            continue
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for place in places:
+            for last, tensor in list(place.items()):
+                if tensor is None:
+                    continue
+                name = f"{path}.{last}" if path else last
+                wanted = tensor.dtype if not tensor.is_floating_point() else dtype or types.get(name, tensor.dtype)
+                if tensor.is_floating_point() and is_within_any(path, kept):
+                    wanted = torch.float32
+                if id(tensor) not in made:
+                    made[id(tensor)] = _convert_tensor(tensor, targets[name], wanted)
+                place[last] = made[id(tensor)]
+
+
+def _warn_dtype_change(config: QuantizationConfig, types: Mapping[str, torch.dtype]) -> None:
+    """Says that the model takes other inputs now, if nobody asked for that."""
+    made = config.unasked_dtype if isinstance(config, BnbQuantizationConfig) else None
+    before = next((dtype for dtype in types.values() if dtype.is_floating_point and dtype is not made), None)
+    if made is not None and before is not None:
+        bits = 8 if config.target_dtype is torch.int8 else 4
+        short, own = (str(dtype).partition(".")[2] for dtype in (made, before))
+        get_logger(__name__).warning(
+            f"What is not quantised was {own} and is {short} now, the default of torch_dtype beside {bits} bits: "
+            f"pass inputs in {short}, or write torch_dtype={own!r} to go on with {own} ones."
+        )
+
+
+def _convert_tensor(tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype is dtype and tensor.device == device:
+        return tensor
+    moved = tensor.detach().to(device, dtype)
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+
+
+# --- where modules go -----------------------------------------------------------------------------------------------------------------
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: QuantizationConfig,
+    device_map: Mapping[str, Any] | str | None = None,
+    max_memory: Mapping[Any, Any] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """A device map in which weights count with the bits that they will have.
+
+    >>> from slipstream.big_models.quantization_config import TorchaoQuantizationConfig
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> get_quantized_model_device_map(model, TorchaoQuantizationConfig(), {"": "cpu"})
+    {'': 'cpu'}
+    """
+    config = bnb_quantization_config
+    unused = [
+        name for name, given in (("max_memory", max_memory), ("no_split_module_classes", no_split_module_classes)) if given is not None
+    ]
+    if unused and not isinstance(device_map, str):
+        get_logger(__name__).warning(f"{' and '.join(unused)} changes nothing without a device_map that is to be found, such as 'auto'.")
+    if device_map is None:
+        family = best_family()
+        return {"": CPU.type if family is CPU else device_for(family)}
+    if not isinstance(device_map, str):
+        if not isinstance(device_map, Mapping):
+            raise ConfigError(f"device_map={device_map!r} is neither a dict nor one of {', '.join(map(repr, _STRATEGIES))}.")
+        return dict(device_map)
+    if device_map not in _STRATEGIES:
+        raise ConfigError(f"device_map={device_map!r} is no way to find one. Write one of {', '.join(map(repr, _STRATEGIES))}, or a dict.")
+    sizes = _planned_types(model, config)
+    if device_map != "sequential":
+        low = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, special_dtypes=sizes, low_zero=low)
+    return infer_auto_device_map(model, max_memory, no_split_module_classes, special_dtypes=sizes)
+
+
+def _planned_types(model: nn.Module, config: QuantizationConfig) -> dict[str, Any]:
+    """The type of every parameter as it will be."""
+    small = {f"{name}.weight" for name, _ in select_layers(model, find_skipped_modules(model, config))}
+    wide = config.keep_in_fp32_modules or []
+    types: dict[str, Any] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        rest = torch.float32 if is_within_any(name.rpartition(".")[0], wide) else config.torch_dtype or parameter.dtype
+        types[name] = config.target_dtype if name in small else rest
+    return types
+
+
+def _targets(model: nn.Module, device_map: Mapping[str, Any]) -> ResolvedDeviceMap:
+    check_device_map(model, device_map)
+    targets = ResolvedDeviceMap(device_map)
+    for name, device in targets.entries.items():
+        if device is None or (device.type == CPU.type and targets.main.type != CPU.type):
+            where = "the disk" if device is None else "main memory beside an accelerator"
+            raise ConfigError(
+                f"device_map puts {name or 'the whole model'} into {where}, and quantised weights are not offloaded. "
+                "Give max_memory or a device_map with room for it, fewer bits, or offload the plain model: load_checkpoint_and_dispatch."
+            )
+    return targets
+
+
+# --- single steps, for those who put models together themselves --------------------------------------------------------------------------
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Sequence[str] | None = None,
+    current_key_name: Sequence[str] | None = None,
+) -> nn.Module:
+    """Puts layers of bitsandbytes in the place of linear ones, with their weights if they have any; the model comes back.
+
+    `current_key_name` is the path of `model` within a larger one, whose names `modules_to_not_convert` may mean.
+    """
+    scheme = BitsandbytesConverter(bnb_quantization_config)
+    prefix = ".".join(current_key_name or ())
+    names = find_skipped_modules(model, bnb_quantization_config) if modules_to_not_convert is None else modules_to_not_convert
+    layers = [
+        (name, layer)
+        for name, layer in select_layers(model, ())
+        if name and not is_within_any(f"{prefix}.{name}" if prefix else name, names) and not is_within_any(name, names)
+    ]
+    if not layers:
+        get_logger(__name__).warning(f"No layer of {type(model).__name__} was converted: it has no linear layers but those to leave alone.")
+    seats = _parents_of_modules(model)
+    for _, layer in layers:
+        _replace_module(seats[id(layer)], scheme.convert(layer, layer.weight.device, bnb_quantization_config.torch_dtype))
+    return model
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """The device of a module: that of its first parameter.
+
+    >>> get_parameter_device(nn.Linear(2, 2))
+    device(type='cpu')
+    """
+    found = next(parameter.parameters(), None)
+    if found is None:
+        raise ConfigError(f"{type(parameter).__name__} has no parameters, and so no device.")
+    return found.device
+
+
+def quantize_and_offload_8bit(
+    model: nn.Module,
+    param: torch.Tensor,
+    param_name: str,
+    new_dtype: torch.dtype,
+    offload_folder: str | os.PathLike[str],
+    offload_index: dict[str, Any],
+    fp16_statistics: torch.Tensor | None,
+) -> None:
+    """Parks one weight in a folder in 8 bits, with the scales of its rows beside it as `SCB`, and leaves nothing of it in the model.
+
+    `fp16_statistics` are the scales of a weight that is in 8 bits already. Other tensors than weights are parked as `new_dtype`.
+    """
+    path, _, last = param_name.rpartition(".")
+    module = model.get_submodule(path)
+    if fp16_statistics is not None:
+        data, scale = param, fp16_statistics
+    elif param.is_floating_point() and last == "weight" and param.dim() == 2:
+        data, scale = quantize_rows(param)
+    else:
+        data, scale = param.to(new_dtype), None
+    offload_weight(data, param_name, offload_folder, index=offload_index)
+    if scale is not None:
+        offload_weight(scale, f"{path}.SCB" if path else "SCB", offload_folder, index=offload_index)
+    empty = torch.empty(param.shape, dtype=data.dtype, device="meta")
+    module._parameters[last] = nn.Parameter(empty, requires_grad=False)

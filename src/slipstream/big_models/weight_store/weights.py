@@ -1,0 +1,248 @@
+"""Mappings from names to offloaded weights: in memory, in memory-mapped safetensors files, or in an offload folder.
+
+Every mapping returns CPU tensors. Those in files are views of mapped pages: nothing is read before it is used, and nothing is copied.
+`bundle` returns the tensors of one module together, so that the store can prefetch the next ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.big_models.weight_store.mapped_file import MappedFile, WeightBlock, open_mapped_file
+from slipstream.big_models.weight_store.store import BlockTransfer, DeviceBundle, PageBundle, WeightStore
+from slipstream.checkpoint.tensor_bytes import DTYPES, dtype_name
+from slipstream.devices.table import CPU
+from slipstream.errors import CheckpointError, ConfigError, StateError
+from slipstream.files import strict_json
+from slipstream.files.paths import ConfinedFolder, check_name
+from slipstream.files.safetensors_layout import SafetensorsLayout
+from slipstream.files.sizes import parse_size
+
+__all__ = ["INDEX_NAME", "ConvertedBundle", "OffloadedWeightsLoader", "PrefixedDataset"]
+
+INDEX_NAME = "index.json"
+"""The file of an offload folder that says what is in it."""
+
+_TORCH_NAMES: Mapping[str, torch.dtype] = {dtype_name(one): one for one in DTYPES}
+
+
+@dataclass(frozen=True)
+class _FileTensor:
+    """Where one tensor lies."""
+
+    file: MappedFile
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    wanted: torch.dtype | None
+
+    @torch.inference_mode(False)  # tensors of that mode could not be weights outside of it
+    def tensor(self) -> torch.Tensor:
+        return self.file.tensor(self.dtype, self.shape, self.start, self.end)
+
+
+class ConvertedBundle:
+    """A bundle whose tensors are of another type than those in the file: converted each time."""
+
+    def __init__(self, bundle: PageBundle, wanted: Sequence[torch.dtype | None]) -> None:
+        self.bundle, self.wanted = bundle, wanted
+
+    def arrive(self) -> None:
+        """See `PageBundle`."""
+        self.bundle.arrive()
+
+    def take(self) -> Sequence[torch.Tensor]:
+        """Converted copies."""
+        return [tensor.to(tensor.dtype if one is None else one) for tensor, one in zip(self.bundle.take(), self.wanted, strict=True)]
+
+    def give_back(self) -> None:
+        """The module has run."""
+        self.bundle.give_back()
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name from a state dict in memory, from a folder of `offload_state_dict`, and from safetensors files that `index` names.
+
+    `limit` is how much memory the ones in files may take at a time while modules run on them (bytes, or "2GB"); None is no limit.
+
+    >>> weights = OffloadedWeightsLoader({"bias": torch.ones(2)})
+    >>> weights["bias"], list(weights)
+    (tensor([1., 1.]), ['bias'])
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Any = None,
+        *,
+        limit: int | str | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigError("OffloadedWeightsLoader needs weights from somewhere: give state_dict, save_folder or index.")
+        self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self._own = index is None and save_folder is not None
+        self.index: Mapping[str, Mapping[str, Any]] = _read_index(Path(save_folder)) if self._own and save_folder else index or {}
+        self.device = device
+        self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
+        self.store = WeightStore(None if limit is None else parse_size(limit, "limit"))
+        self._files: dict[str, tuple[MappedFile, SafetensorsLayout | None]] = {}
+        self._transfers: dict[torch.device, BlockTransfer] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
+        return self  # weights that are not changed, in files that a copy of the model shares
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        placed = self._placed(key)
+        found = placed.tensor()
+        if placed.wanted is not None:
+            found = found.to(placed.wanted)
+        return found if self.device is None else found.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "A model with offloaded weights cannot be pickled (torch.save(model) and processes that are spawned do that): its weights are "
+            "pages of files that this process has open. Save the weights: save_model(model, folder), or model.state_dict()."
+        )
+
+    def entry_of(self, key: str) -> dict[str, Any] | None:
+        """Where a weight lies in a safetensors file, with the whole path of that; None if it is in memory, or has a file of its own."""
+        entry = {} if key in self.state_dict else self.index[key]
+        if "safetensors_file" not in entry:
+            return None
+        file, _ = self._opened(entry["safetensors_file"])
+        return {"weight_name": key, **entry, "safetensors_file": str(Path(file.where).absolute())}
+
+    def use_files_of(self, other: OffloadedWeightsLoader) -> None:
+        """What another map has open is not opened again: something else may have its name by now."""
+        opened = {str(Path(file.where).absolute()): (file, layout) for file, layout in other._files.values() if layout is not None}
+        self._files = {**opened, **self._files}
+
+    def size_of(self, names: Iterable[str]) -> int:
+        """Bytes of files that are in memory when these weights are used together, as the store counts them."""
+        placed = [self._placed(name) for name in names if name not in self.state_dict]
+        return WeightBlock("", (), [(one.file, (one.start, one.end)) for one in placed]).size
+
+    def bundle(self, names: Sequence[str], device: Any) -> PageBundle | ConvertedBundle:
+        """The tensors of these names, which a module needs together, for the device that it runs on."""
+        tensors: list[torch.Tensor] = []
+        spans, wanted = [], []
+        for name in names:
+            held = self.state_dict.get(name)
+            placed = None if held is not None else self._placed(name)
+            tensors.append(placed.tensor() if placed is not None else self.state_dict[name])
+            wanted.append(None if placed is None else placed.wanted)
+            spans.append(None if placed is None else (placed.file, (placed.start, placed.end)))
+        block = self.store.add(WeightBlock(_common_module(names), tensors, spans))
+        where = torch.device(CPU.type if device is None else device)
+        found = PageBundle(self.store, block)
+        if where.type != CPU.type:
+            found = DeviceBundle(self.store, block, self._transfers.setdefault(where, BlockTransfer(where)))
+        return found if not any(wanted) else ConvertedBundle(found, wanted)
+
+    def _placed(self, key: str) -> _FileTensor:
+        entry = self.index[key]
+        dtype = entry.get("dtype")
+        if dtype is not None and dtype not in _TORCH_NAMES:
+            raise CheckpointError(f"The index of offloaded weights has {key!r} with dtype {dtype!r}, which is none of torch's.")
+        if "safetensors_file" in entry:
+            file, layout = self._opened(entry["safetensors_file"])
+            assert layout is not None
+            name = entry.get("weight_name", key)
+            if (found := layout.entries.get(name)) is None:
+                raise CheckpointError(f"{file.where} has no tensor {name!r}, which the index of offloaded weights says is there.")
+            start = layout.data_start
+            wanted = None if dtype is None or DTYPES[_TORCH_NAMES[dtype]] == found.dtype else _TORCH_NAMES[dtype]
+            return _FileTensor(file, found.dtype, found.shape, start + found.start, start + found.end, wanted)
+        return self._dumped(key, entry)
+
+    def _dumped(self, key: str, entry: Mapping[str, Any]) -> _FileTensor:
+        """A tensor in a file of its own, as `offload_weight` writes it."""
+        if self.save_folder is None:
+            raise CheckpointError(f"The index has {key!r} as a file of an offload folder: give save_folder too.")
+        shape, dtype = entry.get("shape"), entry.get("dtype")
+        if not isinstance(shape, (list, tuple)) or not all(type(one) is int and one >= 0 for one in shape) or dtype is None:
+            raise CheckpointError(f"{Path(self.save_folder) / INDEX_NAME} does not say the shape and dtype of {key!r}.")
+        file, _ = self._opened(check_name(f"{key}.dat", str(Path(self.save_folder) / INDEX_NAME)), inside=True)
+        count = _TORCH_NAMES[dtype].itemsize
+        for size in shape:
+            count *= size
+        if file.size < count:
+            raise CheckpointError(f"{file.where} has {file.size} bytes, and a tensor of {dtype} with shape {list(shape)} has {count}.")
+        return _FileTensor(file, DTYPES[_TORCH_NAMES[dtype]], tuple(shape), 0, count, None)
+
+    def _opened(self, name: Any, *, inside: bool = False) -> tuple[MappedFile, SafetensorsLayout | None]:
+        if not isinstance(name, (str, os.PathLike)):
+            raise CheckpointError(f"The index of offloaded weights names the file {name!r}, which is no path.")
+        known = self._files.get(os.fspath(name))
+        if known is None:
+            file = self._map(os.fspath(name), inside=inside or self._own)
+            known = self._files[os.fspath(name)] = (file, None if inside else file.layout())
+        return known
+
+    def _map(self, name: str, *, inside: bool) -> MappedFile:
+        folder = None if self.save_folder is None else Path(self.save_folder)
+        if inside and folder is not None:  # the name comes from a file: it leads nowhere else
+            with ConfinedFolder(folder) as held:
+                return MappedFile(held.open(check_name(name, str(folder / INDEX_NAME))), str(folder / name))
+        within = None if folder is None else folder / name
+        return open_mapped_file(within if within is not None and within.exists() else Path(name))
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The weights below one module: `dataset` without the `prefix` of its names.
+
+    >>> PrefixedDataset({"layer.bias": 1, "head.bias": 2}, "layer.")["bias"]
+    1
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(key.startswith(self.prefix) for key in self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "bundle" or not hasattr(self.__dict__.get("dataset"), "bundle"):
+            raise AttributeError(f"a PrefixedDataset has no {name}")
+        return lambda names, device: self.dataset.bundle([f"{self.prefix}{one}" for one in names], device)  # type: ignore[attr-defined]
+
+
+def _read_index(folder: Path) -> Mapping[str, Mapping[str, Any]]:
+    with ConfinedFolder(folder) as held:
+        content = strict_json.parse(held.read(INDEX_NAME, strict_json.LARGEST), str(folder / INDEX_NAME))
+    if not isinstance(content, dict) or not all(isinstance(one, dict) for one in content.values()):
+        raise CheckpointError(f"{folder / INDEX_NAME} is no index of offloaded weights: it has to map names to what is known of them.")
+    return content
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """The module that names belong to, for messages."""
+    return os.path.commonprefix(list(names)).rpartition(".")[0] or (names[0] if names else "(nothing)")

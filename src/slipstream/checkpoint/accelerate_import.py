@@ -1,0 +1,483 @@
+"""Read checkpoints of Accelerate 1.x without trusting them.
+
+    model.safetensors, model_1.safetensors, ...      weights; or pytorch_model.bin, ...; or shards with an index
+    optimizer.bin, optimizer_1.bin, ...              state_dict() of optimizers; likewise scheduler.bin and scaler.pt
+    sampler.bin                                      a pickled sampler with its dataset, of which epoch and seed are used
+    dl_state_dict.bin, dl_state_dict_1.bin, ...      the position of a stateful loader, of the first process
+    random_states_0.pkl, random_states_1.pkl, ...    one per process: random states and the step count
+    custom_checkpoint_0.pkl, ...                     registered objects
+
+All but the weights were written by torch.save, that is with pickle. Files are opened inside the folder alone and read as data by
+`pickle_reader.py`; nothing is unpickled unless `allow_pickle=True`, and then only files that hold more than data. Random states are
+checked before they are handed on. What could not be taken over is listed in `AccelerateCheckpoint.said`. Neither the folder nor a live
+object is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy
+import torch
+
+from slipstream.checkpoint.manifest import MANIFEST
+from slipstream.checkpoint.pickle_reader import NotPlainError, PickledCall, TorchFileValues, read_values
+from slipstream.checkpoint.tensor_bytes import from_buffer
+from slipstream.checkpoint.torch_archive import LegacyFormatError
+from slipstream.devices.table import CPU, FAMILIES
+from slipstream.errors import CheckpointError
+from slipstream.files import strict_json
+from slipstream.files.paths import ConfinedFolder, check_name
+from slipstream.files.reader import read_whole
+from slipstream.files.safetensors_layout import read_layout
+
+__all__ = [
+    "AccelerateCheckpoint", "AccelerateRandomStates", "is_accelerate_checkpoint", "read_accelerate_checkpoint", "read_random_states",
+]
+
+
+_WORDS = 624
+_LARGEST_STATE = 2**20
+_OF_DEVICES = re.compile(r"torch_([a-z]+)_manual_seed", re.ASCII)
+
+
+@dataclass(frozen=True)
+class AccelerateRandomStates:
+    """Of one process."""
+
+    states: dict[str, Any]
+    step: int
+
+
+def read_random_states(value: Any, where: str, said: list[str]) -> AccelerateRandomStates:
+    """The states in what a random_states file holds; `said` is told what was left out.
+
+    >>> read_random_states({"step": 3, "random_state": None}, "random_states_0.pkl", [])
+    Traceback (most recent call last):
+    slipstream.errors.CheckpointError: random_states_0.pkl: its random_state is not what Python's generator has
+    """
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} cannot be used: it is not a mapping")
+    states: dict[str, Any] = {}
+    for name, state in value.items():
+        kind = _OF_DEVICES.fullmatch(name) if isinstance(name, str) else None
+        if name == "random_state":
+            states["python"] = _of_python(state, where)
+        elif name == "numpy_random_seed":
+            states["numpy"] = _of_numpy(state, where)
+        elif name == "torch_manual_seed":
+            states["torch"] = _of_host(state, where)
+        elif kind and any(family.type == kind[1] and family is not CPU for family in FAMILIES):
+            states[kind[1]] = [_of_torch(one, where) for one in (state if isinstance(state, (list, tuple)) else [state])]
+        elif name != "step":
+            said.append(f"{where} has a random state {name!r:.80}, for which there is no place here; it was left out")
+    step = value.get("step", 0)
+    if type(step) is not int or not 0 <= step < 2**60:
+        raise CheckpointError(f"{where}: its step {step!r:.80} is no count")
+    return AccelerateRandomStates(states, step)
+
+
+def _of_python(state: Any, where: str) -> dict[str, Any]:
+    match state:
+        case (3, tuple() as words, None | float() as gauss) if all(type(word) is int and 0 <= word < 2**32 for word in words):
+            _try(random.Random().setstate, state, f"{where}: its random_state")
+            return {"version": 3, "words": list(words), "gauss": gauss}
+    raise CheckpointError(f"{where}: its random_state is not what Python's generator has")
+
+
+def _of_numpy(state: Any, where: str) -> dict[str, Any]:
+    match state:
+        case ("MT19937", numpy.ndarray() as key, int() as position, 0 | 1 as has_gauss, float() as gauss) if key.dtype == numpy.uint32:
+            if key.shape != (_WORDS,) or not 0 <= position <= _WORDS:  # numpy does not look, and would read behind the end
+                raise CheckpointError(f"{where}: its numpy_random_seed has {key.size} words, and stands at {position}; {_WORDS} are right")
+            words = {"key": key.tolist(), "pos": position}
+            plain = {"bit_generator": "MT19937", "state": words, "has_gauss": has_gauss, "gauss": gauss}
+            _try(numpy.random.RandomState().set_state, plain, f"{where}: its numpy_random_seed")
+            return plain
+    raise CheckpointError(f"{where}: its numpy_random_seed is not what numpy's generator has")
+
+
+def _of_torch(state: Any, where: str) -> torch.Tensor:
+    if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8 or state.dim() != 1 or not 0 < state.numel() <= _LARGEST_STATE:
+        raise CheckpointError(f"{where}: one of its random states of torch is not a row of bytes")
+    return state.clone()
+
+
+def _of_host(state: Any, where: str) -> torch.Tensor:
+    tensor = _of_torch(state, where)
+    _try(torch.Generator().set_state, tensor, f"{where}: its torch_manual_seed")
+    return tensor
+
+
+def _try(set_state: Callable[[Any], Any], state: Any, what: str) -> None:
+    """Sets a generator that nobody uses."""
+    try:
+        set_state(state)
+    except (TypeError, ValueError, RuntimeError, OverflowError, IndexError) as problem:
+        raise CheckpointError(f"{what} is refused by the generator: {problem!s:.200}") from None
+
+
+_LARGEST_SMALL_FILE = 256 * 2**20
+_LARGEST_INDEX = 64 * 2**20
+_LARGEST_COUNT = 2**60
+_SAFE, _TORCH = ".safetensors", ".bin"
+_WEIGHTS: Final = (("model", _SAFE), ("pytorch_model", _TORCH))
+_MARKS: Final = re.compile(
+    r"(optimizer|scheduler|sampler|dl_state_dict)(_\d{1,9})?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d{1,9}\.pkl", re.ASCII
+)
+_OTHER_LAYOUTS: Final = (
+    (re.compile(r"pytorch_model_fsdp|optimizer_\d+/|(.*/)?\.metadata$|.*\.distcp$"), "sharded by FSDP", "accelerate merge-weights"),
+    (re.compile(r"pytorch_model(_\d+)?/|zero_to_fp32\.py$|(.*/)?mp_rank_\d+"), "of DeepSpeed or Megatron", "the script that came with it"),
+)
+
+
+@dataclass(frozen=True)
+class AccelerateCheckpoint:
+    """What a checkpoint of Accelerate holds. Tensors are on the CPU, in memory of their own."""
+
+    models: list[dict[str, Any]]
+    """State dicts. Of tied weights in safetensors files one name alone is there."""
+    optimizers: list[dict[str, Any]]
+    schedulers: list[dict[str, Any]]
+    scaler: dict[str, Any] | None
+    samplers: dict[int, dict[str, int]]
+    """By the number of the loader: `epoch` and `seed`."""
+    loaders: dict[int, dict[str, int]]
+    """By the number of the loader: `batches` that one process has had in this epoch, and whether it is `finished`."""
+    ranks: dict[int, dict[str, Any]]
+    """By rank: random states as `slipstream.devices.rng.restore` takes them."""
+    objects: dict[int, Any]
+    """By number: states of registered objects; those that could not be read are not here."""
+    step: int
+    """Batches counted by the first process, as its accelerator counts them for accumulation."""
+    world: int
+    """Processes of the run that saved it."""
+    said: list[str] = field(default_factory=list)
+    """What could not be taken over, a sentence each."""
+    unread: set[int] = field(default_factory=set)
+    """Numbers of registered objects that are there and could not be read."""
+
+
+def is_accelerate_checkpoint(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder looks like a checkpoint of Accelerate (in any of its layouts, those that cannot be read too).
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     before = is_accelerate_checkpoint(folder)
+    ...     torch.save({}, folder + "/optimizer.bin")
+    ...     before, is_accelerate_checkpoint(folder)
+    (False, True)
+    """
+    if not os.path.isdir(folder):
+        return False
+    with ConfinedFolder(folder) as opened:
+        names = _names(opened)
+    return MANIFEST not in names and (any(map(_MARKS.fullmatch, names)) or _other_layout(names) is not None)
+
+
+def read_accelerate_checkpoint(
+    folder: str | os.PathLike[str], *, allow_pickle: bool = False, ranks: Container[int] | None = None
+) -> AccelerateCheckpoint:
+    """What is in a checkpoint of Accelerate. `ranks` limits whose random states are read (all of them if left out).
+
+    With `allow_pickle=True`, files that hold objects of other classes are unpickled, which runs code that they name:
+    only for checkpoints that you or people you trust have written.
+    """
+    with ConfinedFolder(folder) as opened:
+        names = _names(opened)
+        _check_layout(opened, names)
+        return _FolderReader(opened, names, allow_pickle).read(ranks)
+
+
+def _names(folder: ConfinedFolder) -> frozenset[str]:
+    """All names in a folder. Links and the like are among them: opening them is refused where they would be read."""
+    refused: list[str] = []
+    return frozenset([*folder.names(refused), *refused])
+
+
+def _other_layout(names: frozenset[str]) -> tuple[str, str, str] | None:
+    return next(((name, what, remedy) for pattern, what, remedy in _OTHER_LAYOUTS for name in sorted(names) if pattern.match(name)), None)
+
+
+def _check_layout(folder: ConfinedFolder, names: frozenset[str]) -> None:
+    if MANIFEST in names:
+        raise CheckpointError(f"{folder.path} is a checkpoint of Slipstream (it has a {MANIFEST}), not one of Accelerate: use load_state")
+    other = _other_layout(names)
+    if other is not None:
+        raise CheckpointError(
+            f"{folder.path} holds a checkpoint {other[1]} ({other[0]}), whose tensors are spread over files in pieces. Those are not read "
+            f"here. Join the weights with {other[2]} first, and load them with load_checkpoint_in_model; or save the state again without "
+            "sharding."
+        )
+    if not any(map(_MARKS.fullmatch, names)):
+        there = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
+        raise CheckpointError(
+            f"{folder.path} is no checkpoint: expected was a {MANIFEST} (Slipstream), or files like optimizer.bin and random_states_0.pkl "
+            f"(Accelerate), and there is {there}. Weights alone are loaded with load_checkpoint_in_model."
+        )
+
+
+class _FolderReader:
+    """Reads one folder; remembers what it had to leave out."""
+
+    def __init__(self, folder: ConfinedFolder, names: frozenset[str], allow_pickle: bool) -> None:
+        self._folder = folder
+        self._names = names
+        self._allow_pickle = allow_pickle
+        self._said: list[str] = []
+
+    def read(self, ranks: Container[int] | None) -> AccelerateCheckpoint:
+        models = [self._model(number) for number in range(self._count_of_models())]
+        optimizers = [self._state(name, _check_optimizer) for name in self._in_a_row("optimizer", ".bin")]
+        schedulers = [self._state(name) for name in self._in_a_row("scheduler", ".bin")]
+        scaler = self._state("scaler.pt", _check_scaler) if "scaler.pt" in self._names else None
+        samplers = {number: found for number, name in self._numbered("sampler", ".bin") if (found := self._sampler(name))}
+        loaders = {number: found for number, name in self._numbered("dl_state_dict", ".bin") if (found := self._loader(name))}
+        custom = self._numbered("custom_checkpoint", ".pkl", first=0)
+        objects = {number: one[0] for number, name in custom if (one := self._object(name))}
+        unread = {number for number, _ in custom} - set(objects)
+        states, step, world = self._ranks(ranks)
+        self._summarise(models, loaders)
+        return AccelerateCheckpoint(
+            models, optimizers, schedulers, scaler, samplers, loaders, states, objects, step, world, self._said, unread
+        )
+
+    def _summarise(self, models: list[Any], loaders: Mapping[int, Any]) -> None:
+        if not models:
+            self._said.append(f"{self._folder.path} holds no weights under a name that Accelerate gives; a hook may have written them")
+        if not loaders:
+            self._said.append(
+                "Accelerate noted no position in the data here: loaders begin an epoch; skip_first_batches goes to where you know it was"
+            )
+
+    # -- which files there are
+
+    def _numbered(self, stem: str, suffix: str, first: int = 1) -> list[tuple[int, str]]:
+        """Number and name of `stem.suffix` (which has the number 0), `stem_1.suffix`, ...; with `first=0` of `stem_0.suffix`, ..."""
+        pattern = re.compile(rf"{stem}_(0|[1-9]\d{{0,5}}){re.escape(suffix)}", re.ASCII)
+        found = [(int(match[1]), name) for name in self._names if (match := pattern.fullmatch(name)) and int(match[1]) >= first]
+        return sorted([*found, *([(0, f"{stem}{suffix}")] if first and f"{stem}{suffix}" in self._names else [])])
+
+    def _in_a_row(self, stem: str, suffix: str) -> list[str]:
+        found = self._numbered(stem, suffix)
+        for expected, (number, name) in enumerate(found):
+            if number != expected:
+                raise CheckpointError(f"{self._folder.path} has {name}, not {_numbered_name(stem, suffix, expected)}: a part is missing")
+        return [name for _, name in found]
+
+    def _count_of_models(self) -> int:
+        numbers = {number for stem, suffix in _WEIGHTS for kind in ("", ".index.json") for number, _ in self._numbered(stem, suffix + kind)}
+        missing = set(range(len(numbers))) - numbers
+        if missing:
+            raise CheckpointError(f"{self._folder.path} has weights of model {max(numbers)}, not of {min(missing)}: a part is missing")
+        return len(numbers)
+
+    # -- how one of them is read
+
+    def _where(self, name: str) -> str:
+        return str(self._folder.path / name)
+
+    def _buffer(self, name: str, largest: int | None = None) -> memoryview:
+        fd = self._folder.open(name)
+        try:
+            size = os.fstat(fd).st_size
+            if largest is not None and size > largest:
+                raise CheckpointError(f"{self._where(name)} has {size:,} bytes; such a file has a few thousand. It is not read.")
+            return read_whole(fd, size, digest=False, where=self._where(name))[0]
+        finally:
+            os.close(fd)
+
+    def _values(self, name: str, largest: int | None = None) -> TorchFileValues:
+        """The values in a file; if more than data is in it, it is unpickled where that is allowed, and refused with `NotPlainError`
+        else.
+        """
+        try:
+            values = read_values(self._buffer(name, largest), self._where(name))
+        except (NotPlainError, LegacyFormatError) as problem:
+            if not self._allow_pickle:
+                raise NotPlainError(f"{problem}. To unpickle it, if you trust it, pass allow_pickle=True.") from None
+            return self._unpickled(name)
+        if values.unknown and self._allow_pickle:
+            return self._unpickled(name)
+        return values
+
+    def _plain(self, name: str, largest: int | None = None, *, views: bool = False) -> Any:
+        """What a file holds. Its tensors have memory of their own; with `views` they share that of all its bytes."""
+        values = self._values(name, largest)
+        if values.unknown:
+            raise NotPlainError(
+                f"{self._where(name)} holds more than data: {_listed(values.unknown)}. Making those runs code that the file names; "
+                "if you trust it, pass allow_pickle=True."
+            )
+        return values.value if views else values.owned()
+
+    def _unpickled(self, name: str) -> TorchFileValues:
+        with os.fdopen(self._folder.open(name), "rb") as file:
+            try:
+                value = torch.load(file, map_location="cpu", weights_only=False)
+            except Exception as problem:  # whatever the classes in it do
+                raise CheckpointError(f"{self._where(name)} cannot be unpickled: {type(problem).__name__}: {problem!s:.500}") from problem
+        return TorchFileValues(value, (), lambda: value)
+
+    def _state(
+        self, name: str, check: Callable[[dict[str, Any]], str | None] = lambda state: None, *, views: bool = False
+    ) -> dict[str, Any]:
+        value = self._plain(name, views=views)
+        problem = "is not a mapping" if not isinstance(value, dict) else check(value)
+        if problem:
+            raise CheckpointError(f"{self._where(name)} cannot be used: it {problem}")
+        return dict(value)
+
+    # -- weights
+
+    def _model(self, number: int) -> dict[str, Any]:
+        found = [
+            (name, suffix, bool(kind))
+            for stem, suffix in _WEIGHTS
+            for kind in ("", ".index.json")
+            if (name := _numbered_name(stem, suffix + kind, number)) in self._names
+        ]
+        for name, _, _ in found[1:]:
+            self._said.append(f"{self._where(name)} was not read, because {found[0][0]} holds weights of the same model")
+        name, suffix, is_index = found[0]
+        return self._sharded(name, suffix) if is_index else self._weights(name, suffix)
+
+    def _weights(self, name: str, suffix: str) -> dict[str, Any]:
+        if suffix == _TORCH:
+            return self._state(name, _check_weights, views=True)  # they are copied into a model
+        buffer = self._buffer(name)
+        layout = read_layout(lambda offset, count: buffer[offset : offset + count], len(buffer), self._where(name))
+        at = layout.data_start
+        return {one.name: from_buffer(buffer, one.dtype, one.shape, at + one.start, at + one.end) for one in layout.entries.values()}
+
+    def _sharded(self, index: str, suffix: str) -> dict[str, Any]:
+        where = self._where(index)
+        content = strict_json.parse(self._folder.read(index, _LARGEST_INDEX), where)
+        places = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(places, dict) or not places:
+            raise CheckpointError(f"{where} is no index of weights: it has no weight_map")
+        files = {check_name(name, where): self._weights(name, suffix) for name in dict.fromkeys(_texts(places, where))}
+        missing = [tensor for tensor, name in places.items() if tensor not in files[name]]
+        if missing:
+            raise CheckpointError(f"{where} says that {missing[0]!r:.200} is in {places[missing[0]]}, and it is not: two saves are mixed")
+        extra = sum(len(content) for content in files.values()) - len(places)
+        if extra:
+            self._said.append(f"{where} does not list {extra} of the tensors in its files; they were left out")
+        return {tensor: files[name][tensor] for tensor, name in places.items()}
+
+    # -- what may be left out
+
+    def _sampler(self, name: str) -> dict[str, int] | None:
+        """Epoch and seed; the sampler itself, and the dataset in it, are not made even if pickle is allowed."""
+        try:
+            value = read_values(self._buffer(name), self._where(name)).value
+        except (NotPlainError, LegacyFormatError) as problem:
+            self._said.append(f"{problem}; the epoch and seed in it were left out")
+            return None
+        state = value.state if isinstance(value, PickledCall) else value
+        numbers: dict[str, Any] = {"epoch": state.get("epoch"), "seed": state.get("initial_seed")} if isinstance(state, dict) else {}
+        if not numbers or not all(type(number) is int and 0 <= number < 2**64 for number in numbers.values()):
+            self._said.append(f"{self._where(name)} has no epoch and seed of a sampler; it was left out")
+            return None
+        return numbers
+
+    def _loader(self, name: str) -> dict[str, int] | None:
+        try:
+            state = self._plain(name)
+        except NotPlainError as problem:
+            self._said.append(f"{problem} The position of this loader was left out.")
+            return None
+        found = _position(state)
+        if found is None:
+            self._said.append(f"{self._where(name)} has no position of a loader that is known here; it was left out")
+        elif found.pop("dataset"):
+            self._said.append(f"{self._where(name)} holds a state of the dataset too, which was left out")
+        return found
+
+    def _object(self, name: str) -> tuple[Any] | None:
+        try:
+            return (self._plain(name),)
+        except NotPlainError as problem:
+            self._said.append(f"{problem} This registered object was left out.")
+            return None
+
+    def _ranks(self, wanted: Container[int] | None) -> tuple[dict[int, dict[str, Any]], int, int]:
+        files = self._numbered("random_states", ".pkl", first=0)
+        states: dict[int, dict[str, Any]] = {}
+        step = 0
+        for rank, name in files:
+            if rank != 0 and wanted is not None and rank not in wanted:
+                continue
+            try:
+                found = read_random_states(self._plain(name, _LARGEST_SMALL_FILE), self._where(name), self._said)
+            except NotPlainError as problem:
+                self._said.append(f"{problem} The random states of rank {rank} were left out.")
+                continue
+            step = found.step if rank == 0 else step
+            if wanted is None or rank in wanted:
+                states[rank] = found.states
+        if not files:
+            self._said.append(f"{self._folder.path} has no random_states_0.pkl: random states and the count of steps were not taken over")
+        return states, step, max((rank + 1 for rank, _ in files), default=1)
+
+
+def _numbered_name(stem: str, suffix: str, number: int) -> str:
+    return f"{stem}_{number}{suffix}" if number else f"{stem}{suffix}"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f"{name:.80}" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _texts(places: Mapping[str, Any], where: str) -> list[str]:
+    wrong = [tensor for tensor, name in places.items() if not isinstance(name, str)]
+    if wrong:
+        raise CheckpointError(f"{where} names no file for {wrong[0]!r:.200}")
+    return list(places.values())
+
+
+def _check_weights(state: dict[str, Any]) -> str | None:
+    return None if all(isinstance(name, str) for name in state) else "has weights whose names are no texts"
+
+
+def _check_optimizer(state: dict[str, Any]) -> str | None:
+    groups, states = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not isinstance(states, dict):
+        return "is no state of an optimizer: it has no list param_groups or no mapping state"
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        return "has a group of parameters without a list of them"
+    numbers = {number for group in groups for number in group["params"] if type(number) is int}
+    if len(numbers) != sum(len(group["params"]) for group in groups):
+        return "does not number its parameters, each once; states that go by names are those of sharded models"
+    if not all(type(number) is int and number in numbers and isinstance(one, dict) for number, one in states.items()):
+        return "has a state of a parameter that is in none of its groups"
+    return None
+
+
+def _check_scaler(state: dict[str, Any]) -> str | None:
+    wrong = [name for name, value in state.items() if type(value) not in (int, float) or not 0 <= value < float("inf")]
+    return f"has no number for {wrong[0]!r:.80}" if wrong else None
+
+
+def _position(state: Any) -> dict[str, int] | None:
+    """Where a loader stood: one without workers counts what it gave, one with workers from its last snapshot."""
+    if not isinstance(state, dict):
+        return None
+    match state:
+        case {"_num_yielded": int() as batches}:
+            main = state
+        case {"_snapshot": {"_snapshot_step": int() as before, **snapshot}, "_steps_since_snapshot": int() as since}:
+            main, batches = dict(snapshot), before + since
+        case _:
+            return None
+    if not 0 <= batches < _LARGEST_COUNT:
+        return None
+    workers = main.get("_worker_snapshots")
+    holders = [main, *(workers.values() if isinstance(workers, dict) else ())]
+    dataset = any(isinstance(one, dict) and (one.get("dataset_state") or one.get("fetcher_state")) is not None for one in holders)
+    return {"batches": batches, "finished": int(bool(state.get("_iterator_finished"))), "dataset": int(dataset)}

@@ -1,0 +1,306 @@
+"""Rebuild a value from the JSON tree and the tensors that `serialize.flatten` made of it.
+
+The tree comes from a file, so nothing in it is trusted: every tag has exactly the form in which it is written, every tensor it names is
+present, and anything else is an error that names the position. Nothing is run, imported or looked up by a name in the file except in the
+tables here, and nothing is allocated that the tree and its tensors do not already fill.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy
+import torch
+
+from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, TORCH_DTYPES, dtype_name, unpack_bytes
+from slipstream.errors import CheckpointError
+
+__all__ = ["rebuild"]
+
+_DEEPEST: Final = 200
+_FLOATS: Final = frozenset({"nan", "inf", "-inf"})
+_FACTORIES: Final[Mapping[str | None, Any]] = MappingProxyType(
+    {None: None, **{one.__name__: one for one in (int, float, str, bool, bytes, list, dict, set, tuple)}}
+)
+_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {dtype_name(one): one for one in (*TORCH_DTYPES.values(), *BYTE_VIEWED_DTYPES.values())}
+)
+_NUMPY_DTYPE: Final = re.compile(r"[<>|=][biufcSUmM][0-9]{1,6}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?", re.ASCII)
+_LARGEST_CHARACTER: Final = 0x10FFFF
+_MANY: Final = 1000
+
+_Maker = Callable[["_Rebuilder", Any, int], Any]
+
+
+def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+    """The value of which `flatten` made this tree and these tensors; `where` names the file for messages.
+
+    Tensors are handed on as they are: no copies.
+
+    >>> rebuild({"step": 3, "betas": {"$tuple": [0.9, 0.999]}, "mean": {"$tensor": "mean"}}, {"mean": torch.zeros(2)}, "state.safetensors")
+    {'step': 3, 'betas': (0.9, 0.999), 'mean': tensor([0., 0.])}
+    >>> rebuild({"$tensor": "mean"}, {}, "state.safetensors")
+    Traceback (most recent call last):
+    slipstream.errors.CheckpointError: state.safetensors refers to a tensor 'mean' that is not in it; it ...
+    """
+    return _Rebuilder(tensors, where).value(tree, 0)
+
+
+class _Rebuilder:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+        self._tensors = tensors
+        self._where = where
+        self._made: dict[Any, Any] = {}
+
+    def value(self, node: Any, depth: int) -> Any:
+        kind = type(node)
+        if kind is list:
+            return self._list(node, depth)
+        if kind is not dict:
+            if kind in (str, int, float, bool) or node is None:
+                return node
+            raise self._wrong(f"a {kind.__name__} is no part of a tree")
+        if depth > _DEEPEST:
+            raise self._wrong("it is nested too deep")
+        tags = [key for key in node if key.startswith("$")]
+        if not tags:
+            return {key: self.value(item, depth + 1) for key, item in node.items()}
+        make = _MAKERS.get(tags[0])
+        allowed = _BESIDE.get(tags[0], frozenset())
+        if make is None or len(tags) > 1 or not set(node) - set(tags) <= allowed:
+            raise self._wrong(f"it has an object with the keys {', '.join(map(_shown, node))}, which is no kind of value that is written")
+        try:
+            return make(self, node, depth + 1)
+        except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:  # binascii.Error is a ValueError
+            if isinstance(error, CheckpointError):
+                raise
+            raise self._wrong(f"{tags[0]} does not hold what it should: {str(error)[:200]}") from None
+
+    def _wrong(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._where} cannot be read: {why}. It was changed after it was written, or not written by slipstream.")
+
+    def _list(self, node: Any, depth: int) -> list[Any]:
+        if type(node) is not list:
+            raise ValueError(f"a list is expected, not {_shown(node)}")
+        if depth > _DEEPEST:
+            raise self._wrong("it is nested too deep")
+        return [self.value(item, depth + 1) for item in node]
+
+    def _pairs(self, node: Any, depth: int) -> list[tuple[Any, Any]]:
+        if type(node) is not list or not all(type(pair) is list and len(pair) == 2 for pair in node):
+            raise ValueError("a list of pairs is expected")
+        pairs = [(self.value(key, depth + 1), self.value(item, depth + 1)) for key, item in node]
+        _check_hashes([key for key, _ in pairs])
+        if any(isinstance(key, torch.Tensor) for key, _ in pairs) or len(dict(pairs)) != len(pairs):
+            raise ValueError("a key is a tensor, or is there twice")
+        return pairs
+
+    def to_dict(self, node: Any, depth: int) -> Any:
+        return dict(self._pairs(node["$dict"], depth))
+
+    def to_ordered(self, node: Any, depth: int) -> Any:
+        made = OrderedDict(self._pairs(node["$ordered"], depth))
+        if "metadata" in node:
+            made._metadata = self.value(node["metadata"], depth)  # type: ignore[attr-defined]
+        return made
+
+    def to_counter(self, node: Any, depth: int) -> Any:
+        return Counter(dict(self._pairs(node["$counter"], depth)))
+
+    def to_default(self, node: Any, depth: int) -> Any:
+        factory, pairs = node["$defaultdict"]
+        if factory is not None and type(factory) is not str or factory not in _FACTORIES:
+            raise ValueError(f"{_shown(factory)} makes no values")
+        return defaultdict(_FACTORIES[factory], self._pairs(pairs, depth))
+
+    def to_deque(self, node: Any, depth: int) -> Any:
+        longest, items = node["$deque"]
+        if longest is not None and type(longest) is not int or (longest is not None and len(items) > longest):
+            raise ValueError(f"{_shown(longest)} is no greatest length of it")
+        return deque(self._list(items, depth), longest)
+
+    def to_tuple(self, node: Any, depth: int) -> Any:
+        return tuple(self._list(node["$tuple"], depth))
+
+    def to_set(self, node: Any, depth: int) -> Any:
+        name = "$set" if "$set" in node else "$frozenset"
+        items = self._list(node[name], depth)
+        _check_hashes(items)
+        made = set(items) if name == "$set" else frozenset(items)
+        if len(made) != len(items) or any(isinstance(item, torch.Tensor) for item in items):
+            raise ValueError("an element is a tensor, or is there twice")
+        return made
+
+    def to_size(self, node: Any, depth: int) -> Any:
+        return torch.Size(_sizes(node["$size"]))
+
+    def to_integer(self, node: Any, depth: int) -> Any:
+        text = node["$int"]
+        if type(text) is not str or hex(made := int(text, 16)) != text:
+            raise ValueError("it is no integer in base 16")
+        return made
+
+    def to_float(self, node: Any, depth: int) -> Any:
+        if node["$float"] not in _FLOATS:
+            raise ValueError(f"{_shown(node['$float'])} is none of nan, inf, -inf")
+        return float(node["$float"])
+
+    def to_complex(self, node: Any, depth: int) -> Any:
+        real, imaginary = self._list(node["$complex"], depth)
+        if type(real) is not float or type(imaginary) is not float:
+            raise ValueError("two numbers with a decimal point are expected")
+        return complex(real, imaginary)
+
+    def to_text(self, node: Any, depth: int) -> Any:
+        return _from_base64(node["$str"]).decode("utf-8", "surrogatepass")
+
+    def to_bytes(self, node: Any, depth: int) -> Any:
+        return _from_base64(node["$bytes"])
+
+    def to_bytearray(self, node: Any, depth: int) -> Any:
+        return bytearray(_from_base64(node["$bytearray"]))
+
+    def to_dtype(self, node: Any, depth: int) -> Any:
+        if type(node["$dtype"]) is not str or node["$dtype"] not in _DTYPES:
+            raise ValueError(f"{_shown(node['$dtype'])} is no type of elements")
+        return _DTYPES[node["$dtype"]]
+
+    def to_device(self, node: Any, depth: int) -> Any:
+        if type(node["$device"]) is not str:
+            raise ValueError(f"{_shown(node['$device'])} is no device")
+        return torch.device(node["$device"])
+
+    def _tensor_named(self, name: Any) -> torch.Tensor:
+        found = self._tensors.get(name) if type(name) is str else None
+        if found is None:
+            raise CheckpointError(
+                f"{self._where} refers to a tensor {_shown(name)} that is not in it; it was changed after it was written, or is not whole."
+            )
+        return found
+
+    def to_tensor(self, node: Any, depth: int) -> Any:
+        """The tensor itself, or what was made of it; two places that say the same get the same object."""
+        stored = self._tensor_named(node["$tensor"])
+        identity = repr(sorted(node.items()))
+        if identity not in self._made:
+            self._made[identity] = self._tensor_as(node, stored)
+        return self._made[identity]
+
+    def _tensor_as(self, node: Any, stored: torch.Tensor) -> torch.Tensor:
+        if ("dtype" in node) is not ("shape" in node):
+            raise ValueError("a type needs a shape beside it")
+        made = unpack_bytes(stored, str(node["dtype"]), _sizes(node["shape"])) if "dtype" in node else stored
+        parameter, wants_grad = node.get("parameter"), node.get("requires_grad", False)
+        if type(wants_grad) is not bool or (parameter is not None and (type(parameter) is not bool or wants_grad)):
+            raise ValueError("parameter and requires_grad are true or false, and not both are given")
+        if parameter is not None:
+            return torch.nn.Parameter(made.detach(), requires_grad=parameter)
+        return made.detach().requires_grad_() if wants_grad else made
+
+    def to_array(self, node: Any, depth: int) -> Any:
+        stored = self._tensor_named(node["$array"])
+        identity = repr(sorted(node.items()))
+        if identity not in self._made:
+            dtype, shape = _numpy_dtype(node["dtype"]), _sizes(node["shape"])
+            if stored.dtype is not torch.uint8 or stored.dim() != 1 or math.prod(shape) * dtype.itemsize != stored.numel():
+                raise ValueError(f"{stored.numel()} bytes are not an array of {dtype} with shape {shape}")
+            self._made[identity] = _array(stored, dtype, shape)
+        return self._made[identity]
+
+    def to_numbers(self, node: Any, depth: int) -> Any:
+        stored = self._tensor_named(node["$numbers"])
+        if stored.dim() != 1 or stored.dtype not in (torch.int64, torch.float64):
+            raise ValueError(f"{stored.dtype} with {stored.dim()} dimensions is no list of numbers")
+        return stored.tolist()
+
+    def to_scalar(self, node: Any, depth: int) -> Any:
+        name, held = self._list(node["$scalar"], depth)
+        dtype = _numpy_dtype(name)
+        if type(held) is bytes:
+            if len(held) != dtype.itemsize:
+                raise ValueError(f"{len(held)} bytes are not one {dtype}")
+            return numpy.frombuffer(held, dtype=dtype)[0] if held else dtype.type()
+        if type(held) not in _HELD.get(dtype.kind, ()):
+            raise ValueError(f"{_shown(held)} is no {dtype}")
+        return dtype.type(held)
+
+
+_HELD: Final[Mapping[str, tuple[type, ...]]] = MappingProxyType({"b": (bool,), "i": (int,), "u": (int,), "f": (float,), "U": (str,)})
+
+_MAKERS: Final[Mapping[str, _Maker]] = MappingProxyType(
+    {
+        "$array": _Rebuilder.to_array,
+        "$bytearray": _Rebuilder.to_bytearray,
+        "$bytes": _Rebuilder.to_bytes,
+        "$complex": _Rebuilder.to_complex,
+        "$counter": _Rebuilder.to_counter,
+        "$defaultdict": _Rebuilder.to_default,
+        "$deque": _Rebuilder.to_deque,
+        "$device": _Rebuilder.to_device,
+        "$dict": _Rebuilder.to_dict,
+        "$dtype": _Rebuilder.to_dtype,
+        "$float": _Rebuilder.to_float,
+        "$frozenset": _Rebuilder.to_set,
+        "$int": _Rebuilder.to_integer,
+        "$numbers": _Rebuilder.to_numbers,
+        "$ordered": _Rebuilder.to_ordered,
+        "$scalar": _Rebuilder.to_scalar,
+        "$set": _Rebuilder.to_set,
+        "$size": _Rebuilder.to_size,
+        "$str": _Rebuilder.to_text,
+        "$tensor": _Rebuilder.to_tensor,
+        "$tuple": _Rebuilder.to_tuple,
+    }
+)
+_BESIDE: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "$tensor": frozenset({"dtype", "shape", "parameter", "requires_grad"}),
+        "$array": frozenset({"dtype", "shape"}),
+        "$ordered": frozenset({"metadata"}),
+    }
+)
+"""Keys that may stand beside a tag."""
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    """Keys that were chosen to have one hash make a dict take forever: numbers can be, and a few meet by chance."""
+    if len(keys) > _MANY and len(keys) - len({hash(key) for key in keys}) > _MANY:
+        raise ValueError("its keys were made to collide")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    if type(node) is not list or len(node) > 64 or not all(type(size) is int and 0 <= size < 2**62 for size in node):
+        raise ValueError(f"{_shown(node)} is no shape")
+    return tuple(node)
+
+
+def _from_base64(text: Any) -> bytes:
+    if type(text) is not str:
+        raise ValueError(f"{_shown(text)} is no text")
+    return base64.b64decode(text, validate=True)
+
+
+def _numpy_dtype(name: Any) -> numpy.dtype[Any]:
+    if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError(f"{_shown(name)} is no type of elements")
+    return numpy.dtype(name)
+
+
+def _array(stored: torch.Tensor, dtype: numpy.dtype[Any], shape: tuple[int, ...]) -> Any:
+    if not stored.numel():
+        return numpy.ndarray(shape, dtype=dtype)
+    flat = stored.clone().numpy()
+    if dtype.kind == "U" and int(flat.view(f"{dtype.str[0]}u4").max()) > _LARGEST_CHARACTER:
+        raise ValueError("it holds characters that there are not")
+    return flat.view(dtype).reshape(shape)

@@ -1,0 +1,614 @@
+"""Inspect checkpoints without torch: what lies in a folder or at a URL, the tensors and states of one, and whether it is whole.
+
+`survey_folder` reads names, manifests and sizes, takes no lock and changes nothing, so a run that saves at the moment is not disturbed.
+`LazyTensorFile` reads headers first and the bytes of one tensor at a time. `find_problems` reads every byte and returns sentences that
+begin with the path of the file; memory stays at a few megabytes. A checkpoint behind a URL is downloaded to a temporary copy while it is
+read. The commands are in `cli/checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from slipstream.checkpoint.commit import lock_path, names_with_leftovers, recover
+from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, ModelEntry, RankFile
+from slipstream.checkpoint.rotate import rank_files, read_manifest
+from slipstream.checkpoint.shard_layout import PiecePosition, cover_box, read_positions, whole_box
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files import strict_json
+from slipstream.files.checksum import Digest
+from slipstream.files.disk import FileEntry
+from slipstream.files.object_store import is_url, local_path, redact
+from slipstream.files.paths import ConfinedFolder, check_name
+from slipstream.files.safetensors_layout import ITEM_SIZE, SafetensorsLayout, TensorEntry, read_layout
+
+__all__ = [
+    "Advance", "CheckpointSummary", "FolderSurvey", "LazyTensorFile", "Leftover", "READ_SIZE", "StoredShardedTensor", "StoredTensor",
+    "bytes_to_read", "check_folder", "display_name", "find_problems", "find_single_checkpoint", "open_readable", "read_model_tensors",
+    "read_state_part", "resolve_aliases", "size_problems", "split_duplicates", "summarize_checkpoint", "survey_folder", "survey_location",
+    "tensor_names",
+]
+
+
+_LEFT: Final = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|was|removing|rank|writing)-[0-9a-f]{8}(-[0-9a-f]{16})?", re.DOTALL)
+_RANK: Final = re.compile(r"\.(?P<name>.+)\.(?P<file>rank_\d{1,9}\..+)", re.DOTALL | re.ASCII)
+_LOCK: Final = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
+_DIGITS: Final = re.compile(r"(\d{1,300})", re.ASCII)
+_LONGEST_NOTE: Final = 4096
+_MEANING: Final = {
+    "saving": "the stage of a save that did not come to its end",
+    "was": "a checkpoint that was replaced",
+    "removing": "a checkpoint on its way out",
+    "rank": "a rank's own file, half written",
+    "writing": "a small file, half written",
+    "file": "a rank's own file that no checkpoint has taken in",
+}
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """A folder with its manifest, or the reason why it has none."""
+
+    folder: Path
+    """Where it is read."""
+    name: str
+    manifest: Manifest | None = None
+    why: str = ""
+    note: str = ""
+    url: str | None = None
+    """Where it has to be copied from before its files can be read."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that its files should have."""
+        return 0 if self.manifest is None else sum(entry.size for entry in self.manifest.files.values())
+
+    def ranks(self) -> dict[int, Path]:
+        """The files of ranks that were added after its manifest."""
+        return {} if self.manifest is None or self.url is not None else rank_files(self.folder, self.manifest.stamp)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something hidden that belongs to a save of the checkpoint `of`."""
+
+    name: str
+    of: str
+    what: str
+    size: int
+    alive: str = ""
+    """Who is saving at this moment, if somebody is."""
+
+
+@dataclass(frozen=True)
+class FolderSurvey:
+    """One folder that was given."""
+
+    given: str
+    folder: Path
+    checkpoints: list[CheckpointSummary] = field(default_factory=list)
+    others: list[CheckpointSummary] = field(default_factory=list)
+    leftovers: list[Leftover] = field(default_factory=list)
+    latest: str | None = None
+    single: bool = False
+    """Whether the folder is a checkpoint itself."""
+
+    @property
+    def lost_latest(self) -> bool:
+        """Whether `latest` names something that is not there."""
+        return self.latest is not None and self.latest not in {one.name for one in self.checkpoints}
+
+
+def check_folder(given: str) -> Path:
+    """The folder that an argument names, or a `ConfigError` that says what is wrong with it."""
+    path = Path(os.path.abspath(os.path.expanduser(given)))
+    try:
+        os.scandir(path).close()
+    except FileNotFoundError:
+        if (found := recover(path)) is not None:  # the moment between two renames of a save
+            return found
+        raise ConfigError(f"There is no folder {given}.\n{_suggest_nearby(path)}") from None
+    except NotADirectoryError:
+        inside = path.name == MANIFEST or path.suffix in (".safetensors", ".json")
+        hint = f"Give the folder that it is in: {os.path.dirname(given) or '.'}" if inside else "Give a folder that save_state made."
+        raise ConfigError(f"{given} is a file, and a checkpoint is a folder.\n{hint}") from None
+    except OSError as error:
+        raise ConfigError(f"{given} cannot be read: {error.strerror}.\nLook at the permissions of the folder.") from None
+    return path
+
+
+def summarize_checkpoint(folder: Path, name: str | None = None, note: str = "") -> CheckpointSummary:
+    """A folder with its manifest, or with the reason why it has none."""
+    shown = folder.name if name is None else name
+    try:
+        return CheckpointSummary(folder, shown, read_manifest(folder), note=note)
+    except CheckpointError as error:
+        return CheckpointSummary(folder, shown, why=str(error), note=note)
+
+
+def survey_folder(given: str, folder: Path) -> FolderSurvey:
+    """All that lies in a folder of checkpoints, or the one checkpoint that the folder is."""
+    itself = summarize_checkpoint(folder)
+    if itself.manifest is not None or os.path.lexists(folder / MANIFEST):
+        found = [itself] if itself.manifest is not None else []
+        return FolderSurvey(given, folder, found, [] if found else [itself], single=True)
+    if "Accelerate" in itself.why:
+        return FolderSurvey(given, folder, others=[itself], single=True)
+    looks = list(_summaries(folder))
+    return FolderSurvey(
+        given,
+        folder,
+        checkpoints=[one for one in looks if one.manifest is not None],
+        others=[one for one in looks if one.manifest is None],
+        leftovers=sorted(_leftovers(folder, {one.manifest.stamp for one in looks if one.manifest}), key=lambda one: _in_order(one.name)),
+        latest=_latest(folder),
+    )
+
+
+def size_problems(one: CheckpointSummary) -> list[str]:
+    """What is wrong with the files of a checkpoint as far as their sizes say, each with the name of the file."""
+    assert one.manifest is not None
+    wrong: list[str] = []
+    try:
+        with ConfinedFolder(one.folder) as opened:
+            for name, entry in one.manifest.files.items():
+                try:
+                    if (there := opened.size(name)) != entry.size:
+                        wrong.append(f"{one.folder / name} has {there:,} bytes, and the manifest says {entry.size:,}")
+                except CheckpointError as error:
+                    wrong.append(str(error))
+    except CheckpointError as error:
+        wrong.append(str(error))
+    return wrong
+
+
+def _summaries(folder: Path) -> Iterator[CheckpointSummary]:
+    with os.scandir(folder) as entries:
+        names = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
+    moved = {name: found for name in sorted(names_with_leftovers(folder) - names) if (found := recover(folder / name)) is not None}
+    for name in sorted({*names, *moved}, key=_in_order):
+        if name in moved:
+            yield summarize_checkpoint(moved[name], name, f"a crash left it as {moved[name].name}; load_state finds it there")
+        else:
+            yield summarize_checkpoint(folder / name)
+
+
+def _in_order(name: str) -> list[tuple[int, int, str]]:
+    """checkpoint_9 comes before checkpoint_10."""
+    return [(1, int(part), "") if part.isdigit() and part.isascii() else (0, 0, part) for part in _DIGITS.split(name)]
+
+
+def _latest(folder: Path) -> str | None:
+    try:
+        with ConfinedFolder(folder) as opened:
+            return opened.read(LATEST, _LONGEST_NOTE).decode(errors="replace").strip()
+    except CheckpointError:  # there is none, which is as good as a broken one: nobody relies on it
+        return None
+
+
+def _leftovers(folder: Path, stamps: set[str]) -> Iterator[Leftover]:
+    """What is hidden in a folder of checkpoints with these stamps."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith(".")]
+    living = {found["name"]: who for name in names if (found := _LOCK.fullmatch(name)) and (who := _saving_process(folder / found["name"]))}
+    for name in names:
+        if found := _LEFT.fullmatch(name):
+            what = _MEANING[found["kind"]]
+        elif (found := _RANK.fullmatch(name)) and (waiting := RankFile.of(found["file"])) and waiting.stamp not in stamps:
+            what = _MEANING["file"]  # one whose stamp is there belongs to that checkpoint, and is read from here
+        else:
+            continue
+        yield Leftover(name, found["name"], what, _size(folder / name), living.get(found["name"], ""))
+    for name, who in living.items():
+        if not any((found := _LEFT.fullmatch(one)) and found["name"] == name for one in names):
+            yield Leftover(f".{name}.lock", name, "a save that begins or ends", 0, who)
+
+
+def _saving_process(path: Path) -> str:
+    """Who is saving to a name at this moment: the lock says so, and is only read here."""
+    try:
+        with ConfinedFolder(path.parent) as opened:
+            pid, host = opened.read(lock_path(path).name, _LONGEST_NOTE).decode(errors="replace").split("\n")[0].split(" ", 1)
+        process = int(pid)
+    except (CheckpointError, ValueError):  # just gone, or just being written
+        return ""
+    if host == socket.gethostname():
+        try:
+            os.kill(process, 0)
+        except PermissionError:  # another user's
+            pass
+        except (OSError, OverflowError):
+            return ""
+    return f"process {process} on {host}"
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):  # removed a moment ago
+        if path.is_symlink() or not path.is_dir():
+            return os.lstat(path).st_size
+        return sum(_size(inner) for inner in path.iterdir())
+    return 0
+
+
+def _suggest_nearby(path: Path) -> str:
+    parent = path.parent
+    inside = parent.iterdir() if os.access(parent, os.R_OK | os.X_OK) and parent.is_dir() else ()
+    near = sorted((one.name for one in inside if one.is_dir() and not one.name.startswith(".")), key=_in_order)
+    if not near:
+        return "Give a folder that save_state made, or the folder around such ones."
+    return f"In {parent} there are {', '.join(near[:8])}{', ...' if len(near) > 8 else ''}."
+
+
+def display_name(given: str) -> str:
+    """An argument as it may be shown."""
+    return redact(given)
+
+
+def split_duplicates(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments without those that name the same place once more, and these."""
+    seen: set[str] = set()
+    kept: list[str] = []
+    again: list[str] = []
+    for one in given:
+        place = one.rstrip("/") if is_url(one) else os.path.realpath(os.path.expanduser(local_path(one)))
+        (again if place in seen else kept).append(one)
+        seen.add(place)
+    return kept, again
+
+
+def survey_location(given: str) -> FolderSurvey:
+    """What lies at a path or URL."""
+    if not is_url(given):
+        return _local_survey(given)
+    from slipstream.checkpoint.remote import list_numbered, read_remote_manifest
+
+    shown, url = display_name(given), given.rstrip("/")
+    numbered = list_numbered(url)
+    if not numbered:
+        try:
+            found = CheckpointSummary(Path(shown), shown.rpartition("/")[2], read_remote_manifest(url), url=url)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        return FolderSurvey(shown, Path(shown), [found], single=True)
+    found_here, others = [], []
+    for _, place in numbered:
+        name = place.rpartition("/")[2]
+        try:
+            found_here.append(CheckpointSummary(Path(display_name(place)), name, read_remote_manifest(place), url=place))
+        except CheckpointError as error:
+            others.append(CheckpointSummary(Path(display_name(place)), name, why=str(error), url=place))
+    return FolderSurvey(shown, Path(shown), found_here, others)
+
+
+def _local_survey(given: str) -> FolderSurvey:
+    """A folder with nothing but `checkpoints` in it is that of a project: those are meant."""
+    found = survey_folder(given, check_folder(local_path(given)))
+    if not found.single and not found.checkpoints and any(one.name == "checkpoints" for one in found.others):
+        inner = survey_folder(f"{given.rstrip('/')}/checkpoints", found.folder / "checkpoints")
+        if not inner.single:
+            return inner
+    return found
+
+
+@contextmanager
+def open_readable(one: CheckpointSummary) -> Iterator[CheckpointSummary]:
+    """The same checkpoint with files that can be opened: those behind a URL are copied for the time of the block."""
+    if one.url is None:
+        yield one
+        return
+    from slipstream.checkpoint.remote import fetch
+
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        yield summarize_checkpoint(fetch(one.url, Path(folder, "copy")), one.name)
+
+
+def find_single_checkpoint(given: str) -> CheckpointSummary:
+    """The checkpoint at a path or URL; a folder around several is a `ConfigError` that names them."""
+    found = survey_location(given)
+    if found.single:
+        if not found.checkpoints:
+            raise CheckpointError(found.others[0].why)
+        return found.checkpoints[0]
+    shown = display_name(found.given)
+    if not found.checkpoints:
+        raise ConfigError(f"{summarize_checkpoint(found.folder).why[:1000]}.\nGive a folder that save_state made.")
+    names = [one.name for one in found.checkpoints]
+    raise ConfigError(
+        f"{shown} holds {len(names)} checkpoints and is none itself.\n"
+        f"Name one of them, such as {shown.rstrip('/')}/{names[-1]}; `slipstream checkpoint ls {shown}` lists them."
+    )
+
+
+READ_SIZE: Final = 4 << 20
+"""Bytes that are read at once."""
+_DEEPEST: Final = 256
+_NAMING: Final = ("$tensor", "$array", "$numbers")
+
+
+class LazyTensorFile:
+    """A safetensors file of which the header was read; tensors are read when they are asked for."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / name
+        self._folder, self._name = folder, name
+        with ConfinedFolder(folder) as opened:
+            fd = opened.open(name)
+        try:
+            self.layout: SafetensorsLayout = read_layout(
+                lambda offset, count: os.pread(fd, count, offset), os.fstat(fd).st_size, str(self.path)
+            )
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        finally:
+            os.close(fd)
+
+    def tree(self) -> Any:
+        """What stands beside the tensors."""
+        text = self.layout.metadata.get("tree")
+        if text is None:
+            raise CheckpointError(f"{self.path} holds tensors but no state: its metadata have no 'tree'")
+        beside = self.layout.size - self.layout.data_start
+        return strict_json.parse(text, str(self.path), deepest=_DEEPEST, beside=beside)
+
+    def pieces(self, entry: TensorEntry) -> Iterator[bytes]:
+        """The bytes of a tensor, a few megabytes at a time."""
+        with ConfinedFolder(self._folder) as opened:
+            fd = opened.open(self._name)
+        try:
+            place, end = self.layout.data_start + entry.start, self.layout.data_start + entry.end
+            while place < end:
+                piece = _read_exactly(fd, min(READ_SIZE, end - place), place, self.path)
+                yield piece
+                place += len(piece)
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor, and the file that holds it."""
+
+    file: LazyTensorFile
+    entry: TensorEntry
+
+    @property
+    def size(self) -> int:
+        return self.entry.end - self.entry.start
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes."""
+        return self.file.pieces(self.entry)
+
+    @property
+    def files(self) -> list[str]:
+        """The names of all files that hold something of it."""
+        return [self.file.path.name]
+
+    def described(self) -> str:
+        """Type and shape."""
+        return f"{self.entry.dtype} {list(self.entry.shape)}"
+
+
+@dataclass(frozen=True)
+class StoredShardedTensor(StoredTensor):
+    """A tensor that was sharded over ranks: `entry` is that of the whole, `file` holds the first of its pieces."""
+
+    held: tuple[tuple[LazyTensorFile, TensorEntry, PiecePosition], ...]
+
+    @property
+    def files(self) -> list[str]:
+        return [file.path.name for file, _, _ in self.held]
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes, put together in memory."""
+        import numpy  # only comparing needs it
+
+        item = ITEM_SIZE[self.entry.dtype]
+        made = numpy.zeros((*self.entry.shape, item), numpy.uint8)
+        for file, entry, place in self.held:
+            data = numpy.frombuffer(b"".join(file.pieces(entry)), numpy.uint8)
+            made[place.box.slices()] = data.reshape((*place.box.shape, item))
+        raw = memoryview(made.reshape(-1)) if made.size else memoryview(b"")  # type: ignore[arg-type]
+        for start in range(0, len(raw), READ_SIZE):
+            yield bytes(raw[start : start + READ_SIZE])
+
+
+def read_state_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> tuple[Any, dict[str, StoredTensor]]:
+    """The tree of a part, and its tensors by name; `pieces` are the files with pieces of some of them."""
+    if name.endswith(".json"):
+        with ConfinedFolder(folder) as opened:
+            data = opened.read(name, strict_json.LARGEST)
+            return strict_json.parse(data, str(folder / name), deepest=_DEEPEST), _join_pieces(folder, pieces, {})
+    file = LazyTensorFile(folder, name)
+    return file.tree(), _join_pieces(folder, pieces, {one.name: StoredTensor(file, one) for one in file.layout.entries.values()})
+
+
+def read_model_tensors(folder: Path, model: ModelEntry) -> dict[str, StoredTensor]:
+    """The tensors of a model that are stored, by name."""
+    found: dict[str, StoredTensor] = {}
+    for name in model.files:
+        file = LazyTensorFile(folder, name)
+        for entry in file.layout.entries.values():
+            if entry.name in found:
+                raise CheckpointError(f"{file.path}: {entry.name[:100]!r} stands in {found[entry.name].file.path.name} too")
+            found[entry.name] = StoredTensor(file, entry)
+    return _join_pieces(folder, model.pieces, found)
+
+
+def _join_pieces(folder: Path, names: Iterable[str], found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """What was found, and the tensors whose pieces are in these files; an error where pieces are not the whole."""
+    held: dict[str, list[tuple[LazyTensorFile, TensorEntry, PiecePosition]]] = {}
+    for name in names:
+        file = LazyTensorFile(folder, name)
+        for key, place in read_positions(file.layout, str(file.path)).items():
+            held.setdefault(key, []).append((file, file.layout.entries[key], place))
+    for key, pieces in held.items():
+        (file, entry, place), shown = pieces[0], key[:100]
+        if key in found or len({(one.dtype, its.shape) for _, one, its in pieces}) > 1:
+            raise CheckpointError(f"{file.path}: the pieces of {shown!r} are not of one tensor, or it is whole elsewhere")
+        try:
+            list(cover_box((its.box for _, _, its in pieces), whole_box(place.shape)))
+        except ValueError as error:
+            raise CheckpointError(f"{file.path}: {shown!r} cannot be put together: {error}") from None
+        size = math.prod(place.shape) * ITEM_SIZE[entry.dtype]
+        found[key] = StoredShardedTensor(file, TensorEntry(key, entry.dtype, place.shape, 0, size), tuple(pieces))
+    return found
+
+
+def resolve_aliases(stored: Mapping[str, StoredTensor], aliases: Mapping[str, str], where: str) -> dict[str, StoredTensor]:
+    """The same with names of tied weights, which are stored once."""
+    found = dict(stored)
+    for name, target in aliases.items():
+        if target not in stored or name in stored:
+            why = "is not stored" if target not in stored else "is stored as well"
+            raise CheckpointError(f"{where}: {name[:100]!r} should be the same tensor as {target[:100]!r}, which {why}")
+        found[name] = stored[target]
+    return found
+
+
+def tensor_names(tree: Any) -> Iterator[str]:
+    """The names of all tensors that a tree refers to."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            for tag in _NAMING:
+                if isinstance(name := node.get(tag), str):
+                    yield name
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
+
+
+def _read_exactly(fd: int, count: int, place: int, path: Path) -> bytes:
+    pieces: list[bytes] = []
+    while count:
+        try:
+            piece = os.pread(fd, count, place)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read at byte {place:,}: {error.strerror}") from error
+        if not piece:
+            raise CheckpointError(f"{path} ended at byte {place:,}: it was changed while it was read")
+        pieces.append(piece)
+        count, place = count - len(piece), place + len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+Advance = Callable[[int], object]
+"""Is told of bytes that were read."""
+
+
+def bytes_to_read(one: CheckpointSummary) -> int:
+    """How much `find_problems` reads, for a progress bar; files of ranks count too."""
+    total = one.size
+    for path in one.ranks().values():
+        total += path.lstat().st_size if not path.is_symlink() else 0
+    return total
+
+
+def find_problems(one: CheckpointSummary, advance: Advance) -> Iterator[str]:
+    """What is wrong with a checkpoint, after every byte of it was read; `advance` is told how many at a time."""
+    manifest = one.manifest
+    assert manifest is not None
+    damaged: set[str] = set()
+    for name, entry in manifest.files.items():
+        if why := _find_damage(one.folder, name, entry, advance):
+            damaged.add(name)
+            yield why
+    late = one.ranks()
+    for rank, path in sorted(late.items()):
+        found = RankFile.of(path.name[path.name.index("rank_") :])
+        assert found is not None
+        if why := _find_damage(path.parent, path.name, FileEntry(-1, found.checksum), advance):
+            yield why
+        else:
+            yield from _collect_problems(lambda path=path, rank=rank: _check_rank(path.parent, path.name, rank, manifest.stamp))  # type: ignore[misc]
+    for rank, name in manifest.ranks.items():
+        if name not in damaged:
+            yield from _collect_problems(lambda name=name, rank=rank: _check_rank(one.folder, name, rank, manifest.stamp))  # type: ignore[misc]
+    for name in (*manifest.optimizers, *manifest.objects, *([manifest.training] if manifest.training else [])):
+        if not damaged & {name, *manifest.pieces.get(name, ())}:
+            yield from _collect_problems(lambda name=name: _check_part(one.folder, name, manifest.pieces.get(name, ())))  # type: ignore[misc]
+    for number, model in enumerate(manifest.models):
+        if not damaged & {*model.files, *model.pieces, model.extra, model.index}:
+            yield from _collect_problems(lambda number=number: _check_model(one, number))  # type: ignore[misc]
+
+
+def _collect_problems(check: Callable[[], None]) -> Iterator[str]:
+    try:
+        check()
+    except CheckpointError as error:
+        yield str(error)
+
+
+def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) -> str | None:
+    """What is wrong with one file; an entry of a negative size says nothing about sizes."""
+    path = folder / name
+    try:
+        with ConfinedFolder(folder) as opened:
+            fd = opened.open(name)
+    except CheckpointError as error:
+        advance(max(entry.size, 0))
+        return str(error)
+    try:
+        there = os.fstat(fd).st_size
+        if entry.size >= 0 and there != entry.size:
+            advance(entry.size)
+            return f"{path} has {there:,} bytes, and the manifest says {entry.size:,}"
+        running, done = Digest(), 0
+        while piece := os.pread(fd, READ_SIZE, done):
+            running.update(piece)
+            done += len(piece)
+            advance(len(piece))
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    finally:
+        os.close(fd)
+    if running.hexdigest() != entry.checksum:
+        return f"{path} is damaged: its checksum is {running.hexdigest()}, and {entry.checksum[:40]} was written"
+    return None
+
+
+def _check_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> None:
+    tree, tensors = read_state_part(folder, name, pieces)
+    missing = next((one for one in tensor_names(tree) if one not in tensors), None)
+    if missing is not None:
+        raise CheckpointError(f"{folder / name} refers to a tensor {missing[:100]!r} that is not in it")
+
+
+def _check_rank(folder: Path, name: str, rank: int, stamp: str) -> None:
+    _check_part(folder, name)
+    tree, _ = read_state_part(folder, name)
+    if not isinstance(tree, dict) or tree.get("rank") != rank or tree.get("stamp") != stamp:
+        raise CheckpointError(f"{folder / name} does not belong to rank {rank} of this save")
+
+
+def _check_model(one: CheckpointSummary, number: int) -> None:
+    assert one.manifest is not None
+    model = one.manifest.models[number]
+    stored = read_model_tensors(one.folder, model)
+    resolve_aliases(stored, model.aliases, str(one.folder / MANIFEST))
+    if model.extra is not None:
+        _check_part(one.folder, model.extra)
+    if model.index is None:
+        return
+    where = str(one.folder / model.index)
+    with ConfinedFolder(one.folder) as opened:
+        index = strict_json.parse(opened.read(model.index, strict_json.LARGEST), where)
+    listed = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{where} has no weight_map")
+    for name, file in listed.items():
+        if check_name(file, where) not in model.files or name not in stored or stored[name].file.path.name != Path(file).name:
+            raise CheckpointError(f"{where} says that {name[:100]!r} is in {file!r}, and it is not")
+    if len(listed) != len(stored):
+        raise CheckpointError(f"{where} lists {len(listed):,} tensors, and {len(stored):,} are stored")

@@ -1,0 +1,336 @@
+"""The manifest of a checkpoint, and the names of the files in checkpoints.
+
+`MANIFEST.json` is written last and lists every other file with its size and checksum; a folder without a readable manifest is not a
+checkpoint. Its own checksum covers every byte of it. `parse_manifest` returns a manifest whose fields have their types, whose names are
+plain names inside the folder and whose parts are all listed as files, or raises an error that names the file. Nothing here opens a file
+or imports torch. `docs/checkpoint-format.md` describes the format.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from slipstream.errors import CheckpointError
+from slipstream.files import strict_json
+from slipstream.files.checksum import checksums_name, digest
+from slipstream.files.disk import FileEntry
+from slipstream.files.paths import check_name
+
+__all__ = [
+    "LATEST", "MANIFEST", "MODEL_NAME", "Manifest", "ModelEntry", "OPTIMIZER_NAME", "RNG_STATE_NAME", "RankFile", "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
+    "VERSION", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME", "parse_manifest",
+]
+
+
+MODEL_NAME: Final = "pytorch_model"
+SAFE_MODEL_NAME: Final = "model"
+OPTIMIZER_NAME: Final = "optimizer"
+SCHEDULER_NAME: Final = "scheduler"
+SAMPLER_NAME: Final = "sampler"
+SCALER_NAME: Final = "scaler.pt"
+RNG_STATE_NAME: Final = "random_states"
+
+WEIGHTS_NAME: Final = f"{MODEL_NAME}.bin"
+WEIGHTS_PATTERN_NAME: Final = "pytorch_model{suffix}.bin"
+WEIGHTS_INDEX_NAME: Final = f"{WEIGHTS_NAME}.index.json"
+SAFE_WEIGHTS_NAME: Final = f"{SAFE_MODEL_NAME}.safetensors"
+SAFE_WEIGHTS_PATTERN_NAME: Final = "model{suffix}.safetensors"
+SAFE_WEIGHTS_INDEX_NAME: Final = f"{SAFE_WEIGHTS_NAME}.index.json"
+
+
+MANIFEST = "MANIFEST.json"
+LATEST = "latest"
+VERSION = 1
+
+_FORMAT = "slipstream-checkpoint"
+_NO_CHECKSUM = "0" * 32
+_LARGEST_SIZE = 2**60
+_LARGEST_WORLD = 2**20
+_LARGEST_MANIFEST = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """The weights of one model."""
+
+    kind: str
+    """Its class, for people."""
+    files: tuple[str, ...]
+    """The safetensors files, in order."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of tied weights, and the name under which each is stored."""
+    index: str | None = None
+    """The usual index, where there is more than one file."""
+    extra: str | None = None
+    """A part with the entries of the state dict that are no tensors."""
+    number: int = 0
+    """Which of the prepared models it is: hooks of the script may save some of them by themselves."""
+    pieces: tuple[str, ...] = ()
+    """Files with pieces of tensors that were sharded over ranks: see `pieces.py`."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without opening its other files.
+
+    >>> manifest = Manifest(stamp="s", step=3, created="2026-01-01T00:00:00Z", written_by="slipstream", world=1, strategy="single")
+    >>> parse_manifest(manifest.dump(), "MANIFEST.json") == manifest
+    True
+    """
+
+    stamp: str
+    """What tells the files of one save from those of another: a rank that adds a file later writes the same one."""
+    step: int
+    """Updates made."""
+    created: str
+    written_by: str
+    world: int
+    """Processes of the run that saved."""
+    strategy: str
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    models: tuple[ModelEntry, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    training: str | None = None
+    """The part with schedulers, scaler, loaders and windows of accumulation."""
+    objects: tuple[str, ...] = ()
+    """The parts of registered objects."""
+    ranks: Mapping[int, str] = field(default_factory=dict)
+    """The parts that belong to one rank, as far as they were there when the manifest was written."""
+    pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Files with pieces of tensors that belong to a part and were sharded over ranks, by the file of the part."""
+    metric: float | None = None
+    receipt: Mapping[str, Any] = field(default_factory=dict)
+    """What the run meant: see `receipt.py`."""
+
+    def all_pieces(self) -> set[str]:
+        """Every file of pieces."""
+        return {name for names in (*(model.pieces for model in self.models), *self.pieces.values()) for name in names}
+
+    def dump(self) -> bytes:
+        """The bytes of the file, with a checksum over all of them."""
+        body = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "checksum": _NO_CHECKSUM,
+            "stamp": self.stamp,
+            "step": self.step,
+            "created": self.created,
+            "written_by": self.written_by,
+            "world": self.world,
+            "strategy": self.strategy,
+            "mesh": dict(self.mesh),
+            "metric": self.metric,
+            "receipt": dict(self.receipt),
+            "models": [
+                {
+                    "number": one.number,
+                    "kind": one.kind,
+                    "files": list(one.files),
+                    "aliases": dict(one.aliases),
+                    "index": one.index,
+                    "extra": one.extra,
+                    **({"pieces": list(one.pieces)} if one.pieces else {}),
+                }
+                for one in self.models
+            ],
+            "optimizers": list(self.optimizers),
+            "training": self.training,
+            "objects": list(self.objects),
+            "ranks": {str(rank): name for rank, name in self.ranks.items()},
+            **({"pieces": {part: list(names) for part, names in self.pieces.items()}} if self.pieces else {}),
+            "files": {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()},
+        }
+        data = strict_json.dump(body, indent=1)
+        if why := strict_json.explain_too_large(data.decode()):
+            raise CheckpointError(f"The manifest of {len(self.files):,} files could not be read again: {why}. Save fewer files.")
+        return data.replace(_NO_CHECKSUM.encode(), digest(data).encode(), 1)
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in these bytes; `where` is the path for messages."""
+    body = strict_json.parse(data, where, largest=_LARGEST_MANIFEST)
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise CheckpointError(f"{where} is no manifest of a Slipstream checkpoint: it does not say \"format\": \"{_FORMAT}\"")
+    version = body.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise CheckpointError(
+            f"{where} has version {_shown(version)} of the checkpoint format, and this version of slipstream reads version {VERSION}: "
+            f"it was written by {_shown(body.get('written_by'))}. Use that version, or a newer one."
+        )
+    said = body.get("checksum")
+    if not isinstance(said, str) or data.replace(said.encode(), _NO_CHECKSUM.encode(), 1) == data or _checksum_without(data, said) != said:
+        raise CheckpointError(f"{where} has been changed since it was written: its own checksum does not fit")
+    return _ManifestReader(body, where).manifest()
+
+
+def _checksum_without(data: bytes, checksum: str) -> str:
+    """The checksum of a manifest in which its own checksum does not count."""
+    return digest(data.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+class _ManifestReader:
+    """Takes fields out of parsed JSON, each with its type."""
+
+    def __init__(self, body: dict[str, Any], where: str) -> None:
+        self._body = body
+        self._where = where
+        self._files: dict[str, FileEntry] = {}
+        self._used: set[str] = set()
+
+    def manifest(self) -> Manifest:
+        self._files = {check_name(name, self._where): self._entry(name, entry) for name, entry in self._mapping("files").items()}
+        if any(name.casefold() == MANIFEST.casefold() for name in self._files):
+            raise self._wrong("files", f"it lists {MANIFEST} itself")
+        world = self._whole("world", self._body.get("world"), 1, _LARGEST_WORLD)
+        models = tuple(self._model(number, one) for number, one in enumerate(self._list("models")))
+        if len({model.number for model in models}) != len(models):
+            raise self._wrong("models", "two of them have the same number")
+        return Manifest(
+            stamp=self._text("stamp"),
+            step=self._count("step"),
+            created=self._text("created"),
+            written_by=self._text("written_by"),
+            world=world,
+            strategy=self._text("strategy"),
+            mesh={str(axis): self._whole(f"mesh[{axis!r}]", size, 1) for axis, size in self._mapping("mesh").items()},
+            files=self._files,
+            models=models,
+            optimizers=tuple(self._part("optimizers", name) for name in self._list("optimizers")),
+            training=self._optional_part("training", self._body.get("training")),
+            objects=tuple(self._part("objects", name) for name in self._list("objects")),
+            ranks={self._rank(rank, world): self._part("ranks", name) for rank, name in self._mapping("ranks").items()},
+            pieces={self._listed("pieces", part): self._pieces("pieces", names) for part, names in self._pieces_of_parts().items()},
+            metric=self._metric(),
+            receipt=self._mapping("receipt"),
+        )
+
+    def _wrong(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: {name!r} cannot be used: {why}")
+
+    def _text(self, name: str) -> str:
+        value = self._body.get(name)
+        if not isinstance(value, str):
+            raise self._wrong(name, f"{_shown(value)} is no text")
+        return value
+
+    def _whole(self, name: str, value: Any, least: int = 0, most: int = _LARGEST_SIZE) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._wrong(name, f"{_shown(value)} is no whole number from {least} to {most}")
+        return value
+
+    def _metric(self) -> float | None:
+        value = self._body.get("metric")
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)):
+            return value
+        raise self._wrong("metric", f"{_shown(value)} is no number")
+
+    def _count(self, name: str, least: int = 0) -> int:
+        return self._whole(name, self._body.get(name), least)
+
+    def _list(self, name: str) -> list[Any]:
+        value = self._body.get(name)
+        if not isinstance(value, list):
+            raise self._wrong(name, f"a {type(value).__name__} is no list")
+        return value
+
+    def _mapping(self, name: str, value: Any = None) -> dict[str, Any]:
+        value = self._body.get(name) if value is None else value
+        if not isinstance(value, dict):
+            raise self._wrong(name, f"a {type(value).__name__} is no mapping")
+        return value
+
+    def _entry(self, name: str, entry: Any) -> FileEntry:
+        if not isinstance(entry, dict) or not isinstance(entry.get("checksum"), str):
+            raise self._wrong("files", f"{_shown(name)} has no checksum")
+        return FileEntry(self._whole(f"size of {name}", entry.get("size")), entry["checksum"])
+
+    def _part(self, where: str, name: Any) -> str:
+        """A file that has to be listed with its size and checksum, and is nothing else."""
+        if self._listed(where, name) in self._used:
+            raise self._wrong(where, f"{_shown(name)} is used for something else too")
+        self._used.add(name)
+        return str(name)
+
+    def _listed(self, where: str, name: Any) -> str:
+        if not isinstance(name, str) or name not in self._files:
+            raise self._wrong(where, f"{_shown(name)} is not among its files")
+        return name
+
+    def _optional_part(self, where: str, name: Any) -> str | None:
+        return None if name is None else self._part(where, name)
+
+    def _model(self, number: int, one: Any) -> ModelEntry:
+        where = f"models[{number}]"
+        entry = self._mapping(where, one if one is not None else [])
+        files, aliases, kind = entry.get("files"), entry.get("aliases"), entry.get("kind")
+        if not isinstance(files, list) or not isinstance(kind, str):
+            raise self._wrong(where, "it has no list of files or no kind")
+        if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+            raise self._wrong(where, "its aliases are no mapping of names")
+        index, extra = (self._optional_part(where, entry.get(name)) for name in ("index", "extra"))
+        known = self._whole(where, entry.get("number"))
+        pieces = self._pieces(where, entry.get("pieces", []))
+        return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra, known, pieces)
+
+    def _pieces_of_parts(self) -> dict[str, Any]:
+        return self._mapping("pieces") if "pieces" in self._body else {}
+
+    def _pieces(self, where: str, names: Any) -> tuple[str, ...]:
+        """Files of pieces; each has its sums beside it."""
+        if not isinstance(names, list):
+            raise self._wrong(where, "its pieces are no list of files")
+        for name in names:
+            self._part(where, checksums_name(self._part(where, name)))
+        return tuple(names)
+
+    def _rank(self, rank: str, world: int) -> int:
+        if not rank.isascii() or not rank.isdigit() or str(int(rank[:9])) != rank or int(rank) >= world:
+            raise self._wrong("ranks", f"{_shown(rank)} is no rank of a run of {world} processes")
+        return int(rank)
+
+
+# -- files of other ranks ---------------------------------------------------------------------------------------------
+
+_RANK_FILE = re.compile(r"rank_(\d{1,9})\.([0-9]{1,20}-[0-9a-f]{16})\.([0-9a-f]{32})\.safetensors", re.ASCII)
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A file that a rank added after the manifest was written: its name says whose it is, to which save it belongs, and its checksum.
+
+    >>> name = RankFile(3, "120-00112233445566aa", "0" * 32).name
+    >>> name[:28], RankFile.of(name).rank, RankFile.of("notes.txt")
+    ('rank_3.120-00112233445566aa.', 3, None)
+    """
+
+    rank: int
+    stamp: str
+    checksum: str
+
+    @property
+    def name(self) -> str:
+        return f"rank_{self.rank}.{self.stamp}.{self.checksum}.safetensors"
+
+    @staticmethod
+    def of(name: str) -> RankFile | None:
+        """What a file's name says, if it is such a file."""
+        found = _RANK_FILE.fullmatch(name)
+        return None if found is None else RankFile(int(found[1]), found[2], found[3])

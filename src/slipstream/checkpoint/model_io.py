@@ -1,0 +1,442 @@
+"""Weights without a training state: `save_model`, `load_weights`, and `merge_weights` of many files into one.
+
+Files are written under temporary names and renamed when all of them are on the disk; files that were there before stay until then.
+Loading checks that everything fits before a tensor of the model changes, and maps the files instead of reading them. Merging copies piece
+by piece, and removes the sources only if asked and after the result was read back and verified. No pickle is written unless it is asked
+for, and none is run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from slipstream.checkpoint.manifest import MANIFEST, MODEL_NAME, SAFE_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from slipstream.checkpoint.serialize import write_part
+from slipstream.checkpoint.tensor_bytes import DTYPES, dtype_name, tensor_bytes
+from slipstream.checkpoint.weight_source import WeightSource, find_weights
+from slipstream.checkpoint.weights import (
+    METADATA,
+    LoadReport,
+    Weights,
+    bare,
+    cast_weights,
+    check_fit,
+    index_bytes,
+    load_into,
+    may_rename_keys,
+    plan_shards,
+    shard_names,
+    split_state_dict,
+    tied_names,
+    write_weights,
+)
+from slipstream.distributed.progress_bar import ProgressBar, bar, counted, waiting
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files.atomic_files import AtomicFiles, check_local_path
+from slipstream.files.disk import Disk, FileEntry
+from slipstream.files.safetensors_layout import file_order_key, plan_layout
+from slipstream.files.sizes import parse_size
+from slipstream.logging import get_logger
+
+__all__ = ["Progress", "clean_state_dict_for_safetensors", "load_weights", "merge_weights", "parse_dtype", "save_model"]
+
+
+_SHARD: Final = r"-\d{5}-of-\d{5}"
+
+
+def save_model(
+    model: torch.nn.Module | Mapping[str, Any],
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    *,
+    disk: Disk | None = None,
+) -> None:
+    """Writes the weights of a model, or a state dict, as `model.safetensors`, or as several files with an index if they are larger.
+
+    With `safe_serialization=False` as `pytorch_model.bin`, by `torch.save`. Other files in the folder stay; those of an earlier save
+    of the same kind are replaced.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(torch.nn.Linear(2, 2), folder)
+    ...     os.listdir(folder)
+    ['model.safetensors']
+    """
+    folder = check_local_path(save_directory, "save_directory")
+    largest = parse_size(max_shard_size)
+    _check_folder(folder)
+    state = bare(model).state_dict() if isinstance(model, torch.nn.Module) else model
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"save_model was given a {type(model).__qualname__}. Pass a torch.nn.Module, or its state_dict().")
+    weights = split_state_dict(state, f"the weights of {type(model).__name__}")
+    weights.extra.pop(METADATA, None)  # versions of layers matter for going on with a run; files that are passed on have none
+    total = sum(tensor.nbytes for tensor in weights.tensors.values())
+    with AtomicFiles(folder, disk or Disk()) as files, bar(total, "saving", "B") as shown:
+        names = _add_safe(files, weights, largest, shown) if safe_serialization else _add_torch(files, weights, state, largest, shown)
+        base = SAFE_MODEL_NAME if safe_serialization else MODEL_NAME
+        if any(re.search(_SHARD, name) and (folder / name).exists() for name in names):
+            files.remove(
+                [name for name in _stale_files(folder, base, ()) if name.endswith(".index.json")]
+            )  # else it would cover old and new
+        files.place()
+        files.remove(_stale_files(folder, base, names))
+    if not safe_serialization and (folder / SAFE_WEIGHTS_NAME).exists():
+        get_logger(__name__).warning(f"{folder / SAFE_WEIGHTS_NAME} of an earlier save is there too, and is what will be read first.")
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"save_directory={str(folder)!r} is a file. Write the path of a folder; it is made if it is not there.")
+    if (folder / MANIFEST).exists():
+        raise ConfigError(
+            f"save_directory={str(folder)!r} is a checkpoint of save_state, whose files are not to be changed. Write to another folder."
+        )
+
+
+def _add_safe(files: AtomicFiles, weights: Weights, largest: int, shown: ProgressBar) -> set[str]:
+    def add(name: str, chunks: Iterable[Any], size: int) -> FileEntry:
+        return files.add(name, counted(chunks, shown.update), size)
+
+    names = set()
+    if weights.extra:
+        names.add(write_part(files.add, f"{SAFE_MODEL_NAME}_extra", weights.extra, "the state dict")[0])
+    return names | write_weights(add, SAFE_MODEL_NAME, weights, largest).entries.keys()
+
+
+def _add_torch(files: AtomicFiles, weights: Weights, state: Mapping[str, Any], largest: int, shown: ProgressBar) -> set[str]:
+    """Tied weights stand in the file of the one that they are tied to: there they cost nothing."""
+    groups = plan_shards(weights.tensors, largest)
+    names = shard_names(MODEL_NAME, len(groups), "bin")
+    others: dict[str, list[str]] = {}
+    for other, kept in weights.aliases.items():
+        others.setdefault(kept, []).append(other)
+    for name, group in zip(names, groups, strict=True):
+        held = {one: state[one] for kept in group for one in (kept, *others.get(kept, ()))}
+        if name == names[0]:
+            held |= weights.extra
+        files.adopt(name, lambda path, held=held: torch.save(held, path))  # type: ignore[misc]
+        shown.update(sum(weights.tensors[kept].nbytes for kept in group))
+    if len(names) == 1:
+        return set(names)
+    everywhere = {name: [one for kept in group for one in (kept, *others.get(kept, ()))] for name, group in zip(names, groups, strict=True)}
+    everywhere[names[0]] += weights.extra
+    stored = {one: state[one] for group in everywhere.values() for one in group if isinstance(state[one], torch.Tensor)}
+    data = index_bytes(everywhere, stored)
+    files.add(f"{MODEL_NAME}.bin.index.json", [data], len(data))
+    return {*names, f"{MODEL_NAME}.bin.index.json"}
+
+
+def _stale_files(folder: Path, base: str, new: Collection[str]) -> list[str]:
+    """Files of an earlier save of the same kind that are not part of this one; the index first, so that nothing points at what is gone."""
+    suffix = "safetensors" if base == SAFE_MODEL_NAME else "bin"
+    ours = re.compile(rf"{base}({_SHARD})?\.{suffix}(\.index\.json)?|{base}_extra\.(json|safetensors)", re.ASCII)
+    old = [name for name in os.listdir(folder) if ours.fullmatch(name) and name not in new]
+    return sorted(old, key=lambda name: (not name.endswith(".index.json"), name))
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The same state dict with every tensor once and each in one piece, as the safetensors package wants them; it says what it left out.
+
+    >>> shared = torch.ones(2)
+    >>> list(clean_state_dict_for_safetensors({"embed": shared, "head": shared}))
+    ['embed']
+    """
+    weights = split_state_dict(state_dict, "the state dict")
+    weights.extra.pop(METADATA, None)
+    if weights.aliases:
+        pairs = ", ".join(f"{other} (is {kept})" for other, kept in list(weights.aliases.items())[:5])
+        get_logger(__name__).warning(f"{len(weights.aliases)} names of tied weights are left out: {pairs}. Tie them again after loading.")
+    kept = {**weights.tensors, **weights.extra}
+    return {name: _contiguous(kept[name]) for name in state_dict if name in kept}
+
+
+def _contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
+def load_weights(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    *,
+    strict: bool = False,
+) -> LoadReport:
+    """Loads weights into a model, wherever its tensors are; those on the meta device get memory.
+
+    `checkpoint` is a file (safetensors, or of torch.save), an index, or a folder: one of `save_model`, of `save_state`, or of another
+    library. Names that are missing or unexpected are a warning, or an error with `strict=True`, or if they would leave weights on the meta
+    device; shapes that do not fit are an error. If there is an error, nothing has changed. `dtype` is what the model's floating point
+    weights become.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(torch.nn.Linear(2, 2), folder)
+    ...     load_weights(torch.nn.Linear(2, 2), folder)
+    LoadReport(missing=(), unexpected=(), mismatched={}, renamed={})
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"load_checkpoint_in_model was given a {type(model).__qualname__}. Pass a torch.nn.Module.")
+    wanted = parse_dtype(dtype)
+    if keep_in_fp32_modules is not None and (wanted is None or isinstance(keep_in_fp32_modules, str)):
+        raise ConfigError(f"keep_in_fp32_modules={keep_in_fp32_modules!r} is a list of names of modules, and needs dtype beside it.")
+    path = check_local_path(checkpoint, "checkpoint")
+    with waiting(f"loading {path.name}"):
+        return _load(bare(model), find_weights(path), str(path), wanted, tuple(keep_in_fp32_modules or ()), strict=strict)
+
+
+def parse_dtype(given: Any) -> torch.dtype | None:
+    """A floating point type from its name, or as torch has it.
+
+    >>> parse_dtype("bfloat16")
+    torch.bfloat16
+    """
+    known = {dtype_name(one): one for one in DTYPES if one.is_floating_point}
+    found = known.get(given.removeprefix("torch.")) if isinstance(given, str) else given
+    if given is not None and found not in known.values():
+        raise ConfigError(
+            f"dtype={given!r} is no floating point type. Write one of {', '.join(list(known)[:4])}, as text or as torch has it."
+        )
+    return found
+
+
+def _load(
+    model: torch.nn.Module, source: WeightSource, where: str, dtype: torch.dtype | None, keep: tuple[str, ...], *, strict: bool
+) -> LoadReport:
+    """First all headers, then all values: file by file if the model takes them as they come, at once if it looks at several."""
+    forms: dict[str, torch.Tensor] = {}
+    aliases = dict(source.aliases)
+    homes: dict[str, str] = {}
+    for name, file in zip(source.files, source.each(), strict=True):
+        if twice := [key for key in file.tensors if key in forms]:
+            raise CheckpointError(
+                f"{where} has {twice[0]!r} in two files, {homes[twice[0]]} and {name}. Save it again, or remove one of them."
+            )
+        forms |= {key: tensor.to("meta") for key, tensor in file.tensors.items()}
+        homes |= dict.fromkeys(file.tensors, name)
+        aliases |= file.aliases
+    extra = source.read_extra()
+    report = check_fit(model, forms, aliases, extra)
+    report.demand_values(model, where)
+    report.demand(where, type(model).__name__, strict=strict)
+    if dtype is not None:
+        cast_weights(model, {report.renamed.get(name, name) for name in (*forms, *aliases)}, dtype, keep)
+    together = len(source.files) == 1 or may_rename_keys(model) or _aliases_in_other_files(tied_names(model), homes, report)
+    if not together and METADATA not in extra:  # a layer that gets part of its weights is not to take them for those of an old version
+        extra[METADATA] = getattr(model.state_dict(), METADATA, None)
+    for names in [source.files] if together else [(name,) for name in source.files]:
+        tensors = {key: tensor for name in names for key, tensor in source.open(name, verify=False).tensors.items()}
+        load_into(model, tensors, aliases, extra, strict=False)
+        extra = {name: value for name, value in extra.items() if name == METADATA}
+    return report
+
+
+def _aliases_in_other_files(tied: Mapping[str, Collection[str]], homes: Mapping[str, str], report: LoadReport) -> bool:
+    """Whether values for names of one weight lie in different files, where only all of them together show whether they agree."""
+    place = {report.renamed.get(name, name): file for name, file in homes.items()}
+    return any(name in place and other in place and place[name] != place[other] for name, others in tied.items() for other in others)
+
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes are done, of how many."""
+
+_PIECE: Final = 4 << 20
+
+
+@dataclass(frozen=True)
+class _CopiedTensor:
+    """A tensor that will be copied: from which file, and from where in it (None: the file has to be asked)."""
+
+    name: str
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    span: tuple[int, int] | None
+
+
+def merge_weights(
+    folder: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    remove: bool = False,
+    safe_serialization: bool = True,
+    progress: Progress | None = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Writes the weights in a folder (or those of an index) as one file, and gives back its path.
+
+    `output` is a folder, in which the file is `model.safetensors`, or the path of a file. `remove` deletes the files that were merged,
+    once the new one has been verified. With `safe_serialization=False` the file is `pytorch_model.bin`, by `torch.save`. `progress` is told
+    how far it is, in the place of a bar.
+
+    >>> import tempfile
+    >>> from slipstream.checkpoint.model_io import save_model
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(torch.nn.Linear(8, 8), f"{folder}/parts", max_shard_size=100)
+    ...     len(os.listdir(f"{folder}/parts")), merge_weights(f"{folder}/parts", f"{folder}/whole").name
+    (3, 'model.safetensors')
+    """
+    path = check_local_path(folder, "folder")
+    _refuse_sharded_state(path)
+    source = find_weights(path)
+    target = _target(check_local_path(output, "output"), safe_serialization)
+    _check(source, target, remove=remove)
+    disk = disk or Disk()
+    with AtomicFiles(target.parent, disk) as files:
+        if safe_serialization:
+            with bar(None, "merging", "B", wanted=None if progress is None else False) as shown:
+                checksum = _merge(files, source, target, progress or shown.to)
+        else:
+            with waiting("merging"):
+                checksum = files.adopt(target.name, lambda beside: torch.save(_all_weights(source), beside)).checksum
+        files.place()
+    if remove:
+        _remove(source, target, checksum, disk)
+    return target
+
+
+def _refuse_sharded_state(path: Path) -> None:
+    folder = path if path.is_dir() else path.parent
+    if (folder / ".metadata").exists() and any(folder.glob("*.distcp")):
+        raise ConfigError(
+            f"{folder} was written by torch.distributed.checkpoint, whose table of contents is a pickle; it is not read here. "
+            "Convert it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch` if you trust it."
+        )
+
+
+def _target(output: Path, safe_serialization: bool) -> Path:
+    name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+    if output.is_dir():
+        return output / name
+    if output.suffix == Path(name).suffix:
+        return output
+    if output.exists():
+        raise ConfigError(
+            f"output={str(output)!r} is a file that does not end in {Path(name).suffix}. Write a folder, or a file that does."
+        )
+    if output.suffix in (".safetensors", ".bin"):
+        raise ConfigError(f"output={str(output)!r} does not fit safe_serialization={safe_serialization}: that writes {Path(name).suffix}.")
+    return output / name
+
+
+def _check(source: WeightSource, target: Path, *, remove: bool) -> None:
+    sources = [source.folder / name for name in source.files]
+    if target.exists() and any(one.exists() and one.samefile(target) for one in sources):
+        raise ConfigError(f"output={str(target)!r} is one of the files that would be merged. Write to another folder.")
+    if (target.parent / MANIFEST).exists():
+        raise ConfigError(f"{target.parent} is a checkpoint of save_state, whose files are not to be changed. Write to another folder.")
+    if remove and (source.entries or source.links_within):
+        what = "a checkpoint of save_state" if source.entries else "a cache of downloads"
+        raise ConfigError(
+            f"{source.folder} is {what}, of which no files are removed. Merge without removing, or delete the folder yourself."
+        )
+
+
+def _merge(files: AtomicFiles, source: WeightSource, target: Path, progress: Progress) -> str:
+    tensors, aliases = _contents(source)
+    told = {other: kept for other, kept in aliases.items() if other != "format"}
+    header, layout = plan_layout([(one.name, DTYPES[one.dtype], one.shape) for one in tensors], {"format": "pt", **told})
+    checksum = files.add(target.name, _pieces(source, tensors, header, layout.size, progress), layout.size).checksum
+    if source.extra is not None:
+        data = source.read_bytes(source.extra)
+        files.add(f"{target.name.partition('.')[0]}_extra{Path(source.extra).suffix}", [data], len(data))
+    return checksum
+
+
+def _contents(source: WeightSource) -> tuple[list[_CopiedTensor], dict[str, str]]:
+    """All tensors in the order of a file (`file_order_key`) and else file by file, and the other names of those that have several."""
+    found: dict[str, _CopiedTensor] = {}
+    aliases = dict(source.aliases)
+    for name, file in zip(source.files, source.each(), strict=True):
+        weights = split_state_dict(file.tensors, f"the weights in {file.where}") if file.layout is None and file.forms is None else None
+        kept = (file.forms or file.tensors) if weights is None else weights.tensors
+        aliases |= file.aliases if weights is None else weights.aliases
+        if weights is not None and weights.extra:
+            raise CheckpointError(f"{file.where} has {next(iter(weights.extra))!r}, whose type of elements a safetensors file cannot hold.")
+        for key, tensor in kept.items():
+            if key in found:
+                raise CheckpointError(
+                    f"{source.folder} has {key!r} in two files, {found[key].file} and {name}. Remove one, or write an index."
+                )
+            span = None
+            if file.layout is not None:
+                entry = file.layout.entries[key]
+                span = (file.layout.data_start + entry.start, file.layout.data_start + entry.end)
+            found[key] = _CopiedTensor(key, name, tensor.dtype, tuple(tensor.shape), span)
+    return sorted(found.values(), key=lambda one: file_order_key(math.prod(one.shape) * one.dtype.itemsize, one.dtype.itemsize)), aliases
+
+
+def _pieces(source: WeightSource, tensors: list[_CopiedTensor], header: bytes, total: int, progress: Progress) -> Iterator[Any]:
+    yield header
+    done, opened, fd, held = len(header), "", -1, None
+    try:
+        for one in tensors:
+            if one.file != opened:
+                fd, held = _closed(fd), None
+                opened = one.file
+                if one.span is None:
+                    held = source.open(one.file, verify=False)
+                else:
+                    fd = source.descriptor(one.file)
+            pieces = _read(fd, *one.span, source.folder / one.file) if one.span is not None else _chunk_bytes(held, one.name)
+            for piece in pieces:
+                yield piece
+                done += len(piece)
+                progress(done, total)
+    finally:
+        _closed(fd)
+
+
+def _closed(fd: int) -> int:
+    if fd >= 0:
+        os.close(fd)
+    return -1
+
+
+def _read(fd: int, start: int, end: int, where: Path) -> Iterator[bytes]:
+    while start < end:
+        piece = os.pread(fd, min(_PIECE, end - start), start)
+        if not piece:
+            raise CheckpointError(f"{where} became shorter while it was read.")
+        start += len(piece)
+        yield piece
+
+
+def _chunk_bytes(held: Any, name: str) -> Iterator[memoryview]:
+    data = tensor_bytes(held.tensors[name])
+    for start in range(0, len(data), _PIECE):
+        yield data[start : start + _PIECE]
+
+
+def _all_weights(source: WeightSource) -> Mapping[str, Any]:
+    """All weights under all their names; the files stay mapped, so they take no memory."""
+    aliases = dict(source.aliases)
+    state: dict[str, Any] = {}
+    for file in source.each():
+        state |= file.tensors
+        aliases |= file.aliases
+    return {**state, **{other: state[kept] for other, kept in aliases.items() if kept in state}, **source.read_extra()}
+
+
+def _remove(source: WeightSource, target: Path, checksum: str, disk: Disk) -> None:
+    if disk.sync_file(target).digest != checksum:
+        raise CheckpointError(f"{target} is not what was written: the disk may be failing. Nothing was removed from {source.folder}.")
+    merged = [name for name in (source.index, *source.files, source.extra) if name is not None]
+    try:
+        for name in merged:
+            if not (source.folder / name).samefile(target):
+                disk.remove(source.folder / name)
+        with suppress(OSError):  # something else is in it, and stays
+            disk.remove_folder(source.folder)
+    except OSError as error:
+        raise CheckpointError(f"{target} is whole, but what it was merged from could not be removed: {error}.") from error

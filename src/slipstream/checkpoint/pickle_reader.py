@@ -1,0 +1,699 @@
+"""Read the pickle in a file of `torch.save` as data: nothing in it is ever run.
+
+Threat model: the file is written by an attacker, and a pickle is a program that may call anything. So the program is only disassembled: a
+name stays a `PickledName`, a call stays a `PickledCall`, and nothing that the file names is imported, called, compared or hashed. Values
+are then built from one fixed table of kinds (`_BUILDERS`), each checked first: a tensor lies inside its storage and has no more elements,
+so shapes and strides cannot exceed the file. Work and memory are proportional to the pickle, whose length is limited. Objects of other
+classes stay records, listed in `TorchFileValues.unknown`. Tensors are views of the file; `TorchFileValues.owned()` gives them memory of
+their own.
+"""
+
+from __future__ import annotations
+
+import math
+import pickletools
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy
+import torch
+
+from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, DTYPES
+from slipstream.checkpoint.torch_archive import Archive, read_archive
+from slipstream.distributed.codec import tensor_from_bytes
+from slipstream.errors import CheckpointError
+from slipstream.files.reader import release_memory
+
+__all__ = [
+    "DICT", "FROZENSET", "NotPlainError", "PickledCall", "PickledName", "SET", "STORAGE", "TorchFileValues", "disassemble", "read_values",
+]
+
+
+# What calls are named that the pickle makes by an instruction of its own.
+DICT = "dict"
+SET = "set"
+FROZENSET = "frozenset"
+STORAGE = "storage"
+
+_LARGEST = 64 * 2**20
+_SHORTEST_RECORD = 3  # bytes: a pickler notes every list, mapping and object that it makes for later use, in two bytes at least
+_MARK: Final = object()
+
+
+class NotPlainError(CheckpointError):
+    """A pickle that goes beyond what is read as data; the real one would be needed."""
+
+
+@dataclass(frozen=True)
+class PickledName:
+    """A name from a module, as the file spells it. It has not been looked up."""
+
+    path: str
+
+
+@dataclass(eq=False, slots=True)
+class PickledCall:
+    """What would have been called with what, and what would have been put into the result."""
+
+    path: str
+    arguments: Any = ()
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+    """Pairs for a mapping, members for a list or a set."""
+
+
+def disassemble(data: bytes, where: str) -> Any:
+    """The tree of records that this pickle describes; `where` is its path, for messages.
+
+    >>> disassemble(b"cos\\nsystem\\n(S'true'\\ntR.", "a pickle")
+    Call(path='os.system', arguments=('true',), state=None, items=[])
+    """
+    if len(data) > _LARGEST:
+        raise NotPlainError(f"{where} has {len(data):,} bytes of pickle beside its tensors; as data, at most {_LARGEST:,} are read")
+    machine = _PickleStack(where, len(data) // _SHORTEST_RECORD + 16)
+    try:
+        for operation, argument, _ in pickletools.genops(data):
+            action = _ACTIONS.get(operation.name)
+            if action is None:
+                raise NotPlainError(f"{where} uses the instruction {operation.name} of pickle, which is not read as data")
+            action(machine, argument)
+    # A pickle that is no pickle ends in one of these: an empty stack, an unknown note, a number that is none.
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError) as problem:
+        raise CheckpointError(f"{where} is damaged: its pickle cannot be read ({type(problem).__name__}: {str(problem)[:200]})") from None
+    return machine.result()
+
+
+class _PickleStack:
+    """The stack and the notes of the program that is read."""
+
+    def __init__(self, where: str, most_records: int) -> None:
+        self.stack: list[Any] = []
+        self._notes: dict[int, Any] = {}
+        self._where = where
+        self._records_left = most_records
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def push_record(self, record: Any) -> None:
+        self._records_left -= 1
+        if self._records_left < 0:
+            raise NotPlainError(f"{self._where} makes more objects than a pickle of its length has room for")
+        self.stack.append(record)
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if value is _MARK:
+            raise ValueError("a mark where a value should be")
+        return value
+
+    def drop(self) -> None:
+        del self.stack[-1]
+
+    def drop_to_mark(self) -> None:
+        self.since_mark()
+
+    def since_mark(self) -> list[Any]:
+        place = len(self.stack) - 1
+        while self.stack[place] is not _MARK:
+            place -= 1
+            if place < 0:
+                raise ValueError("no mark")
+        values = self.stack[place + 1 :]
+        del self.stack[place:]
+        return values
+
+    def last(self, count: int) -> list[Any]:
+        return [self.pop() for _ in range(count)][::-1]
+
+    def top(self) -> Any:
+        if self.stack[-1] is _MARK:
+            raise ValueError("a mark where a value should be")
+        return self.stack[-1]
+
+    def note(self, place: int | None = None) -> None:
+        self._notes[len(self._notes) if place is None else place] = self.top()
+
+    def noted(self, place: int) -> None:
+        self.stack.append(self._notes[place])
+
+    def extend(self, values: list[Any]) -> None:
+        target = self.top()
+        if type(target) is list:
+            target.extend(values)
+        elif type(target) is PickledCall:
+            target.items.extend(values)
+        else:
+            raise ValueError(f"members for a {type(target).__name__}")
+
+    def set_items(self, values: list[Any]) -> None:
+        target = self.top()
+        if type(target) is not PickledCall or len(values) % 2:
+            raise ValueError(f"items for a {type(target).__name__}")
+        target.items.extend(zip(values[::2], values[1::2], strict=True))
+
+    def call(self, what: Any, arguments: Any) -> None:
+        # What is called may be the result of a call; that is nothing that could be known here.
+        path = (
+            what.path
+            if type(what) is PickledName
+            else f"the result of {what.path}"
+            if type(what) is PickledCall
+            else f"a {type(what).__name__}"
+        )
+        if type(arguments) is not tuple:
+            raise ValueError(f"arguments in a {type(arguments).__name__}")
+        self.push_record(PickledCall(path, arguments))
+
+    def build(self, state: Any) -> None:
+        target = self.top()
+        if type(target) is not PickledCall or target.state is not None:
+            raise ValueError(f"a state for a {type(target).__name__}")
+        target.state = state
+
+    def result(self) -> Any:
+        if len(self.stack) != 1 or self.stack[0] is _MARK:
+            raise CheckpointError(f"{self._where} is damaged: its pickle leaves {len(self.stack)} values instead of one")
+        return self.stack[0]
+
+
+def _pairs(values: list[Any]) -> PickledCall:
+    if len(values) % 2:
+        raise ValueError("a key without a value")
+    return PickledCall(DICT, items=list(zip(values[::2], values[1::2], strict=True)))
+
+
+def _ignore(machine: _PickleStack, argument: Any) -> None:
+    pass
+
+
+def _value(machine: _PickleStack, argument: Any) -> None:
+    machine.push(argument)
+
+
+def _tuple_of(count: int) -> Callable[[_PickleStack, Any], None]:
+    return lambda machine, _: machine.push_record(tuple(machine.last(count)))
+
+
+def _name(machine: _PickleStack, argument: str) -> None:
+    module, _, name = argument.partition(" ")
+    machine.push_record(PickledName(f"{module}.{name}"))
+
+
+def _stack_name(machine: _PickleStack, argument: Any) -> None:
+    module, name = machine.last(2)
+    if type(module) is not str or type(name) is not str:
+        raise ValueError("a name that is no text")
+    machine.push_record(PickledName(f"{module}.{name}"))
+
+
+def _reduce(machine: _PickleStack, argument: Any) -> None:
+    machine.call(*machine.last(2))
+
+
+def _new_with_keywords(machine: _PickleStack, argument: Any) -> None:
+    what, arguments, keywords = machine.last(3)
+    machine.call(what, (arguments, keywords))
+
+
+def _old_object(machine: _PickleStack, argument: Any) -> None:
+    what, *arguments = machine.since_mark()
+    machine.call(what, tuple(arguments))
+
+
+def _old_instance(machine: _PickleStack, argument: str) -> None:
+    machine.call(PickledName(argument.replace(" ", ".", 1)), tuple(machine.since_mark()))
+
+
+def _storage(machine: _PickleStack, argument: Any) -> None:
+    machine.push_record(PickledCall(STORAGE, machine.pop()))
+
+
+_ACTIONS: Final[Mapping[str, Callable[[_PickleStack, Any], None]]] = MappingProxyType(
+    {
+        **dict.fromkeys(("PROTO", "FRAME", "STOP"), _ignore),
+        **dict.fromkeys(("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"), _value),
+        **dict.fromkeys(("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"), _value),
+        **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"), _value),
+        "NONE": lambda machine, _: machine.push(None),
+        "NEWTRUE": lambda machine, _: machine.push(True),
+        "NEWFALSE": lambda machine, _: machine.push(False),
+        "MARK": lambda machine, _: machine.push(_MARK),
+        "POP": lambda machine, _: machine.drop(),
+        "POP_MARK": lambda machine, _: machine.drop_to_mark(),
+        "DUP": lambda machine, _: machine.push(machine.top()),
+        "PUT": lambda machine, place: machine.note(int(place)),
+        "BINPUT": lambda machine, place: machine.note(place),
+        "LONG_BINPUT": lambda machine, place: machine.note(place),
+        "MEMOIZE": lambda machine, _: machine.note(),
+        "GET": lambda machine, place: machine.noted(int(place)),
+        "BINGET": lambda machine, place: machine.noted(place),
+        "LONG_BINGET": lambda machine, place: machine.noted(place),
+        "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+        "TUPLE": lambda machine, _: machine.push_record(tuple(machine.since_mark())),
+        "TUPLE1": _tuple_of(1),
+        "TUPLE2": _tuple_of(2),
+        "TUPLE3": _tuple_of(3),
+        "EMPTY_LIST": lambda machine, _: machine.push_record([]),
+        "LIST": lambda machine, _: machine.push_record(machine.since_mark()),
+        "APPEND": lambda machine, _: machine.extend(machine.last(1)),
+        "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),
+        "EMPTY_DICT": lambda machine, _: machine.push_record(PickledCall(DICT)),
+        "DICT": lambda machine, _: machine.push_record(_pairs(machine.since_mark())),
+        "SETITEM": lambda machine, _: machine.set_items(machine.last(2)),
+        "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
+        "EMPTY_SET": lambda machine, _: machine.push_record(PickledCall(SET)),
+        "ADDITEMS": lambda machine, _: machine.extend(machine.since_mark()),
+        "FROZENSET": lambda machine, _: machine.push_record(PickledCall(FROZENSET, items=machine.since_mark())),
+        "GLOBAL": _name,
+        "STACK_GLOBAL": _stack_name,
+        "REDUCE": _reduce,
+        "NEWOBJ": _reduce,
+        "NEWOBJ_EX": _new_with_keywords,
+        "OBJ": _old_object,
+        "INST": _old_instance,
+        "BUILD": lambda machine, _: machine.build(machine.pop()),
+        "BINPERSID": _storage,
+    }
+)
+"""What each instruction of pickle that is read does to the stack. Those that reach outside of the pickle are not here."""
+
+
+_DEEPEST = 60
+_DEEPEST_KEY = 4
+_LARGEST_WHEN_WRITTEN_OUT = 20_000_000
+_SAME_HASH = 16
+_ALIGNMENT = 16
+_PLAIN = (type(None), bool, int, float, str, bytes, bytearray)
+_KEYS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_ELEMENTS: Final[Mapping[str, torch.dtype]] = MappingProxyType({str(dtype): dtype for dtype in (*DTYPES, *BYTE_VIEWED_DTYPES.values())})
+_STORAGES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {
+        "DoubleStorage": torch.float64,
+        "FloatStorage": torch.float32,
+        "HalfStorage": torch.float16,
+        "BFloat16Storage": torch.bfloat16,
+        "LongStorage": torch.int64,
+        "IntStorage": torch.int32,
+        "ShortStorage": torch.int16,
+        "CharStorage": torch.int8,
+        "ByteStorage": torch.uint8,
+        "BoolStorage": torch.bool,
+        "ComplexFloatStorage": torch.complex64,
+        "ComplexDoubleStorage": torch.complex128,
+        "UntypedStorage": torch.uint8,
+    }
+)
+_FACTORIES: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType({one.__name__: one for one in (int, float, str, list, dict, set)})
+_ARRAY_KIND = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class TorchFileValues:
+    """What a file holds."""
+
+    value: Any
+    unknown: tuple[str, ...]
+    """Classes and functions that the file names and that are not built here; empty if all of it is data."""
+    make_owned: Callable[[], Any] = field(default=lambda: None, repr=False)
+
+    def owned(self) -> Any:
+        """The same values, whose tensors have memory of their own. The bytes of the file are given back on the way: ask once, and last."""
+        return self.make_owned()
+
+
+def read_values(data: memoryview, where: str) -> TorchFileValues:
+    """The values in the bytes of a file that torch.save wrote. Tensors share their memory if it can be written, and lies well for them."""
+    archive = read_archive(data, where)
+    if "byteorder" in archive.spans and bytes(archive.entry("byteorder")) != b"little":
+        raise CheckpointError(f"{where} was written on a machine with another order of bytes; save it again on one that is little-endian")
+    records = disassemble(bytes(archive.entry("data.pkl")), where)
+    builder = _Builder(archive, where, _shared)
+    value, _ = builder.build(records, 0)
+    return TorchFileValues(value, tuple(sorted(builder.unknown)), lambda: _Builder(archive, where, _moved).build(records, 0)[0])
+
+
+def _shared(data: memoryview) -> torch.Tensor:
+    """Bytes as a tensor that is their memory, where it can be."""
+    if data.readonly or not data:
+        return tensor_from_bytes(data, torch.uint8, (len(data),))
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    return tensor_from_bytes(data, torch.uint8, (len(data),)) if raw.data_ptr() % _ALIGNMENT else raw
+
+
+def _moved(data: memoryview) -> torch.Tensor:
+    """Bytes as a tensor with memory of its own; theirs is given back."""
+    made = tensor_from_bytes(data, torch.uint8, (len(data),))
+    release_memory(data)
+    return made
+
+
+class _Builder:
+    """Makes values of records; what is shared in the file is shared in the values."""
+
+    def __init__(self, archive: Archive, where: str, storage: Callable[[memoryview], torch.Tensor]) -> None:
+        self.where = where
+        self._make_storage = storage
+        self.unknown: set[str] = set()
+        self._archive = archive
+        self._made: dict[int, tuple[Any, int]] = {}
+        self._making: set[int] = set()
+        self._storages: dict[str, torch.Tensor] = {}
+
+    def wrong(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.where} is damaged, or was made to deceive: {why}. Use another copy of the checkpoint.")
+
+    def build(self, record: Any, depth: int) -> tuple[Any, int]:
+        """A value, and how many values it is when shared ones are written out: few bytes can share their way to billions."""
+        if type(record) in _PLAIN:
+            return record, 1
+        key = id(record)  # the tree of records lives as long as this object is used
+        if key in self._made:
+            return self._made[key]
+        if key in self._making or depth > _DEEPEST:
+            raise NotPlainError(f"{self.where} holds something that contains itself, or is nested deeper than {_DEEPEST}")
+        self._making.add(key)
+        made = self._made[key] = self._make(record, depth + 1)
+        self._making.discard(key)
+        if made[1] > _LARGEST_WHEN_WRITTEN_OUT:
+            raise NotPlainError(
+                f"{self.where} has more than {_LARGEST_WHEN_WRITTEN_OUT:,} values, counting those that are shared each time"
+            )
+        return made
+
+    def _make(self, record: Any, depth: int) -> tuple[Any, int]:
+        if type(record) is PickledName:
+            if record.path not in _ELEMENTS:
+                self.unknown.add(record.path)
+            return _ELEMENTS.get(record.path, record), 1
+        if type(record) is not PickledCall:
+            values, weight = self._several(record, depth)
+            return (tuple(values) if type(record) is tuple else values), weight
+        if record.path == STORAGE:
+            return record, 1
+        # A name among the arguments is part of the call, which is known or not as a whole.
+        named = [type(one) is PickledName and one.path not in _ELEMENTS for one in record.arguments]
+        built, weight = self._several([None if name else one for one, name in zip(record.arguments, named, strict=True)], depth)
+        arguments = tuple(raw if name else one for raw, one, name in zip(record.arguments, built, named, strict=True))
+        state, state_weight = self.build(record.state, depth)
+        items, items_weight = self._several(record.items, depth)
+        call = PickledCall(record.path, arguments, state, items)
+        kind = _BUILDERS.get(record.path)
+        try:
+            made = NotImplemented if kind is None else kind(self, call)
+        except (TypeError, ValueError, OverflowError) as problem:  # parts of a kind that no real file has
+            raise self.wrong(f"{record.path} cannot be made ({type(problem).__name__}: {problem!s:.200})") from None
+        if made is NotImplemented:
+            self.unknown.add(record.path)
+            made = call
+        return made, weight + state_weight + items_weight
+
+    def _several(self, records: Any, depth: int) -> tuple[list[Any], int]:
+        built = [self.build(record, depth) for record in records]
+        return [value for value, _ in built], 1 + sum(weight for _, weight in built)
+
+    # -- what mappings and sets are made of
+
+    def checked_keys(self, keys: list[Any]) -> list[Any]:
+        """The same keys, if they are plain and were not chosen to have one hash, which would take time without end."""
+        seen: dict[int, int] = {}
+        for key in keys:
+            if type(key) is str:  # the hash of a text is different in every process
+                continue
+            self._check_key(key, 0)
+            number = hash(key)
+            seen[number] = seen.get(number, 0) + 1
+            if seen[number] > _SAME_HASH:
+                raise self.wrong("the keys of a mapping or set were chosen to have the same hash")
+        return keys
+
+    def _check_key(self, key: Any, depth: int) -> None:
+        if type(key) in (tuple, frozenset) and depth < _DEEPEST_KEY:
+            for part in key:
+                self._check_key(part, depth + 1)
+        elif type(key) not in _KEYS:
+            kind = key.path if isinstance(key, (PickledCall, PickledName)) else type(key).__name__
+            raise NotPlainError(
+                f"{self.where} has something of {kind:.80} as key of a mapping or member of a set, which is not read as data"
+            )
+
+    def mapping(self, pairs: Any) -> dict[Any, Any]:
+        if not all(type(pair) is tuple and len(pair) == 2 for pair in pairs):
+            raise self.wrong("a mapping has an item that is no key with a value")
+        self.checked_keys([key for key, _ in pairs])
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise self.wrong("a mapping has a key twice")
+        return made
+
+    # -- what tensors are made of
+
+    def _storage(self, record: Any) -> tuple[torch.UntypedStorage, torch.dtype, int]:
+        """A storage, the type of its elements as the file says it, and how many bytes it has."""
+        fields = record.arguments if type(record) is PickledCall and record.path == STORAGE else None
+        if type(fields) is not tuple or len(fields) != 5 or fields[0] != "storage" or type(fields[1]) is not PickledName:
+            raise self.wrong("a tensor has no storage")
+        key, count = fields[2], fields[4]
+        dtype = _STORAGES.get(fields[1].path.rpartition(".")[2])
+        if dtype is None or type(key) is not str or type(count) is not int:
+            raise self.wrong(f"a storage of {fields[1].path:.80} cannot be read")
+        start, end = self._archive.spans.get(f"data/{key}", (0, -1))
+        if end - start != count * dtype.itemsize:
+            raise self.wrong(f"its storage {key!r:.80} should be {count} elements of {dtype}, and is {max(end - start, 0)} bytes")
+        if key not in self._storages:
+            self._storages[key] = self._make_storage(self._archive.data[start:end])
+        return self._storages[key].untyped_storage(), dtype, end - start
+
+    def tensor(self, stored: Any, offset: Any, shape: Any, strides: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A view of a storage that lies inside it and has no more elements than it."""
+        storage, elements, size = self._storage(stored)
+        dtype = dtype or elements
+        shapes = type(shape) in (tuple, torch.Size) and type(strides) in (tuple, torch.Size) and len(shape) == len(strides) <= 64
+        if not shapes or not all(type(number) is int and 0 <= number < 2**60 for number in (offset, *shape, *strides)):
+            raise self.wrong(f"a tensor cannot have the shape {shape!r:.80}, the strides {strides!r:.80} and the offset {offset!r:.80}")
+        count, room = math.prod(shape), size // dtype.itemsize
+        last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) if count else 0
+        if count > room > last >= 0:
+            raise CheckpointError(
+                f"{self.where} has a tensor {shape!r:.80} that repeats the {room} elements of its storage, as expand() makes it. It is "
+                "not read, because a small file could ask for a lot of memory: save tensor.contiguous() instead."
+            )
+        if count > room or (count and last >= room) or offset > room:
+            raise self.wrong(f"a tensor {shape!r:.80} with the strides {strides!r:.80} does not fit into its storage of {room} elements")
+        return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(strides))
+
+
+# -- the kinds of values that are built: each takes a call whose parts are values already; NotImplemented where it is more than the kind
+
+
+def _encoded(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case (str() as text, "latin1" | "latin-1"):
+            try:
+                return text.encode("latin1")
+            except UnicodeEncodeError:
+                raise builder.wrong("bytes are written as a text that is none") from None
+    return NotImplemented
+
+
+def _bytes(builder: _Builder, call: PickledCall) -> Any:
+    return b"" if call.arguments == () else NotImplemented
+
+
+def _complex(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case (int() | float() as real, int() | float() as imaginary):
+            return complex(real, imaginary)
+    return NotImplemented
+
+
+def _set(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case ():
+            members = call.items
+        case (list() as members,) if not call.items:
+            pass
+        case _:
+            return NotImplemented
+    return (frozenset if call.path.endswith("frozenset") else set)(builder.checked_keys(members))
+
+
+def _dict(builder: _Builder, call: PickledCall) -> Any:
+    return builder.mapping(call.items)
+
+
+def _ordered(builder: _Builder, call: PickledCall) -> Any:
+    if call.arguments or (call.state is not None and (type(call.state) is not dict or call.state.keys() - {"_metadata"})):
+        return NotImplemented
+    made = OrderedDict(builder.mapping(call.items))
+    if call.state:  # modules note the versions of their state there
+        made._metadata = call.state["_metadata"]  # type: ignore[attr-defined]
+    return made
+
+
+def _defaults(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case ():
+            return defaultdict(None, builder.mapping(call.items))
+        case (PickledName(path=path),) if path.partition(".")[0] in _BUILTINS and path.partition(".")[2] in _FACTORIES:
+            return defaultdict(_FACTORIES[path.partition(".")[2]], builder.mapping(call.items))
+    return NotImplemented
+
+
+def _counter(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case (dict() as counts,) if not call.items:
+            return Counter(counts)
+    return NotImplemented
+
+
+def _deque(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case () | ([],):
+            return deque(call.items)
+        case ([], None | int() as longest) if longest is None or 0 <= longest < 2**60:
+            return deque(call.items, longest)
+    return NotImplemented
+
+
+def _size(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case (tuple() as sizes,) if all(type(size) is int and abs(size) < 2**60 for size in sizes):
+            return torch.Size(sizes)
+    return NotImplemented
+
+
+def _device(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case (str(),) | (str(), int()):
+            try:
+                return torch.device(*call.arguments)
+            except RuntimeError:
+                raise builder.wrong(f"there is no device {call.arguments!r:.80}") from None
+    return NotImplemented
+
+
+def _tensor(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case (stored, offset, shape, strides):
+            return builder.tensor(stored, offset, shape, strides)
+        case (stored, offset, shape, strides, bool() as wants_gradient, hooks) if _empty(hooks):
+            return _marked(builder.tensor(stored, offset, shape, strides), wants_gradient)
+    return NotImplemented
+
+
+def _typed_tensor(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case (stored, offset, shape, strides, bool() as wants_gradient, hooks, torch.dtype() as dtype) if _empty(hooks):
+            return _marked(builder.tensor(stored, offset, shape, strides, dtype), wants_gradient)
+    return NotImplemented
+
+
+def _parameter(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case (torch.Tensor() as data, bool() as wants_gradient, hooks, *_) if _empty(hooks):  # attributes that scripts gave it stay behind
+            return torch.nn.Parameter(data.detach(), requires_grad=wants_gradient and _differentiable(data))
+    return NotImplemented
+
+
+def _tagged(builder: _Builder, call: PickledCall) -> Any:
+    """A tensor to which a script gave attributes: the tensor without them."""
+    match call.arguments:
+        case (PickledName(path=path), PickledName(path=kind), tuple() as arguments, *_) if path in _TENSORS and kind in _TENSOR_CLASSES:
+            made = _TENSORS[path](builder, PickledCall(path, arguments))
+            plain = made is NotImplemented or not kind.endswith("Parameter")
+            return made if plain else torch.nn.Parameter(made.detach(), made.requires_grad)
+    return NotImplemented
+
+
+def _marked(tensor: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+    return tensor.requires_grad_(wants_gradient and _differentiable(tensor))
+
+
+def _empty(hooks: Any) -> bool:
+    return hooks is None or (isinstance(hooks, dict) and not hooks)
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _array_kind(builder: _Builder, call: PickledCall) -> Any:
+    order = "="
+    match call.state:
+        case None:
+            pass
+        case (int(), "<" | ">" | "|" | "=" as order, None, None, None, *_):
+            pass
+        case _:
+            return NotImplemented
+    match call.arguments:
+        case (str() as name, *_) if _ARRAY_KIND.fullmatch(name):
+            return numpy.dtype(order + name.lstrip("<>|=")) if order in "<>" else numpy.dtype(name)
+    return NotImplemented
+
+
+def _array(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments, call.state:
+        case (PickledName(path="numpy.ndarray"), _, _), (
+            int(),
+            tuple() as shape,
+            numpy.dtype() as dtype,
+            bool() as by_columns,
+            bytes() as data,
+        ):
+            sizes = all(type(size) is int and size >= 0 for size in shape) and len(shape) <= 32
+            if not sizes or math.prod(shape) * dtype.itemsize != len(data):
+                raise builder.wrong(f"an array of shape {shape!r:.80} does not have {len(data)} bytes")
+            return numpy.frombuffer(data, dtype).reshape(shape, order="F" if by_columns else "C").copy(order="K")
+    return NotImplemented
+
+
+def _array_scalar(builder: _Builder, call: PickledCall) -> Any:
+    match call.arguments:
+        case (numpy.dtype() as dtype, bytes() as data):
+            if len(data) != dtype.itemsize:
+                raise builder.wrong(f"a number of {dtype} does not have {len(data)} bytes")
+            return numpy.frombuffer(data, dtype)[0]
+    return NotImplemented
+
+
+_TENSORS: Final[Mapping[str, Callable[[_Builder, PickledCall], Any]]] = MappingProxyType(
+    {
+        "torch._utils._rebuild_tensor": _tensor,
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    }
+)
+_TENSOR_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+_BUILTINS = ("builtins", "__builtin__")
+_MULTIARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
+_BUILDERS: Final[Mapping[str, Callable[[_Builder, PickledCall], Any]]] = MappingProxyType(
+    {
+        DICT: _dict,
+        SET: _set,
+        FROZENSET: _set,
+        **{f"{module}.{name}": _set for module in _BUILTINS for name in ("set", "frozenset")},
+        **{f"{module}.bytes": _bytes for module in _BUILTINS},
+        **{f"{module}.complex": _complex for module in _BUILTINS},
+        "_codecs.encode": _encoded,
+        "collections.OrderedDict": _ordered,
+        "collections.defaultdict": _defaults,
+        "collections.Counter": _counter,
+        "collections.deque": _deque,
+        "torch.Size": _size,
+        "torch.device": _device,
+        **_TENSORS,
+        "torch._utils._rebuild_parameter": _parameter,
+        "torch._utils._rebuild_parameter_with_state": _parameter,
+        "torch._tensor._rebuild_from_type_v2": _tagged,
+        "numpy.dtype": _array_kind,
+        **{f"{module}._reconstruct": _array for module in _MULTIARRAYS},
+        **{f"{module}.scalar": _array_scalar for module in _MULTIARRAYS},
+    }
+)
+"""Every kind of value that is built, by the name of the function or class that a pickle gives for it."""

@@ -1,0 +1,420 @@
+"""States of objects as JSON and tensors, and back, exactly and without pickle.
+
+`flatten` splits a value into a JSON tree and the tensors in it by name. A state with tensors becomes one safetensors file whose metadata
+carry the tree under "tree"; a state without becomes one JSON file. Values that JSON cannot express are objects with one key that begins
+with "$", listed in `docs/checkpoint-format.md`. The value that comes back has the same types, key order and bits, and shared tensors are
+shared again. A value that cannot be stored is an error that says where in the state it is and what to store instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+import numpy
+import torch
+
+from slipstream.checkpoint.deserialize import rebuild
+from slipstream.checkpoint.sharded import is_sharded
+from slipstream.checkpoint.tensor_bytes import (
+    BYTE_VIEWED_DTYPES,
+    DTYPES,
+    TORCH_DTYPES,
+    FileContent,
+    LoadedTensorFile,
+    dtype_name,
+    explain_unstorable,
+    is_utf8,
+    load_tensors,
+    memory_identity,
+    pack_bytes,
+    tensor_bytes,
+)
+from slipstream.errors import CheckpointError
+from slipstream.files import strict_json
+from slipstream.files.disk import FileEntry
+from slipstream.files.safetensors_layout import SafetensorsLayout, file_order_key, plan_layout
+
+__all__ = [
+    "DTYPES",
+    "TREE",
+    "flatten",
+    "read_file",
+    "read_part",
+    "rebuild",
+    "tensor_bytes",
+    "write_part",
+    "write_tree",
+]
+
+TREE: Final = "tree"
+
+_DEEPEST: Final = 60
+_LARGEST_INTEGER: Final = 2**63
+_LONG: Final = 4096
+"""Lists of so many numbers, such as the order of a data set, are kept as tensors."""
+_LONGEST_NAME: Final = 1000
+_FACTORIES: Final[Mapping[Any, str | None]] = MappingProxyType(
+    {None: None, **{one: one.__name__ for one in (int, float, str, bool, bytes, list, dict, set, tuple)}}
+)
+_DTYPES: Final = frozenset([*TORCH_DTYPES.values(), *BYTE_VIEWED_DTYPES.values()])
+_HALF_CHARACTER: Final = re.compile("[\\ud800-\\udfff]")
+
+_DEEPEST_JSON: Final = 256
+"""A level of a value takes up to three levels of JSON."""
+
+_Add = Callable[[str, Iterable[Any], int], FileEntry]
+_Result = TypeVar("_Result")
+_Node = Any
+_Place = tuple[Any, ...]
+"""Where a value stands: () or (place of what it is in, its key or number there)."""
+_Maker = Callable[["_Flattener", Any, _Place, int], _Node]
+
+
+def flatten(value: Any, where: str, sharded: dict[str, Any] | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A tree that JSON can hold, and the tensors of the value by names that the tree refers to.
+
+    The tensors are those of the value, not copies, and come in the order of a file (`file_order_key`).
+    `where` begins the place that an error names. Tensors that are sharded over ranks are put into `sharded`; without it they are refused.
+
+    >>> flatten({"step": 3, "ratio": (float("nan"), 0.5), "mean": torch.zeros(2)}, "the state")
+    ({'step': 3, 'ratio': {'$tuple': [{'$float': 'nan'}, 0.5]}, 'mean': {'$tensor': 'mean'}}, {'mean': tensor([0., 0.])})
+    >>> flatten({"scale": [abs]}, "custom object 0")
+    Traceback (most recent call last):
+    slipstream.errors.CheckpointError: custom object 0['scale'][0] is a function (abs), which ...
+    """
+    flattener = _Flattener(where, sharded)
+    tree = flattener.node(value, (), 0)
+    return tree, dict(sorted(flattener.tensors.items(), key=lambda item: file_order_key(item[1].nbytes, item[1].element_size())))
+
+
+def write_part(add: _Add, name: str, value: Any, where: str) -> tuple[str, FileEntry]:
+    """Writes a state as one file through `add(name, chunks, size)`; its name is NAME.json, or NAME.safetensors if it holds tensors."""
+    return write_tree(add, name, *flatten(value, where))
+
+
+def write_tree(
+    add: Callable[[str, Iterable[Any], int], _Result], name: str, tree: Any, tensors: Mapping[str, torch.Tensor]
+) -> tuple[str, _Result]:
+    """`write_part` for a state that was taken apart before; gives back the name of the file, and what `add` gave back."""
+    data = strict_json.dump(tree)
+    text = data.decode()
+    held = sum(tensor.nbytes for tensor in tensors.values())
+    if why := strict_json.explain_too_large(text, beside=held):
+        raise CheckpointError(f"{name} could not be read again: {why}. Keep long lists and texts as tensors or arrays.")
+    if not tensors:
+        file = f"{name}.json"
+        return file, add(file, [data], len(data))
+    file = f"{name}.safetensors"
+    header, layout = plan_layout(
+        [(one, DTYPES[tensor.dtype], tuple(tensor.shape)) for one, tensor in tensors.items()], {"format": "pt", TREE: text}
+    )
+    return file, add(file, chain([header], map(tensor_bytes, tensors.values())), layout.size)
+
+
+def read_part(name: str, content: FileContent, where: str | None = None, elsewhere: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """The state in a file that `write_part` wrote; each of its tensors has memory of its own. Messages name `where`, or else the file.
+
+    `elsewhere` are tensors of the state that are not in the file.
+    """
+    where = name if where is None else where
+    if name.endswith(".json"):
+        assert not isinstance(content, LoadedTensorFile)
+        return rebuild(strict_json.parse(memoryview(content), where, deepest=_DEEPEST_JSON), elsewhere or {}, where)
+    file = load_tensors(content, where)
+    layout, tensors = file.layout, dict(file.tensors)
+    if twice := tensors.keys() & (elsewhere or {}).keys():
+        raise CheckpointError(f"{where}: the tensor {min(twice)[:100]!r} is in this file, and in pieces elsewhere.")
+    tensors |= elsewhere or {}
+    if TREE not in layout.metadata:
+        raise CheckpointError(f"{where} holds tensors but no state: its metadata have no {TREE!r}. It was not written by slipstream.")
+    return _with_tree(layout, tensors, where)
+
+
+def read_file(content: FileContent, where: str, device: torch.device | None = None) -> Any:
+    """The state in a safetensors file if it has one, else its tensors by name; on a device, if one is given."""
+    file = load_tensors(content, where)
+    layout, tensors = file.layout, file.tensors
+    if device is not None:
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return _with_tree(layout, tensors, where) if TREE in layout.metadata else tensors
+
+
+def _with_tree(layout: SafetensorsLayout, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+    beside = layout.size - layout.data_start
+    return rebuild(strict_json.parse(layout.metadata[TREE], where, deepest=_DEEPEST_JSON, beside=beside), tensors, where)
+
+
+class _Flattener:
+    """One walk through a value."""
+
+    def __init__(self, where: str, sharded: dict[str, Any] | None) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._sharded = sharded
+        self._where = where
+        self._names: dict[Any, str] = {}
+        self._keep: list[Any] = []
+        """Every tensor that was seen: as long as it lives, its address means no other one."""
+        self._open: set[int] = set()
+
+    def at(self, place: _Place) -> str:
+        """The place in words, as Python would write it."""
+        steps = [str(step) if type(step) is _PathWords else f"[{_shown(step)}]" for step in _format_path(place)]
+        return self._where + "".join(steps if len(steps) <= 12 else [*steps[:6], " ... ", *steps[-4:]])
+
+    def node(self, value: Any, place: _Place, depth: int) -> _Node:
+        kind = type(value)
+        if kind is str:
+            return value if is_utf8(value) else {"$str": _base64(value.encode("utf-8", "surrogatepass"))}
+        if kind is bool or value is None:
+            return value
+        if kind is int:
+            return value if -_LARGEST_INTEGER <= value < _LARGEST_INTEGER else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is torch.Tensor:
+            return self._tensor(value, place)
+        make = _MAKERS.get(kind)
+        if make is not None:
+            return self._within(make, value, place, depth)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, place)
+        if isinstance(value, numpy.generic):
+            return self._scalar(value, place, depth)
+        raise CheckpointError(f"{self.at(place)} is {_described(value)}, which a checkpoint cannot hold. {_remedy(value)}")
+
+    def _within(self, make: _Maker, value: Any, place: _Place, depth: int) -> _Node:
+        if id(value) in self._open:
+            raise CheckpointError(f"{self.at(place)} contains itself. Store a value without cycles, e.g. names instead of references.")
+        if depth >= _DEEPEST:
+            raise CheckpointError(f"{self.at(place)} is nested more than {_DEEPEST} levels deep. Store a flatter state.")
+        self._open.add(id(value))
+        try:
+            return make(self, value, place, depth + 1)
+        finally:
+            self._open.discard(id(value))
+
+    def _items(self, values: Iterable[Any], place: _Place, depth: int) -> list[_Node]:
+        return [self.node(item, (place, position), depth) for position, item in enumerate(values)]
+
+    def _pairs(self, value: Mapping[Any, Any], place: _Place, depth: int) -> list[_Node]:
+        return [[self._key(key, place, depth), self.node(item, (place, key), depth)] for key, item in value.items()]
+
+    def _key(self, key: Any, place: _Place, depth: int) -> _Node:
+        if isinstance(key, torch.Tensor):
+            raise CheckpointError(
+                f"{self.at(place)} has a tensor as a key, which means nothing once it is read again. Use a name or a number."
+            )
+        return self.node(key, (place, _PathWords(f" (its key {_shown(key)})")), depth)
+
+    def of_dict(self, value: dict[Any, Any], place: _Place, depth: int) -> _Node:
+        if all(type(key) is str and not key.startswith("$") and (is_utf8(key)) for key in value):
+            return {key: self.node(item, (place, key), depth) for key, item in value.items()}
+        return {"$dict": self._pairs(value, place, depth)}
+
+    def of_list(self, value: list[Any], place: _Place, depth: int) -> _Node:
+        if len(value) >= _LONG and (numbers := _numbers(value)) is not None:
+            return {"$numbers": self._store(numbers, id(numbers), place, torch.from_numpy)}
+        return self._items(value, place, depth)
+
+    def of_tuple(self, value: tuple[Any, ...], place: _Place, depth: int) -> _Node:
+        return {"$tuple": self._items(value, place, depth)}
+
+    def of_size(self, value: torch.Size, place: _Place, depth: int) -> _Node:
+        return {"$size": [int(one) for one in value]}
+
+    def of_ordered(self, value: OrderedDict[Any, Any], place: _Place, depth: int) -> _Node:
+        node: dict[str, Any] = {"$ordered": self._pairs(value, place, depth)}
+        if attributes := dict(vars(value)):  # the state dict of a module carries the versions of its layers as an attribute
+            metadata = attributes.pop("_metadata", None)
+            if attributes:
+                raise CheckpointError(f"{self.at(place)} has attributes of its own ({', '.join(attributes)}). Store them as entries.")
+            node["metadata"] = self.node(metadata, (place, _PathWords("._metadata")), depth)
+        return node
+
+    def of_default(self, value: defaultdict[Any, Any], place: _Place, depth: int) -> _Node:
+        factory = value.default_factory
+        if not any(factory is known for known in _FACTORIES):
+            raise CheckpointError(
+                f"{self.at(place)} is a defaultdict that makes its values with {_described(factory)}, which a checkpoint cannot hold. "
+                "Store dict(...) of it, or make its values with int, float, list, dict or set."
+            )
+        return {"$defaultdict": [_FACTORIES[factory], self._pairs(value, place, depth)]}
+
+    def of_counter(self, value: Counter[Any], place: _Place, depth: int) -> _Node:
+        return {"$counter": self._pairs(value, place, depth)}
+
+    def of_deque(self, value: deque[Any], place: _Place, depth: int) -> _Node:
+        return {"$deque": [value.maxlen, self._items(value, place, depth)]}
+
+    def of_set(self, value: set[Any] | frozenset[Any], place: _Place, depth: int) -> _Node:
+        nodes = [self._key(item, place, depth) for item in value]
+        return {"$set" if type(value) is set else "$frozenset": sorted(nodes, key=repr)}  # the order of a set differs from run to run
+
+    def of_complex(self, value: complex, place: _Place, depth: int) -> _Node:
+        return {"$complex": [self.node(value.real, place, depth), self.node(value.imag, place, depth)]}
+
+    def of_bytes(self, value: bytes, place: _Place, depth: int) -> _Node:
+        return {"$bytes": _base64(value)}
+
+    def of_bytearray(self, value: bytearray, place: _Place, depth: int) -> _Node:
+        return {"$bytearray": _base64(value)}
+
+    def of_dtype(self, value: torch.dtype, place: _Place, depth: int) -> _Node:
+        if value not in _DTYPES:
+            raise CheckpointError(f"{self.at(place)} is {value}, a type of elements that a checkpoint does not know. Store its name.")
+        return {"$dtype": dtype_name(value)}
+
+    def of_device(self, value: torch.device, place: _Place, depth: int) -> _Node:
+        return {"$device": str(value)}
+
+    def _tensor(self, value: torch.Tensor, place: _Place) -> _Node:
+        node: dict[str, Any]
+        if self._sharded is not None and is_sharded(value):
+            return {"$tensor": self._put_aside(value, place, self._sharded)}
+        if problem := explain_unstorable(value):
+            raise CheckpointError(f"{self.at(place)} {problem}")
+        if value.dtype in DTYPES:
+            node = {"$tensor": self._store(value, memory_identity(value), place, torch.Tensor.detach)}
+        else:
+            name = self._store(value, memory_identity(value), place, pack_bytes)
+            node = {"$tensor": name, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+        if type(value) is torch.nn.Parameter:
+            node["parameter"] = value.requires_grad
+        elif value.requires_grad:
+            node["requires_grad"] = True
+        return node
+
+    def of_array(self, value: numpy.ndarray[Any, Any], place: _Place, depth: int) -> _Node:
+        if value.dtype.kind not in "biufcSUmM":
+            raise CheckpointError(
+                f"{self.at(place)} is an array of {value.dtype}, which a checkpoint cannot hold. "
+                "Store an array of numbers or texts for each field, or a list."
+            )
+        name = self._store(value, ("array", id(value)), place, _array_bytes)
+        return {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def _scalar(self, value: numpy.generic, place: _Place, depth: int) -> _Node:
+        kind = value.dtype.kind
+        if type(value).__module__ != "numpy" or kind not in "biufcSUmM":
+            raise CheckpointError(f"{self.at(place)} is a scalar of {value.dtype}, which a checkpoint cannot hold. Store a number or text.")
+        readable = kind in "biuU" or (kind == "f" and value.dtype.itemsize <= 8 and value == value)  # nan has bits that a float loses
+        return {"$scalar": [value.dtype.str, self.node(value.item() if readable else value.tobytes(), place, depth)]}
+
+    def _store(self, value: Any, identity: Any, place: _Place, convert: Callable[[Any], torch.Tensor]) -> str:
+        """The name under which a tensor is kept: the same one for the same tensor."""
+        if identity not in self._names:
+            self._keep.append(value)
+            self._names[identity] = name = self._name(place)
+            self.tensors[name] = convert(value)
+        return self._names[identity]
+
+    def _put_aside(self, value: torch.Tensor, place: _Place, sharded: dict[str, Any]) -> str:
+        """As `_store`, for a tensor of which this rank may hold no element: its name is the same on every rank."""
+        if id(value) not in self._names:
+            self._keep.append(value)
+            self._names[id(value)] = name = self._name(place)
+            sharded[name] = value
+        return self._names[id(value)]
+
+    def _name(self, place: _Place) -> str:
+        plain = ".".join(map(str, _format_path(place)))[:_LONGEST_NAME] or "value"
+        if not plain.isascii():
+            plain = _HALF_CHARACTER.sub("_", plain)
+        name, number = plain, 2
+        while name in self.tensors or name in (self._sharded or ()) or name == "__metadata__":
+            name, number = f"{plain}~{number}", number + 1
+        return name
+
+
+_MAKERS: Final[Mapping[type, _Maker]] = MappingProxyType(
+    {
+        dict: _Flattener.of_dict,
+        list: _Flattener.of_list,
+        tuple: _Flattener.of_tuple,
+        torch.Size: _Flattener.of_size,
+        OrderedDict: _Flattener.of_ordered,
+        defaultdict: _Flattener.of_default,
+        Counter: _Flattener.of_counter,
+        deque: _Flattener.of_deque,
+        set: _Flattener.of_set,
+        frozenset: _Flattener.of_set,
+        complex: _Flattener.of_complex,
+        bytes: _Flattener.of_bytes,
+        bytearray: _Flattener.of_bytearray,
+        torch.dtype: _Flattener.of_dtype,
+        torch.device: _Flattener.of_device,
+        numpy.ndarray: _Flattener.of_array,
+    }
+)
+
+
+class _PathWords(str):
+    """A step on the way to a value that is no key of a container."""
+
+
+def _format_path(place: _Place) -> list[Any]:
+    found = []
+    while place:
+        place, step = place
+        found.append(step)
+    return found[::-1]
+
+
+def _base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _numbers(value: list[Any]) -> numpy.ndarray[Any, Any] | None:
+    """A list of nothing but whole numbers of 64 bits, or of nothing but floats, as an array."""
+    kinds = set(map(type, value))
+    if kinds == {float}:
+        return numpy.array(value, dtype=numpy.float64)
+    if kinds == {int} and min(value) >= -_LARGEST_INTEGER and max(value) < _LARGEST_INTEGER:
+        return numpy.array(value, dtype=numpy.int64)
+    return None
+
+
+def _array_bytes(array: numpy.ndarray[Any, Any]) -> torch.Tensor:
+    """The elements as a row of bytes, without a copy where they lie so already."""
+    if not array.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    row = numpy.ascontiguousarray(array).reshape(-1)
+    raw = row.view(numpy.uint8)
+    return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+
+
+def _shown(key: Any) -> str:
+    text = repr(key)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _described(value: Any) -> str:
+    kind = type(value)
+    if callable(value) and not isinstance(value, (type, torch.nn.Module)) and hasattr(value, "__name__"):
+        return f"a function ({value.__name__})"
+    if isinstance(value, type):
+        return f"a class ({value.__module__}.{value.__qualname__})"
+    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+
+
+def _remedy(value: Any) -> str:
+    """What to store instead, by what it is."""
+    if isinstance(value, (torch.Generator, numpy.random.Generator)):
+        return "Store its state: generator.get_state(), or generator.bit_generator.state for numpy's."
+    if hasattr(value, "state_dict"):
+        return "Store its state_dict() instead, and give it back with load_state_dict()."
+    if isinstance(value, tuple):
+        return "Store value._asdict() or tuple(value): the class of a named tuple is code, and is not stored."
+    if callable(value):
+        return "Leave it out of state_dict(), or store a name from which load_state_dict() can find it again."
+    return (
+        "Store plain data in state_dict(): numbers, text, bytes, None, tensors, arrays, and lists, tuples, dicts and sets of them. "
+        "A path becomes str(path), an enum its .value, a dataclass dataclasses.asdict(...)."
+    )

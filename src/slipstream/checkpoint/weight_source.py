@@ -1,0 +1,300 @@
+"""Weights on a disk: one file or several with an index, safetensors or `torch.save`, or a checkpoint of ours.
+
+`find_weights` says what there is at a path. Nothing is trusted: names stay inside the folder, an index must be right about every tensor,
+and files of a checkpoint must have the checksums of its manifest. Files of `torch.save` are read as data by `pickle_reader.py`; old
+formats and classes that torch allows go through `torch.load(weights_only=True)`. Files are memory-mapped, so only tensors that are used
+take memory.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError  # noqa: TID251 - the error of torch's restricted reader; nothing is unpickled here
+from typing import Any, Final
+
+import torch
+
+from slipstream.checkpoint.manifest import (
+    MANIFEST,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    parse_manifest,
+)
+from slipstream.checkpoint.pickle_reader import NotPlainError, read_values
+from slipstream.checkpoint.serialize import read_part
+from slipstream.checkpoint.sharded import AssembledTensors, open_pieces
+from slipstream.checkpoint.tensor_bytes import from_buffer
+from slipstream.checkpoint.torch_archive import LegacyFormatError, read_archive
+from slipstream.errors import CheckpointError
+from slipstream.files import strict_json
+from slipstream.files.checksum import digest
+from slipstream.files.disk import FileEntry
+from slipstream.files.paths import ConfinedFolder, check_name
+from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
+from slipstream.logging import get_logger
+
+__all__ = ["PIECES_FILE", "WeightFile", "WeightSource", "find_weights", "is_torch_file", "read_torch_file"]
+
+
+_ZIP: Final = b"PK\x03\x04"
+_PICKLE: Final = b"\x80"
+_GLOBAL: Final = re.compile(r"GLOBAL (\S{1,200})")
+_OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""The pickle of a number with which files of torch.save began before torch 1.6."""
+
+
+def is_torch_file(buffer: Any) -> bool:
+    """Whether bytes begin as a file of `torch.save` does.
+
+    >>> is_torch_file(b"PK\\x03\\x04..."), is_torch_file(b'{"step": 3}')
+    (True, False)
+    """
+    return bytes(buffer[:4]) == _ZIP or (bytes(buffer[:1]) == _PICKLE and bytes(buffer[8:9]) != b"{")
+
+
+def read_torch_file(buffer: Any, where: str, remedy: str, *, views: bool = False, map_location: Any = None, **options: Any) -> Any:
+    """The value in these bytes; with `views`, tensors may share their memory. `remedy` ends the message if there is more than data in it.
+
+    With options of `torch.load`, that reads it.
+    """
+    if map_location is None and not options:
+        try:
+            values = read_values(memoryview(buffer), where)
+        except (LegacyFormatError, NotPlainError):
+            if bytes(buffer[: len(_OLD)]) != _OLD and bytes(buffer[:4]) != _ZIP:
+                raise
+        else:
+            if not values.unknown:
+                return values.value if views else values.owned()
+    if bytes(buffer[:4]) == _ZIP:
+        read_archive(memoryview(buffer), where)  # torch would unpack what is compressed, to any size
+    try:
+        return torch.load(io.BytesIO(buffer), map_location=map_location or "cpu", weights_only=True, **options)
+    except UnpicklingError as error:
+        named = _GLOBAL.search(str(error))
+        why = next((line.strip()[:200] for line in str(error).splitlines() if "nsupported" in line), "its pickle cannot be read")
+        raise CheckpointError(f"{where} holds more than data, which is not run: {named[1] if named else why}. {remedy}") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:  # what torch makes of bytes it cannot read
+        raise CheckpointError(f"{where} is no file that torch.save wrote, or is damaged: {str(error)[:300]}") from error
+
+
+PIECES_FILE: Final = "(pieces)"
+"""In the place of a file: all tensors that are stored in pieces."""
+
+_LARGEST_MANIFEST: Final = 64 << 20
+_INDEX: Final = ".index.json"
+_SAFE: Final = ".safetensors"
+_TORCH: Final = (".bin", ".pt", ".pth", ".ckpt")
+_USUAL: Final = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One file of weights, mapped: its tensors by name, and where they lie in it if it is safetensors."""
+
+    where: str
+    buffer: Any
+    tensors: Mapping[str, torch.Tensor]
+    layout: SafetensorsLayout | None
+    aliases: Mapping[str, str]
+    forms: Mapping[str, torch.Tensor] | None = None
+    """Types and shapes (on the meta device), where the tensors are put together as they are asked for."""
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where the weights of one model are."""
+
+    folder: Path
+    files: tuple[str, ...]
+    index: str | None = None
+    weight_map: Mapping[str, str] | None = None
+    """Which tensor is in which file, as the index says."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    extra: str | None = None
+    """The part with what is no tensor."""
+    entries: Mapping[str, FileEntry] = field(default_factory=dict)
+    """Sizes and checksums, where there is a manifest."""
+    links_within: Path | None = None
+    pieces: tuple[str, ...] = ()
+    """Files with pieces of sharded tensors, which are opened as one file, `PIECES_FILE`."""
+
+    def open(self, name: str, *, verify: bool = True) -> WeightFile:
+        """A file and its tensors: those that the index places there, if there is an index."""
+        if name == PIECES_FILE:
+            return self._open_pieces()
+        where = str(self.folder / name)
+        buffer = self._mapped(name, verify=verify)
+        if name.endswith(_SAFE) or (not name.endswith(_TORCH) and _looks_safe(buffer)):
+            layout = read_layout(lambda offset, count: memoryview(buffer)[offset : offset + count], len(buffer), where)
+            start = layout.data_start
+            tensors = {
+                one.name: from_buffer(buffer, one.dtype, one.shape, start + one.start, start + one.end) for one in layout.entries.values()
+            }
+            aliases = {other: kept for other, kept in layout.metadata.items() if kept in tensors and other not in tensors}
+            return WeightFile(where, buffer, self._chosen(name, tensors), layout, aliases)
+        return WeightFile(where, buffer, self._chosen(name, _torch_tensors(buffer, where)), None, {})
+
+    def _open_pieces(self) -> WeightFile:
+        pieces = open_pieces(self.folder, self.pieces, self.entries, self._mapped)
+        return WeightFile(str(self.folder), None, AssembledTensors(pieces), None, {}, pieces.stand_ins)
+
+    def each(self) -> Iterator[WeightFile]:
+        """The files, one after the other."""
+        yield from map(self.open, self.files)
+
+    def descriptor(self, name: str) -> int:
+        """A file opened for reading; the caller closes it."""
+        with ConfinedFolder(self.folder, links_within=self.links_within) as folder:
+            return folder.open(name)
+
+    def read_bytes(self, name: str) -> bytes:
+        """All bytes of a small file."""
+        return bytes(self._mapped(name))
+
+    def read_extra(self) -> dict[str, Any]:
+        """What is no tensor."""
+        if self.extra is None:
+            return {}
+        found = read_part(self.extra, self._mapped(self.extra), str(self.folder / self.extra))
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.folder / self.extra} holds no entries of a state dict.")
+        return found
+
+    def _chosen(self, file: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        if self.weight_map is None:
+            return tensors
+        wanted = [name for name, place in self.weight_map.items() if place == file]
+        if absent := [name for name in wanted if name not in tensors]:
+            raise CheckpointError(
+                f"{self.folder / (self.index or '')} says that {absent[0]!r} is in {file}, and it is not there. "
+                "The files belong to different saves, or one of them is damaged: fetch or save them again."
+            )
+        return {name: tensors[name] for name in wanted}
+
+    def _mapped(self, name: str, *, verify: bool = True) -> Any:
+        """The bytes of a file, without reading them; changes to them would not reach the file."""
+        fd = self.descriptor(name)
+        try:
+            size = os.fstat(fd).st_size
+            buffer: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if size else bytearray()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read: {error.strerror}.") from error
+        finally:
+            os.close(fd)
+        entry = self.entries.get(name) if verify else None
+        if entry is not None and (size != entry.size or digest(buffer) != entry.checksum):
+            raise CheckpointError(f"{self.folder / name} is damaged: it is not what the manifest says was written. Use another checkpoint.")
+        return buffer
+
+
+def _looks_safe(buffer: Any) -> bool:
+    return len(buffer) > 8 and buffer[8:9] == b"{" and int.from_bytes(buffer[:8], "little") <= len(buffer) - 8
+
+
+def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
+    state = read_torch_file(buffer, where, "Save the state_dict() of the model instead.", views=True)
+    if isinstance(state, Mapping) and isinstance(inner := state.get("state_dict"), Mapping):
+        get_logger(__name__).warning(f"{where} holds more than weights; its entry 'state_dict' is taken.")
+        state = inner
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(f"{where} holds a {type(state).__name__}, and the weights of a model are a mapping of names to tensors.")
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    inside = [
+        name for name, value in state.items() if isinstance(value, Mapping) and any(isinstance(one, torch.Tensor) for one in value.values())
+    ]
+    if inside and not tensors:
+        raise CheckpointError(
+            f"{where} holds no weights but a mapping with several of them: {', '.join(map(repr, inside[:5]))}. Load it with "
+            f"slipstream.utils.load, and give load_state_dict the one that is meant: model.load_state_dict(loaded[{inside[0]!r}])."
+        )
+    return tensors
+
+
+def find_weights(path: Path) -> WeightSource:
+    """What weights there are at a path: a file, an index, or a folder with one of the usual names or a checkpoint of ours in it."""
+    if path.is_dir():
+        return _in_folder(path)
+    if not path.exists():
+        near = sorted(one.name for one in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+        there = f" In {path.parent} there are: {', '.join(near)}." if near else ""
+        if not near and not path.is_absolute() and len(path.parts) == 2:  # as models on a hub are named
+            there = " If this names a model on a hub, download it first, and pass the folder: nothing is fetched from here."
+        raise CheckpointError(f"There is nothing at {path}.{there}")
+    if path.name.endswith(_INDEX):
+        return _indexed(path.parent, path.name)
+    if path.is_symlink() and _links_within(path.parent) is None:  # the user has named it, so it may lead anywhere
+        path = Path(os.path.realpath(path))
+    return _single(path.parent, path.name)
+
+
+def _links_within(folder: Path) -> Path | None:
+    """A cache of downloads keeps the files of a snapshot as links to files beside the snapshots."""
+    parent = folder.absolute().parent
+    return parent.parent if parent.name == "snapshots" and (parent.parent / "blobs").is_dir() else None
+
+
+def _in_folder(folder: Path) -> WeightSource:
+    names = sorted(one.name for one in folder.iterdir() if one.is_file())
+    if MANIFEST in names:
+        return _in_checkpoint(folder)
+    for name in _USUAL:
+        if name in names:
+            return _indexed(folder, name) if name.endswith(_INDEX) else _single(folder, name)
+    for found in ([name for name in names if name.endswith(_INDEX)], [name for name in names if name.endswith((_SAFE, *_TORCH))]):
+        if len(found) == 1:
+            return _indexed(folder, found[0]) if found[0].endswith(_INDEX) else _single(folder, found[0])
+    there = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
+    raise CheckpointError(
+        f"{folder} holds no weights under a usual name ({', '.join(_USUAL)}); it holds {there}. Pass the path of one file, or of an index."
+    )
+
+
+def _in_checkpoint(folder: Path) -> WeightSource:
+    where = str(folder / MANIFEST)
+    with ConfinedFolder(folder) as held:
+        manifest = parse_manifest(held.read(MANIFEST, _LARGEST_MANIFEST), where)
+    if not manifest.models:
+        raise CheckpointError(f"{folder} is a checkpoint without a model.")
+    if len(manifest.models) > 1:
+        get_logger(__name__).warning(f"{folder} holds {len(manifest.models)} models; the first one, {manifest.models[0].kind}, is taken.")
+    model = manifest.models[0]
+    files = (*model.files, PIECES_FILE) if model.pieces else model.files
+    return WeightSource(folder, files, model.index, None, model.aliases, model.extra, manifest.files, pieces=model.pieces)
+
+
+def _single(folder: Path, name: str) -> WeightSource:
+    return WeightSource(folder, (name,), extra=_extra_beside(folder, name), links_within=_links_within(folder))
+
+
+def _extra_beside(folder: Path, name: str) -> str | None:
+    """`save_model` writes what is no tensor beside the weights."""
+    base = name.partition(".")[0]
+    names = [f"{base}_extra{suffix}" for suffix in (".json", _SAFE) if name.endswith((_SAFE, f"{_SAFE}{_INDEX}"))]
+    return next((one for one in names if (folder / one).is_file()), None)
+
+
+def _indexed(folder: Path, index: str) -> WeightSource:
+    where = str(folder / index)
+    links = _links_within(folder)
+    with ConfinedFolder(folder, links_within=links) as held:
+        content = strict_json.parse(held.read(index, strict_json.LARGEST), where)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where} is no index of weights: it has no mapping 'weight_map' from names of tensors to files.")
+    for file in weight_map.values():
+        if "/" in check_name(file, where) or not file.endswith((_SAFE, *_TORCH)):
+            raise CheckpointError(
+                f"{where} names the file {file!r}, and weights are files beside the index that end in .safetensors or .bin."
+            )
+    return WeightSource(
+        folder, tuple(dict.fromkeys(weight_map.values())), index, weight_map, {}, _extra_beside(folder, index), links_within=links
+    )

@@ -1,0 +1,416 @@
+"""`slipstream checkpoint diff`: compare two checkpoints by facts, state trees and tensors.
+
+Models, optimizers and objects are paired by number. Files with the same size and checksum in both manifests are equal without being read;
+other tensors are read one at a time, in pieces, and compared bit by bit, so memory stays small. The time and the identity of a save do
+not count. Imports numpy, so the command imports it only when used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy
+
+from slipstream.checkpoint.inspect import CheckpointSummary, StoredTensor, read_model_tensors, read_state_part, resolve_aliases
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, ModelEntry, RankFile
+from slipstream.cli.text_format import escape_control, format_count, format_number, shorten
+from slipstream.files.checksum import checksums_name
+from slipstream.files.disk import FileEntry
+from slipstream.files.safetensors_layout import ITEM_SIZE
+
+__all__ = [
+    "DiffSection", "TensorDifference", "ValueDifference", "compare_checkpoints", "compare_stored", "compare_tensors", "compare_trees",
+    "diff_lines", "sections_as_data",
+]
+
+
+_Array = numpy.ndarray[Any, Any]
+
+_PLAIN: Final[Mapping[str, str]] = MappingProxyType(
+    {"F64": "<f8", "F32": "<f4", "F16": "<f2", "C64": "<c8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
+    | {"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "u1"}
+)
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How two tensors of one type and shape differ."""
+
+    elements: int
+    changed: int
+    largest: float | None = None
+    """The largest absolute difference; None where there is none to tell: equal tensors, or values that cannot be subtracted."""
+    special: bool = False
+    """Whether changed elements are NaN on a side."""
+
+    @property
+    def share(self) -> float:
+        """The share of changed elements."""
+        return self.changed / self.elements if self.elements else 0.0
+
+
+def compare_tensors(dtype: str, one: Iterable[bytes], other: Iterable[bytes]) -> TensorDifference:
+    """The difference of two tensors given as pieces of the same lengths.
+
+    >>> compare_tensors("F32", [numpy.float32([1, 2, 3]).tobytes()], [numpy.float32([1, 2, 5]).tobytes()])
+    Difference(elements=3, changed=1, largest=2.0, special=False)
+    """
+    width = ITEM_SIZE[dtype]
+    distance = _DISTANCES.get(dtype, _floats if dtype in _PLAIN else None)
+    elements = changed = 0
+    largest: float | None = None
+    special = False
+    for left, right in zip(one, other, strict=True):
+        if len(left) != len(right):
+            raise ValueError(f"pieces of {len(left)} and {len(right)} bytes cannot be compared")
+        elements += len(left) // width
+        if left == right:
+            continue
+        places = _changed(left, right, width)
+        changed += int(places.size)
+        if distance is None:
+            continue
+        apart = distance(_elements(dtype, left)[places], _elements(dtype, right)[places])
+        known = apart[~numpy.isnan(apart)]
+        special = special or known.size < apart.size
+        if known.size:
+            largest = max(largest if largest is not None else -math.inf, float(known.max()))
+    return TensorDifference(elements, changed, largest, special)
+
+
+def _changed(left: bytes, right: bytes, width: int) -> _Array:
+    """The places of elements whose bits differ."""
+    kind = f"<u{width}"
+    return numpy.flatnonzero(numpy.frombuffer(left, kind) != numpy.frombuffer(right, kind))
+
+
+def _elements(dtype: str, data: bytes) -> _Array:
+    if dtype == "BF16":
+        return (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    return numpy.frombuffer(data, _PLAIN[dtype])
+
+
+def _floats(left: _Array, right: _Array) -> _Array:
+    wide: Any = numpy.complex128 if left.dtype.kind == "c" else numpy.float64
+    with numpy.errstate(all="ignore"):
+        apart: _Array = numpy.abs(left.astype(wide) - right.astype(wide))
+    return apart
+
+
+def _integers(left: _Array, right: _Array) -> _Array:
+    """Exact also where a difference does not fit into the type: it always fits into 64 bits without a sign."""
+    low, high = numpy.minimum(left, right), numpy.maximum(left, right)
+    apart: _Array = (high.astype("<u8") - low.astype("<u8")).astype(numpy.float64)
+    return apart
+
+
+_DISTANCES: Final[Mapping[str, Callable[[_Array, _Array], _Array]]] = MappingProxyType(
+    {name: _integers for name in ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")} | {"BF16": _floats}
+)
+
+
+_PAIRS: Final = ("$dict", "$ordered", "$counter", "$defaultdict")
+_ITEMS: Final = ("$tuple", "$set", "$frozenset", "$deque")
+_TENSORS: Final = ("$tensor", "$array", "$numbers")
+_ABSENT: Final = object()
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """One place in which two checkpoints differ; `one` and `other` are None where it is missing on that side."""
+
+    place: str
+    one: str | None
+    other: str | None
+    difference: TensorDifference | None = None
+    """For two tensors of one type and shape."""
+
+
+def compare_trees(
+    one: tuple[Any, Mapping[str, StoredTensor]], other: tuple[Any, Mapping[str, StoredTensor]], ignored: frozenset[str] = frozenset()
+) -> Iterator[ValueDifference]:
+    """Where two parts differ; places in `ignored` do not count."""
+    for apart in _TreeWalk(one[1], other[1]).nodes(one[0], other[0], ""):
+        if apart.place not in ignored:
+            yield apart
+
+
+def compare_stored(place: str, one: StoredTensor, other: StoredTensor) -> ValueDifference | None:
+    """How two tensors differ; None if they are equal."""
+    if one.entry.dtype != other.entry.dtype or one.entry.shape != other.entry.shape:
+        return ValueDifference(place, one.described(), other.described())
+    difference = compare_tensors(one.entry.dtype, one.pieces(), other.pieces())
+    return ValueDifference(place, one.described(), other.described(), difference) if difference.changed else None
+
+
+class _TreeWalk:
+    def __init__(self, one: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> None:
+        self._one = one
+        self._other = other
+
+    def nodes(self, one: Any, other: Any, place: str) -> Iterator[ValueDifference]:
+        if one is _ABSENT or other is _ABSENT:
+            yield ValueDifference(place or "value", self._text(one, self._one), self._text(other, self._other))
+            return
+        left, right = _children(one), _children(other)
+        if left is not None and right is not None and _tag(one) == _tag(other):
+            for key in dict.fromkeys([*left, *right]):
+                yield from self.nodes(left.get(key, _ABSENT), right.get(key, _ABSENT), f"{place}{key}".lstrip("."))
+        elif _tag(one) in _TENSORS and _tag(one) == _tag(other):
+            yield from self._tensors(one, other, place or "value")
+        elif one != other or type(one) is not type(other):
+            yield ValueDifference(place or "value", self._text(one, self._one), self._text(other, self._other))
+
+    def _tensors(self, one: dict[str, Any], other: dict[str, Any], place: str) -> Iterator[ValueDifference]:
+        tag = _tag(one)
+        left, right = self._one.get(str(one[tag])), self._other.get(str(other[tag]))
+        if left is None or right is None or {**one, tag: ""} != {**other, tag: ""}:
+            yield ValueDifference(place, self._text(one, self._one), self._text(other, self._other))
+        elif (apart := compare_stored(place, left, right)) is not None:
+            yield apart
+
+    def _text(self, node: Any, tensors: Mapping[str, StoredTensor]) -> str | None:
+        if node is _ABSENT:
+            return None
+        tag = _tag(node)
+        if tag not in _TENSORS:
+            return json.dumps(node)
+        stored = tensors.get(str(node[tag]))
+        held = "a tensor that is not there" if stored is None else stored.described()
+        rest = {key: value for key, value in node.items() if key != tag}
+        return f"{held} {json.dumps(rest)}" if rest else held
+
+
+def _tag(node: Any) -> str:
+    """What kind of value a node stands for."""
+    if isinstance(node, dict):
+        return next((key for key in node if key.startswith("$")), "object")
+    return "list" if isinstance(node, list) else ""
+
+
+def _children(node: Any) -> dict[str, Any] | None:
+    """What a container holds, by the words that come after its own place; None if it is no container."""
+    if isinstance(node, list):
+        return {f"[{number}]": item for number, item in enumerate(node)}
+    if not isinstance(node, dict):
+        return None
+    tag = _tag(node)
+    if tag == "object":
+        return {f".{key}": item for key, item in node.items()}
+    held: Any = node[tag]
+    if tag in ("$defaultdict", "$deque") and isinstance(held, list) and len(held) == 2:
+        held = held[1]
+    if not isinstance(held, list):
+        return None
+    if tag in _PAIRS and all(isinstance(pair, list) and len(pair) == 2 for pair in held):
+        return {f"[{json.dumps(key)}]": item for key, item in held}
+    return {f"[{number}]": item for number, item in enumerate(held)} if tag in _ITEMS else None
+
+
+_FACTS = ("step", "world", "strategy", "mesh", "metric", "written_by")
+_SHOWN = 20
+_OWN_STAMP = frozenset({"stamp"})
+
+
+@dataclass
+class DiffSection:
+    """One part of two checkpoints."""
+
+    title: str
+    apart: list[ValueDifference] = field(default_factory=list)
+    compared: int = 0
+    """How many tensors were compared, or known to be equal, where it holds tensors."""
+
+    @property
+    def changed(self) -> int:
+        """How many tensors are not the same."""
+        return sum(one.difference is not None for one in self.apart)
+
+
+def compare_checkpoints(one: CheckpointSummary, other: CheckpointSummary) -> Iterator[DiffSection]:
+    """The parts of two checkpoints, each with what is different."""
+    a, b = one.manifest, other.manifest
+    assert a is not None
+    assert b is not None
+    yield DiffSection("facts", list(compare_trees((_facts(a), {}), (_facts(b), {}))))
+    yield DiffSection("receipt", list(compare_trees((dict(a.receipt), {}), (dict(b.receipt), {}))))
+    models_a, models_b = ({model.number: model for model in manifest.models} for manifest in (a, b))
+    for key in sorted({*models_a, *models_b}):
+        yield _models(f"model {key}", (one, models_a.get(key)), (other, models_b.get(key)))
+    parts_a, parts_b = _parts(one, a), _parts(other, b)
+    for title in dict.fromkeys([*parts_a, *parts_b]):
+        yield _pair(title, parts_a.get(title), parts_b.get(title))
+    yield _files(a, b)
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    return {name: dict(manifest.mesh) if name == "mesh" else getattr(manifest, name) for name in _FACTS}
+
+
+def _models(
+    title: str, one: tuple[CheckpointSummary, ModelEntry | None], other: tuple[CheckpointSummary, ModelEntry | None]
+) -> DiffSection:
+    (look_a, a), (look_b, b) = one, other
+    known = a or b
+    section = DiffSection(f"{title} ({known.kind})" if known else title)
+    if a is None or b is None:
+        section.apart.append(ValueDifference("weights", None if a is None else a.kind, None if b is None else b.kind))
+        return section
+    if a.kind != b.kind:
+        section.apart.append(ValueDifference("kind", a.kind, b.kind))
+    stored_a, stored_b = read_model_tensors(look_a.folder, a), read_model_tensors(look_b.folder, b)
+    names_a = resolve_aliases(stored_a, a.aliases, str(look_a.folder / MANIFEST))
+    names_b = resolve_aliases(stored_b, b.aliases, str(look_b.folder / MANIFEST))
+    same = _equal_files(look_a, look_b)
+    for name in dict.fromkeys([*names_a, *names_b]):
+        left, right = names_a.get(name), names_b.get(name)
+        if left is None or right is None:
+            section.apart.append(
+                ValueDifference(name, None if left is None else left.described(), None if right is None else right.described())
+            )
+            continue
+        if a.aliases.get(name) != b.aliases.get(name):
+            section.apart.append(ValueDifference(name, _tied(a, name), _tied(b, name)))
+        elif name in a.aliases:
+            continue  # compared under the name that it is stored by
+        section.compared += 1
+        equal = len(left.files) == len(right.files) and same.issuperset(zip(left.files, right.files, strict=True))
+        if not equal and (apart := compare_stored(name, left, right)):
+            section.apart.append(apart)
+    return section
+
+
+def _tied(model: ModelEntry, name: str) -> str:
+    return f"tied to {model.aliases[name]}" if name in model.aliases else "a tensor of its own"
+
+
+def _equal_files(one: CheckpointSummary, other: CheckpointSummary) -> set[tuple[str, str]]:
+    """Pairs of files that their manifests say are the same."""
+    assert one.manifest is not None
+    assert other.manifest is not None
+    known = {entry: name for name, entry in one.manifest.files.items()}
+    return {(known[entry], name) for name, entry in other.manifest.files.items() if entry in known}
+
+
+_PartFiles = tuple[Path, str, list[FileEntry], tuple[str, ...]]
+"""Where the state is: its folder and file, what these files are like, and those of them that hold pieces."""
+
+
+def _parts(one: CheckpointSummary, manifest: Manifest) -> dict[str, _PartFiles]:
+    """The states in a checkpoint, by titles that two checkpoints have in common."""
+    named = {f"optimizer {place}": name for place, name in enumerate(manifest.optimizers)}
+    named |= {} if manifest.training is None else {"training": manifest.training}
+    named |= {f"object {place}": name for place, name in enumerate(manifest.objects)}
+    named |= {f"model {model.number}, what is no tensor": model.extra for model in manifest.models if model.extra is not None}
+    named |= {f"rank {rank}": name for rank, name in sorted(manifest.ranks.items())}
+    found: dict[str, _PartFiles] = {}
+    for title, name in named.items():
+        pieces = manifest.pieces.get(name, ())
+        found[title] = (one.folder, name, [manifest.files[file] for file in (name, *pieces)], pieces)
+    for rank, path in sorted(one.ranks().items()):
+        said = RankFile.of(path.name[path.name.index("rank_") :])
+        assert said is not None
+        found.setdefault(f"rank {rank}", (path.parent, path.name, [FileEntry(-1, said.checksum)], ()))
+    return found
+
+
+def _pair(title: str, one: _PartFiles | None, other: _PartFiles | None) -> DiffSection:
+    section = DiffSection(title)
+    if one is None or other is None:
+        section.apart.append(ValueDifference("file", None if one is None else one[1], None if other is None else other[1]))
+        return section
+    if one[2] == other[2]:
+        return section
+    left, right = read_state_part(one[0], one[1], one[3]), read_state_part(other[0], other[1], other[3])
+    section.compared = len(left[1])
+    section.apart += compare_trees(left, right, _OWN_STAMP if title.startswith("rank ") else frozenset())
+    return section
+
+
+def _files(a: Manifest, b: Manifest) -> DiffSection:
+    """Files of the script's own hooks."""
+    section = DiffSection("other files")
+    left, right = ({name: entry for name, entry in one.files.items() if name not in _known(one)} for one in (a, b))
+    for name in dict.fromkeys([*left, *right]):
+        if left.get(name) != right.get(name):
+            section.apart.append(ValueDifference(name, _entry(left.get(name)), _entry(right.get(name))))
+    return section
+
+
+def _entry(entry: FileEntry | None) -> str | None:
+    return None if entry is None else f"{entry.size:,} bytes, checksum {entry.checksum}"
+
+
+def _known(manifest: Manifest) -> set[str]:
+    names = {name for model in manifest.models for name in (*model.files, model.index, model.extra) if name is not None}
+    names.update(manifest.optimizers, manifest.objects, manifest.ranks.values())
+    names.update(file for name in manifest.all_pieces() for file in (name, checksums_name(name)))
+    return names if manifest.training is None else {*names, manifest.training}
+
+
+# -- as data and as text ------------------------------------------------------------------------------------------------
+
+
+def sections_as_data(sections: list[DiffSection]) -> dict[str, Any]:
+    """The same as plain data."""
+    return {
+        "equal": not any(section.apart for section in sections),
+        "sections": [
+            {"title": one.title, "tensors": one.compared, "differences": [_as_data(apart) for apart in one.apart]} for one in sections
+        ],
+    }
+
+
+def _as_data(apart: ValueDifference) -> dict[str, Any]:
+    found = {"place": apart.place, "one": apart.one, "other": apart.other}
+    if apart.difference is None:
+        return found
+    largest = apart.difference.largest
+    shown = largest if largest is None or largest < float("inf") else None  # JSON has no word for infinity
+    return {**found, "changed": apart.difference.share, "largest_difference": shown, "nan": apart.difference.special}
+
+
+def diff_lines(sections: list[DiffSection], *, everything: bool) -> Iterator[str]:
+    """The lines for a terminal, a summary at the end."""
+    for section in sections:
+        if not section.apart:
+            continue
+        tensors = f": {section.changed:,} of {format_count(section.compared, 'tensor')} changed" if section.compared else ""
+        yield f"{escape_control(section.title)}{tensors}"
+        shown = section.apart if everything else section.apart[:_SHOWN]
+        yield from (f"  {_line(apart)}" for apart in shown)
+        if len(shown) < len(section.apart):
+            yield f"  ... and {format_count(len(section.apart) - len(shown), 'more difference')} (--all shows them)"
+    total = sum(section.compared for section in sections)
+    changed = sum(section.changed for section in sections)
+    others = sum(len(section.apart) for section in sections) - changed
+    if not changed and not others:
+        yield f"The checkpoints are equal: {format_count(total, 'tensor')}, and every state."
+    else:
+        yield (
+            f"The checkpoints differ: {changed:,} of {format_count(total, 'tensor')} changed, and "
+            f"{format_count(others, 'other difference')}."
+        )
+
+
+def _line(apart: ValueDifference) -> str:
+    place = escape_control(apart.place)
+    if apart.one is None or apart.other is None:
+        side, held = ("first", apart.one) if apart.other is None else ("second", apart.other)
+        return f"{place}: only in the {side} ({shorten(held)})" if held is not None else f"{place}: in neither"
+    if apart.difference is None:
+        return f"{place}: {_shown(apart.one)} -> {_shown(apart.other)}"
+    found = apart.difference
+    largest = "" if found.largest is None else f", largest difference {format_number(found.largest)}"
+    return f"{place} {escape_control(apart.one)}: {100 * found.share:.3g} % changed{largest}{', NaN among them' if found.special else ''}"
+
+
+def _shown(value: str) -> str:
+    text = escape_control(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

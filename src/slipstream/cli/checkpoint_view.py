@@ -1,0 +1,305 @@
+"""Output of `slipstream checkpoint ls` and `slipstream checkpoint show`: plain data for --json, and lines for a terminal.
+
+Headers and small files are read, tensors are not. A part that cannot be read is described by the reason; the others are still shown.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from slipstream.checkpoint.inspect import (
+    CheckpointSummary,
+    FolderSurvey,
+    StoredTensor,
+    find_problems,
+    open_readable,
+    read_model_tensors,
+    read_state_part,
+    size_problems,
+)
+from slipstream.checkpoint.manifest import Manifest, ModelEntry
+from slipstream.cli.text_format import (
+    escape_control,
+    format_age,
+    format_columns,
+    format_count,
+    format_number,
+    format_size,
+    format_time,
+    shorten,
+)
+from slipstream.errors import CheckpointError
+from slipstream.files.checksum import checksums_name
+
+__all__ = ["checkpoint_lines", "describe_checkpoint", "describe_survey", "survey_lines"]
+
+
+_TITLES = ("name", "step", "saved", "", "size", "processes", "metric", "whole", "")
+
+
+def describe_survey(found: FolderSurvey, *, verify: bool, advance: Callable[[int], object]) -> dict[str, Any]:
+    """All that `ls` knows of a folder, as plain data."""
+    return {
+        "folder": found.given,
+        "latest": found.latest,
+        "latest_is_missing": found.lost_latest,
+        "checkpoints": [_describe_entry(one, found, verify, advance) for one in found.checkpoints],
+        "others": [{"name": one.name, "why": one.why} for one in found.others],
+        "leftovers": [
+            {"name": one.name, "of": one.of, "what": one.what, "size": one.size, "saving_now": one.alive or None} for one in found.leftovers
+        ],
+    }
+
+
+def _describe_entry(one: CheckpointSummary, found: FolderSurvey, verify: bool, advance: Callable[[int], object]) -> dict[str, Any]:
+    manifest = one.manifest
+    assert manifest is not None
+    wrong, ranks = _checked(one, verify, advance)
+    return {
+        "name": one.name,
+        "path": str(one.folder),
+        "step": manifest.step,
+        "created": manifest.created,
+        "size": one.size,
+        "processes": manifest.world,
+        "ranks": ranks,
+        "metric": manifest.metric,
+        "whole": None if wrong is None else not wrong,
+        "verified": verify,
+        "problems": wrong or [],
+        "latest": found.latest == one.name,
+        "note": one.note,
+    }
+
+
+def _checked(one: CheckpointSummary, verify: bool, advance: Callable[[int], object]) -> tuple[list[str] | None, list[int] | None]:
+    """Problems (None: nobody looked), and the ranks whose own files are there."""
+    assert one.manifest is not None
+    if one.url is not None and not verify:
+        return None, None
+    try:
+        with open_readable(one) as local:
+            ranks = sorted({*one.manifest.ranks, *local.ranks()})
+            return list(find_problems(local, advance)) if verify else size_problems(local), ranks
+    except CheckpointError as error:
+        return [str(error)], sorted(one.manifest.ranks)
+
+
+def survey_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[str]:
+    """The lines for one folder."""
+    yield f"{escape_control(data['folder'])}: {format_count(len(data['checkpoints']), 'checkpoint')}"
+    if data["checkpoints"]:
+        rows = [_TITLES, *(_survey_row(one, now) for one in data["checkpoints"])]
+        yield from (f"  {line}" for line in format_columns(rows, right=(1, 4, 5, 6)))
+    for one in data["checkpoints"]:
+        yield from (f"  {escape_control(one['name'])}: {escape_control(problem)}" for problem in one["problems"])
+        if one["note"]:
+            yield f"  {escape_control(one['name'])}: {escape_control(one['note'])}"
+        missing = None if one["ranks"] is None else one["processes"] - len(one["ranks"])
+        if missing:
+            yield f"  {escape_control(one['name'])}: the random state of {format_count(missing, 'process', 'processes')} is not in it"
+    if data["latest_is_missing"]:
+        yield f"  `latest` says {escape_control(data['latest'])}, and there is no such checkpoint"
+    for one in data["leftovers"]:
+        state = f"being saved by {one['saving_now']}" if one["saving_now"] else f"{one['what']}; the next save there tidies it up"
+        yield f"  {escape_control(one['name'])} ({format_size(one['size'])}): {escape_control(state)}"
+    for one in data["others"]:
+        yield f"  no checkpoint: {escape_control(one['why'])}"
+
+
+def _survey_row(one: dict[str, Any], now: datetime.datetime) -> tuple[str, ...]:
+    whole = {None: "not checked", True: "yes" if one["verified"] else "sizes fit", False: "NO"}[one["whole"]]
+    metric, latest = format_number(one["metric"]), "latest" if one["latest"] else ""
+    step, created = f"{one['step']:,}", one["created"]
+    return (
+        one["name"],
+        step,
+        format_time(created),
+        format_age(created, now),
+        format_size(one["size"]),
+        str(one["processes"]),
+        metric,
+        whole,
+        latest,
+    )
+
+
+_MANY = 24
+
+
+def describe_checkpoint(one: CheckpointSummary, shown: str, *, tensors: bool) -> dict[str, Any]:
+    """All that is known of a checkpoint, as plain data; with `tensors`, every tensor too."""
+    manifest = one.manifest
+    assert manifest is not None
+    ranks = sorted({*manifest.ranks, *one.ranks()})
+    kinds = [kind.get("kind") for kind in _mappings(manifest.receipt.get("optimizers"))]
+    optimizers = [
+        {"kind": kinds[place] if place < len(kinds) else None, **_part(one, name, tensors, _groups)}
+        for place, name in enumerate(manifest.optimizers)
+    ]
+    return {
+        "folder": shown,
+        **_facts(manifest),
+        "size": one.size,
+        "files": {name: entry.size for name, entry in manifest.files.items()},
+        "problems": size_problems(one),
+        "receipt": dict(manifest.receipt),
+        "models": [_model(one, model, tensors) for model in manifest.models],
+        "optimizers": optimizers,
+        "training": None if manifest.training is None else _part(one, manifest.training, tensors, _keys),
+        "objects": [_part(one, name, tensors, _keys) for name in manifest.objects],
+        "ranks": ranks,
+        "ranks_missing": max(0, manifest.world - len(ranks)),
+        "other_files": sorted(set(manifest.files) - set(_named(manifest))),
+        "note": one.note,
+    }
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    names = ("step", "created", "written_by", "world", "strategy", "metric", "stamp")
+    return {**{name: getattr(manifest, name) for name in names}, "mesh": dict(manifest.mesh)}
+
+
+def _named(manifest: Manifest) -> Iterator[str]:
+    for model in manifest.models:
+        yield from (*model.files, *(name for name in (model.index, model.extra) if name is not None))
+    yield from (file for name in manifest.all_pieces() for file in (name, checksums_name(name)))
+    yield from (*manifest.optimizers, *manifest.objects, *manifest.ranks.values(), *([manifest.training] if manifest.training else []))
+
+
+def _model(one: CheckpointSummary, model: ModelEntry, tensors: bool) -> dict[str, Any]:
+    files = [*model.files, *model.pieces]
+    known = {"number": model.number, "kind": model.kind, "files": files, "aliases": dict(model.aliases), "extra": model.extra}
+    try:
+        stored = read_model_tensors(one.folder, model)
+    except CheckpointError as error:
+        return {**known, "problem": str(error)}
+    return {**known, **_counted(stored.values(), tensors)}
+
+
+def _part(one: CheckpointSummary, name: str, tensors: bool, more: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        assert one.manifest is not None
+        tree, stored = read_state_part(one.folder, name, one.manifest.pieces.get(name, ()))
+    except CheckpointError as error:
+        return {"file": name, "problem": str(error)}
+    return {"file": name, **more(tree), **_counted(stored.values(), tensors)}
+
+
+def _counted(stored: Iterable[StoredTensor], listed: bool) -> dict[str, Any]:
+    """How many tensors of which types, and how large."""
+    dtypes: dict[str, int] = {}
+    tensors = elements = held = 0
+    rows = []
+    for one in stored:
+        inside = math.prod(one.entry.shape)
+        tensors, elements, held = tensors + 1, elements + inside, held + one.size
+        dtypes[one.entry.dtype] = dtypes.get(one.entry.dtype, 0) + inside
+        rows.append({"name": one.entry.name, "dtype": one.entry.dtype, "shape": list(one.entry.shape), "file": ", ".join(one.files)})
+    return {"tensors": tensors, "elements": elements, "bytes": held, "dtypes": dtypes, **({"tensor_list": rows} if listed else {})}
+
+
+def _groups(tree: Any) -> dict[str, Any]:
+    """Groups of parameters and their learning rates."""
+    groups = _mappings(tree.get("param_groups") if isinstance(tree, dict) else None)
+    return {"groups": len(groups), "learning_rates": [group.get("lr") for group in groups]}
+
+
+def _keys(tree: Any) -> dict[str, Any]:
+    """The names on the first level of a state."""
+    if not isinstance(tree, dict):
+        return {"keys": [], "is": type(tree).__name__}
+    for tag in ("$ordered", "$dict", "$defaultdict"):
+        pairs = tree.get(tag)
+        if isinstance(pairs, list):
+            return {"keys": [str(pair[0]) for pair in pairs if isinstance(pair, list) and pair], "is": "mapping"}
+    return {"keys": list(tree), "is": "mapping"}
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+# -- as text ------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[str]:
+    """The lines for a terminal."""
+    yield f"{escape_control(data['folder'])}: step {data['step']:,}"
+    age = format_age(data["created"], now)
+    facts = {
+        "saved": f"{format_time(data['created'])}{f' ({age})' if age else ''} by {data['written_by']}",
+        "size": f"{format_size(data['size'])} in {format_count(len(data['files']), 'file')}",
+        "processes": f"{data['world']}, strategy {data['strategy']}{_mesh(data['mesh'])}",
+        "metric": format_number(data["metric"]),
+        "random states": _ranks(data),
+        "whole": "sizes fit; `slipstream checkpoint verify` reads everything" if not data["problems"] else "NO",
+        "note": data["note"],
+    }
+    yield from (f"  {name:<14} {escape_control(value)}" for name, value in facts.items() if value)
+    yield from (f"  {escape_control(problem)}" for problem in data["problems"])
+    if data["receipt"]:
+        yield "receipt"
+        yield from (f"  {line}" for line in _nested(data["receipt"]))
+    for model in data["models"]:
+        yield f"model {model['number']} ({escape_control(model['kind'])}): {_content(model, 'parameters')}"
+        yield from (
+            f"  {escape_control(name)} is tied to {escape_control(target)}" for name, target in list(model["aliases"].items())[:_MANY]
+        )
+        if len(model["aliases"]) > _MANY:
+            yield f"  ... and {format_count(len(model['aliases']) - _MANY, 'more tied name')}"
+        yield from _tensors(model)
+    for place, one in enumerate(data["optimizers"]):
+        rates = ", ".join(shorten(rate) for rate in one.get("learning_rates", []))
+        inside = f", {format_count(one['groups'], 'group')}, learning rate {rates}" if rates else ""
+        yield f"optimizer {place} ({escape_control(one['kind'] or 'kind unknown')}): {_content(one)}{inside}"
+        yield from _tensors(one)
+    for title, one in [("training", data["training"]), *((f"object {place}", one) for place, one in enumerate(data["objects"]))]:
+        if one is not None:
+            held = f": {', '.join(escape_control(key) for key in one['keys'][:_MANY])}" if one.get("keys") else ""
+            yield f"{title} ({escape_control(one['file'])}, {_content(one)}){held}"
+            yield from _tensors(one)
+    for name in data["other_files"]:
+        yield f"file {escape_control(name)}: {format_size(data['files'][name])}"
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
+    return f", mesh {' x '.join(f'{axis} {length}' for axis, length in mesh.items())}" if mesh else ""
+
+
+def _ranks(data: dict[str, Any]) -> str:
+    there = ", ".join(map(str, data["ranks"][:_MANY])) + (", ..." if len(data["ranks"]) > _MANY else "")
+    missing = data["ranks_missing"]
+    return f"of rank {there or 'none'}" + (f"; those of {format_count(missing, 'process', 'processes')} are not in it" if missing else "")
+
+
+def _content(one: dict[str, Any], elements: str = "elements") -> str:
+    if "problem" in one:
+        return escape_control(one["problem"])
+    if not one["tensors"]:
+        return "no tensors"
+    dtypes = ", ".join(sorted(one["dtypes"]))
+    return f"{format_count(one['tensors'], 'tensor')}, {one['elements']:,} {elements} ({dtypes}), {format_size(one['bytes'])}"
+
+
+def _tensors(one: dict[str, Any]) -> Iterator[str]:
+    for tensor in one.get("tensor_list", ()):
+        yield f"  {tensor['dtype']:<8} {tensor['shape']!s:<20} {escape_control(tensor['name'])}"
+
+
+def _nested(value: Mapping[str, Any]) -> Iterator[str]:
+    for name, held in value.items():
+        if isinstance(held, list) and any(isinstance(one, dict) for one in held):
+            for place, one in enumerate(held[:_MANY]):
+                yield f"{escape_control(name)}[{place}]  {_inline(one)}"
+        else:
+            yield f"{escape_control(name):<28} {_inline(held)}"
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{escape_control(name)} {shorten(held)}" for name, held in list(value.items())[:_MANY])
+    return escape_control(value) if isinstance(value, str) and len(value) < 200 else shorten(value, 200)

@@ -1,0 +1,573 @@
+"""The checks of `slipstream doctor` on one machine.
+
+`collect_facts` gathers what is true of this machine into a plain `MachineFacts` record. Each check in `CHECKS` is a pure function that
+looks at one fact and returns what it found, how severe it is, and the remedy. Collecting changes nothing and imports torch only to ask
+for device memory.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from slipstream.config import Config
+from slipstream.devices.memory import HostMemory, available_cores, convert_bytes, host_memory
+from slipstream.devices.packages import compare_versions, parse_version, version_of
+from slipstream.devices.table import CPU, count_without_torch
+from slipstream.errors import ConfigError
+from slipstream.launch.store import interface_towards
+
+__all__ = [
+    "CHECKS", "DeviceMemory", "DoctorFinding", "FindingLevel", "Interface", "MachineFacts", "Requirement", "collect_facts", "port_problem",
+    "requirements", "resolve_name", "run_checks",
+]
+
+
+_NAME_SERVICE_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface."""
+
+    name: str
+    up: bool
+    addresses: tuple[str, ...]
+
+    @property
+    def loopback(self) -> bool:
+        return any(address == "::1" or address.startswith("127.") for address in self.addresses)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A library that Slipstream needs: the least version, and the one found."""
+
+    name: str
+    wanted: str
+    found: str | None
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device; None where it does not tell."""
+
+    name: str
+    free: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What the checks look at. Every field has a harmless default, so a test states only what it is about."""
+
+    system: str = "Linux"
+    kernel: str = "6.1.0"
+    python: str = "3.11.0"
+    requirements: tuple[Requirement, ...] = ()
+    shared_memory: tuple[int, int] | None = None
+    """Free and total bytes of /dev/shm; None where there is no such thing."""
+    open_files: tuple[int, int] | None = None
+    """Soft and hard limit."""
+    port_range: tuple[int, int] | None = None
+    """The ports that the kernel hands out by itself."""
+    main_process_port: int | None = None
+    port_problem: str | None = None
+    """Why main_process_port cannot be listened on here; None if it can, or if nobody asked."""
+    interfaces: tuple[Interface, ...] = (Interface("lo", True, ("127.0.0.1",)),)
+    chosen_interface: str | None = None
+    """GLOO_SOCKET_IFNAME."""
+    route_interface: str | None = None
+    """Over which interface the main process is reached; `slipstream launch` gives it to gloo."""
+    hostname: str = "localhost"
+    host_addresses: tuple[str, ...] = ("127.0.0.1",)
+    """What the host name resolves to; empty if it does not."""
+    host_problem: str | None = None
+    main_process_ip: str | None = None
+    main_addresses: tuple[str, ...] = ()
+    main_problem: str | None = None
+    num_machines: int = 1
+    machine_rank: int = 0
+    local_processes: int = 1
+    cores: int = 8
+    threads: int | None = None
+    """OMP_NUM_THREADS, or the option for it."""
+    memory: HostMemory = field(default_factory=lambda: HostMemory(total=2**36, available=2**35))
+    device_type: str = CPU.type
+    devices: int = 0
+    device_memory: tuple[DeviceMemory, ...] = ()
+    temporary: str = "/tmp"
+    temporary_free: int = 2**33
+    temporary_problem: str | None = None
+
+
+def collect_facts(config: Config, environ: Mapping[str, str], *, with_devices: bool = True) -> MachineFacts:
+    """The facts of this machine, as far as a run with this configuration is concerned."""
+    launch = config.launch
+    family, devices = count_without_torch(environ)
+    if config.device.cpu:
+        family, devices = CPU, 0
+    wanted = launch.num_processes or max(devices, 1) * launch.num_machines
+    hostname = socket.gethostname()
+    host_addresses, host_problem = resolve_name(hostname)
+    main_addresses, main_problem = resolve_name(launch.main_process_ip) if launch.main_process_ip else ((), None)
+    temporary, free, temporary_problem = _temporary()
+    serves = launch.main_process_port and launch.machine_rank == 0
+    return MachineFacts(
+        system=platform.system(),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        requirements=requirements(),
+        shared_memory=_shared_memory(),
+        open_files=_open_files(),
+        port_range=_port_range(),
+        main_process_port=launch.main_process_port,
+        port_problem=port_problem(launch.main_process_port) if serves and launch.main_process_port else None,
+        interfaces=_interfaces(),
+        chosen_interface=environ.get("GLOO_SOCKET_IFNAME") or None,
+        route_interface=interface_towards(launch.main_process_ip) if launch.main_process_ip and main_addresses else None,
+        hostname=hostname,
+        host_addresses=host_addresses,
+        host_problem=host_problem,
+        main_process_ip=launch.main_process_ip,
+        main_addresses=main_addresses,
+        main_problem=main_problem,
+        num_machines=launch.num_machines,
+        machine_rank=launch.machine_rank,
+        local_processes=-(-wanted // launch.num_machines),
+        cores=available_cores(),
+        threads=launch.num_cpu_threads_per_process or _whole_number(environ.get("OMP_NUM_THREADS")),
+        memory=host_memory(),
+        device_type=family.type,
+        devices=devices,
+        device_memory=_device_memory() if devices and with_devices else (),
+        temporary=temporary,
+        temporary_free=free,
+        temporary_problem=temporary_problem,
+    )
+
+
+def requirements(declared: list[str] | None = None) -> tuple[Requirement, ...]:
+    """What the metadata of this installation asks for, and what is there; extras are left out."""
+    from importlib import metadata
+
+    if declared is None:
+        declared = metadata.requires("slipstream") or []
+    found = []
+    for line in declared:
+        match = re.match(r"([A-Za-z0-9._\-]+)\s*>=\s*([\w.]+)\s*$", line)
+        if match:
+            found.append(Requirement(match[1], match[2], version_of(match[1])))
+    return tuple(found)
+
+
+def resolve_name(name: str, seconds: float = _NAME_SERVICE_SECONDS) -> tuple[tuple[str, ...], str | None]:
+    """The addresses of a name, and what went wrong; a name service that does not answer is not waited for.
+
+    >>> resolve_name("127.0.0.1")
+    (('127.0.0.1',), None)
+    """
+    answer: list[tuple[tuple[str, ...], str | None]] = []
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            answer.append((tuple(dict.fromkeys(str(entry[4][0]) for entry in found)), None))
+        except (OSError, UnicodeError) as error:
+            answer.append(((), getattr(error, "strerror", None) or str(error)))
+
+    asking = threading.Thread(target=ask, daemon=True)  # getaddrinfo has no timeout of its own
+    asking.start()
+    asking.join(seconds)
+    return answer[0] if answer else ((), f"the name service did not answer within {seconds:g} s")
+
+
+def port_problem(port: int) -> str | None:
+    """Why this machine cannot listen on a port; None if it can."""
+    try:
+        with socket.create_server(("", port), backlog=1):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _interfaces() -> tuple[Interface, ...]:
+    import psutil
+
+    up = {name: statistics.isup for name, statistics in psutil.net_if_stats().items()}
+    wanted = (socket.AF_INET, socket.AF_INET6)
+    return tuple(
+        Interface(name, up.get(name, False), tuple(entry.address.partition("%")[0] for entry in entries if entry.family in wanted))
+        for name, entries in psutil.net_if_addrs().items()
+    )
+
+
+def _shared_memory() -> tuple[int, int] | None:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return None
+    usage = shutil.disk_usage(folder)
+    return usage.free, usage.total
+
+
+def _open_files() -> tuple[int, int] | None:
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (2**62 if soft == resource.RLIM_INFINITY else soft), (2**62 if hard == resource.RLIM_INFINITY else hard)
+
+
+def _port_range() -> tuple[int, int] | None:
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:  # another system
+        return None
+    return int(first), int(last)
+
+
+def _temporary() -> tuple[str, int, str | None]:
+    try:
+        folder = tempfile.gettempdir()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"slipstream")
+            file.flush()
+        return folder, shutil.disk_usage(folder).free, None
+    except OSError as error:
+        return "the temporary folder", 0, error.strerror or str(error)
+
+
+def _device_memory() -> tuple[DeviceMemory, ...]:
+    from slipstream.devices.memory import available_memory
+    from slipstream.devices.table import best_family, device_for
+
+    family = best_family()
+    if family is CPU:
+        return ()
+    devices = [device_for(family, rank) for rank in range(family.count())]
+    return tuple(DeviceMemory(str(device), available_memory(device)) for device in devices)
+
+
+def _whole_number(text: str | None) -> int | None:
+    first = (text or "").partition(",")[0].strip()  # OMP_NUM_THREADS may be a list, one entry per level of nesting
+    return int(first) if first.isdigit() and int(first) > 0 else None
+
+
+FindingLevel = Literal["ok", "note", "warning", "error"]
+
+_GIB: Final = 2**30
+_OLDEST_KERNEL: Final = "5.5"
+_FILES_PER_PROCESS: Final = 1024
+_SHARED_PER_PROCESS: Final = 64 * 2**20
+_MEMORY_PER_PROCESS: Final = _GIB // 2
+"""About what a process with torch imported and a small model takes."""
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    """What one check found. A remedy goes with everything that is not fine."""
+
+    name: str
+    level: FindingLevel
+    text: str
+    remedy: str = ""
+
+
+def run_checks(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    """The findings of every check, in the order of `CHECKS`."""
+    return (check(facts) for check in CHECKS)
+
+
+def _check_kernel(facts: MachineFacts) -> DoctorFinding:
+    if facts.system != "Linux":
+        return DoctorFinding(
+            "kernel", "note", f"{facts.system} {facts.kernel}", "Slipstream is tested on Linux; please report what differs here"
+        )
+    numbers = "".join(facts.kernel.partition("-")[0].partition("+")[0])
+    try:
+        old = compare_versions(numbers, "<", _OLDEST_KERNEL)
+    except ConfigError:
+        return DoctorFinding(
+            "kernel", "note", f"version {facts.kernel} cannot be compared", f"make sure that it is {_OLDEST_KERNEL} or newer"
+        )
+    if old:
+        return DoctorFinding(
+            "kernel",
+            "warning",
+            f"Linux {facts.kernel} is older than {_OLDEST_KERNEL}, where processes of one job are known to hang",
+            f"run on a host with Linux {_OLDEST_KERNEL} or newer",
+        )
+    return DoctorFinding("kernel", "ok", f"Linux {facts.kernel}")
+
+
+def _check_versions(facts: MachineFacts) -> DoctorFinding:
+    missing = [need for need in facts.requirements if need.found is None]
+    old = [need for need in facts.requirements if need.found is not None and parse_version(need.found) < parse_version(need.wanted)]
+    if missing or old:
+        text = ", ".join([*(f"{need.name} is missing" for need in missing), *(f"{need.name} {need.found} is too old" for need in old)])
+        install = " ".join(f"'{need.name}>={need.wanted}'" for need in (*missing, *old))
+        return DoctorFinding("versions", "error", text, f"pip install {install}")
+    shown = ", ".join(f"{need.name} {need.found}" for need in facts.requirements if need.name in ("torch", "numpy"))
+    return DoctorFinding("versions", "ok", f"Python {facts.python}" + (f", {shown}" if shown else ""))
+
+
+def _check_shared_memory(facts: MachineFacts) -> DoctorFinding:
+    if facts.shared_memory is None:
+        return DoctorFinding("shared memory", "note", "this system has no /dev/shm", "loader workers will pass batches through files")
+    free, total = facts.shared_memory
+    text = f"/dev/shm has {convert_bytes(free)} free of {convert_bytes(total)}"
+    needed = _SHARED_PER_PROCESS * facts.local_processes
+    if free < needed:
+        return DoctorFinding(
+            "shared memory",
+            "warning",
+            f"{text}; loader workers of {_processes(facts)} may run out of it (bus error)",
+            "start the container with --shm-size=8g or --ipc=host, or mount -o remount,size=8G /dev/shm, or use num_workers=0",
+        )
+    return DoctorFinding("shared memory", "ok", text)
+
+
+def _check_open_files(facts: MachineFacts) -> DoctorFinding:
+    if facts.open_files is None:
+        return DoctorFinding("open files", "note", "this system has no such limit", "nothing to do")
+    soft, hard = facts.open_files
+    if soft < _FILES_PER_PROCESS:
+        able = f"ulimit -n {min(hard, 65536)}" if hard > soft else "raise nofile in /etc/security/limits.conf or the job's settings"
+        return DoctorFinding(
+            "open files",
+            "warning",
+            f"a process may open {soft} files; connections, shards and loader workers together can need {_FILES_PER_PROCESS}",
+            able,
+        )
+    return DoctorFinding("open files", "ok", "no limit per process" if soft >= 2**62 else f"{soft} per process")
+
+
+def _check_ports(facts: MachineFacts) -> DoctorFinding:
+    if facts.port_problem is not None:
+        return DoctorFinding(
+            "ports",
+            "error",
+            f"port {facts.main_process_port} cannot be listened on here: {facts.port_problem}",
+            "choose another --main_process_port, or end what uses it (see: ss -ltnp); on one machine leave the option out",
+        )
+    if facts.main_process_port and facts.machine_rank > 0:
+        return DoctorFinding("ports", "ok", f"{facts.main_process_port} is taken on machine 0, not here")
+    if facts.port_range is None:
+        return DoctorFinding("ports", "ok", "main_process_port is free" if facts.main_process_port else "a free one is taken when needed")
+    first, last = facts.port_range
+    if last - first < 1024:
+        return DoctorFinding(
+            "ports",
+            "warning",
+            f"the kernel hands out ports {first} to {last} only, and every pair of processes needs some",
+            "sysctl -w net.ipv4.ip_local_port_range='32768 60999'",
+        )
+    if facts.main_process_port and facts.num_machines > 1 and first <= facts.main_process_port <= last:
+        return DoctorFinding(
+            "ports",
+            "note",
+            f"{facts.main_process_port} is free now, but the kernel may give it away: it hands out {first} to {last}",
+            f"choose one below {first}",
+        )
+    free = f"{facts.main_process_port} is free" if facts.main_process_port else f"{first} to {last}; a free one is taken"
+    return DoctorFinding("ports", "ok", free)
+
+
+def _check_loopback(facts: MachineFacts) -> DoctorFinding:
+    loopback = next((interface for interface in facts.interfaces if interface.loopback), None)
+    if loopback is None or not loopback.up:
+        state = "is down" if loopback else "has no address or does not exist"
+        return DoctorFinding(
+            "loopback", "error", f"the loopback interface {state}; processes of one machine meet there", "ip link set lo up"
+        )
+    return DoctorFinding("loopback", "ok", f"{loopback.name} is up")
+
+
+def _check_interface(facts: MachineFacts) -> DoctorFinding:
+    """Which interface gloo takes: the one it is told; the launcher tells it the one that leads to the main process."""
+    if facts.chosen_interface is not None:
+        return _chosen_interface(facts, facts.chosen_interface)
+    if facts.num_machines == 1:
+        return DoctorFinding("interface", "ok", "the loopback interface; one machine needs no other")
+    found = next((one for one in facts.interfaces if one.name == facts.route_interface), None)
+    others = [one.name for one in facts.interfaces if one.up and one.addresses and not one.loopback]
+    remedy = f"export GLOO_SOCKET_IFNAME={others[0]} on this machine" if others else "connect this machine to the network of the others"
+    if found is None:
+        return DoctorFinding("interface", "error", f"no interface leads from here to {facts.main_process_ip}", remedy)
+    if found.loopback:
+        return DoctorFinding(
+            "interface", "error", f"{facts.main_process_ip} leads to {found.name}, which never leaves this machine", remedy
+        )
+    return DoctorFinding("interface", "ok", f"gloo is given {found.name} ({found.addresses[0]}), which leads to {facts.main_process_ip}")
+
+
+def _chosen_interface(facts: MachineFacts, name: str) -> DoctorFinding:
+    wanted: list[Interface | None] = [next((one for one in facts.interfaces if one.name == part), None) for part in name.split(",")]
+    if any(one is None for one in wanted):
+        known = ", ".join(one.name for one in facts.interfaces)
+        return DoctorFinding(
+            "interface", "error", f"GLOO_SOCKET_IFNAME={name} names an interface that is not here", f"write one of: {known}"
+        )
+    if not all(one.up for one in wanted if one):
+        return DoctorFinding("interface", "error", f"GLOO_SOCKET_IFNAME={name}, and that interface is down", f"ip link set {name} up")
+    return DoctorFinding("interface", "ok", f"gloo takes {name}, from GLOO_SOCKET_IFNAME")
+
+
+def _check_hostname(facts: MachineFacts) -> DoctorFinding:
+    level: FindingLevel = "ok" if facts.num_machines == 1 else "warning"
+    if not facts.host_addresses:
+        return DoctorFinding(
+            "host name",
+            "warning",
+            f"{facts.hostname} does not resolve: {facts.host_problem or 'no address'}",
+            f"add a line to /etc/hosts, such as: 127.0.1.1 {facts.hostname}",
+        )
+    shown = f"{facts.hostname} is {', '.join(facts.host_addresses[:3])}"
+    if level == "ok" or facts.chosen_interface or not all(map(_is_loopback, facts.host_addresses)):
+        return DoctorFinding("host name", "ok", shown)
+    return DoctorFinding(
+        "host name",
+        level,
+        f"{shown}, and gloo goes by it in processes that `slipstream launch` did not start",
+        "start them with `slipstream launch`, or export GLOO_SOCKET_IFNAME, or correct /etc/hosts",
+    )
+
+
+def _check_main_process(facts: MachineFacts) -> DoctorFinding:
+    if facts.num_machines == 1 or facts.main_process_ip is None:
+        return DoctorFinding("main process", "ok", "not applicable: one machine")
+    if not facts.main_addresses:
+        return DoctorFinding(
+            "main process",
+            "error",
+            f"main_process_ip {facts.main_process_ip} does not resolve here: {facts.main_problem or 'no address'}",
+            "give an address instead of a name, or add the name to /etc/hosts on every machine",
+        )
+    own = {address for interface in facts.interfaces for address in interface.addresses}
+    shown = f"{facts.main_process_ip} is {', '.join(facts.main_addresses)}"
+    if all(map(_is_loopback, facts.main_addresses)):
+        return DoctorFinding(
+            "main process", "error", f"{shown}, which every machine takes for itself", "give the address of machine 0 in the common network"
+        )
+    if facts.machine_rank == 0 and not own & set(facts.main_addresses):
+        return DoctorFinding(
+            "main process",
+            "warning",
+            f"{shown}, which is no address of this machine, although its machine_rank is 0",
+            "give an address of machine 0, or start this machine with another --machine_rank",
+        )
+    return DoctorFinding("main process", "ok", shown)
+
+
+def _check_threads(facts: MachineFacts) -> DoctorFinding:
+    text = f"{_processes(facts)} on {facts.cores} cores"
+    if facts.local_processes > facts.cores:
+        return DoctorFinding("threads", "warning", f"{text}: they take turns", f"--num_processes {facts.cores} would be as fast")
+    if facts.threads is None:
+        return DoctorFinding("threads", "ok", f"{text}; each gets {max(1, facts.cores // facts.local_processes)} threads")
+    if facts.threads * facts.local_processes > facts.cores:
+        fitting = max(1, facts.cores // facts.local_processes)
+        return DoctorFinding(
+            "threads",
+            "warning",
+            f"{text} with {facts.threads} threads each: {facts.threads * facts.local_processes} threads want them",
+            f"--num_cpu_threads_per_process {fitting} (or OMP_NUM_THREADS={fitting})",
+        )
+    return DoctorFinding("threads", "ok", f"{text} with {facts.threads} threads each")
+
+
+def _check_memory(facts: MachineFacts) -> DoctorFinding:
+    text = f"{convert_bytes(facts.memory.available)} available of {convert_bytes(facts.memory.total)}"
+    needed = _MEMORY_PER_PROCESS * facts.local_processes
+    if facts.memory.available < needed:
+        return DoctorFinding(
+            "memory",
+            "warning",
+            f"{text}; {_processes(facts)} need about {convert_bytes(needed)} before any model is loaded",
+            "start fewer processes, end other programs, or raise the memory of the job",
+        )
+    return DoctorFinding("memory", "ok", text)
+
+
+def _check_memory_limit(facts: MachineFacts) -> DoctorFinding:
+    limit = facts.memory.limit
+    if limit is None or limit >= facts.memory.total:
+        return DoctorFinding("memory limit", "ok", "no control group sets one below the memory of the machine")
+    text = f"a control group allows {convert_bytes(limit)} of the machine's {convert_bytes(facts.memory.total)}"
+    if limit < _MEMORY_PER_PROCESS * facts.local_processes:
+        return DoctorFinding("memory limit", "error", f"{text}: too little for {_processes(facts)}", "raise the memory of the job")
+    return DoctorFinding("memory limit", "note", text, "processes beyond it are killed without a word; ask for more if the model needs it")
+
+
+def _check_devices(facts: MachineFacts) -> DoctorFinding:
+    if not facts.devices:
+        return DoctorFinding("devices", "ok", f"no accelerator is used; processes compute on {facts.device_type}")
+    text = f"{facts.devices} x {facts.device_type}"
+    if not facts.device_memory:
+        return DoctorFinding(
+            "devices",
+            "error",
+            f"{text} by their device files, but torch sees none",
+            "install a build of torch for them, check the driver, or use --cpu",
+        )
+    full = [device for device in facts.device_memory if device.free is not None and device.free < _GIB]
+    if full:
+        shown = ", ".join(f"{device.name} ({convert_bytes(device.free or 0)})" for device in full)
+        return DoctorFinding(
+            "devices", "warning", f"{text}; little memory is free on {shown}", "end what uses them, or choose others: --gpu_ids"
+        )
+    if facts.local_processes > len(facts.device_memory):
+        return DoctorFinding(
+            "devices",
+            "warning",
+            f"{text} that torch can use, for {_processes(facts)}: several would share one",
+            f"--num_processes {len(facts.device_memory) * facts.num_machines}, or --cpu",
+        )
+    free = ", ".join("unknown" if one.free is None else convert_bytes(one.free) for one in facts.device_memory)
+    return DoctorFinding("devices", "ok", f"{text}; free: {free}")
+
+
+def _check_temporary(facts: MachineFacts) -> DoctorFinding:
+    if facts.temporary_problem is not None:
+        return DoctorFinding(
+            "temporary folder", "error", f"{facts.temporary} cannot be written to: {facts.temporary_problem}", "set TMPDIR to one that can"
+        )
+    if facts.temporary_free < 100 * 2**20:
+        return DoctorFinding(
+            "temporary folder", "warning", f"{facts.temporary} has {convert_bytes(facts.temporary_free)} left", "free some, or set TMPDIR"
+        )
+    return DoctorFinding("temporary folder", "ok", f"{facts.temporary}, {convert_bytes(facts.temporary_free)} free")
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def _processes(facts: MachineFacts) -> str:
+    return "1 process" if facts.local_processes == 1 else f"{facts.local_processes} processes"
+
+
+CHECKS: Final[tuple[Callable[[MachineFacts], DoctorFinding], ...]] = (
+    _check_kernel,
+    _check_versions,
+    _check_shared_memory,
+    _check_open_files,
+    _check_temporary,
+    _check_memory,
+    _check_memory_limit,
+    _check_devices,
+    _check_threads,
+    _check_loopback,
+    _check_interface,
+    _check_hostname,
+    _check_ports,
+    _check_main_process,
+)

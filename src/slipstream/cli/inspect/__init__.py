@@ -1,1 +1,0 @@
-"""Looking into checkpoints without torch: what is there, whether it is whole, what differs. The commands are in `cli/checkpoint.py`."""

@@ -1,0 +1,308 @@
+"""The resolved configuration: typed sections with the origin of every value, the checks between options, and the form sent to workers.
+
+A `Config` is made by `resolve`, `for_worker` or `load` and never changes; `replace` returns another one. Making one checks the options
+against each other, so an existing `Config` has no contradiction that can be known without the machine. `dump` and `load` carry it from
+the launcher to the workers as JSON in one variable: only values that were set travel, with their origins, and a newer format version is
+an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, get_args
+
+from slipstream.config.names import unknown_name
+from slipstream.config.option import Kind, Origin, Value, parse
+from slipstream.config.schema import OPTIONS, SECTIONS, Command, Compute, Device, Launch, Safety, split_pairs
+from slipstream.errors import ConfigError
+
+__all__ = [
+    "Choice", "Choices", "Config", "UnusedKey", "VARIABLE", "VERSION", "build_config", "describe_option", "device_ids", "dump",
+    "find_contradiction", "load", "missing_main_process", "parse_constructor",
+]
+
+
+class Choice(NamedTuple):
+    """A value and where it came from."""
+
+    value: Value
+    origin: Origin
+
+
+Choices = Mapping[str, Choice]
+"""Every option by name."""
+
+
+def describe_option(choices: Choices, name: str) -> str:
+    """The option as it was given: "num_processes=3 (from --num_processes)"."""
+    value, origin = choices[name]
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value} ({origin})"
+
+
+def device_ids(gpu_ids: str | None) -> list[str] | None:
+    """The accelerators that `gpu_ids` allows, or None when it allows all of them.
+
+    >>> device_ids("0,1"), device_ids("all"), device_ids(None)
+    (['0', '1'], None, None)
+    """
+    if gpu_ids is None or gpu_ids.strip().lower() == "all":
+        return None
+    return [entry.strip() for entry in gpu_ids.split(",")]
+
+
+def _machine_rank(choices: Choices) -> str | None:
+    rank, machines = _number(choices, "machine_rank"), _number(choices, "num_machines")
+    if rank < machines:
+        return None
+    return (
+        f"{describe_option(choices, 'machine_rank')} contradicts {describe_option(choices, 'num_machines')}.\n"
+        f"Ranks are counted from 0, so the highest is {machines - 1} here: write that or less, or a larger num_machines."
+    )
+
+
+def _even_share(choices: Choices) -> str | None:
+    processes, machines = _number(choices, "num_processes"), _number(choices, "num_machines")
+    if processes % machines == 0:
+        return None
+    return (
+        f"{describe_option(choices, 'num_processes')} cannot be shared out evenly: {describe_option(choices, 'num_machines')}.\n"
+        f"num_processes counts all machines: write a multiple of {machines}, such as {machines * max(1, round(processes / machines))}."
+    )
+
+
+def _cpu_and_devices(choices: Choices) -> str | None:
+    ids = choices["gpu_ids"].value
+    if not choices["cpu"].value or device_ids(str(ids) if ids is not None else None) is None:
+        return None
+    return (
+        f"{describe_option(choices, 'gpu_ids')} contradicts {describe_option(choices, 'cpu')}.\nLeave one of them out, or write "
+        "--no_cpu or --gpu_ids all."
+    )
+
+
+def _enough_devices(choices: Choices) -> str | None:
+    ids = device_ids(str(choices["gpu_ids"].value)) if choices["gpu_ids"].value is not None else None
+    if ids is None or choices["num_processes"].value is None:
+        return None
+    here = _number(choices, "num_processes") // _number(choices, "num_machines")
+    if here <= len(ids):
+        return None
+    return (
+        f"{describe_option(choices, 'num_processes')} means {here} on each machine, but {describe_option(choices, 'gpu_ids')} allows "
+        f"{len(ids)}.\n"
+        f"Each process needs an accelerator of its own: name {here} of them in gpu_ids, or start fewer processes."
+    )
+
+
+def _several_accelerators(choices: Choices) -> str | None:
+    if not choices["multi_gpu"].value:
+        return None
+    opponent = "cpu" if choices["cpu"].value else "num_processes" if choices["num_processes"].value == 1 else None
+    if opponent is None:
+        return None
+    return (
+        f"{describe_option(choices, 'multi_gpu')} contradicts {describe_option(choices, opponent)}.\nLeave --multi_gpu out; "
+        "num_processes says how many to start."
+    )
+
+
+def _module_or_program(choices: Choices) -> str | None:
+    if not (choices["module"].value and choices["no_python"].value):
+        return None
+    return "--module contradicts --no_python: a module needs the Python interpreter.\nLeave one of them out."
+
+
+def _free_port_on_one_machine(choices: Choices) -> str | None:
+    if choices["main_process_port"].value != 0 or _number(choices, "num_machines") == 1:
+        return None
+    return (
+        f"{describe_option(choices, 'main_process_port')} contradicts {describe_option(choices, 'num_machines')}: "
+        "the other machines cannot know which free port machine 0 takes.\nWrite a port number, such as --main_process_port 29500."
+    )
+
+
+_CHECKS: Final[tuple[Callable[[Choices], str | None], ...]] = (
+    _machine_rank,
+    _even_share,
+    _cpu_and_devices,
+    _enough_devices,
+    _several_accelerators,
+    _module_or_program,
+    _free_port_on_one_machine,
+)
+
+
+def find_contradiction(choices: Choices) -> str | None:
+    """What is wrong with the options taken together, or None."""
+    return next((complaint for complaint in (check(choices) for check in _CHECKS) if complaint), None)
+
+
+def missing_main_process(choices: Choices) -> str | None:
+    """What is missing for several machines to meet when no cluster says so, or None."""
+    if _number(choices, "num_machines") == 1 or choices["main_process_ip"].value is not None:
+        return None
+    if choices["rdzv_backend"].value != "static" and "endpoint" in split_pairs(str(choices["rdzv_conf"].value)):
+        return None
+    return (
+        f"{describe_option(choices, 'num_machines')}, but main_process_ip is not given, and no cluster says which machine is the first.\n"
+        "Write --main_process_ip with the host name or address of machine 0, the same on every machine."
+    )
+
+
+def _number(choices: Choices, name: str) -> int:
+    value = choices[name].value
+    return int(value) if value is not None else 0
+
+
+class UnusedKey(NamedTuple):
+    """A key of a file of another tool that has no effect here, and why.
+
+    >>> print(UnusedKey("tpu_env", "asks for nothing"))
+    tpu_env: asks for nothing
+    """
+
+    key: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of a run, in sections, with the origin of each value.
+
+    >>> from slipstream.config import resolve
+    >>> config = resolve(flags={"num_processes": "2"}, environ={"SLIPSTREAM_TIMEOUT": "60"})
+    >>> config.launch.num_processes, config.safety.timeout, config.compute.mixed_precision
+    (2, 60.0, 'no')
+    >>> print(config.origin("timeout"))
+    from SLIPSTREAM_TIMEOUT
+    """
+
+    launch: Launch
+    device: Device
+    compute: Compute
+    safety: Safety
+    command: Command
+    origins: Mapping[str, Origin] = field(repr=False)
+    unused: tuple[UnusedKey, ...] = ()
+    """Keys of a foreign configuration file that have no effect here, with the reason."""
+
+    def value(self, name: str) -> Value:
+        """The value of an option by name, whatever its section."""
+        if name not in OPTIONS:
+            raise ConfigError(f"There is no option {name!r}.")
+        found: Value = getattr(getattr(self, OPTIONS[name].section), name)
+        return found
+
+    def origin(self, name: str) -> Origin:
+        """Where the value of an option came from."""
+        if name not in OPTIONS:
+            raise ConfigError(f"There is no option {name!r}.")
+        return self.origins[name]
+
+    def said(self, name: str) -> str:
+        """An option with its value and origin, for messages: "num_processes=2 (from --num_processes)"."""
+        return describe_option(self.choices(), name)
+
+    def choices(self) -> dict[str, Choice]:
+        """Every option by name with its value and origin."""
+        return {name: Choice(self.value(name), self.origins[name]) for name in OPTIONS}
+
+    def given(self) -> dict[str, Choice]:
+        """The options that somebody set, without those that kept their default."""
+        return {name: choice for name, choice in self.choices().items() if choice.origin.kind != "default"}
+
+    def replace(self, *, caller: str = "Accelerator", **values: object) -> Config:
+        """Another configuration in which `caller(name=value, ...)` has the last word; None changes nothing.
+
+        >>> from slipstream.config import resolve
+        >>> config = resolve(environ={}).replace(mixed_precision="bf16")
+        >>> config.compute.mixed_precision, str(config.origin("mixed_precision"))
+        ('bf16', 'from Accelerator(mixed_precision=...)')
+        """
+        choices = self.choices()
+        choices.update(parse_constructor(values, caller))
+        return build_config(choices, self.unused)
+
+    def require_main_process(self) -> None:
+        """Raise when several machines take part and nothing says where they meet; for a launcher that found no cluster."""
+        complaint = missing_main_process(self.choices())
+        if complaint:
+            raise ConfigError(complaint)
+
+
+def parse_constructor(values: Mapping[str, object], caller: str) -> dict[str, Choice]:
+    """The arguments of a call as choices; an argument that is None was not given."""
+    found: dict[str, Choice] = {}
+    for name, raw in values.items():
+        if raw is None:
+            continue
+        origin = Origin("constructor", f"{caller}({name}=...)")
+        if name not in OPTIONS:
+            raise unknown_name(name, origin)
+        found[name] = Choice(parse(OPTIONS[name], raw, origin), origin)
+    return found
+
+
+def build_config(choices: Mapping[str, Choice], unused: tuple[UnusedKey, ...] = ()) -> Config:
+    """A configuration from the choices that were made; options without one get their default."""
+    complete = {name: choices.get(name) or Choice(option.default, Origin("default")) for name, option in OPTIONS.items()}
+    complaint = find_contradiction(complete)
+    if complaint:
+        raise ConfigError(complaint)
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, option in OPTIONS.items():
+        values[option.section][name] = complete[name].value
+    sections: dict[str, Any] = {section: declared(**values[section]) for section, declared in SECTIONS.items()}
+    origins = {name: choice.origin for name, choice in complete.items()}
+    return Config(**sections, origins=origins, unused=unused)
+
+
+VARIABLE: Final = "SLIPSTREAM_CONFIG"
+VERSION: Final = 1
+
+
+def dump(config: Config) -> str:
+    """The text for the variable.
+
+    >>> from slipstream.config import resolve
+    >>> dump(resolve(flags={"cpu": True}, environ={}))
+    '{"version":1,"options":{"cpu":[true,"flag","--cpu"]}}'
+    """
+    options = {
+        name: [choice.value, choice.origin.kind, choice.origin.where] for name, choice in config.given().items() if OPTIONS[name].in_file
+    }
+    return json.dumps({"version": VERSION, "options": options}, separators=(",", ":"))
+
+
+def load(text: str) -> Config:
+    """The configuration in a text that `dump` made."""
+    try:
+        data: Any = json.loads(text)
+        version = data["version"]
+        if not isinstance(version, int) or version < 1:
+            raise ValueError(version)
+        if version <= VERSION:
+            return build_config({name: _choice(name, *entry) for name, entry in data["options"].items()})
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ConfigError(
+            f"The variable {VARIABLE} does not hold what `slipstream launch` writes there.\n"
+            "It is not meant to be set by hand: unset it, and use flags, a file or the other SLIPSTREAM_ variables."
+        ) from None
+    raise ConfigError(
+        f"The variable {VARIABLE} has version {version}; this Slipstream understands versions up to {VERSION}.\n"
+        "The launcher and the script use different versions: install the same one for both."
+    )
+
+
+def _choice(name: str, value: object, kind: Kind, where: str) -> Choice:
+    if name not in OPTIONS or kind not in get_args(Kind) or not isinstance(where, str):
+        raise KeyError(name)
+    origin = Origin(kind, where)
+    return Choice(parse(OPTIONS[name], value, origin) if value is not None else None, origin)

@@ -1,0 +1,433 @@
+"""`DispatchLoader`: rank 0 reads for every rank and scatters the batches (`dispatch_batches=True`).
+
+Each global batch is one guarded call: every rank receives its batch, how the global batch was shared, and whether it is the last one.
+Batches of different ranks are never concatenated, so text, ragged tensors and any structure work. With `split_batches` the global batch
+is sliced along its first dimension, or by the user's `slice_fn`. The other ranks never touch the dataset, the random state of rank 0
+moves no more than theirs, and if reading fails every rank raises.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, count, islice, tee
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from slipstream.data.epoch_state import EpochPass, LoadedPosition
+from slipstream.data.loader import HandedBatch, PreparedLoader
+from slipstream.data.map_loader import MapLoader
+from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.order import announce_epoch, list_samplers
+from slipstream.data.plan import (
+    BatchPlan,
+    ItemSplitPlan,
+    LastBatchPolicy,
+    RankPiece,
+    RoundRobinPlan,
+    SampleOrder,
+    SliceFunction,
+    count_samples,
+    slice_for_ranks,
+    slice_rows,
+    split_effective_batch,
+)
+from slipstream.data.random_state import RandomStateScope, derive_seed
+from slipstream.data.stream_reader import (
+    STREAM_STATE_KEYS,
+    BatchRecipe,
+    GlobalBatch,
+    StreamSource,
+    return_unchanged,
+    trim_batches_to_updates,
+)
+from slipstream.distributed.gradient_state import BatchShares, GradientState
+from slipstream.distributed.scatter import scatter
+from slipstream.logging import get_logger
+
+__all__ = ["DispatchLoader", "build_dispatch_loader"]
+
+
+def build_dispatch_loader(
+    loader: DataLoader[Any],
+    *,
+    place: DataRank,
+    config: DataLoaderConfiguration,
+    seed: int,
+    device: torch.device | None,
+    put_on_device: bool,
+    gradient_state: GradientState,
+    effective_batch_size: int | None = None,
+    slice_fn: SliceFunction | None = None,
+) -> DispatchLoader:
+    """A loader whose data rank 0 reads for everyone, map-style or iterable."""
+    per_rank = steps = None
+    if effective_batch_size is not None:
+        per_rank, steps = split_effective_batch(effective_batch_size, loader.batch_size, place.world_size, split=config.split_batches)
+    get_logger(__name__).info(f"rank 0 reads {type(loader.dataset).__name__} for all {place.world_size} processes")
+    return DispatchLoader(
+        loader,
+        samples_per_rank=per_rank,
+        slice_fn=slice_fn,
+        steps_per_update=steps,
+        place=place,
+        config=config,
+        seed=seed,
+        device=device,
+        put_on_device=put_on_device,
+        gradient_state=gradient_state,
+    )
+
+
+class DispatchLoader(PreparedLoader):
+    """A prepared loader whose data rank 0 reads."""
+
+    def __init__(
+        self, original: DataLoader[Any], *, samples_per_rank: int | None = None, slice_fn: SliceFunction | None = None, **settings: Any
+    ) -> None:
+        """`samples_per_rank` is the batch size, if that is not what the script's loader says."""
+        super().__init__(original, **settings)
+        self._per_rank = samples_per_rank
+        self._slice_fn = slice_fn
+        self._nominal = 1
+        self._source = self._make_source()
+
+    def _make_source(self) -> _DispatchSource:
+        cut = self._slice_fn or (slice_rows if self.config.split_batches and self.place.world_size > 1 else None)
+        kind: type[_StreamDispatchSource] | type[_MapDispatchSource] = (
+            _StreamDispatchSource if isinstance(self.original.dataset, IterableDataset) else _MapDispatchSource
+        )
+        return kind(self, cut, self.policy)
+
+    @property
+    def policy(self) -> LastBatchPolicy:
+        """What happens to a short last batch: `even` or `exact` (see `plan.py`). All ranks take part in every dealing, also if `uneven`."""
+        return "even" if self.config.even_batches and not self.uneven else "exact"
+
+    def _replan(self) -> None:
+        self._source = self._make_source()
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
+        """Samples per batch and rank; None where batches have sizes of their own."""
+        size = self._source.size
+        return None if size is None else self._given[0]
+
+    # -- what the base asks ---------------------------------------------------------------------------------------
+
+    @property
+    def _given(self) -> tuple[int, ...]:
+        if self._source.size is None:
+            return (self._nominal,) * self.place.world_size
+        plan = BatchPlan(self.place.world_size, self._source.size, self.policy)
+        return plan.given if plan.full is None else plan.full.given
+
+    @property
+    def _stride(self) -> int:
+        return self._source.stride
+
+    def _count(self, start: int) -> int:
+        return self._source.count(start)
+
+    # -- position: what rank 0 noted, as it alone reads -----------------------------------------------------------
+
+    @property
+    def _kind(self) -> str:
+        return self._source.kind
+
+    def _length(self) -> int | None:
+        return self._source.length()
+
+    @property
+    def _extras(self) -> tuple[str, ...]:  # type: ignore[override]  # by what is read
+        return self._source.extras
+
+    def _place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]:
+        return self._source.place_state(turn, samples)
+
+    def _check_place(self, state: Mapping[str, Any]) -> None:
+        self._source.check_place(state)
+
+    def _load_place(self, position: LoadedPosition) -> LoadedPosition:
+        self._source.load_place(position)
+        return position
+
+    def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
+        place = self.place
+        source = self._parts(epoch, start) if place.rank == 0 else None
+        previous: BatchShares | None = None
+        step, end = 0, False
+        while not end:
+            parts = None if source is None else _next_or_error(source)
+            name = f"batch {step} of pass {epoch}"  # and not whose: the others may have no dataset at all
+            got = scatter(place.channel(), place.limits, parts, operation="next batch", condition=name)
+            if got is None:  # there is nothing at all
+                return
+            batch, plain, end, left, self._nominal = got
+            shares = None if plain is None else BatchShares(tuple(plain[0]), tuple(plain[1]), *plain[2:])
+            previous = shares = previous if shares == previous else shares
+            yield batch, shares, end, left
+            step += 1
+
+    def _parts(self, epoch: int, start: int) -> Iterator[list[Any]]:
+        """On rank 0: what is dealt out, one part for each rank."""
+        ranks = self.place.world_size
+        nominal = self._nominal
+        left = self._source.known_count(start)
+        clock = self._clock
+        turn = clock.live[-1] if clock.live else EpochPass(epoch, start, 0)
+        for message in self._source.messages(turn, start, self.seed, clock.loaded):
+            shares = message.shares
+            plain = None if shares is None else [shares.given, shares.real, shares.weighed, shares.full]
+            if shares is None:
+                nominal = message.sizes[0]
+            left = None if left is None else max(1, left - 1)
+            after = 0 if message.end else left
+            yield [[batch, plain, message.end, after, nominal] for batch in message.batches]
+            if message.end:
+                return
+        yield [None] * ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_source": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._source = self._make_source()
+
+
+def _next_or_error(source: Iterator[list[Any]]) -> list[Any] | Exception:
+    """The next parts, or what went wrong: the other ranks have to hear of that."""
+    try:
+        return next(source)
+    except Exception as error:  # handed on: every rank raises
+        return error
+
+
+# -- what rank 0 reads ------------------------------------------------------------------------------------------------
+
+
+class _DispatchSource(Protocol):
+    """Where rank 0 gets the batches of all ranks from; the others ask for sizes alone."""
+
+    size: int | None
+    """Samples in a full batch of all ranks; None where batches have sizes of their own."""
+    stride: int
+    """How far one full batch of all ranks moves the position."""
+
+    def count(self, start: int) -> int: ...
+
+    def known_count(self, start: int) -> int | None:
+        """How many batches there are, where that is certain."""
+
+    def messages(self, turn: EpochPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]: ...
+
+    @property
+    def kind(self) -> str:
+        """What a position counts; see `position.py`."""
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of what a position holds besides numbers."""
+
+    def length(self) -> int | None:
+        """How far a whole pass moves the position, where that is certain."""
+
+    def place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]: ...
+
+    def check_place(self, state: Mapping[str, Any]) -> None: ...
+
+    def load_place(self, position: LoadedPosition) -> None: ...
+
+
+def _make_ready_batch_recipe(
+    owner: DispatchLoader, cut: SliceFunction | None, policy: LastBatchPolicy, collate: Callable[[Any], Any]
+) -> BatchRecipe:
+    """The recipe for items that are batches already."""
+    ranks = owner.place.world_size
+    everyone = tuple(range(ranks))
+    if owner.config.split_batches:
+        return BatchRecipe(ItemSplitPlan(ranks, collate, cut), 1, everyone, return_unchanged, batched=False)
+    return BatchRecipe(RoundRobinPlan(ranks, None, policy, count_samples), ranks, everyone, collate, batched=False, cut=cut)
+
+
+def _global_batch_size(owner: DispatchLoader, batch_size: int) -> int:
+    ranks = owner.place.world_size
+    if owner._per_rank is not None:
+        return owner._per_rank * ranks
+    return batch_size if owner.config.split_batches else batch_size * ranks
+
+
+class _StreamDispatchSource:
+    """Iterable data."""
+
+    def __init__(self, owner: DispatchLoader, cut: SliceFunction | None, policy: LastBatchPolicy) -> None:
+        original, ranks = owner.original, owner.place.world_size
+        self.policy, self.dataset = policy, original.dataset  # and not the owner: workers end with it, and not when the cycle is found
+        if original.batch_size is None:
+            self.size = None
+            self.recipe = _make_ready_batch_recipe(owner, cut, policy, original.collate_fn)
+        else:
+            self.size = _global_batch_size(owner, original.batch_size)
+            plan = BatchPlan(ranks, self.size, policy, original.drop_last)
+            self.recipe = BatchRecipe(plan, self.size, tuple(range(ranks)), original.collate_fn, cut=cut)
+        self.stride = self.recipe.block
+        self.per_update = owner.steps_per_update or 0 if original.drop_last else 0
+        """Batches of an update, where short ones are dropped; else 0."""
+        self.source = StreamSource(original, self.dataset, 2 * self.per_update)
+        self.kind = "ready" if self.size is None else "stream"
+        self.extras = STREAM_STATE_KEYS
+
+    def length(self) -> int | None:
+        return None
+
+    def place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]:
+        return {} if turn is None or not samples else self.source.state(turn.epoch, samples, self.recipe)
+
+    def check_place(self, state: Mapping[str, Any]) -> None:
+        self.source.check(state)
+
+    def load_place(self, position: LoadedPosition) -> None:
+        self.source.load(self.source.check({"epoch": position.epoch, "samples": position.samples, **position.extra}))
+
+    def count(self, start: int) -> int:
+        length = len(self.dataset)  # type: ignore[arg-type]  # a dataset without a length says so itself
+        if self.per_update:
+            length -= length % (self.stride * self.per_update)
+        length = max(0, length - start)
+        plan: Any = self.recipe.plan
+        if isinstance(plan, BatchPlan):
+            return plan.count(length, 0, plan.phase(start))
+        return length if isinstance(plan, ItemSplitPlan) else int(plan.count(length))
+
+    def known_count(self, start: int) -> int | None:
+        return None  # a stream may promise a length that it does not keep
+
+    def messages(self, turn: EpochPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]:
+        dataset, epoch, steps = self.dataset, turn.epoch, self.per_update
+        announce_epoch([dataset], epoch)
+        messages = self.source.messages(
+            dataset,
+            self.recipe,
+            epoch=epoch,
+            start=start,
+            seed=derive_seed(seed, epoch, "stream"),
+            pipeline=derive_seed(seed, epoch, "pipeline"),
+            needs_head=self.policy == "even" or self.size is None,
+        )
+        return trim_batches_to_updates(messages, steps, start // self.stride % steps) if steps else messages
+
+
+class _MapDispatchSource:
+    """Map-style data: torch reads it from positions, which are those that the ranks would read themselves."""
+
+    def __init__(self, owner: DispatchLoader, cut: SliceFunction | None, policy: LastBatchPolicy) -> None:
+        original = self.original = owner.original
+        self.cut, self.ranks = cut, owner.place.world_size
+        self.alone = original.batch_sampler is None
+        """Whether a position gives a batch that is ready-made."""
+        place = owner.place if not self.alone else replace(owner.place, rank=0, world_size=1)
+        split = owner.config.split_batches and not self.alone
+        config = replace(owner.config, split_batches=split, even_batches=policy == "even")
+        self.reader = MapLoader(
+            original,
+            samples_per_rank=owner._per_rank,
+            place=replace(place, rank=0),
+            config=config,
+            seed=owner.seed,
+            device=None,
+            put_on_device=False,
+            gradient_state=owner.gradient_state,
+            steps_per_update=owner.steps_per_update,
+        )
+        plan = self.reader._plan
+        self.size = plan.size if isinstance(plan, BatchPlan) and not self.alone else None
+        self.recipe = _make_ready_batch_recipe(owner, cut, policy, return_unchanged) if self.alone else None
+        self.stride = self.reader._stride if self.recipe is None else self.recipe.block
+        self.kind, self.extras = self.reader._kind, self.reader._extras
+
+    def length(self) -> int | None:
+        return self.reader._length()
+
+    def place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]:
+        return self.reader._place_state(turn, samples)
+
+    def check_place(self, state: Mapping[str, Any]) -> None:
+        self.reader._check_place(state)
+
+    def load_place(self, position: LoadedPosition) -> None:
+        self.reader._load_place(position)
+
+    def count(self, start: int) -> int:
+        if self.recipe is None:
+            return self.reader._count(start)
+        length = max(0, len(self.reader._units) - start)
+        plan: Any = self.recipe.plan
+        return length if isinstance(plan, ItemSplitPlan) else int(plan.count(length))
+
+    def known_count(self, start: int) -> int | None:
+        return self.count(start) if hasattr(self.reader._units, "__len__") else None
+
+    def messages(self, turn: EpochPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]:
+        reader, original, epoch = self.reader, self.original, turn.epoch
+        reader.seed = seed
+        announce_epoch([original.dataset, *list_samplers(original)[1:]], epoch)
+        order, head = reader._order(epoch, start, turn, loaded)
+        walk = order if isinstance(order, Iterator) else _iterate_order(order)
+        if self.recipe is None:
+            return self._together(walk, head, epoch, start)
+        if start and head is None:  # what completes the last batch is read, and nothing else that comes before
+            head = list(islice(walk, self.recipe.block))
+            walk = islice(chain(head, walk), start, None)
+        begun = [] if head is None else list(self._scoped(reader._read(([position] for position in head), epoch, 0), epoch, 0))
+        items = self._scoped(reader._read(([position] for position in walk), epoch, start), epoch, start)
+        return self.recipe.messages(items, start, begun) if start else self.recipe.messages(items)
+
+    def _together(self, walk: Iterator[Any], head: Sequence[Any] | None, epoch: int, start: int) -> Iterator[GlobalBatch]:
+        """What is known of a global batch travels beside its positions; torch reads one batch for each rank, or one to cut."""
+        plan, ranks, lists = self.reader._plan, self.ranks, self.original.collate_fn is not default_collate
+        told: deque[tuple[RankPiece, ...]] = deque()
+
+        def positions() -> Iterator[Any]:
+            plans = [plan.pieces(feed, rank, start, head=head) for rank, feed in enumerate(tee(walk, ranks))]
+            for pieces in zip(*plans, strict=True):
+                told.append(pieces)
+                own = [piece for piece, _, _ in pieces]
+                yield from own if self.cut is None else [list(chain.from_iterable(own))]
+
+        first = start // self.stride * (ranks if self.cut is None else 1)
+        batches = self._scoped(self.reader._read(positions(), epoch, first), epoch, first)
+        while read := list(islice(batches, ranks if self.cut is None else 1)):
+            pieces = told.popleft()
+            sizes = [len(piece) for piece, _, _ in pieces]
+            _, shares, end = pieces[0]
+            cut = read if self.cut is None else slice_for_ranks(self.cut, read[0], sizes, range(ranks), ranks, samples=lists)
+            yield GlobalBatch(cut, sizes, shares, end, None)
+
+    def _scoped(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
+        """Read inside random states of each batch's own, as long as the data draws any; workers have states of their own anyway."""
+        if self.original.num_workers:
+            return batches
+        return _read_with_batch_seeds(batches, derive_seed(self.reader.seed, epoch, "stream"), first)
+
+
+def _read_with_batch_seeds(batches: Iterator[Any], seed: int, first: int) -> Iterator[Any]:
+    """Batches, each read inside random states that are a function of its number, unless the first one draws nothing."""
+    for number in count(first):
+        scope = RandomStateScope(derive_seed(seed, number))
+        with scope:
+            read = list(islice(batches, 1))
+        yield from read
+        if not read:
+            return
+        if number == first and not scope.used:
+            yield from batches
+            return
+
+
+def _iterate_order(order: SampleOrder) -> Iterator[Any]:
+    for begin in range(0, len(order), 4096):
+        yield from order.take(begin, begin + 4096)

@@ -1,0 +1,162 @@
+"""Find the user's file and line that led to a call, for error messages and reports.
+
+The call site is the innermost frame that belongs neither to this package nor to what stands between the user and it (`contextlib`,
+torch's autograd and module calls). It is taken on every collective, so it is one short loop over code objects with a cached look-up.
+`filter_stack` keeps the lines of the user's program and the innermost frames of a whole stack. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+__all__ = [
+    "StackLine",
+    "call_path",
+    "call_site",
+    "calling_code",
+    "is_user_file",
+    "is_package_frame",
+    "filter_stack",
+    "format_site",
+    "user_frames",
+]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_BUNDLED_PROGRAMS = os.path.join(_PACKAGE, "testing") + os.sep
+"""Programs that ship inside the package (the self check, the rank pool) count as a user's."""
+
+
+@lru_cache(maxsize=4096)
+def is_package_frame(filename: str) -> bool:
+    """Whether a file stands between the user's line and ours: of this package, or of what calls it on the user's behalf."""
+    inside = filename.startswith(_PACKAGE) and not filename.startswith(_BUNDLED_PROGRAMS)
+    return inside or filename == contextlib.__file__ or filename.startswith(_autograd())
+
+
+def _autograd() -> tuple[str, ...]:
+    """Where the frames of torch lie that lead from `loss.backward()` or a call of a model to a collective; no frame of torch, no torch."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.__file__ is None:
+        return ()
+    root = os.path.dirname(torch.__file__)
+    inside = (("autograd", ""), ("_tensor.py",), ("nn", "parallel", ""), ("nn", "modules", "module.py"))
+    return tuple(os.path.join(root, *parts) for parts in inside)
+
+
+@lru_cache(maxsize=4096)
+def format_site(filename: str, line: int, function: str) -> str:
+    """A place in the program, as messages show it.
+
+    >>> format_site("/home/me/train.py", 12, "main"), format_site("/home/me/train.py", 40, "<module>")
+    ('train.py:12 in main', 'train.py:40')
+    """
+    where = f"{os.path.basename(filename)}:{line}"
+    return where if function == "<module>" else f"{where} in {function}"
+
+
+def call_site() -> str:
+    """The user's `file.py:line in function` that led here.
+
+    >>> call_site().split(":")[0] != "sites.py"
+    True
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_package_frame(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "unknown place"
+    return format_site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def call_path() -> str:
+    """All lines of the user's program that led here, outermost last: the same on processes that are at the same place of it.
+
+    >>> call_path() == call_path()
+    True
+    """
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_user_file(code.co_filename):
+            lines.append(format_site(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return ", ".join(lines)
+
+
+def calling_code() -> CodeType | None:
+    """The function of the user's that led here, as its code object.
+
+    >>> calling_code().co_name
+    '<module>'
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_package_frame(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
+
+
+class StackLine(NamedTuple):
+    """One frame of a stack, as it is shown and judged."""
+
+    text: str
+    filename: str
+    is_script: bool = False
+    """The body of the program that the user started."""
+
+
+@lru_cache(maxsize=1)
+def _libraries() -> tuple[str, ...]:
+    folders = {os.path.dirname(os.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))}
+    return "<frozen ", *(os.path.join(folder, "") for folder in sorted(filter(None, folders)))
+
+
+@lru_cache(maxsize=4096)
+def is_user_file(filename: str) -> bool:
+    """Whether a file is of the user's program: not of the standard library, not of an installed package, not ours.
+
+    >>> is_user_file("train.py"), is_user_file(os.__file__), is_user_file(__file__)
+    (True, False, False)
+    """
+    if filename.startswith(_PACKAGE):
+        return filename.startswith(_BUNDLED_PROGRAMS)
+    installed = {"site-packages", "dist-packages"}.intersection(filename.split(os.sep))
+    return not installed and not filename.startswith(_libraries())
+
+
+def filter_stack(stack: Sequence[StackLine], limit: int = 8, innermost: int = 3) -> list[str]:
+    """Of a stack, outermost first: the last `limit` lines of the user's program and the `innermost` of any kind, from the script on.
+
+    >>> stack = [StackLine("launcher", os.__file__), StackLine("script", "train.py", is_script=True), StackLine("step", "train.py")]
+    >>> filter_stack([*stack, *[StackLine(f"library {depth}", os.__file__) for depth in range(20)]])
+    ['script', 'step', 'library 17', 'library 18', 'library 19']
+    """
+    start = next((place for place, line in enumerate(stack) if line.is_script), 0)
+    inside = stack[start:]
+    places = [place for place, line in enumerate(inside) if is_user_file(line.filename)][-limit:]
+    if not places:  # a program that is itself an installed package
+        return [line.text for line in inside[-limit:]]
+    last = range(max(0, len(inside) - innermost), len(inside))
+    return [inside[place].text for place in sorted({*places, *last})]
+
+
+def user_frames(frame: FrameType | None, limit: int = 8) -> list[str]:
+    """The relevant frames of a stack that ends in this one, innermost last, one line each.
+
+    >>> user_frames(sys._getframe())[-1].startswith("File ")
+    True
+    """
+    lines: list[StackLine] = []
+    while frame is not None:
+        code = frame.f_code
+        is_script = code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__" and is_user_file(code.co_filename)
+        lines.append(StackLine(f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}', code.co_filename, is_script))
+        frame = frame.f_back
+    return filter_stack(lines[::-1], limit)

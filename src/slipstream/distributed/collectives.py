@@ -1,0 +1,655 @@
+"""Collectives over nested data: gather, gather with gradient, reduce, broadcast, pad, barrier, and a check that values agree.
+
+Each is one guarded call for the whole tree, not one collective per tensor. Results own their memory, and the data of the user is never
+changed. Gather joins tensors and arrays along the first dimension, which may differ between ranks; lists of records are concatenated, and
+any other leaf becomes a list with one value per rank. A channel and limits are passed in; no state of the library is read here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from operator import itemgetter
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+from slipstream.distributed import codec, pytree
+from slipstream.distributed.codec import (
+    PackedTensor,
+    as_tensor,
+    convert_number,
+    describe_tensor,
+    is_entries,
+    is_tensor_leaf,
+    pack_object,
+    tensor_from_chunks,
+    unpack_object,
+)
+from slipstream.distributed.guard import Body, BodyReader, Channel, GuardedCall, Limits, align, announce_failure, check_rank, make_call
+from slipstream.errors import MismatchError
+
+__all__ = [
+    "REDUCTIONS", "ResultOrder", "barrier", "broadcast", "broadcast_from_owner", "broadcast_objects", "check_agreement", "gather",
+    "gather_objects", "gather_with_gradient", "pad", "reduce",
+]
+
+
+_SCALAR = -1
+"""Stands for the number of rows of a tensor without dimensions."""
+
+
+class ResultOrder(Protocol):
+    """How results of split work are put back: the order of the input, without what only padded a part."""
+
+    @property
+    def total(self) -> int:
+        """How many samples the whole input had, as far as this rank knows; -1 for not known. All ranks have to know the same."""
+
+    @property
+    def leaf_by_leaf(self) -> bool:
+        """Whether each leaf is judged by itself (some hold samples, others do not), rather than all together."""
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The ranks of which values that are one per rank (numbers, texts, tensors without dimensions) are kept; None for all."""
+
+    def order(self, counts: Sequence[int]) -> list[int] | None:
+        """Given how many samples each rank brought: positions in their concatenation; None if these are not results of the split."""
+
+
+def gather_objects(
+    channel: Channel,
+    limits: Limits,
+    value: Any,
+    *,
+    dst: int | None = None,
+    arrange: ResultOrder | None = None,
+    flat: bool = False,
+    operation: str = "gather_object",
+    reason: str = "",
+) -> list[Any] | None:
+    """The values of all ranks as a list, in the order of the ranks; `flat` joins them, as they are lists; with `dst`, only there.
+
+    `reason`: why this rank calls it, for the table of who waits where; it may be another on each rank.
+    """
+    kind = "a list" if flat else "one object"
+    body = Body()
+    try:
+        check_rank(dst, channel.world_size)
+        body.add(numpy.frombuffer(codec.encode([_known_total(arrange), value]), dtype=numpy.uint8))
+    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
+        raise announce_failure(channel, limits, operation, error) from None
+    target = "" if dst is None else f" to rank {dst}"
+    call = make_call(operation, kind + target, lambda: f"{kind} ({type(value).__name__}){target}")
+    call.site += f" ({reason})" if reason else ""
+    with channel.turn(call, limits) as turn:
+        bodies = turn.exchange(body, receiver=dst)
+        told = [codec.decode(data) for data in bodies] if dst in (None, channel.rank) else None
+    if told is None:
+        return None
+    values = [value for _, value in told]
+    if not flat:
+        kept = _kept_ranks(arrange, [total for total, _ in told])
+        return values if kept is None else [values[rank] for rank in kept]
+    joined = [item for value in values for item in value]
+    order = _agreed_order(arrange, [total for total, _ in told], [[len(value) for value in values]])
+    return joined if order is None else [joined[position] for position in order]
+
+
+def gather(
+    channel: Channel,
+    limits: Limits,
+    data: Any,
+    *,
+    dst: int | None = None,
+    arrange: ResultOrder | None = None,
+    operation: str = "gather",
+    condition: str = "",
+) -> Any:
+    """The same structure with the leaves of all ranks joined; with `dst`, only on that rank, and None elsewhere.
+
+    `condition` is a text on which the ranks have to agree besides.
+    """
+    try:
+        check_rank(dst, channel.world_size)
+        leaves = pytree.flatten(data, is_entries)
+        packed = [PackedTensor(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
+        body = _gather_body(leaves, packed, _known_total(arrange))
+        agreement = pytree.describe_structure(data, _describe_agreed, is_entries)
+    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
+        raise announce_failure(channel, limits, operation, error) from None
+    target = condition + ("" if dst is None else f" to rank {dst}")
+    call = make_call(operation, agreement + target, lambda: pytree.describe_structure(data, _describe_shown, is_entries) + target)
+    tensors = [pack for pack in packed if pack is not None]
+    on_host = all(pack.on_host for pack in tensors)
+    with channel.turn(call, limits) as turn:
+        # Device payloads go to every rank, so every rank needs everyone's rows.
+        bodies = turn.exchange(body, receiver=dst if on_host else None)
+        if dst not in (None, channel.rank) and on_host:
+            return None
+        joined = _GatheredLeaves(turn, bodies, tensors, has_objects=len(tensors) < len(packed))
+    if dst not in (None, channel.rank):
+        return None
+    return pytree.unflatten(data, joined.finish(leaves, packed, arrange), is_entries)
+
+
+def _known_total(arrange: ResultOrder | None) -> int:
+    return -1 if arrange is None else arrange.total
+
+
+def _kept_ranks(arrange: ResultOrder | None, totals: Sequence[int]) -> list[int] | None:
+    """The ranks of which single values are kept, if all ranks know of the same samples; None for all."""
+    return None if arrange is None or totals[0] < 0 or len(set(totals)) > 1 else arrange.ranks
+
+
+def _agreed_order(arrange: ResultOrder | None, totals: Sequence[int], counts: list[list[int]]) -> list[int] | None:
+    """The arrangement, if all ranks know it for the same split and every leaf that holds samples fits it."""
+    if arrange is None or not counts or totals[0] < 0 or len(set(totals)) > 1:
+        return None
+    orders = [arrange.order(count) for count in counts]
+    return orders[0] if all(order is not None for order in orders) else None
+
+
+def _describe_agreed(leaf: Any) -> str:
+    """What has to agree."""
+    if is_tensor_leaf(leaf):
+        return describe_tensor(leaf, ragged=True)
+    return "entries" if is_entries(leaf) else "object"
+
+
+def _describe_shown(leaf: Any) -> str:
+    """What is shown."""
+    if is_tensor_leaf(leaf):
+        return describe_tensor(leaf)
+    return f"{len(leaf)} entries" if is_entries(leaf) else type(leaf).__name__
+
+
+def _gather_body(leaves: list[Any], packed: list[PackedTensor | None], total: int) -> Body:
+    """The rows of every tensor leaf, then the objects, then the bytes of tensors in host memory."""
+    others = [leaf for leaf, pack in zip(leaves, packed, strict=True) if pack is None]
+    encoded = codec.encode([pack_object(list(leaf)) if is_entries(leaf) else leaf for leaf in others]) if others else b""
+    tensors = [pack for pack in packed if pack is not None]
+    body = Body()
+    sizes = struct.pack(f"<{len(tensors) + 2}q", *[_SCALAR if pack.is_scalar else pack.rows for pack in tensors], total, len(encoded))
+    body.add(numpy.frombuffer(sizes, dtype=numpy.uint8))
+    body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
+    for pack in tensors:
+        if pack.on_host:
+            body.add(pack.bytes())
+    return body
+
+
+class _GatheredLeaves:
+    """What all ranks brought, leaf by leaf."""
+
+    def __init__(self, turn: GuardedCall, bodies: list[Any], tensors: list[PackedTensor], has_objects: bool) -> None:
+        self.rows: list[tuple[int, ...]] = []
+        self.objects: list[list[Any]] = []
+        self.scalars = [True] * len(tensors)
+        """Of which leaves no rank has rows: one value each."""
+        host: list[list[Any]] = [[] for _ in tensors]
+        self.totals: list[int] = []
+        sizes = struct.Struct(f"<{len(tensors) + 2}q")
+        for data in bodies:
+            reader = BodyReader(data)
+            *told, total, length = sizes.unpack(reader.take(sizes.size))
+            rows = [1 if count == _SCALAR else count for count in told]
+            self.scalars = [scalar and count == _SCALAR for scalar, count in zip(self.scalars, told, strict=True)]
+            self.totals.append(total)
+            encoded = reader.take(length)
+            self.rows.append(tuple(rows))
+            self.objects.append(codec.decode(encoded) if has_objects else [])
+            for pack, count, chunks in zip(tensors, rows, host, strict=True):
+                if pack.on_host:
+                    chunks.append(reader.take(count * pack.row_bytes))
+        totals = [sum(counts) for counts in zip(*self.rows, strict=True)]
+        self.tensors = [
+            tensor_from_chunks(chunks, pack.dtype, (total, *pack.row_shape)) if pack.on_host else pack.tensor
+            for pack, chunks, total in zip(tensors, host, totals, strict=True)
+        ]
+        self._gather_device(turn, tensors)
+
+    def _gather_device(self, turn: GuardedCall, tensors: list[PackedTensor]) -> None:
+        """Tensors in device memory travel over the device's own backend: one flat payload, padded to the longest."""
+        remote = [(index, pack) for index, pack in enumerate(tensors) if not pack.on_host]
+        if not remote:
+            return
+        longest = max(sum(align(rows[index] * pack.row_bytes) for index, pack in remote) for rows in self.rows)
+        flat = torch.zeros(longest, dtype=torch.uint8, device=remote[0][1].tensor.device)
+        own = BodyReader(flat)
+        for _, pack in remote:
+            own.take(pack.rows * pack.row_bytes).copy_(pack.tensor.view(-1).view(torch.uint8))
+        readers = [BodyReader(data) for data in turn.all_gather(flat).view(len(self.rows), longest)]
+        for index, pack in remote:
+            counts = [rows[index] for rows in self.rows]
+            chunks = [reader.take(count * pack.row_bytes) for reader, count in zip(readers, counts, strict=True)]
+            self.tensors[index] = pack.as_rows(torch.cat(chunks), sum(counts))
+
+    def finish(self, leaves: list[Any], packed: list[PackedTensor | None], arrange: ResultOrder | None) -> list[Any]:
+        results: list[Any] = []
+        counts: list[list[int] | None] = []
+        """How many samples each rank brought; None for a leaf that holds one value per rank."""
+        supply = iter(enumerate(self.tensors))
+        objects = iter(zip(*self.objects, strict=True))
+        for leaf, pack in zip(leaves, packed, strict=True):
+            if pack is not None:
+                index, result = next(supply)
+                results.append(result)
+                counts.append(None if self.scalars[index] else [rows[index] for rows in self.rows])
+            elif is_entries(leaf):
+                values = [unpack_object(value, leaf) for value in next(objects)]
+                results.append([item for value in values for item in value])
+                counts.append([len(value) for value in values])
+            else:
+                results.append(list(next(objects)))
+                counts.append(None)
+        if arrange is not None and arrange.leaf_by_leaf:
+            kept = _kept_ranks(arrange, self.totals)
+            orders = [kept if count is None else _agreed_order(arrange, self.totals, [count]) for count in counts]
+        else:
+            order = _agreed_order(arrange, self.totals, [count for count in counts if count is not None])
+            orders = [None if count is None else order for count in counts]
+        return [
+            _finish_leaf(leaf, pack, result, order) for leaf, pack, result, order in zip(leaves, packed, results, orders, strict=True)
+        ]
+
+
+def _finish_leaf(leaf: Any, pack: PackedTensor | None, result: Any, order: list[int] | None) -> Any:
+    if pack is not None:
+        return pack.finish(result if order is None else result[torch.tensor(order, dtype=torch.long, device=result.device)])
+    if order is not None:
+        result = [result[position] for position in order]
+    return tuple(result) if isinstance(leaf, tuple) else result
+
+
+REDUCTIONS = ("sum", "mean", "max", "min", "none")
+_COMBINE = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}
+
+
+def barrier(channel: Channel, limits: Limits, operation: str = "wait_for_everyone", trouble: str = "") -> str:
+    """Returns when every rank has called it. `trouble` is told to the others: what another rank told comes back."""
+    body = Body()
+    body.add(numpy.frombuffer(trouble.encode()[:1024], dtype=numpy.uint8))
+    with channel.turn(make_call(operation, "", str), limits, patient=True) as turn:
+        told = [data.tobytes().decode(errors="replace") for data in turn.exchange(body)]
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text and rank != channel.rank), "")
+
+
+# -- reduce -----------------------------------------------------------------------------------------------------------
+
+
+def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", scale: float = 1.0, *, operation: str = "reduce") -> Any:
+    """Every tensor, array or number combined over the ranks, and then multiplied by `scale`; the same on all of them."""
+    leaves = pytree.flatten(data)
+    name = f"{operation}({reduction})" if scale == 1.0 else f"{operation}({reduction}, scale={scale})"
+    try:
+        terms = [_ReduceLeaf(leaf, reduction) for leaf in leaves]
+    except Exception as error:  # also what torch raises for a number that is too large: the others must hear of it
+        raise announce_failure(channel, limits, name, error) from None
+    packed = [term.pack for term in terms]
+    text = pytree.describe_structure(data, lambda leaf: describe_tensor(convert_number(leaf)))
+    small = all(pack.on_host for pack in packed) and sum(pack.rows * pack.row_bytes + 16 for pack in packed) <= channel.room
+    body = Body()
+    if small and reduction != "none":
+        for pack in packed:
+            body.add(pack.bytes())
+    with channel.turn(make_call(name, text, lambda: text), limits) as turn:
+        bodies = turn.exchange(body)
+        if reduction == "none":
+            results = [pack.tensor.clone() for pack in packed]
+        else:
+            results = _combine(bodies, packed, reduction) if small else _all_reduce(turn, packed, reduction, channel.world_size)
+    return pytree.unflatten(data, [term.finish(result, scale) for term, result in zip(terms, results, strict=True)])
+
+
+_REDUCE_DTYPES = {
+    **{
+        dtype: dtype
+        for dtype in (
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.int8,
+            torch.uint8,
+            torch.int32,
+            torch.int64,
+        )
+    },
+    torch.int16: torch.int32,
+    torch.bool: torch.uint8,
+}
+"""The types that every backend can combine, and the types that go through one of these. Complex numbers go as their two parts."""
+_CONVERSION_ADVICE = {
+    "float": (".float()", ".astype('float32')", "float(...)"),
+    "int": (".long()", ".astype('int64')", "int(...)"),
+}
+"""What to write to convert a tensor, an array, and a number."""
+
+
+class _ReduceLeaf:
+    """One leaf of a reduce: in the form in which it is combined, and how it comes back from there."""
+
+    __slots__ = ("dtype", "leaf", "pack", "shape")
+
+    def __init__(self, leaf: Any, reduction: str) -> None:
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={reduction!r} is not known: write one of {', '.join(REDUCTIONS)}")
+        value = convert_number(leaf)
+        if not is_tensor_leaf(value):
+            raise TypeError(
+                f"reduce got a {type(leaf).__name__}, which cannot be added up: pass tensors, arrays or numbers, or use gather for objects"
+            )
+        tensor = as_tensor(value)
+        if reduction != "none":
+            _check_type(leaf, tensor, reduction)
+        self.leaf, self.dtype, self.shape = leaf, tensor.dtype, tensor.shape
+        self.pack = PackedTensor(
+            torch.view_as_real(tensor) if tensor.is_complex() else tensor.to(_REDUCE_DTYPES.get(self.dtype, self.dtype))
+        )
+
+    def finish(self, result: torch.Tensor, scale: float) -> Any:
+        """The combined tensor in the form that the leaf had."""
+        result = result.reshape(self.pack.shape)
+        result = torch.view_as_complex(result) if self.dtype.is_complex else result.to(self.dtype)
+        if scale != 1.0:
+            result = result * scale
+        if isinstance(self.leaf, torch.Tensor):
+            return result
+        return result.numpy() if isinstance(self.leaf, numpy.ndarray) else result.item()
+
+
+def _check_type(leaf: Any, tensor: torch.Tensor, reduction: str) -> None:
+    """Refuses what some backend, some size or some number of processes could not combine: the answer is the same for all of them."""
+    form = 0 if isinstance(leaf, torch.Tensor) else 1 if isinstance(leaf, numpy.ndarray) else 2
+    spelled = f"the {type(leaf).__name__} {leaf}" if form == 2 else describe_tensor(leaf)
+    if tensor.is_complex():
+        if reduction in ("max", "min"):
+            raise TypeError(f"{spelled} has no {reduction}, as complex numbers have no order: take the size first, e.g. with abs(...)")
+        return
+    if tensor.dtype not in _REDUCE_DTYPES:
+        way = _CONVERSION_ADVICE["float" if tensor.is_floating_point() else "int"][form]
+        raise TypeError(f"{spelled} is of a type that cannot be combined between processes: convert it with {way} first")
+    if reduction == "mean" and not tensor.is_floating_point():
+        raise TypeError(
+            f"the mean of {spelled} is not a whole number: convert it with {_CONVERSION_ADVICE['float'][form]} first, or use 'sum'"
+        )
+    if reduction == "sum" and tensor.dtype == torch.bool:
+        raise TypeError(
+            f"{spelled} cannot be added up: convert it with {_CONVERSION_ADVICE['int'][form]} to count, or use 'max' for any and 'min' "
+            "for all"
+        )
+
+
+def _combine(bodies: list[Any], packed: list[PackedTensor], reduction: str) -> list[torch.Tensor]:
+    """Everyone's tensors are here already: combined in the order of the ranks, so that all ranks get the same bits."""
+    readers = [BodyReader(data) for data in bodies]
+    results = []
+    for pack in packed:
+        stacked = torch.stack([_take_rows(reader, pack) for reader in readers])
+        results.append(getattr(stacked, _COMBINE[reduction])(dim=0).to(pack.tensor.dtype))
+    return results
+
+
+def _take_rows(reader: BodyReader, pack: PackedTensor) -> torch.Tensor:
+    return pack.as_rows(torch.from_numpy(reader.take(pack.rows * pack.row_bytes)), pack.rows)
+
+
+def _all_reduce(turn: GuardedCall, packed: list[PackedTensor], reduction: str, world_size: int) -> list[torch.Tensor]:
+    """One all-reduce for each type and device, over a flat copy of its tensors."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, pack in enumerate(packed):
+        groups.setdefault((pack.tensor.dtype, pack.tensor.device), []).append(index)
+    results: list[torch.Tensor] = [pack.tensor for pack in packed]
+    for members in groups.values():
+        flat = torch.cat([packed[index].tensor.reshape(-1) for index in members])
+        turn.all_reduce(flat, "sum" if reduction == "mean" else reduction)
+        if reduction == "mean":
+            flat /= world_size
+        position = 0
+        for index in members:
+            size = packed[index].tensor.numel()
+            results[index] = flat[position : position + size].clone()
+            position += size
+    return results
+
+
+# -- broadcast --------------------------------------------------------------------------------------------------------
+
+
+def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0, *, operation: str = "broadcast") -> Any:
+    """The leaves of one rank on every rank; all ranks pass data of the same structure, types and shapes."""
+    leaves = pytree.flatten(data, is_entries)
+    name = f"{operation} from rank {from_process}"
+    try:
+        check_rank(from_process, channel.world_size)
+        packed = [PackedTensor(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
+        body = _broadcast_body(leaves, packed) if channel.rank == from_process else Body()
+    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
+        raise announce_failure(channel, limits, name, error) from None
+    text = pytree.describe_structure(data, lambda leaf: describe_tensor(leaf) if is_tensor_leaf(leaf) else "object", is_entries)
+    with channel.turn(make_call(name, text, lambda: text), limits) as turn:
+        reader = BodyReader(turn.exchange(body, sender=from_process)[from_process])
+        objects = iter(_take_objects(reader))
+        results = []
+        for leaf, pack in zip(leaves, packed, strict=True):
+            if pack is None:
+                results.append(unpack_object(next(objects), leaf))
+            elif pack.on_host:
+                results.append(pack.finish(_take_rows(reader, pack).reshape(pack.shape).clone()))
+            else:
+                value = pack.tensor.clone()
+                turn.broadcast(value, from_process)
+                results.append(value.reshape(pack.shape))
+    return pytree.unflatten(data, results, is_entries)
+
+
+def _broadcast_body(leaves: list[Any], packed: list[PackedTensor | None]) -> Body:
+    encoded = codec.encode([pack_object(leaf) for leaf, pack in zip(leaves, packed, strict=True) if pack is None])
+    body = Body()
+    body.add(numpy.array([len(encoded)], dtype=numpy.int64).view(numpy.uint8))
+    body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
+    for pack in packed:
+        if pack is not None and pack.on_host:
+            body.add(pack.bytes())
+    return body
+
+
+def _take_objects(reader: BodyReader) -> list[Any]:
+    length = int.from_bytes(reader.take(8), "little")
+    objects: list[Any] = codec.decode(reader.take(length))
+    return objects
+
+
+def broadcast_objects(
+    channel: Channel, limits: Limits, values: list[Any], from_process: int = 0, *, operation: str = "broadcast_object_list"
+) -> list[Any]:
+    """The list of one rank, of the same length on all of them."""
+    name = f"{operation} from rank {from_process}"
+    body = Body()
+    try:
+        check_rank(from_process, channel.world_size)
+        if channel.rank == from_process:
+            body.add(numpy.frombuffer(codec.encode(list(values)), dtype=numpy.uint8))
+    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
+        raise announce_failure(channel, limits, name, error) from None
+    text = f"a list of {len(values)} objects"
+    with channel.turn(make_call(name, text, lambda: text), limits) as turn:
+        received: list[Any] = codec.decode(turn.exchange(body, sender=from_process)[from_process])
+    return received
+
+
+def broadcast_from_owner(
+    channel: Channel, limits: Limits, tensor: torch.Tensor | None, *, operation: str = "copy_tensor_to_devices"
+) -> torch.Tensor:
+    """A tensor that exactly one rank has, on all of them."""
+    body = Body()
+    if tensor is not None:
+        body.add(numpy.frombuffer(codec.encode(tensor), dtype=numpy.uint8))
+    with channel.turn(make_call(operation, "", lambda: "None" if tensor is None else describe_tensor(tensor)), limits) as turn:
+        owned = [data.tobytes() for data in turn.exchange(body) if data.size]
+    if len(owned) != 1:
+        raise ValueError(
+            f"{operation} needs one process to pass a tensor and the others None, but {len(owned)} of {channel.world_size} passed one"
+        )
+    received: torch.Tensor = codec.decode(owned[0])
+    return received
+
+
+# -- pad --------------------------------------------------------------------------------------------------------------
+
+
+def pad(
+    channel: Channel,
+    limits: Limits,
+    data: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    operation: str = "pad_across_processes",
+) -> Any:
+    """Every tensor padded along `dim` to the largest size over the ranks; leaves without that dimension stay as they are.
+
+    The ranks need the same number of dimensions; the sizes of the others may differ.
+    """
+    leaves = pytree.flatten(data)
+    try:
+        sizes = [_size_along(leaf, dim) for leaf in leaves]
+    except TypeError as error:
+        raise announce_failure(channel, limits, operation, error) from None
+    body = Body()
+    body.add(numpy.array([-1 if size is None else size for size in sizes], dtype=numpy.int64).view(numpy.uint8))
+    agreement = f"dim={dim} " + pytree.describe_structure(
+        data, lambda leaf: f"{leaf.dtype} {len(leaf.shape)}" if is_tensor_leaf(leaf) else "object"
+    )
+    call = make_call(
+        operation,
+        agreement,
+        lambda: (
+            f"dim={dim} "
+            + pytree.describe_structure(data, lambda leaf: describe_tensor(leaf) if is_tensor_leaf(leaf) else type(leaf).__name__)
+        ),
+    )
+    with channel.turn(call, limits) as turn:
+        everyone = [received.view(numpy.int64).tolist() for received in turn.exchange(body)]
+    largest = [max(sizes) for sizes in zip(*everyone, strict=True)]
+    return pytree.unflatten(
+        data,
+        [
+            leaf if size is None else _padded(leaf, dim, target, pad_index, pad_first)
+            for leaf, size, target in zip(leaves, sizes, largest, strict=True)
+        ],
+    )
+
+
+def _size_along(leaf: Any, dim: int) -> int | None:
+    if not is_tensor_leaf(leaf):
+        return None
+    tensor = as_tensor(leaf)
+    return int(tensor.shape[dim]) if -tensor.ndim <= dim < tensor.ndim else None
+
+
+def _padded(leaf: Any, dim: int, target: int, pad_index: float, pad_first: bool) -> Any:
+    if leaf.shape[dim] == target:
+        return leaf
+    tensor = leaf if isinstance(leaf, torch.Tensor) else as_tensor(leaf)
+    shape = list(tensor.shape)
+    shape[dim] = target - shape[dim]
+    filler = tensor.new_full(shape, pad_index)
+    joined = torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)
+    return joined if isinstance(leaf, torch.Tensor) else joined.numpy()
+
+
+def gather_with_gradient(channel: Channel, limits: Limits, data: Any) -> Any:
+    """Nested tensors of all ranks joined along the first dimension; gradients flow back to every rank's own rows."""
+    leaves = pytree.flatten(data)
+    other = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)), None)
+    if other is not None:
+        cause = TypeError(f"gather with gradient takes nested tensors, but there is a {type(other).__name__} in the data")
+        raise announce_failure(channel, limits, "gather with gradient", cause)
+    return pytree.unflatten(data, _GatherFunction.apply(channel, limits, *leaves))  # type: ignore[no-untyped-call]
+
+
+class _GatherFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, channel: Channel, limits: Limits, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = torch.tensor([[leaf.shape[0] if leaf.dim() else 1 for leaf in leaves]])
+        wanted = "".join("1" if needed else "0" for needed in ctx.needs_input_grad[2:])
+        everyone, joined = gather(
+            channel, limits, (rows, list(leaves)), operation="gather with gradient", condition=f" with requires_grad {wanted}"
+        )
+        ctx.channel, ctx.limits = channel, limits
+        ctx.shapes = [leaf.shape for leaf in leaves]
+        ctx.starts = everyone[: channel.rank].sum(dim=0).tolist()
+        return tuple(joined)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        totals = reduce(ctx.channel, ctx.limits, list(gradients), "sum", operation="gather backward")
+        own = [
+            total[start : start + (shape[0] if shape else 1)].reshape(shape).clone()  # it may become a gradient that is kept
+            for total, start, shape in zip(totals, ctx.starts, ctx.shapes, strict=True)
+        ]
+        return None, None, *own
+
+
+_MAX_SHOWN = 5
+
+
+def check_agreement(channel: Channel, limits: Limits, what: str, values: Mapping[str, Any]) -> None:
+    """Raises MismatchError on every rank if a value of that name is not the same on all of them.
+
+    >>> from slipstream.distributed.guard import SingleProcessChannel
+    >>> check_agreement(SingleProcessChannel(), Limits(), "weights", {"w": torch.ones(2)})
+    """
+    operation = f"check of {what}"
+    try:
+        own = {name: _value_digest(value) for name, value in values.items()}
+    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
+        raise announce_failure(channel, limits, operation, error) from None
+    digests = gather_objects(channel, limits, own, operation=operation)
+    assert digests is not None
+    names = sorted({name for digest in digests for name in digest})
+    different = {name: [digest.get(name) for digest in digests] for name in names if len({digest.get(name) for digest in digests}) > 1}
+    if not different:
+        return
+    lines = [f"  {name}: {_format_groups(found)}" for name, found in list(different.items())[:_MAX_SHOWN]]
+    more = f"\n  and {len(different) - _MAX_SHOWN} more" if len(different) > _MAX_SHOWN else ""
+    raise MismatchError(
+        f"{what} should be the same on all processes, but {len(different)} of {len(names)} are not:\n"
+        + "\n".join(lines)
+        + more
+        + f"\n(raised on rank {channel.rank})"
+    )
+
+
+def _value_digest(value: Any) -> str:
+    return blake2b(codec.encode(_canonical(value)), digest_size=12).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    """The same for equal values, in whatever order their dicts and sets were filled."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    kind = type(value).__qualname__
+    if isinstance(value, (set, frozenset)):
+        return kind, sorted(codec.encode(_canonical(item)) for item in value)
+    if isinstance(value, Mapping):
+        pairs = [(codec.encode(_canonical(key)), _canonical(item)) for key, item in value.items()]
+        return kind, sorted(pairs, key=itemgetter(0))
+    if isinstance(value, (list, tuple)):
+        return kind, [_canonical(item) for item in value]
+    if pytree.is_node(value):
+        return kind, [(name, _canonical(item)) for name, item in pytree.children(value)]
+    return value
+
+
+def _format_groups(found: list[str | None]) -> str:
+    groups: dict[str | None, list[int]] = {}
+    for rank, digest in enumerate(found):
+        groups.setdefault(digest, []).append(rank)
+    return " | ".join(f"rank {', '.join(map(str, ranks))}{' (has none)' if digest is None else ''}" for digest, ranks in groups.items())

@@ -1,0 +1,83 @@
+"""Hold the runtime of this process: the one place with module-level state.
+
+Everything else has the runtime passed in. It is created when first asked for and ends at the end of the process. A child of a rank (a
+DataLoader worker, forked or spawned) inherits the variables that name the rank but is not that rank: it is recognised by the process that
+claimed the rank first, and gets a runtime that knows its parent's rank and opens nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from slipstream.config import for_worker
+from slipstream.config.sources import environment
+from slipstream.distributed.cluster import Process, detect
+from slipstream.distributed.process_group import Runtime
+from slipstream.distributed.wait_monitor import Limits
+
+__all__ = ["reset_keeping_store", "current", "current_or_none", "reset"]
+
+_OWNER_VARIABLE = "SLIPSTREAM_INTERNAL_OWNER"
+_current: Runtime | None = None
+_registered = False
+
+
+def current_or_none() -> Runtime | None:
+    """The runtime, if this process has one already; never makes one."""
+    if _current is not None and _current.pid == os.getpid():
+        return _current
+    return None
+
+
+def current() -> Runtime:
+    """The runtime of this process.
+
+    >>> current() is current()
+    True
+    """
+    global _current, _registered
+    if current_or_none() is None:
+        process, safety = detect(environment()), for_worker().safety
+        limits = Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning)
+        _current = Runtime(process, limits, debug=safety.debug, child_of=_claim_rank(process))
+        if not _registered:
+            _registered = True
+            atexit.register(_end_at_exit)
+    assert _current is not None
+    return _current
+
+
+def _claim_rank(process: Process) -> int | None:
+    """Marks the rank as this process's own; the process that has it already, if this is one of its children."""
+    if process.world_size == 1:
+        return None
+    place = f"{process.rank} {process.world_size} {process.run_id} {process.attempt} {process.master_port}"
+    owner, _, owned = environment().get(_OWNER_VARIABLE, "").partition(" ")
+    if owned == place and owner != str(os.getpid()):
+        return int(owner)
+    os.environ[_OWNER_VARIABLE] = f"{os.getpid()} {place}"
+    return None
+
+
+def reset(reason: str = "reset") -> None:
+    """Closes the group and forgets the runtime: the next state object begins anew, reading the environment again."""
+    global _current
+    runtime, _current = current_or_none(), None
+    if runtime is not None:
+        runtime.end(reason)
+        if runtime.child_of is None:
+            os.environ.pop(_OWNER_VARIABLE, None)
+
+
+def reset_keeping_store(reason: str) -> None:
+    """As `reset`; where the environment still names the same place among several processes, its store stays for the next group."""
+    runtime = current_or_none()
+    if runtime is not None and runtime.process.world_size > 1 and runtime.process == detect(environment()):
+        runtime.close(reason)
+    else:
+        reset(reason)
+
+
+def _end_at_exit() -> None:
+    reset("end of the process")

@@ -1,0 +1,566 @@
+"""Publish where this rank is, and know where the other ranks are.
+
+The thread that calls collectives records what it enters and leaves in memory; a daemon thread writes that record to the rendezvous store
+once a second and, while this rank waits, reads the records of the others. Freshness is judged by this process's own clock, so clocks need
+not agree between hosts. Events that concern every rank (a rank ended, left or gave up, or a stack is wanted) raise an alarm counter that
+waiting ranks poll. The thread never raises into the program: what it finds stands in `Heartbeat.loss` for the waiting thread to raise.
+The stack of a process that cannot answer is obtained with `faulthandler` and a signal (Linux only).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slipstream.distributed.call_site import StackLine, filter_stack, is_user_file, user_frames
+from slipstream.launch.store import ALARM_KEY, ExitNotice, exit_key
+
+__all__ = [
+    "Heartbeat", "PROCESS_ENDED", "PeerStatus", "RankPosition", "StackSignal", "WatchedSection", "describe_position", "process_state",
+    "read_stack_by_signal",
+]
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """What this rank is doing: waiting in a collective, or on its way after one."""
+
+    generation: int = 0
+    sequence: int = 0
+    operation: str = ""
+    site: str = ""
+    waiting: bool = False
+    since: float = field(default_factory=time.monotonic)
+    sections: int = 0
+    """Watched sections of this generation that it has entered."""
+    syncs: int = 0
+    """Those of them that it entered after its last collective of ours: ranks that are in step have the same."""
+    watched: bool = False
+    """Whether this is a watched section and not a collective of ours."""
+    number: int = 0
+    """The how manieth section of its kind it is."""
+    begun: int = 0
+    """Collectives of torch that have begun in the section."""
+    reductions: int = 0
+    """Collectives of torch that it has begun after its last collective of ours, in a section or not."""
+
+    @property
+    def call(self) -> str:
+        """What it is, counted and with its place: `gather number 7 at train.py:20`."""
+        return _describe_call(vars(self))
+
+    def note(self) -> dict[str, Any]:
+        return {**vars(self), "seconds": time.monotonic() - self.since}
+
+    def is_after(self, note: dict[str, Any]) -> bool:
+        """Whether a rank that took part in this has gone on since it wrote the note."""
+        generation, sequence, sections = (note.get(name, 0) for name in ("generation", "sequence", "sections"))
+        if generation != self.generation:
+            return bool(generation < self.generation)
+        return bool(sequence <= self.sequence and sections <= self.sections and (sequence, sections) != (self.sequence, self.sections))
+
+
+class WatchedSection(Protocol):
+    """A section of the program in which torch's own collectives run, as the beacon sees it."""
+
+    since: float
+    """When it was entered last."""
+    ask_after: float
+    """Seconds after which the notes of the others are read."""
+
+    def here(self, waiting: bool) -> RankPosition: ...
+
+    def look(self) -> None:
+        """Called by the beacon's thread while the section is under way: reports, and ends what cannot complete."""
+
+
+@dataclass
+class PeerStatus:
+    """What is known of another rank, by this process's own clock."""
+
+    note: dict[str, Any] = field(default_factory=dict)
+    beat: int = -1
+    heard: float = field(default_factory=time.monotonic)
+    stack: list[str] = field(default_factory=list)
+    stack_asked: float = 0.0
+    stack_key: str = ""
+    """Where the answer to the last question will stand."""
+
+    def hear(self, note: dict[str, Any]) -> None:
+        if note["beat"] != self.beat:
+            self.beat, self.heard = note["beat"], time.monotonic()
+        self.note = note
+
+    @property
+    def silent(self) -> float:
+        """Seconds since its beat last went up."""
+        return time.monotonic() - self.heard
+
+
+def _describe_call(note: dict[str, Any]) -> str:
+    return f"{note['operation']} number {note['number'] if note['watched'] else note['sequence']} at {note['site']}"
+
+
+def describe_position(note: dict[str, Any]) -> str:
+    """What a note says, for people.
+
+    >>> describe_position(RankPosition(1, 7, "gather", "train.py:20", waiting=True).note())
+    'waits 0 s in gather number 7 at train.py:20'
+    """
+    if not note:
+        return "nothing heard of it yet"
+    failure = f"; before that it failed in {note['failure']}" if note.get("failure") else ""
+    if note["waiting"]:
+        return f"{'has been' if note['watched'] else 'waits'} {note['seconds']:.0f} s in {_describe_call(note)}{failure}"
+    if not note["operation"]:
+        return f"in no collective yet, for {note['seconds']:.0f} s"
+    return f"in no collective for {note['seconds']:.0f} s; the last was {_describe_call(note)}{failure}"
+
+
+class StackSignal:
+    """Registers this process to write its stack on a signal, and takes that back."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._number = 0
+
+    def install(self) -> None:
+        if not hasattr(os, "memfd_create") or self._file is not None:
+            return
+        number = int(signal.SIGRTMAX) - 2  # a real-time signal that neither schedulers nor users' handlers claim
+        if signal.getsignal(number) not in (signal.SIG_DFL, None):
+            return
+        self._file, self._number = os.memfd_create("slipstream-stack"), number
+        faulthandler.register(number, file=self._file, all_threads=True, chain=False)
+
+    def note(self) -> dict[str, Any]:
+        """What another process needs to know in order to ask."""
+        if self._file is None:
+            return {}
+        import psutil
+
+        thread = f"0x{threading.main_thread().ident or 0:016x}"
+        return {"stack_signal": self._number, "stack_file": self._file, "stack_thread": thread, "started": psutil.Process().create_time()}
+
+    def remove(self) -> None:
+        if self._file is not None:
+            faulthandler.unregister(self._number)
+            os.close(self._file)
+            self._file = None
+
+
+def process_state(note: dict[str, Any]) -> str | None:
+    """What the operating system says of a process on this host: "stopped by a signal", "gone"; None when it simply runs."""
+    import psutil
+
+    try:
+        process = psutil.Process(note["pid"])
+        if "started" in note and abs(process.create_time() - note["started"]) > 1:
+            return f"process {note['pid']} is gone"
+        status = process.status()
+    except psutil.NoSuchProcess:
+        return f"process {note['pid']} is gone"
+    except psutil.AccessDenied:
+        return None
+    words = {
+        psutil.STATUS_STOPPED: "stopped by a signal",
+        psutil.STATUS_TRACING_STOP: "held by a debugger",
+        psutil.STATUS_ZOMBIE: "ended",
+        psutil.STATUS_DISK_SLEEP: "in an uninterruptible read or write",
+    }
+    return words.get(status)
+
+
+def read_stack_by_signal(note: dict[str, Any]) -> list[str]:
+    """Asks a process on this host for its stack by signal; empty when it cannot be had."""
+    if "stack_signal" not in note or process_state(note) is not None:
+        return []
+    path = f"/proc/{note['pid']}/fd/{note['stack_file']}"
+    try:
+        before = os.stat(path).st_size
+        os.kill(note["pid"], note["stack_signal"])
+        for _ in range(20):
+            time.sleep(0.02)
+            if os.stat(path).st_size > before:
+                break
+        with open(path) as file:
+            file.seek(before)
+            threads = re.split(r"^(?=\w.*hread 0x)", file.read(), flags=re.MULTILINE)
+    except OSError as error:
+        return [f"(no stack: {error.strerror})"]
+    main = next((text for text in threads if note["stack_thread"] in text), "")
+    return filter_stack(_parse_stack(main))
+
+
+def _parse_stack(text: str) -> list[StackLine]:
+    """The frames of one thread as `faulthandler` wrote them, outermost first.
+
+    It does not tell which module is the script, so that is the body of a module which no other line of the user's leads to.
+    """
+    lines: list[StackLine] = []
+    led_by_the_user = False
+    for filename, number, function in reversed(re.findall(r'^\s*File "(.*)", line (\S+) in (.*)$', text, flags=re.MULTILINE)):
+        users = is_user_file(filename)
+        is_script = users and function == "<module>" and not led_by_the_user
+        lines.append(StackLine(f'File "{filename}", line {number}, in {function}', filename, is_script))
+        led_by_the_user = led_by_the_user or users
+    return lines
+
+
+PROCESS_ENDED = "(end of the process)"
+"""How the loss of a rank reads whose process has ended by itself: the launcher may know more in a moment."""
+
+
+class Heartbeat:
+    """Publishes where this rank is, and knows where the others are. One for each connection to the store.
+
+    `store` must be a connection of its own (TCPStore.clone()): a blocking call on a shared one would stop the beats.
+    """
+
+    PUBLISH_EVERY = 1.0
+    LOOK_EVERY = 0.2
+
+    def __init__(self, store: Any, rank: int, world_size: int, host: str, pid: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.here = RankPosition()
+        self.hang_warning = 10.0
+        """Seconds of waiting after which the table is printed; stacks are asked for before that."""
+        self.watched: WatchedSection | None = None
+        """The section that was entered last, and whether this rank is in it now."""
+        self.inside = False
+        self.sections = 0
+        self.failure = (0, "")
+        """Where this rank stopped in the middle of a section, with an error of its own, and after how many others."""
+        self.loss: str | None = None
+        """Why a collective that is under way cannot complete, as found in the store; None while all is well."""
+        self.mistake = False
+        """Whether the loss is a mistake of the program: the processes called different things."""
+        self.store_trouble: str | None = None
+        self._completed = self.here
+        """What this rank completed last: the others took part in it too, whatever their last note says."""
+        self.peers = {other: PeerStatus() for other in range(world_size) if other != rank}
+        self._store = store
+        self._identity = {"host": host, "pid": pid}
+        self._beat = 0
+        self._alarm_seen = 0
+        self._events_seen = 0
+        self._last_publish = 0.0
+        self._last_sample = 0.0
+        self._departures: dict[int, dict[str, Any]] = {}
+        self._sections_before = 0
+        self._begun: Callable[[], int] = int
+        self._begun_before = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._signal = StackSignal()
+        self._main_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="slipstream-beacon", daemon=True)
+
+    # -- the calling thread ---------------------------------------------------------------------------------------
+
+    def enter(self, generation: int, sequence: int, operation: str, site: str) -> None:
+        self._main_thread = threading.get_ident()
+        self.here = RankPosition(
+            generation, sequence, operation, site, True, sections=self.sections, syncs=self.syncs, reductions=self.reductions
+        )
+
+    def leave(self) -> None:
+        here = self.here
+        self._sections_before = self.sections
+        self._begun_before = self._begun()
+        self.here = self._completed = RankPosition(here.generation, here.sequence, here.operation, here.site, sections=self.sections)
+
+    @property
+    def syncs(self) -> int:
+        """Watched sections that were entered since the last collective of ours."""
+        return self.sections - self._sections_before
+
+    @property
+    def reductions(self) -> int:
+        """Collectives of torch's own group that were begun since the last collective of ours."""
+        return self._begun() - self._begun_before
+
+    def count_with(self, begun: Callable[[], int]) -> None:
+        """How to ask how many collectives torch's own group has begun, in this generation."""
+        self._begun, self._begun_before = begun, begun()
+
+    def place(self) -> RankPosition:
+        """What this rank is doing: the innermost of a collective of ours and a watched section, or the last of them."""
+        here, watched = self.here, self.watched
+        if watched is None or here.since >= watched.since and (here.waiting or not self.inside):
+            return here
+        return watched.here(self.inside)
+
+    def start(self) -> None:
+        self._signal.install()
+        self._identity.update(self._signal.note())
+        self._publish()  # so that the others know host and process from the first moment on
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; safe to call twice."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+        self._signal.remove()
+
+    def new_generation(self) -> None:
+        """Forgets losses that belonged to the group before; a rank that ended stays lost."""
+        self.loss, self.mistake, self.failure = None, False, (0, "")
+        self.watched, self.inside, self.sections, self._sections_before = None, False, 0, 0
+        self.count_with(int)
+        with self._lock:
+            self._departures.clear()
+            self._read_exits()
+
+    def post(self, kind: str, **details: Any) -> None:
+        """Tells every rank about an event. Never raises: the store may be gone already, which `store_trouble` then says."""
+        event = {"kind": kind, "rank": self.rank, **details}
+        with self._lock:
+            try:
+                number = self._store.add("events", 1)
+                self._store.set(f"event/{number}", json.dumps(event))
+                self._store.add(ALARM_KEY, 1)
+            except RuntimeError as error:
+                self.store_trouble = str(error).splitlines()[0]
+
+    def find_loss(self, wait: float, otherwise: str | None = None) -> None:
+        """Looks for up to `wait` seconds for why another rank is gone; `loss` is then what was found, or `otherwise`."""
+        deadline = time.monotonic() + wait
+        while True:
+            with self._lock:
+                try:
+                    if self._read_exits():
+                        return
+                    self._read_events()
+                    self._judge_departures()
+                except RuntimeError as error:
+                    self.store_trouble = str(error).splitlines()[0]
+                    break
+            if (self.loss is not None and not self.loss.endswith(PROCESS_ENDED)) or time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        self.loss = self.loss or otherwise
+
+    # -- the beacon's own thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._pause()):
+            try:
+                with self._lock:
+                    self._tick()
+                self.store_trouble = None
+                if self.inside and self.watched is not None:
+                    self.watched.look()
+            except RuntimeError as error:  # torch's store errors: the report shows them, and the next tick tries again
+                self.store_trouble = str(error).splitlines()[0]
+                if self._stop.wait(self.PUBLISH_EVERY):
+                    return
+
+    def _pause(self) -> float:
+        place = self.place()
+        waits = place.waiting and (not place.watched or time.monotonic() - place.since > self.LOOK_EVERY)
+        return self.LOOK_EVERY if waits else self.PUBLISH_EVERY
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self._last_publish >= self.PUBLISH_EVERY * 0.9:
+            self._last_publish = now
+            self._publish()
+        alarm = self._store.add(ALARM_KEY, 0)
+        if alarm > self._alarm_seen:
+            self._alarm_seen = alarm
+            self._read_exits()
+            self._read_events()
+        place = self.place()
+        if not place.waiting:
+            return
+        self._judge_departures()
+        ask_after = self.watched.ask_after if place.watched and self.watched is not None else 0.5
+        if now - place.since > ask_after and now - self._last_sample >= min(1.0, self.hang_warning / 8):
+            self._last_sample = now
+            self._sample()
+            if now - place.since > self.hang_warning * 0.5:
+                self._ask_for_stacks()
+
+    def _publish(self) -> None:
+        self._beat += 1
+        note = {"beat": self._beat, **self._identity, **self.note()}
+        self._store.set(f"beacon/{self.rank}", json.dumps(note))
+
+    def note(self) -> dict[str, Any]:
+        """Where this rank is, with what it has done by now, also in other threads than the one that waits."""
+        sections, failure = self.failure
+        done = {"syncs": self.syncs, "reductions": self.reductions, "failure": failure if sections == self.sections else ""}
+        return {**self.place().note(), **done}
+
+    def publish(self) -> None:
+        """Tells where this rank is now: its last word, before it leaves."""
+        with self._lock:
+            try:
+                self._publish()
+            except RuntimeError as error:
+                self.store_trouble = str(error).splitlines()[0]
+
+    def _read_exits(self) -> bool:
+        if self.mistake:
+            return True  # a rank that ended because of the mistake says less than the mistake
+        for other in self.peers:
+            if self._store.check([exit_key(other)]):
+                notice = ExitNotice.from_json(self._store.get(exit_key(other)).decode())
+                if notice.exit_code != 0:
+                    self.loss = str(notice)  # says more than anything that was found before
+                    return True
+        return False
+
+    def _read_events(self) -> None:
+        count = self._store.add("events", 0)
+        for number in range(self._events_seen + 1, count + 1):
+            if not self._store.check([f"event/{number}"]):
+                return  # its writer is between the two steps: the alarm that follows brings us back
+            self._events_seen = number
+            event = json.loads(self._store.get(f"event/{number}").decode())
+            handler: Callable[[dict[str, Any]], None] | None = {
+                "left": self._on_left,
+                "gave_up": self._on_gave_up,
+                "mistake": self._on_mistake,
+                "stack_wanted": self._on_stack_wanted,
+            }.get(event["kind"])
+            if handler is not None and event["rank"] != self.rank:
+                handler(event)
+
+    def _on_left(self, event: dict[str, Any]) -> None:
+        self._departures[event["rank"]] = event
+        self._judge_departures()
+
+    def _judge_departures(self) -> None:
+        """A rank that has left is lost for whatever it did not take part in before."""
+        place = self.place()
+        counted = "sections" if place.watched else "sequence"
+        for rank, event in self._departures.items():
+            missed = not place.waiting or event[counted] < getattr(place, counted)
+            if self.loss is None and event["generation"] == place.generation and missed:
+                last = f"; before that it was in {event['last']}" if event["last"] else ""
+                self.loss = f"rank {rank} left the group after {event['sequence']} collectives ({event['site']}){last}"
+
+    def _on_gave_up(self, event: dict[str, Any]) -> None:
+        if self.loss is None and event["generation"] == self.place().generation:
+            self.loss = event["because"] or f"rank {event['rank']} gave up waiting in {event['call']}"
+
+    def _on_mistake(self, event: dict[str, Any]) -> None:
+        if event["generation"] == self.place().generation:
+            self.loss, self.mistake = event["text"], True
+
+    def _on_stack_wanted(self, event: dict[str, Any]) -> None:
+        if event["of"] == self.rank:
+            frames = user_frames(sys._current_frames().get(self._main_thread))
+            self._store.set(event["key"], json.dumps(frames))
+
+    # -- watching the others while waiting ------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Reads the notes of the others now, for a report that cannot wait for the next look."""
+        with self._lock:
+            try:
+                self._sample()
+            except RuntimeError as error:
+                self.store_trouble = str(error).splitlines()[0]
+
+    def _sample(self) -> None:
+        keys = [f"beacon/{other}" for other in self.peers]
+        present = [key for key in keys if self._store.check([key])]
+        for key, data in zip(present, self._store.multi_get(present) if present else [], strict=True):
+            self.peers[int(key.rpartition("/")[2])].hear(json.loads(data.decode()))
+
+    def _ask_for_stacks(self) -> None:
+        for other, peer in self.peers.items():
+            if not self._is_with_us(peer):
+                self._ask_for_stack(other, peer)
+
+    @property
+    def _silent_after(self) -> float:
+        return min(5.0, max(2.5, self.hang_warning / 2))
+
+    def _is_with_us(self, peer: PeerStatus) -> bool:
+        place, note = self.place(), peer.note
+        compared = ("generation", "sequence", "watched", *(("syncs", "operation") if place.watched else ()))
+        same = all(note.get(name) == getattr(place, name) for name in compared)
+        return bool(note.get("waiting")) and same and peer.silent < self._silent_after
+
+    def _ask_for_stack(self, other: int, peer: PeerStatus) -> None:
+        if peer.stack_asked < self.place().since or time.monotonic() - peer.stack_asked > 30:
+            if peer.stack_asked < self.place().since:
+                peer.stack = []  # of another wait
+            peer.stack_asked = time.monotonic()
+            number = self._store.add("events", 1)
+            peer.stack_key = f"stack/{number}"
+            event = {"kind": "stack_wanted", "rank": self.rank, "of": other, "key": peer.stack_key}
+            self._store.set(f"event/{number}", json.dumps(event))
+            self._store.add(ALARM_KEY, 1)
+        elif self._store.check([peer.stack_key]):
+            peer.stack = json.loads(self._store.get(peer.stack_key).decode())
+        elif time.monotonic() - peer.stack_asked > 1.5 and peer.note.get("host") == self._identity["host"]:
+            peer.stack = read_stack_by_signal(peer.note)
+
+    # -- the report -----------------------------------------------------------------------------------------------
+
+    def is_lowest_waiting(self) -> bool:
+        """Whether no lower rank waits in the same call: only one process prints the table."""
+        return not any(self._is_with_us(peer) for other, peer in self.peers.items() if other < self.rank)
+
+    def missing(self) -> list[int]:
+        """The ranks that are not in the call that this rank waits in."""
+        return [other for other, peer in self.peers.items() if not self._is_with_us(peer)]
+
+    def gone(self) -> str:
+        """The ranks on this host whose processes have ended, in words; after a look at the notes."""
+        self.refresh()
+        here = [(other, peer.note) for other, peer in self.peers.items() if peer.note.get("host") == self._identity["host"]]
+        ended = [str(other) for other, note in here if process_state(note) is not None]
+        return f"rank {', '.join(ended)}" if ended else "another rank"
+
+    def all_missing_silent(self, seconds: float) -> bool:
+        """Whether every rank that we wait for has shown no sign of life for so long (stopped, or its interpreter held)."""
+        missing = self.missing()
+        return bool(missing) and all(self.peers[other].silent > seconds for other in missing)
+
+    def table(self) -> str:
+        """Where every rank is, one line each, with the stacks that could be had."""
+        rows: list[tuple[int, str, str, list[str]]] = [(self.rank, str(self._identity["host"]), describe_position(self.note()), [])]
+        rows += [
+            (other, str(peer.note.get("host", "?")), self._peer_state(peer), self._peer_stack(peer)) for other, peer in self.peers.items()
+        ]
+        lines = []
+        for rank, host, state, stack in sorted(rows):
+            lines.append(f"  rank {rank} (host {host}): {state}")
+            lines.extend(f"      {line}" for line in stack)
+        if self.store_trouble:
+            lines.append(f"  The rendezvous store does not answer ({self.store_trouble}), so this may be out of date.")
+        return "\n".join(lines)
+
+    def _peer_state(self, peer: PeerStatus) -> str:
+        note = peer.note
+        for last in (self._completed, self.place()):
+            if last.operation and not last.waiting and last.is_after(note):
+                note = {**note, **last.note()}  # its note is older than what it took part in
+        state = describe_position(note)
+        if not peer.note or self._is_with_us(peer):
+            return state
+        condition = process_state(peer.note) if peer.note.get("host") == self._identity["host"] else None
+        if peer.silent < self._silent_after:
+            return f"{condition}; before that {state}" if condition else state
+        return f"no sign of life for {peer.silent:.0f} s ({condition or 'its interpreter does not answer'}); before that {state}"
+
+    def _peer_stack(self, peer: PeerStatus) -> list[str]:
+        waits = peer.note.get("waiting") and peer.silent < self._silent_after
+        return [] if waits or peer.stack_asked < self.place().since else peer.stack

@@ -1,0 +1,509 @@
+"""`PartialState` and `AcceleratorState`: views of the one runtime of this process, each with settings of its own.
+
+Any number of them may exist; they see the same rank, world and group, and none changes another's precision, limits or device. Creating
+one opens the process group if there are several processes; after `destroy_process_group()` the next call that needs the group opens a new
+one. The methods that split inputs between processes and restore the order of the results are here too.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import CodeType
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+
+from slipstream.config import Config, for_worker
+from slipstream.config.resolved_config import Choice
+from slipstream.config.schema import Compute
+from slipstream.config.sources import environment
+from slipstream.devices import rng
+from slipstream.devices.table import DistributedType, best_family, device_for, set_device
+from slipstream.distributed import collectives, collectives as gathering
+from slipstream.distributed.barriers import barrier_before_close, run_first, run_only_if, wait_for_everyone
+from slipstream.distributed.call_site import call_site, calling_code
+from slipstream.distributed.collectives import ResultOrder, check_agreement, gather_with_gradient
+from slipstream.distributed.current import current, current_or_none, reset_keeping_store
+from slipstream.distributed.guard import Channel, Limits
+from slipstream.distributed.process_group import GroupSettings, Runtime, torch_group_is_open
+from slipstream.distributed.split import SplitPart, count_per_rank, count_with_padding, restore_order, split
+from slipstream.distributed.work_queue.setup import WorkOptions, WorkTeam, open_work_queue, parse_balance
+from slipstream.errors import ConfigError
+
+__all__ = ["AcceleratorState", "InputSplitMixin", "PartialState", "is_initialized", "result_order_of"]
+
+
+def result_order_of(part: SplitPart | None) -> ResultOrder | None:
+    """How to arrange one result per item of the part that was split last; None where the order of the ranks is right as it is.
+
+    It applies only to results whose count on every rank is the count of items that the rank was given.
+
+    >>> from slipstream.distributed.split import split
+    >>> arrange = result_order_of(split(["a", "b", "c"], 0, 2, apply_padding=True))
+    >>> arrange.order([2, 2]), arrange.order([1, 1])
+    ([0, 1, 2], None)
+    """
+    return _SplitResultOrder(part) if part is not None and (part.dealt or part.apply_padding) else None
+
+
+@dataclass(frozen=True)
+class _SplitResultOrder:
+    part: SplitPart
+    leaf_by_leaf: bool = False
+    ranks: None = None
+
+    @property
+    def total(self) -> int:
+        return self.part.total if self.part.used_up else -1
+
+    def order(self, counts: Sequence[int]) -> list[int] | None:
+        part = self.part
+        if list(counts) != count_with_padding(part.total, part.world_size, part.apply_padding):
+            return None
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+        real = [list(range(start, start + count)) for start, count in zip(starts, count_per_rank(part.total, part.world_size), strict=True)]
+        order: list[int] = restore_order(real, part.dealt)
+        return order
+
+
+class InputSplitMixin:
+    """What a state object knows of the part that it handed out last."""
+
+    _runtime: Runtime
+    _limits: Limits
+    _part: ResultOrder | None = None
+    _part_of: CodeType | None = None
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process."""
+        raise NotImplementedError
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        raise NotImplementedError
+
+    def _channel(self) -> Channel:
+        raise NotImplementedError
+
+    @contextmanager
+    def split_between_processes(
+        self,
+        inputs: Any,
+        apply_padding: bool = False,
+        *,
+        balance: Literal["static", "dynamic"] = "static",
+        batch_size: int | None = None,
+        key: Callable[[Any], float] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+    ) -> Iterator[Any]:
+        """This process's part of a list, tuple, dict, tensor, array, range, dataset or iterable.
+
+        With `apply_padding` every process gets the same count, the last item repeated; a `gather` of one result per item drops
+        the repeated ones again, and gives the results of a dealt-out iterable in the order of the input.
+
+        With `balance="dynamic"` the block gets a `Work`: a loop over items (or lists of up to `batch_size` items) that are handed out as
+        processes become free; see `distributed/work_queue/work.py`. `key` says what an item costs, `checkpoint` names the file of results.
+        """
+        options = WorkOptions(batch_size=batch_size, key=key, checkpoint=checkpoint, progress=progress)
+        way = parse_balance(balance, apply_padding, options)
+        if way is None:
+            part = split(inputs, self.process_index, self.num_processes, apply_padding)
+            self._part, self._part_of = result_order_of(part), calling_code()
+            yield part.value
+            return
+        with open_work_queue(self._team("split_between_processes"), inputs, way) as work:
+            self._part, self._part_of = work, calling_code()
+            yield work
+
+    def map_across_processes(
+        self,
+        function: Callable[[Any], Any],
+        inputs: Any,
+        batch_size: int | None = None,
+        order: bool = True,
+        key: Callable[[Any], float] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+    ) -> list[Any]:
+        """The results of a function for all inputs, on every process; items are handed out as processes become free.
+
+        `function` gets one item, or with `batch_size` a list of up to so many, for which it gives a list of as many results. The results
+        are in the order of the input; with `order=False`, as they were finished. See `distributed/work_queue/work.py`.
+
+        >>> from slipstream.distributed.state import PartialState
+        >>> PartialState().map_across_processes(len, ["a", "bb", "ccc"], key=len)
+        [1, 2, 3]
+        """
+        options = WorkOptions(batch_size=batch_size, key=key, checkpoint=checkpoint, progress=progress)
+        with open_work_queue(self._team("map_across_processes"), inputs, options) as work:
+            for item in work:
+                work.done(function(item))
+        return work.results(order)
+
+    def _team(self, operation: str) -> WorkTeam:
+        return WorkTeam(self._channel(), self._limits, lambda: self._runtime.store, operation)
+
+    def _arrangement(self, *, anywhere: bool = False) -> ResultOrder | None:
+        """For results of the part that was split last; of plain gathers only those in the function that split it."""
+        return self._part if anywhere or calling_code() is self._part_of else None
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_initialized() -> bool:
+    """Whether this process has a runtime already.
+
+    >>> state = PartialState()
+    >>> is_initialized()
+    True
+    """
+    return current_or_none() is not None
+
+
+class PartialState(InputSplitMixin):
+    """Which process this is, on which device, and how it talks to the others.
+
+    Keyword arguments: `timeout` (timedelta or seconds), `backend` and `init_method` for the process group, and the safety
+    options `debug`, `hang_warning` and `barrier_timeout`.
+
+    >>> state = PartialState()
+    >>> state.num_processes, state.is_main_process, state.gather(["a"])
+    (1, True, ['a'])
+    """
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self._arguments = {"cpu": cpu, **kwargs}
+        backend, init_method = kwargs.pop("backend", None), kwargs.pop("init_method", None)
+        self._config: Config = for_worker(_constructor_values(cpu, kwargs), caller=type(self).__name__)
+        safety = self._config.safety
+        self._limits = Limits(safety.timeout, safety.barrier_timeout, safety.hang_warning)
+        self._runtime = current()
+        self.debug: bool = safety.debug
+        self.fork_launched: bool = environment().get("FORK_LAUNCHED") == "1"
+        self._family = best_family(self._config.device.cpu, distributed=self._runtime.process.world_size > 1)
+        self.device: torch.device = device_for(self._family, self._runtime.process.local_rank)
+        self._settings = _group_settings(backend, init_method, self._family.backend, self._runtime.settings)
+        self._part: ResultOrder | None = None
+        self._part_of: CodeType | None = None
+        self._triggered = False
+        self.set_device()
+        if self._runtime.child_of is None:
+            self._channel()
+
+    def _channel(self) -> Channel:
+        return self._runtime.channel(self._limits, self._settings)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, local {self.local_process_index}, "
+            f"device {self.device}, {self.distributed_type.value}, backend {self.backend})"
+        )
+
+    def __reduce__(self) -> Any:
+        """What was pickled is read back as a state of the process that reads it, with the settings of this one."""
+        return _unpickle_state, (type(self), self._arguments)
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Closes the process group and forgets who this process is: the next state reads the environment again. For tests."""
+        reset_keeping_store(f"_reset_state at {call_site()}")
+
+    # -- who this is ----------------------------------------------------------------------------------------------
+
+    @property
+    def initialized(self) -> bool:
+        """True: a state object exists."""
+        return True
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes this job has, on all machines."""
+        return self._runtime.process.world_size
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process among all."""
+        return self._runtime.process.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its machine."""
+        return self._runtime.process.local_rank
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._runtime.process.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its machine."""
+        return self._runtime.process.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return self._runtime.process.is_last
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What kind of several processes these are: `NO` for one."""
+        return DistributedType(self._family.multi) if self.use_distributed else DistributedType.NO
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the process group; None for one process."""
+        return self._settings.backend if self.use_distributed else None
+
+    @property
+    def default_device(self) -> torch.device:
+        """The best device of this machine, whatever this object was told to use."""
+        return device_for(best_family(), self.local_process_index)
+
+    def set_device(self) -> None:
+        """Makes `device` the current one of its kind in torch."""
+        if self.device.type == self._family.type:
+            set_device(self.device)
+
+    # -- taking turns (distributed/barriers.py) --------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Returns when every process has called it; with `debug`, also checks that registered replicas agree."""
+        wait_for_everyone(self._channel(), self._limits)
+        if self.debug:
+            for name, values in self._runtime.replicas.items():
+                check_agreement(self._channel(), self._limits, name, values())
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """The main process runs the block before the others do."""
+        return run_first(self._channel(), self._limits, self.is_main_process, "main_process_first")
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The first process of each machine runs the block before the others do."""
+        return run_first(self._channel(), self._limits, self.is_local_main_process, "local_main_process_first")
+
+    def on_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on the main process only; elsewhere it gives None."""
+        return run_only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on the first process of each machine only."""
+        return run_only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on the last process only."""
+        return run_only_if(self.is_last_process, function)
+
+    def on_process(self, function: Callable[P, R] | None = None, process_index: int | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on one process only (0 if none is named)."""
+        return run_only_if(self.process_index == (process_index or 0), function)
+
+    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int | None = None) -> Callable[..., Any]:
+        """Decorator: the function runs on one process of each machine only (0 if none is named)."""
+        return run_only_if(self.local_process_index == (local_process_index or 0), function)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints once for each machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def set_trigger(self) -> None:
+        """Raises a flag on this process; `check_trigger` sees it on all."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised its flag since the last check; all processes have to call it, and it lowers the flags."""
+        raised = collectives.reduce(self._channel(), self._limits, int(self._triggered), "max", operation="check_trigger")
+        if raised:
+            self._triggered = False
+        return bool(raised)
+
+    # -- collectives (comm/) --------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any, dst: int | None = None, with_gradient: bool = False) -> Any:
+        """The data of all processes, joined in the order of the ranks; with `dst`, only there; see `distributed/collectives.py`.
+
+        A list is joined entry by entry (texts, records); one that has tensors among its entries, or holds nothing but tensors, is
+        structure, as dicts and tuples are: its tensors are joined along the first dimension. `gather_object` joins lists of anything.
+        """
+        if with_gradient:
+            if dst is not None:
+                raise ValueError(f"gather(with_gradient=True, dst={dst}): every process has a gradient to give, so leave out dst")
+            return gather_with_gradient(self._channel(), self._limits, tensor)
+        return gathering.gather(self._channel(), self._limits, tensor, dst=dst, arrange=self._arrangement())
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, arrange: ResultOrder | None = None) -> Any:
+        """As `gather`, without what only padded a part; `use_gather_object` concatenates lists of any objects, tensors included.
+
+        `arrange` says how the data was dealt out, where that was not `split_between_processes`.
+        """
+        arrange = arrange or self._arrangement(anywhere=True)
+        if use_gather_object:
+            return self._gather_objects(input_data, None, arrange)
+        return gathering.gather(self._channel(), self._limits, input_data, arrange=arrange, operation="gather_for_metrics")
+
+    def gather_object(self, object: Any, dst: int | None = None) -> Any:
+        """The objects of all processes as one list, lists and tuples concatenated; with `dst`, only there."""
+        return self._gather_objects(object, dst, self._arrangement())
+
+    def _gather_objects(self, value: Any, dst: int | None, arrange: ResultOrder | None) -> Any:
+        flat = isinstance(value, (list, tuple))
+        return gathering.gather_objects(self._channel(), self._limits, value, dst=dst, arrange=arrange, flat=flat)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors, arrays or numbers combined over the processes: sum, mean, max or min; see `distributed/collectives.py`."""
+        return collectives.reduce(self._channel(), self._limits, tensor, reduction, scale)
+
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """The data of one process on all of them; all pass the same structure, types and shapes."""
+        return collectives.broadcast(self._channel(), self._limits, tensor, from_process)
+
+    def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
+        """The list of one process on all of them, written into the list that was passed."""
+        object_list[:] = collectives.broadcast_objects(self._channel(), self._limits, object_list, from_process)
+        return object_list
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors padded along `dim` to the largest size over the processes."""
+        return collectives.pad(self._channel(), self._limits, tensor, dim, pad_index, pad_first)
+
+    def verify_replicas(self, **values: Any) -> None:
+        """Raises on every process unless the named values (modules, tensors, plain data) are the same on all of them.
+
+        >>> PartialState().verify_replicas(model=torch.nn.Linear(2, 2), step=3)
+        """
+        for name, value in values.items():
+            check_agreement(self._channel(), self._limits, name, _named_values(value))
+
+    def verify_random_states(self, *kinds: str) -> None:
+        """Raises on every process unless the random states ("python", "numpy", "torch", ...; all if none is named) are the same.
+
+        >>> PartialState().verify_random_states("torch")
+        """
+        states = {kind: rng.fingerprint([kind]) for kind in kinds or rng.default_kinds()}
+        check_agreement(self._channel(), self._limits, "random states", states)
+
+    def expect_equal(self, name: str, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Names values that `wait_for_everyone` compares between the processes in debug mode."""
+        self._runtime.replicas[name] = values
+
+    # -- the process group (distributed/process_group.py) ---------------------------------------------------------------------
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Closes the process group (or only `group`, one of the user's); the next call that needs it opens a fresh one."""
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
+            return
+        if self.use_distributed and self._runtime.is_open:
+            barrier_before_close(self._channel(), self._limits)
+            self._runtime.close(f"destroy_process_group at {call_site()}")
+        elif torch_group_is_open():
+            torch.distributed.destroy_process_group()
+
+
+class AcceleratorState(PartialState):
+    """`PartialState` with the precision that was asked for.
+
+    >>> AcceleratorState(mixed_precision="bf16").mixed_precision, AcceleratorState().mixed_precision
+    ('bf16', 'no')
+    """
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        if mixed_precision is not None:
+            kwargs["mixed_precision"] = str(getattr(mixed_precision, "value", mixed_precision)).lower()
+        super().__init__(cpu, **kwargs)
+        self.dynamo_plugin: Any = None
+        """How prepared models are compiled (a TorchDynamoPlugin), on the state of an Accelerator that compiles; else None."""
+
+    # What scripts ask to find out which engine is in use: none of these is in this version.
+    deepspeed_plugin = deepspeed_plugins = fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = parallelism_config = device_mesh = None
+    is_fsdp2 = False
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Nothing to do for this class, whose objects share nothing; with `reset_partial_state` that of `PartialState`. For tests."""
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of this object: no, fp16, bf16 or fp8."""
+        return self._config.compute.mixed_precision
+
+    @property
+    def compute(self) -> Compute:
+        """What this object was told about computing: precision, accumulation, compilation."""
+        return self._config.compute
+
+    @property
+    def options(self) -> dict[str, Choice]:
+        """Every option with its value and where that came from."""
+        return self._config.choices()
+
+    @property
+    def runtime(self) -> Runtime:
+        """What all state objects of this process share."""
+        return self._runtime
+
+    @property
+    def limits(self) -> Limits:
+        """How long calls of this object wait."""
+        return self._limits
+
+    def channel(self) -> Channel:
+        """The way to the other processes; opens the group if it is not open."""
+        return self._channel()
+
+
+_CONSTRUCTOR_OPTIONS = ("debug", "timeout", "barrier_timeout", "hang_warning", "mixed_precision", "gradient_accumulation_steps")
+
+
+def _unpickle_state(kind: type[PartialState], arguments: dict[str, Any]) -> PartialState:
+    return kind(**arguments)
+
+
+def _constructor_values(cpu: bool, kwargs: dict[str, Any]) -> dict[str, object]:
+    unknown = sorted(set(kwargs) - set(_CONSTRUCTOR_OPTIONS))
+    if unknown:
+        known = ", ".join(("cpu", "backend", "init_method", *_CONSTRUCTOR_OPTIONS))
+        raise TypeError(f"unknown argument {', '.join(unknown)}: a state takes {known}")
+    values: dict[str, object] = {name: value for name, value in kwargs.items() if value is not None}
+    values = {name: value.total_seconds() if isinstance(value, timedelta) else value for name, value in values.items()}
+    if cpu:
+        values["cpu"] = True
+    return values
+
+
+def _group_settings(backend: str | None, init_method: str | None, usual: str, present: GroupSettings | None) -> GroupSettings:
+    """What this object wants of torch's default group; an error where that cannot be had."""
+    known = torch.distributed.Backend.backend_list
+    if backend is not None and not {part.rpartition(":")[2] for part in backend.split(",")} <= set(known):
+        raise ConfigError(f"backend={backend!r} is not one that torch.distributed has here: write one of {', '.join(known)}")
+    if init_method is not None and "://" not in init_method:
+        raise ConfigError(f"init_method={init_method!r} is not an address: write something like tcp://host:port or file:///path")
+    if backend is not None and present is not None and present.backend != backend:
+        raise ConfigError(
+            f"backend={backend!r} was asked for, but the process group is open with {present.backend!r}: call destroy_process_group() first"
+        )
+    return GroupSettings(backend or usual, init_method)
+
+
+def _named_values(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, torch.nn.Module):
+        return {name: tensor.cpu() for name, tensor in value.state_dict().items()}
+    return value if isinstance(value, Mapping) else {"value": value}

@@ -1,0 +1,419 @@
+"""The loop over a work queue: items are claimed as a process becomes free, and results come back in the order of the input.
+
+    with state.split_between_processes(prompts, balance="dynamic", key=len) as work:
+        for prompt in work:
+            work.done(generate(prompt))
+    texts = work.results()
+
+The loop yields one item, or with `batch_size=n` a list of up to n items; `done` takes the result, or a list of as many results. An
+iteration without `done` counts as finished, without a result. Every item goes to one process and, if that process dies, leaves the loop
+early or falls silent, to another. The loop ends on every process when all items are finished; `results()` is the same on every process.
+If a process fails, all raise, and name the item. Nothing here is a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slipstream.distributed import codec, progress_bar as bars
+from slipstream.distributed.progress_bar import HiddenProgressBar
+from slipstream.distributed.work_queue.items import ClaimSize, WorkItems, WorkUnits
+from slipstream.distributed.work_queue.journal import JournalWriter, NullJournal
+from slipstream.distributed.work_queue.queue import PoisonItem, UnitReport, WorkQueue
+from slipstream.errors import PeerLostError, StateError
+
+__all__ = ["FinishedItems", "Work", "WorkProgress", "add_article", "add_remark", "make_work_bar"]
+
+
+class WorkProgress(Protocol):
+    """What shows how far the work is."""
+
+    def close(self) -> None:
+        """The work is over, or has failed."""
+
+
+def make_work_bar(progress: bool | None, *, is_main: bool, finished: Callable[[], int], total: int, before: int) -> WorkProgress:
+    """The bar that was asked for: `progress` None is one where there is a terminal to show it on."""
+    shown = bars.bar(total, "", "item", is_main=is_main, wanted=progress, initial=before)
+    if type(shown) is bars.HiddenProgressBar:
+        return shown
+
+    def move() -> None:
+        try:
+            shown.to(min(total, before + finished()))
+        except RuntimeError:  # the store is gone, which the work itself will tell
+            return
+
+    both = ExitStack()
+    both.enter_context(shown)
+    both.enter_context(bars.call_periodically(move))
+    return both
+
+
+_NOTHING: Any = object()
+_LOOPS = {"split_between_processes": 'the loop over split_between_processes(balance="dynamic")'}
+"""What the work is called where its items are worked on."""
+_MAX_PAUSE = 0.02
+_PEER_CHECK_SECONDS = 0.25
+"""Seconds between two looks for processes that are gone, while there is nothing left to claim."""
+
+
+@dataclass
+class FinishedItems:
+    """What is known of finished items: results by position, who reported them, and in which order."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    authors: dict[int, int] = field(default_factory=dict)
+    """By position, the rank whose report counts; not of items that an earlier run has finished."""
+    order: list[int] = field(default_factory=list)
+    """Positions as they were finished, those of an earlier run first."""
+    units: set[int] = field(default_factory=set)
+
+
+class Work:
+    """The items of this process, one after the other; see above. Made by `split_between_processes(balance="dynamic")`."""
+
+    def __init__(
+        self,
+        items: WorkItems,
+        units: WorkUnits,
+        queue: WorkQueue,
+        *,
+        batches: bool,
+        operation: str,
+        journal: JournalWriter | None = None,
+        bar: WorkProgress | None = None,
+        earlier: dict[int, Any] | None = None,
+        advice: str = "",
+        busy: Callable[[str], object] = str,
+    ) -> None:
+        self._items, self._units, self._queue = items, units, queue
+        self._batches, self._operation, self._advice = batches, operation, advice
+        self._journal, self._bar = journal or NullJournal(), bar or HiddenProgressBar()
+        self._busy = busy
+        """Told what this process is inside of, in which no collective may be called; empty at the end."""
+        self._keeps = journal is not None
+        self._settled = FinishedItems(dict(earlier or {}), order=sorted(earlier or {}))
+        self._pace = ClaimSize(queue.world_size)
+        self._began = time.monotonic()
+        self._unit: int | None = None
+        self._positions: Sequence[int] = ()
+        self._marks: list[str | None] = []
+        self._result: Any = _NOTHING
+        self._reports: list[UnitReport] = []
+        """Those of all processes, as far as they are known; whose results are read at the end."""
+        self._finished: dict[int, Any] = {}
+        """Units that are not reported yet, with their results."""
+        self._finished_items = 0
+        self._left = len(units)
+        self._inherits = False
+        """Whether the last unit came from a process that is gone."""
+        self._state = "new"
+        """new · open (the loop runs) · complete · ended (before that)"""
+
+    def __len__(self) -> int:
+        """How many items there are for all processes together, those of an interrupted run included."""
+        return len(self._items)
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._state != "new":
+            raise StateError(f"{self._operation} hands every item out once: its loop has been begun already. Split the inputs again.")
+        self._state = "open"
+        self._busy(_LOOPS.get(self._operation, self._operation))
+        try:
+            yield from self._turns()
+        finally:
+            self._busy("")
+        self._settle()
+        self._state = "complete"
+
+    def _turns(self) -> Iterator[Any]:
+        while units := self._claim():
+            began = time.monotonic()
+            for unit in units:
+                yield self._hand_out(unit)
+                self._finish()
+                if time.monotonic() - began > self._pace.MOST:  # more work than was expected: the others need not wait for all of it
+                    self._report()
+            self._pace.took(len(units), time.monotonic() - began)
+            self._report()
+
+    @property
+    def indices(self) -> list[int]:
+        """Where in the input the item, or the items of the batch, come from that the loop is working on."""
+        return list(self._positions)
+
+    def done(self, result: Any) -> None:
+        """The result of what the loop is working on: of the item, or a list with one result for each item of the batch."""
+        if self._unit is None:
+            raise StateError("done(...) tells the result of an item that was handed out: call it inside of the loop over the work")
+        if self._result is not _NOTHING:
+            raise StateError(f"done(...) was called twice for {self._where()}; give all of its result in one call")
+        results = self._checked(result) if self._batches else [result]
+        if self._keeps:
+            for position, mark, one in zip(self._positions, self._marks, results, strict=True):
+                self._journal.add(position, mark, one)
+        self._result = results
+
+    def _checked(self, result: Any) -> list[Any]:
+        count = len(self.indices)
+        if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
+            given = add_article(type(result).__name__)
+            raise TypeError(f"a batch of {count} items needs a list of {count} results, but {self._where()} gave {given}")
+        if len(result) != count:
+            raise ValueError(f"a batch of {count} items needs {count} results, but {self._where()} gave {len(result)}")
+        return list(result)
+
+    def _where(self, positions: Sequence[int] = ()) -> str:
+        positions = positions or self.indices
+        return f"item {positions[0]}" if len(positions) == 1 else f"the batch of items {', '.join(map(str, positions))}"
+
+    def _hand_out(self, unit: int) -> Any:
+        self._unit, self._result = unit, _NOTHING
+        self._positions = positions = self._units[unit]
+        item = self._items.several(positions) if self._batches else self._items[positions[0]]
+        if self._keeps:
+            self._marks = [self._journal.mark(one) for one in (item if self._batches else [item])]
+        return item
+
+    def _finish(self) -> None:
+        if self._keeps and self._result is _NOTHING:
+            raise StateError(f"checkpoint= keeps results, but none was told for {self._where()}: call work.done(result) in the loop")
+        assert self._unit is not None
+        self._finished[self._unit] = None if self._result is _NOTHING else self._result
+        self._finished_items += len(self._positions)
+        self._unit, self._positions, self._result = None, (), _NOTHING
+
+    def _report(self) -> None:
+        finished, items = self._finished, self._finished_items
+        self._finished, self._finished_items = {}, 0
+        if finished:
+            self._queue.report(list(finished), self._encoded(finished), items)
+
+    def _encoded(self, finished: dict[int, Any]) -> bytes:
+        try:
+            return codec.encode(list(finished.values()))
+        except Exception as error:  # whatever a foreign class raises when it is pickled
+            for unit, results in finished.items():
+                _try_to_send(results, self._units[unit], error)
+            raise
+
+    # -- claiming -------------------------------------------------------------------------------------------------
+
+    def _claim(self) -> Sequence[int]:
+        """The next units of this process; none when all of all processes are finished."""
+        if self._left:
+            wanted = self._pace.wanted(self._left, time.monotonic() - self._began)
+            asked = time.monotonic()
+            start = self._queue.take(wanted)
+            self._pace.waited(time.monotonic() - asked)
+            units = range(start, min(start + wanted, len(self._units)))
+            self._left = max(0, len(self._units) - start - wanted)
+            if units:
+                self._queue.hold(units)
+                return units
+            self._queue.hold([])
+        self.stop_if_another_failed()
+        return self._last_ones()
+
+    def _last_ones(self) -> Sequence[int]:
+        """Waits until everything is finished, or something comes back from a process that is gone."""
+        pause, look = 0.0005, time.monotonic() + (0.0 if self._inherits else _PEER_CHECK_SECONDS)
+        self._queue.hold([])
+        self._queue.take(0)  # what was reported last is counted
+        while len(self._settled.units) < len(self._units):
+            if self._queue.finished_items() >= self._units.items:
+                self._absorb()
+                continue
+            if time.monotonic() >= look:
+                look = time.monotonic() + _PEER_CHECK_SECONDS
+                self.stop_if_another_failed()
+                unit = self._take_over()
+                if unit is not None:
+                    self._queue.hold([unit])
+                    return [unit]
+            time.sleep(pause)
+            pause = min(pause * 1.5, _MAX_PAUSE)
+        return ()
+
+    def _take_over(self) -> int | None:
+        """A unit that nobody works on any more; where there was one there may be another, so the next look comes at once."""
+        try:
+            unit = self._queue.take_over(self._unfinished)
+        except PoisonItem as deadly:
+            what = self._where(self._units[deadly.unit])
+            self._queue.fail(f"{what} may be what ends processes: two have died with it, the second: {deadly.end}")
+            self.stop_if_another_failed()
+            raise AssertionError("a failure was told, and is not there") from None
+        self._inherits = unit is not None
+        return unit
+
+    def _unfinished(self) -> list[int]:
+        self._absorb()
+        return [unit for unit in range(len(self._units)) if unit not in self._settled.units]
+
+    def _absorb(self) -> None:
+        """Takes in which units have been reported since the last time."""
+        fresh = self._queue.reports()
+        self._reports += fresh
+        self._settled.units.update(unit for report in fresh for unit in report.units)
+
+    def _settle(self) -> None:
+        """Takes in all results; the first report of a unit counts."""
+        settled, known = self._settled, set[int]()
+        for report, body in zip(self._reports, self._queue.bodies(self._reports), strict=True):
+            for unit, results in zip(report.units, codec.decode(body), strict=True):
+                if unit in known:
+                    continue
+                known.add(unit)
+                positions = self._units[unit]
+                settled.order += positions
+                settled.authors.update(dict.fromkeys(positions, report.rank))
+                if results is not None:
+                    settled.results.update(zip(positions, results, strict=True))
+        self._reports = []
+
+    def stop_if_another_failed(self) -> None:
+        """Raises if another process has failed, which ends the work for all."""
+        reason = self._queue.failure()
+        if reason is not None:
+            self._state = "ended"
+            raise PeerLostError(f"{self._operation} cannot complete on rank {self._queue.rank}: {reason}.{self._told_advice()}")
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """This process stops in the middle: the others hear why, and the error gets a note of where it was."""
+        if self._state == "ended":
+            return
+        self._state = "ended"
+        where = f" at {self._where()}" if self._unit is not None else ""
+        first = (str(error).strip().splitlines() or [""])[0]
+        told = f"{type(error).__name__}: {first}" if first else type(error).__name__
+        with contextlib.suppress(PeerLostError):  # the store is gone: the error on its way says more
+            self._queue.fail(f"rank {self._queue.rank} failed{where}: {told}")
+        if where:
+            add_remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._told_advice()}")
+
+    def _told_advice(self) -> str:
+        return " Something has removed files of the checkpoint, so what was finished may be lost." if self._journal.lost else self._advice
+
+    def close(self) -> None:
+        """The end of the block: this process takes no further part."""
+        complete, failed = self._state == "complete", self._state == "ended"
+        self._busy("")
+        try:
+            if not complete and not failed:
+                with contextlib.suppress(PeerLostError):  # the store is gone: nobody waits for what this process has finished
+                    self._hand_back()
+            self._bar.close()
+            self._journal.close()
+        finally:
+            deserted = self._queue.leave(early=not complete)
+        if complete:
+            self._queue.forget()
+            return
+        self._state = "ended"
+        if deserted and not failed:
+            with contextlib.suppress(PeerLostError):
+                self._say_what_is_left()
+
+    def _hand_back(self) -> None:
+        """What this process has finished counts, also where it leaves in the middle."""
+        if self._result is not _NOTHING:
+            self._finish()
+        self._report()
+        self._queue.take(0)
+
+    def _say_what_is_left(self) -> None:
+        left = self._units.items - self._queue.finished_items()
+        if left > 0 and self._queue.failure() is None:
+            why = "every process left the loop before its end, or never began it"
+            print(f"slipstream: {self._operation}: nobody has worked on {left} of {len(self)} items: {why}.", file=sys.stderr, flush=True)
+
+    @property
+    def settled(self) -> FinishedItems:
+        """What is known of finished items."""
+        return self._settled
+
+    @property
+    def gone(self) -> dict[int, str]:
+        """The processes that died or left during the work, and how, as far as this one has found out."""
+        return self._queue.gone()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every item is finished and this process knows it."""
+        return self._state == "complete"
+
+    def results(self, order: bool = True) -> list[Any]:
+        """One result for each item, on every process: in the order of the input, or with `order=False` as they were finished."""
+        if not self.complete:
+            raise StateError(
+                f"the results of {self._operation} are there when all items are finished: let the loop over the work come to its end on "
+                "this process, without break or return"
+            )
+        positions: Sequence[int] = range(len(self)) if order else self._settled.order
+        results = self._settled.results
+        missing = [position for position in positions if position not in results]
+        if missing:
+            many = f"item {missing[0]} ({len(missing)} of {len(self)})"
+            raise StateError(f"no result was told for {many}: call work.done(result) in the loop")
+        return [results[position] for position in positions]
+
+    # -- for `gather` ---------------------------------------------------------------------------------------------
+
+    leaf_by_leaf = False
+    ranks = None
+
+    @property
+    def total(self) -> int:
+        """How many items were handed out; -1 while that is not over."""
+        return self._units.items if self.complete else -1
+
+    def order(self, counts: Sequence[int]) -> list[int] | None:
+        """See `distributed/collectives.py`: the order of the input, for lists with one entry for each item that a process was given."""
+        own: list[list[int]] = [[] for _ in counts]
+        for position in self._settled.order:
+            rank = self._settled.authors.get(position)
+            if rank is not None:
+                own[rank].append(position)
+        if [len(positions) for positions in own] != list(counts):
+            return None
+        given = [position for positions in own for position in positions]
+        return sorted(range(len(given)), key=given.__getitem__)
+
+
+def _try_to_send(results: Any, positions: Sequence[int], error: Exception) -> None:
+    for position, result in zip(positions, results or (), strict=False):
+        try:
+            codec.encode(result)
+        except Exception as cause:
+            raise TypeError(
+                f"the result of item {position}, {add_article(type(result).__name__)}, cannot be sent to the other processes ({cause}): "
+                "give plain data, tensors or arrays"
+            ) from error
+
+
+def add_article(word: str) -> str:
+    """
+    >>> add_article("int"), add_article("str")
+    ('an int', 'a str')
+    """
+    return f"a{'n' * word.lower().startswith(tuple('aeiou'))} {word}"
+
+
+def add_remark(error: BaseException, text: str) -> None:
+    """Adds a line to what is printed of an error."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:  # before Python 3.11
+        print(f"slipstream: {text}", file=sys.stderr, flush=True)

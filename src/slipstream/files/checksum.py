@@ -1,0 +1,190 @@
+"""Checksums of files: XXH3 with 128 bits, as hexadecimal text, of a whole file or of every mebibyte of it.
+
+Checksums find damage at the speed of memory; they are no signature against an attacker. `Digest` takes bytes in pieces and releases the
+interpreter lock for large ones. `BlockChecksums` takes the checksum of each block while a file is written, and `VerifiedBlockFile` reads
+only the blocks that are asked for, each of them once and verified, into memory of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeAlias
+
+import xxhash
+
+from slipstream.errors import CheckpointError
+
+__all__ = ["BLOCK_SIZE", "BlockChecksums", "Bytes", "Digest", "SUM_SIZE", "VerifiedBlockFile", "checksums_name", "digest", "view_bytes"]
+
+
+Bytes: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
+"""What can be written and checksummed without a copy; a memoryview has to be contiguous."""
+
+
+class Digest:
+    """A checksum of bytes that come in pieces; large pieces are taken without the lock of the interpreter.
+
+    >>> running = Digest()
+    >>> running.update(b"slip")
+    >>> running.update(b"stream")
+    >>> running.hexdigest() == digest(b"slipstream")
+    True
+    """
+
+    __slots__ = ("_running",)
+
+    def __init__(self) -> None:
+        self._running = xxhash.xxh3_128()
+
+    def update(self, data: Bytes) -> None:
+        """Take in the next piece."""
+        self._running.update(data)
+
+    def hexdigest(self) -> str:
+        """The checksum of all pieces so far, as 32 hexadecimal digits."""
+        return self._running.hexdigest()
+
+
+def digest(data: Bytes) -> str:
+    """The checksum of these bytes, as 32 hexadecimal digits.
+
+    >>> digest(b"")
+    '99aa06d3014798d86001c324468d497f'
+    """
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def view_bytes(data: Bytes) -> memoryview:
+    """The bytes behind a buffer of any type and shape, without a copy.
+
+    >>> import array
+    >>> len(view_bytes(memoryview(array.array("d", [1.0, 2.0]))))
+    16
+    """
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty one of several dimensions cannot be cast
+
+
+BLOCK_SIZE: Final = 1 << 20
+SUM_SIZE: Final = 16
+"""Bytes of a checksum."""
+
+_PIECE: Final = 8 << 20
+_NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def checksums_name(name: str) -> str:
+    """The name of the file that holds the sums of another.
+
+    >>> checksums_name("model-rank-00001-of-00002.safetensors")
+    'model-rank-00001-of-00002.blocks'
+    """
+    return f"{name.removesuffix('.safetensors')}.blocks"
+
+
+class BlockChecksums:
+    """The sums of what passes through.
+
+    >>> sums = BlockChecksums()
+    >>> sum(map(len, sums.passing([bytes(BLOCK_SIZE - 1), b"ab"]))) - BLOCK_SIZE
+    1
+    >>> sums.taken().hex() == digest(bytes(BLOCK_SIZE - 1) + b"a") + digest(b"b")
+    True
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[bytes] = []
+        self._running = Digest()
+        self._room = BLOCK_SIZE
+
+    def passing(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
+        """The same chunks; once all have passed, `taken` has their sums."""
+        for chunk in chunks:
+            data = view_bytes(chunk)
+            while data:
+                part, data = data[: self._room], data[self._room :]
+                self._running.update(part)
+                self._room -= len(part)
+                if not self._room:
+                    self._end_block()
+            yield chunk
+        if self._room < BLOCK_SIZE:
+            self._end_block()
+
+    def taken(self) -> bytes:
+        """The sums, one after the other."""
+        return b"".join(self._sums)
+
+    def _end_block(self) -> None:
+        self._sums.append(bytes.fromhex(self._running.hexdigest()))
+        self._running, self._room = Digest(), BLOCK_SIZE
+
+
+class VerifiedBlockFile:
+    """An open file of `size` bytes and the sums of its blocks; `where` names it in errors. The descriptor stays the caller's."""
+
+    def __init__(self, fd: int, size: int, sums: Bytes, where: str) -> None:
+        there = os.fstat(fd).st_size
+        if there != size:
+            raise CheckpointError(f"{where} is damaged: it has {there:,} bytes, and it should have {size:,}")
+        self._fd, self.size, self.where = fd, size, where
+        self._sums = view_bytes(sums)
+        self._filled = bytearray(-(-size // BLOCK_SIZE))
+        if len(self._sums) != SUM_SIZE * len(self._filled):
+            raise CheckpointError(f"{where} has {len(self._filled):,} blocks, and there are sums of {len(self._sums) / SUM_SIZE:,g}")
+        self._memory = _reserve_memory(size)
+        self.fetched = 0
+        """Bytes that were read so far."""
+
+    def view(self, start: int, end: int) -> memoryview:
+        """The memory of these bytes, read and compared. It can be written, and lives as long as a view of it."""
+        if not 0 <= start <= end <= self.size:
+            raise CheckpointError(f"{self.where} has {self.size:,} bytes, and {start:,} to {end:,} are asked for")
+        for first, last in self._missing(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
+            self._read(first, last)
+        return self._memory[start:end]
+
+    def memory(self) -> memoryview:
+        """All of its memory: zeros where nothing was read yet."""
+        return self._memory
+
+    def release(self) -> None:
+        """Forgets what was read. Views that are in use keep their memory."""
+        self._filled = bytearray(len(self._filled))
+        self._memory = _reserve_memory(self.size)
+
+    def _missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Runs of blocks from `first` until before `last` that were not read yet, each of a few mebibytes."""
+        block = first
+        while (block := self._filled.find(0, block, last)) >= 0:
+            end = self._filled.find(1, block, last)
+            end = min(last if end < 0 else end, block + _PIECE // BLOCK_SIZE)
+            yield block, end
+            block = end
+
+    def _read(self, first: int, last: int) -> None:
+        start, end = first * BLOCK_SIZE, min(last * BLOCK_SIZE, self.size)
+        piece, place = self._memory[start:end], start
+        while piece:
+            try:
+                got = os.preadv(self._fd, [piece], place)
+            except OSError as error:
+                raise CheckpointError(f"{self.where} cannot be read at byte {place:,}: {error.strerror}.") from error
+            if not got:
+                raise CheckpointError(f"{self.where} ended after {place:,} bytes: it was changed while it was read.")
+            piece, place, self.fetched = piece[got:], place + got, self.fetched + got
+        for block in range(first, last):
+            there = self._memory[block * BLOCK_SIZE : min((block + 1) * BLOCK_SIZE, self.size)]
+            if digest(there) != self._sums[block * SUM_SIZE : (block + 1) * SUM_SIZE].hex():
+                raise CheckpointError(f"{self.where} is damaged: its bytes from {block * BLOCK_SIZE:,} on are not those that were written")
+            self._filled[block] = 1
+
+
+def _reserve_memory(size: int) -> memoryview:
+    """Memory of this size of which only what is used takes room."""
+    if not size:
+        return memoryview(bytearray())
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE))

@@ -1,0 +1,180 @@
+"""The arguments of a pipeline call: the number of rows, what identifies the traced program, and the microbatches.
+
+A tensor whose first dimension is the number of rows is cut along it, unless `resolve_rows` finds that it has no row per sample. Other
+tensors go to every microbatch whole; numbers, strings and None are part of the traced program. All microbatches have the same number of
+rows: the last is padded by repeating its last row, and the padding is dropped from the output.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.distributed import pytree
+from slipstream.errors import ConfigError
+
+__all__ = ["STATIC_TYPES", "PipelineBatch", "pad_rows", "find_pippy_batch_size"]
+
+STATIC_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Values that become part of a traced program."""
+_Build = Callable[[Sequence[torch.Tensor]], Any]
+
+
+def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int | None:
+    """The number of rows in the arguments of a call: the first dimension of the first tensor that has one; None if there is none.
+
+    >>> find_pippy_batch_size((3, torch.ones(8, 2)), {"mask": torch.ones(4)})
+    8
+    """
+    for value in (*args, *(kwargs or {}).values()):
+        for leaf in pytree.flatten(value):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+                return int(leaf.shape[0])
+    return None
+
+
+class PipelineBatch:
+    """The arguments of one call. `cut` is that of an earlier one: for arguments of the same structure it says which tensors are cut; `note`
+    is what else the program depends on.
+
+    >>> batch = PipelineBatch((torch.ones(3, 2),), {"scale": 2.0, "bias": torch.ones(2)})
+    >>> batch.rows, batch.form
+    (3, '((float32(*, 2)), {bias: float32(whole, 2), scale: 2.0})')
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        cut: Mapping[str, tuple[bool, ...]] | None = None,
+        *,
+        note: str = "",
+    ) -> None:
+        self.data = (tuple(args), dict(kwargs or {}))
+        self.leaves: list[Any] = pytree.flatten(self.data)
+        self._note = note
+        structure = pytree.describe_structure(self.data, _describe_leaf)
+        known = (cut or {}).get(structure)
+        self.is_known = known is not None
+        """Whether an earlier call said which tensors are cut; else it was judged by their sizes."""
+        tensors = self.tensors()
+        rows = find_pippy_batch_size(*self.data) if known is None else _rows_of([tensors[index] for index, cut in enumerate(known) if cut])
+        if rows is None:
+            raise ConfigError(
+                "there is no tensor with rows among the arguments of a pipeline: pass at least one tensor with a batch dimension, to "
+                "prepare_pippy as example_args=(tensor,) or example_kwargs, and to every call"
+            )
+        if rows == 0:
+            raise ConfigError("a pipeline was called with a batch of no rows: pass at least one, or do not call it")
+        self.rows = rows
+        self.is_cut = known or tuple(_has_rows(tensor, rows) for tensor in tensors)
+        """Of each tensor, whether it is cut into pieces."""
+        self.cut = {structure: self.is_cut}
+        for tensor, is_cut in zip(tensors, self.is_cut, strict=True):
+            if is_cut and not _has_rows(tensor, rows):
+                raise ConfigError(
+                    f"a pipeline was called with a tensor of shape {tuple(tensor.shape)} in a batch of {rows} rows: in the example that it "
+                    "was prepared with, this one had a row for each of the batch"
+                )
+        supply = iter(zip(tensors, self.is_cut, strict=True))
+        spelled = pytree.describe_structure(
+            self.data, lambda leaf: _describe_static(*next(supply)) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        )
+        self.form = spelled + note
+        """What has to be the same for a traced program to serve another call: all but the number of rows and the values."""
+
+    def read_as(self, is_cut: tuple[bool, ...]) -> PipelineBatch:
+        """The same arguments with these tensors cut."""
+        return PipelineBatch(*self.data, dict.fromkeys(self.cut, is_cut), note=self._note)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in the order in which every process walks them, without a history of gradients."""
+        return [leaf.detach() for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def labels(self, model: torch.nn.Module) -> list[str]:
+        """What the tensors are called in the signature of the model.
+
+        >>> PipelineBatch((torch.ones(2, 3),), None).labels(torch.nn.Linear(3, 1))
+        ['input']
+        """
+        args, kwargs = self.data
+        try:
+            names = [*inspect.signature(type(model).forward).bind_partial(model, *args).arguments][1:]
+        except (TypeError, ValueError):
+            names = []
+        positional = [names[place] if place < len(names) else f"argument {place + 1}" for place in range(len(args))]
+        numbers = pytree.unflatten(self.data, range(len(self.leaves)))
+        owners = (*zip(positional, numbers[0], strict=True), *numbers[1].items())
+        found = {number: name for name, part in owners for number in pytree.flatten(part)}
+        return [str(found[number]) for number, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def needs_gradients(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+
+    def shapes(self, rows: int) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape and type of every tensor in a piece of so many rows; what is not cut has one row, which is the whole of it."""
+        pairs = zip(self.tensors(), self.is_cut, strict=True)
+        return [(torch.Size((rows, *tensor.shape[1:]) if cut else (1, *tensor.shape)), tensor.dtype) for tensor, cut in pairs]
+
+    def pieces(self, rows: int, device: torch.device) -> list[torch.Tensor]:
+        """The tensors with their rows filled up to whole pieces; those that are not cut, as one row for each piece."""
+        count = self.count(rows)
+        there = [tensor.to(device).contiguous() for tensor in self.tensors()]
+        return [
+            pad_rows(tensor, count * rows) if cut else tensor.expand(count, *tensor.shape)
+            for tensor, cut in zip(there, self.is_cut, strict=True)
+        ]
+
+    def count(self, rows: int) -> int:
+        """How many pieces of so many rows there are."""
+        return -(-self.rows // rows)
+
+    def build(self) -> _Build:
+        """Gives the arguments with other tensors in the place of these; holds none of these."""
+        is_tensor = [isinstance(leaf, torch.Tensor) for leaf in self.leaves]
+        plain = [None if tensor else leaf for leaf, tensor in zip(self.leaves, is_tensor, strict=True)]
+        frame = pytree.unflatten(self.data, plain)
+
+        def build(tensors: Sequence[torch.Tensor]) -> Any:
+            supply = iter(tensors)
+            return pytree.unflatten(frame, [next(supply) if tensor else leaf for leaf, tensor in zip(plain, is_tensor, strict=True)])
+
+        return build
+
+
+def _rows_of(tensors: Sequence[torch.Tensor]) -> int | None:
+    return next((int(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0), None)
+
+
+def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == rows
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return "tensor"
+    if isinstance(leaf, STATIC_TYPES):
+        return "plain"
+    raise ConfigError(
+        f"a pipeline was called with a {type(leaf).__name__}: its arguments are tensors, numbers, texts and None, in lists, tuples "
+        "and dicts. Convert it, or leave it out."
+    )
+
+
+def _describe_static(tensor: torch.Tensor, is_cut: bool) -> str:
+    first, rest = ("*", tensor.shape[1:]) if is_cut else ("whole", tensor.shape)
+    return f"{str(tensor.dtype).partition('.')[2]}({', '.join((first, *map(str, rest)))})"
+
+
+def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A tensor with its last row repeated until it has so many.
+
+    >>> pad_rows(torch.tensor([1, 2]), 4)
+    tensor([1, 2, 2, 2])
+    """
+    missing = rows - tensor.shape[0]
+    return tensor if missing <= 0 else torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])

@@ -1,0 +1,418 @@
+"""The output of workers: where it goes (terminal, files or both), and log records as lines of JSON.
+
+`parse_tee` reads torchrun's notation. `LogFolder` makes `<log_dir>/<run>/attempt_<n>/<rank>/stdout.log` and `stderr.log`, or a private
+temporary folder that is removed at the end. `Tee` copies whole lines from these files to the terminal with the rank in front; it has no
+thread, because a thread would not survive the fork of the next attempt. `JsonLineFormatter` writes one record as one line of JSON with
+secrets removed; `use_json_formatter` gives it to handlers that print plain text to the terminal and to no others. `announce` prints
+messages of the launcher in either format. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from slipstream.config.redaction import message_redactor, redact
+from slipstream.config.sources import environment
+from slipstream.errors import ConfigError
+
+__all__ = [
+    "JsonLineFormatter", "LogFolder", "NOTIFIED", "Tee", "WorkerFiles", "announce", "as_json_line", "effective_handlers",
+    "is_console_handler", "parse_tee", "record_message", "start_on_new_line", "use_json_formatter", "warning_listeners",
+]
+
+
+_STDOUT: Final = 1
+_STDERR: Final = 2
+_CLAIMS: Final = ".said"
+
+
+def parse_tee(text: str, local_processes: int) -> dict[int, int]:
+    """Which streams of each local rank go to the terminal and a file: 0 none, 1 stdout, 2 stderr, 3 both.
+
+    >>> parse_tee("3", 2), parse_tee("1:3", 2)
+    ({0: 3, 1: 3}, {0: 0, 1: 3})
+    """
+    if ":" not in text:
+        return dict.fromkeys(range(local_processes), int(text))
+    chosen = {int(rank): int(streams) for rank, _, streams in (pair.partition(":") for pair in text.split(","))}
+    beyond = [rank for rank in chosen if rank >= local_processes]
+    if beyond:
+        raise ConfigError(
+            f"tee={text} names local rank {beyond[0]}, but this machine runs {local_processes}.\n"
+            f"Local ranks are counted from 0: write 0 to {local_processes - 1}."
+        )
+    return {rank: chosen.get(rank, 0) for rank in range(local_processes)}
+
+
+@dataclass(frozen=True)
+class WorkerFiles:
+    """The files of one worker in one attempt; a stream without a file goes to the terminal."""
+
+    folder: Path
+    stdout: Path | None
+    stderr: Path | None
+    followed: int = 3
+    """The streams whose files are copied to the terminal: 1 stdout, 2 stderr, 3 both."""
+    kept: bool = True
+    """The files are there after the run."""
+
+    @property
+    def files(self) -> int:
+        """The streams that have files."""
+        return (_STDOUT if self.stdout else 0) | (_STDERR if self.stderr else 0)
+
+    @property
+    def is_shown(self) -> bool:
+        """Everything that the worker prints gets to the terminal."""
+        return self.files & ~self.followed == 0
+
+    @property
+    def claims(self) -> Path:
+        """The folder where the workers of this machine claim warnings."""
+        return self.folder.parent / _CLAIMS
+
+    @property
+    def hidden(self) -> Path:
+        """Where the worker writes down what the terminal shall leave out: this path, a dot, and the number of the stream."""
+        return self.claims / f"hidden-{self.folder.name}"
+
+    @property
+    def confession(self) -> Path:
+        return self.folder / "failure.json"
+
+    @property
+    def stack(self) -> Path:
+        return self.folder / "stack.txt"
+
+    @property
+    def log(self) -> Path | None:
+        """The file to point the user at after a failure; none that will be gone."""
+        return (self.stderr or self.stdout) if self.kept else None
+
+
+class LogFolder:
+    """The folder of one run. Readable for the user alone.
+
+    `direct` names local ranks that keep the terminal for what `tee` does not name, also with a `log_dir`.
+    """
+
+    def __init__(self, log_dir: str | None, run_id: str, tee: Mapping[int, int], direct: Collection[int] = ()) -> None:
+        self._tee = tee
+        self._direct = direct
+        self.kept = log_dir is not None
+        try:
+            if log_dir is None:
+                self.path = Path(tempfile.mkdtemp(prefix="slipstream-"))
+            else:
+                os.makedirs(log_dir, exist_ok=True)
+                self.path = Path(tempfile.mkdtemp(prefix=f"{run_id}-", dir=os.path.abspath(log_dir)))
+        except OSError as error:
+            raise ConfigError(
+                f"log_dir={log_dir} cannot be used: {error.strerror}.\nGive a folder that can be written to with --log_dir."
+            ) from None
+
+    def outlet(self, attempt: int, rank: int, local_rank: int) -> WorkerFiles:
+        """A fresh folder for one worker."""
+        folder = self.path / f"attempt_{attempt}" / str(rank)
+        folder.mkdir(parents=True, mode=0o700)
+        followed = self._tee.get(local_rank, 0)
+        files = _STDOUT | _STDERR if self.kept and local_rank not in self._direct else followed
+        outlet = WorkerFiles(
+            folder,
+            folder / "stdout.log" if files & _STDOUT else None,
+            folder / "stderr.log" if files & _STDERR else None,
+            followed,
+            self.kept,
+        )
+        outlet.claims.mkdir(exist_ok=True, mode=0o700)
+        return outlet
+
+    def not_shown(self) -> list[int]:
+        """The local ranks of whose output some goes to files only."""
+        return [rank for rank, followed in self._tee.items() if self.kept and rank not in self._direct and followed != _STDOUT | _STDERR]
+
+    def remove(self) -> None:
+        """Take a temporary folder away again; of one that the user named, only what was for the launcher."""
+        for path in self.path.glob(f"attempt_*/{_CLAIMS}") if self.kept else [self.path]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class Tee:
+    """Copies lines from files to a stream of the terminal as they are written."""
+
+    def __init__(self) -> None:
+        self._sources: list[_FollowedFile] = []
+
+    def follow(self, path: Path, prefix: str, destination: int, *, hidden: Path | None = None, json_lines: bool = False) -> None:
+        """Copy what is appended to `path` to the open file `destination`, with `prefix` before every line.
+
+        Not copied: the texts that the worker has written into the file `hidden`. With `json_lines`, a line that is one stays as it is.
+        """
+        self._sources.append(_FollowedFile(path, prefix.encode(), destination, _HiddenLines(hidden), json_lines))
+
+    def pump(self) -> None:
+        """Copy the whole lines that are new."""
+        for source in self._sources:
+            source.pump()
+
+    def finish(self) -> None:
+        """Copy the rest, the last line even when it has no end, and let go of the files."""
+        for source in self._sources:
+            source.pump()
+            source.finish()
+        self._sources.clear()
+
+
+class _HiddenLines:
+    """Texts that a worker has printed into its file, but that the terminal leaves out.
+
+    The worker writes a text down here before it prints it, so whoever reads the output first, and this after, knows of all of them.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._at = 0
+        self._texts: list[list[bytes]] = []
+
+    def without(self, lines: list[bytes], last: bool) -> tuple[list[bytes], list[bytes]]:
+        """The lines that are shown, and those at the end that may be the first part of a text that is not."""
+        self._read()
+        shown: list[bytes] = []
+        place = 0
+        while place < len(lines) and self._texts:
+            found = next((text for text in self._texts if lines[place : place + len(text)] == text), None)
+            if found is not None:
+                self._texts.remove(found)
+                place += len(found)
+            elif not last and any(lines[place:] == text[: len(lines) - place] for text in self._texts):
+                return shown, lines[place:]
+            else:
+                shown.append(lines[place])
+                place += 1
+        return shown + lines[place:], []
+
+    def _read(self) -> None:
+        if self._path is None:
+            return
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._at)
+                *lines, _ = file.read().split(b"\n")
+        except FileNotFoundError:  # so far there is nothing to hide
+            return
+        while lines and len(lines) > int(lines[0]):
+            count = int(lines[0])
+            self._texts.append(lines[1 : 1 + count])
+            self._at += sum(len(line) + 1 for line in lines[: 1 + count])
+            del lines[: 1 + count]
+
+
+class _FollowedFile:
+    def __init__(self, path: Path, prefix: bytes, destination: int, hidden: _HiddenLines, json_lines: bool) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by finish
+        self._prefix = prefix
+        self._destination = destination
+        self._hidden = hidden
+        self._json_lines = json_lines
+        self._waiting: list[bytes] = []
+        self._rest = b""
+
+    def pump(self) -> None:
+        while chunk := self._file.read(1 << 16):
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            self._copy(lines, last=False)
+
+    def finish(self) -> None:
+        self._copy([self._rest] if self._rest else [], last=True)
+        self._file.close()
+
+    def _copy(self, lines: list[bytes], last: bool) -> None:
+        shown, self._waiting = self._hidden.without(self._waiting + lines, last)
+        self._write(b"".join(self._labelled(line) + b"\n" for line in shown))
+
+    def _labelled(self, line: bytes) -> bytes:
+        return line if self._json_lines and line.startswith(b"{") and line.endswith(b"}") else self._prefix + line
+
+    def _write(self, data: bytes) -> None:
+        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self._destination, data) :]
+
+
+NOTIFIED: Final = "_heard"
+"""The attribute of records that the hearers know of already."""
+_LINE_START: Final = '{"time": "'
+
+_STANDARD: Final = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"})
+"""What every record has; the rest is what the call gave as `extra`."""
+_PLAIN_FORMATTERS: Final = ("logging", "torch")
+"""Packages whose formatters print text for people."""
+
+
+class JsonLineFormatter(logging.Formatter):
+    """One record, one line of JSON. `who` tells rank and world at the time of the record; `environ` holds secrets to take out.
+
+    >>> formatter = JsonLineFormatter(who=lambda: (1, 2), environ={})
+    >>> line = formatter.format(logging.LogRecord("train", logging.INFO, "train.py", 7, "loss %.1f", (0.5,), None))
+    >>> found = json.loads(line)
+    >>> found["level"], found["rank"], found["world"], found["message"], found["file"]
+    ('INFO', 1, 2, 'loss 0.5', 'train.py:7')
+    """
+
+    def __init__(self, who: Callable[[], tuple[int | None, int]], environ: Mapping[str, str]) -> None:
+        super().__init__()
+        self._who = who
+        self._host = socket.gethostname()
+        self._shown = message_redactor(environ)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        rank, world = self._who()
+        found: dict[str, object] = {
+            "time": _timestamp(record.created),
+            "level": record.levelname,
+            "logger": record.name,
+            "rank": rank,
+            "world": world,
+            "host": self._host,
+            "message": self._shown(record_message(record).removeprefix(f"[RANK {rank}] ")),
+            "file": f"{record.pathname}:{record.lineno}" if record.lineno else None,
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            found["exception"] = self._shown(self.formatException(record.exc_info))
+        elif record.exc_text:
+            found["exception"] = self._shown(record.exc_text)
+        if record.stack_info:
+            found["stack"] = self._shown(record.stack_info)
+        extra = {name: self._plain(name, value) for name, value in vars(record).items() if name not in _STANDARD and name[:1] != "_"}
+        if extra:
+            found["extra"] = extra
+        return json.dumps(found)
+
+    def _plain(self, name: str, value: object) -> object:
+        """Numbers and truth values as they are, everything else as text."""
+        if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        return self._shown(redact(name, value if isinstance(value, str) else _text(value)))
+
+
+def _timestamp(seconds: float) -> str:
+    """
+    >>> _timestamp(0.5)
+    '1970-01-01T00:00:00.500000Z'
+    """
+    whole, part = divmod(round(seconds * 1_000_000), 1_000_000)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)) + f".{part:06d}Z"
+
+
+def record_message(record: logging.LogRecord) -> str:
+    """The text of a record, also of one whose arguments do not fit it."""
+    try:
+        return record.getMessage()
+    except Exception as problem:  # a text and arguments that do not fit: the message is not lost over it
+        return f"{_text(record.msg)} {_text(record.args)} (these do not fit together: {problem})"
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception as problem:  # somebody's class that cannot be printed
+        return f"<{type(value).__name__} that cannot be printed: {type(problem).__name__}>"
+
+
+def effective_handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+    """The handlers that a record of this logger meets on its way to the root."""
+    current: logging.Logger | None = logger
+    while current is not None:
+        yield from current.handlers
+        current = current.parent if current.propagate else None
+
+
+def is_console_handler(handler: logging.Handler) -> bool:
+    """Whether a handler prints to stdout or stderr."""
+    stream: Any = getattr(handler, "stream", None) if isinstance(handler, logging.StreamHandler) else None
+    return stream is not None and any(stream is one for one in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__))
+
+
+def use_json_formatter(handlers: Iterable[logging.Handler], formatter: logging.Formatter) -> None:
+    """Let those handlers that print plain text to the terminal print lines of JSON instead."""
+    for handler in handlers:
+        kind = type(handler.formatter).__module__.partition(".")[0] if handler.formatter is not None else "logging"
+        if kind in _PLAIN_FORMATTERS and is_console_handler(handler):
+            handler.setFormatter(formatter)
+
+
+def start_on_new_line(stream: Any) -> Callable[[], None]:
+    """From now on a line of JSON that is written to the stream begins on a new line, also after a progress bar or the like.
+
+    The function that this returns ends a line that has no end. What goes around the stream (C code, other processes) is not seen.
+
+    >>> import io
+    >>> stream = io.StringIO()
+    >>> finish = start_on_new_line(stream)
+    >>> for text in ("50%", '{"time": "now"}\\n', "a line\\n", '{"time": "then"}\\n', "99%"):
+    ...     _ = stream.write(text)
+    >>> finish()
+    >>> stream.getvalue()
+    '50%\\n{"time": "now"}\\na line\\n{"time": "then"}\\n99%\\n'
+    """
+    write_on: Callable[[str], int] = stream.write
+    ended = True
+
+    def write(text: str) -> int:
+        nonlocal ended
+        before = "" if ended or not text.startswith(_LINE_START) else "\n"
+        ended = text.endswith("\n") if text else ended
+        return write_on(before + text)
+
+    def finish() -> None:
+        if not ended:
+            stream.write("\n")
+
+    stream.write = write
+    return finish
+
+
+def warning_listeners() -> tuple[Callable[[str, str], None], ...]:
+    """Who wants to know of warnings of this process: told the name of the logger and the text. Nobody before there is a runtime."""
+    module = sys.modules.get("slipstream.distributed.current")
+    current_or_none = getattr(module, "current_or_none", None)  # absent while the module itself is being loaded
+    runtime = current_or_none() if current_or_none is not None else None
+    return () if runtime is None else tuple(runtime.hearers)
+
+
+def announce(
+    text: str,
+    *,
+    as_json: bool,
+    level: int = logging.INFO,
+    rank: int | None = None,
+    world: int = 1,
+    record: tuple[str, str] | None = None,
+) -> None:
+    """Print a text of the launcher on stderr, after everything that was printed before; as JSON, the message and traceback of `record`."""
+    sys.stdout.flush()
+    message, traceback = record or (text, "")
+    line = as_json_line(message, level, rank, world, traceback) if as_json else text + "\n"
+    print(line, file=sys.stderr, flush=True, end="")
+
+
+def as_json_line(text: str, level: int, rank: int | None, world: int, traceback: str = "") -> str:
+    """A text of the launcher as a whole line."""
+    record = logging.LogRecord("slipstream.launch", level, "", 0, "%s", (text.removeprefix("slipstream: ").rstrip(),), None)
+    record.exc_text = traceback or None
+    return JsonLineFormatter(lambda: (rank, world), environment()).format(record) + "\n"

@@ -1,0 +1,333 @@
+"""Detect NaN and infinity in losses and gradients; check updates for `on_nan="skip"` and `"raise"`.
+
+Every rank decides alike without communication, because averaged gradients are equal everywhere. To name the rank where a NaN began, each
+rank also looks at its own part in the DDP buckets before they are reduced; the ranks exchange what they saw only for a bad update. The
+first non-finite gradient in backward order is reported, since every gradient below it is non-finite as well. Without gradient averaging
+(one process, `no_sync`, LocalSGD) each rank decides for itself. The fp16 loss scaler skips overflowing updates by itself; only a long
+streak of skipped updates is a finding.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.errors import ConfigError, DistributedOperationException, MismatchError
+from slipstream.observability.guards.findings import FindingReporter, GuardFinding, NonFiniteError
+
+if TYPE_CHECKING:
+    from slipstream.training.optimizer import AcceleratedOptimizer, OptimizerLink
+    from slipstream.training.stepper import PreparedModel
+
+__all__ = [
+    "BackwardOrder", "SKIP_STREAK", "UpdateGuard", "all_finite", "classify_non_finite", "exchange_alone", "find_non_finite",
+    "format_value", "make_scaler_finding", "to_floats",
+]
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every entry of these is finite. Waits for the device.
+
+    >>> all_finite([torch.ones(2), torch.zeros(0)]), all_finite([torch.tensor([1.0, float("nan")])]), all_finite([torch.full((2,), 3e38)])
+    (True, False, True)
+    """
+    dense = [one for one in map(_local_entries, tensors) if one.numel()]
+    if not dense:
+        return True
+    norms = torch._foreach_norm(dense)
+    if len({(one.device, one.dtype) for one in norms}) > 1:
+        norms = tuple(one.to(dense[0].device, torch.float64) for one in norms)
+    # a sum of squares overflows long before an entry does: then the entries themselves are looked at
+    return bool(torch.stack(list(norms)).isfinite().all()) or all(bool(one.isfinite().all()) for one in dense)
+
+
+def find_non_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[str, str] | None:
+    """The first name whose tensor is not finite, and "nan" or "infinite".
+
+    >>> find_non_finite([("weight", torch.ones(1)), ("bias", torch.tensor([float("inf")]))])
+    ('bias', 'infinite')
+    """
+    for name, tensor in named:
+        if tensor is not None and (word := classify_non_finite(tensor)):
+            return name, word
+    return None
+
+
+def classify_non_finite(tensor: torch.Tensor) -> str:
+    """"nan" or "infinite" for a tensor that is so somewhere, else "".
+
+    >>> classify_non_finite(torch.tensor([float("nan"), float("inf")])), classify_non_finite(torch.ones(1))
+    ('nan', '')
+    """
+    entries = _local_entries(tensor)
+    if bool(entries.isfinite().all()):
+        return ""
+    return "nan" if bool(entries.isnan().any()) else "infinite"
+
+
+def format_value(value: float) -> str:
+    """How a number is told.
+
+    >>> format_value(float("-inf")), format_value(2.3456789)
+    ('-inf', '2.346')
+    """
+    return f"{value:.4g}"
+
+
+def to_floats(values: Sequence[Any]) -> list[float]:
+    """Tensors, or numbers, as numbers: the mean of one with several values. Those on a device are fetched together.
+
+    >>> to_floats([torch.tensor(1.0), 2.5, torch.tensor([1.0, 2.0])])
+    [1.0, 2.5, 1.5]
+    """
+    if all(type(value) is float for value in values):
+        return list(values)
+    single = [value if isinstance(value, torch.Tensor) and not value.ndim else torch.as_tensor(value).mean() for value in values]
+    if len({(one.dtype, one.device) for one in single}) > 1:
+        single = [one.to("cpu", torch.float64) for one in single]
+    numbers: list[float] = torch.stack(single).tolist() if single else []
+    return numbers
+
+
+class BackwardOrder:
+    """In which order the gradients of a model come, found out in its first backward pass.
+
+    It holds names alone, so that it keeps no model alive.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    >>> order = BackwardOrder(model)
+    >>> model(torch.ones(1)).backward()
+    >>> [name for name, _ in order.named(model)]
+    ['1.weight', '0.weight']
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._came: dict[str, int] = {}
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_note_order, self._came, name))  # type: ignore[no-untyped-call]
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.is_leaf
+        ]
+
+    def end(self) -> None:
+        """Stops listening, once there is something known."""
+        if self._handles and self._came:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
+    def named(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters, the one nearest to the loss first; those that had no gradient last."""
+        return sorted(reversed(list(model.named_parameters())), key=lambda entry: self._came.get(entry[0], math.inf))
+
+
+def _note_order(came: dict[str, int], name: str, parameter: torch.Tensor) -> None:
+    came.setdefault(name, len(came))
+
+
+def _local_entries(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):  # sharded: what this process holds of it
+        tensor = tensor.to_local()
+    return tensor if tensor.layout == torch.strided else tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+
+
+SKIP_STREAK = 20
+"""How many updates in a row fp16 leaves out before it is a finding: the scale has fallen to a millionth by then."""
+_REMEDY = (
+    "lower the learning rate, clip (accelerator.clip_grad_norm_), and look at the batch and at divisions, logarithms and roots in the "
+    "loss; `with torch.autograd.set_detect_anomaly(True):` around forward and backward names the operation"
+)
+
+_BucketFindings = tuple[list[int], Any]
+"""The identities of parameters of a bucket, and what was seen: a word for each, or their norms, still on the device."""
+
+
+def _unknown() -> None:
+    return None
+
+
+def exchange_alone(value: Any, reason: str = "") -> list[Any]:
+    """The exchange of a single process.
+
+    >>> exchange_alone(3)
+    [3]
+    """
+    return [value]
+
+
+class UpdateGuard:
+    """Looks at updates before they are made; one for each Accelerator."""
+
+    def __init__(
+        self,
+        mode: str,
+        voice: FindingReporter,
+        *,
+        rank: int = 0,
+        averages: bool = False,
+        exchange: Callable[..., list[Any]] = exchange_alone,
+        step: Callable[[], int | None] = _unknown,
+        loss: Callable[[], float | None] = _unknown,
+    ) -> None:
+        self._raises = mode == "raise"
+        self._voice = voice
+        self._rank = rank
+        self._averages = averages
+        self._exchange = exchange
+        """What every rank gives, on every rank, in their order; all have to call it, with a reason, which is shown if some do not."""
+        self._step = step
+        self._loss = loss
+        self._seen: deque[_BucketFindings] = deque(maxlen=4096)
+        self._clipped: tuple[str, str] | None = None
+        self._orders: weakref.WeakKeyDictionary[torch.nn.Module, BackwardOrder] = weakref.WeakKeyDictionary()
+        self._streaks: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = weakref.WeakKeyDictionary()
+        self.skipped = 0
+        """How many updates were left out."""
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Listens to the first backward pass of a model, for the order of its parameters."""
+        if model not in self._orders:
+            self._orders[model] = BackwardOrder(model)
+
+    # -- while gradients are made ---------------------------------------------------------------------------------
+
+    def look_at_bucket(self, bucket: Any) -> None:
+        """Looks at this rank's own gradients before they are averaged. Waits for no device."""
+        buffer = bucket.buffer()
+        if buffer.is_cpu and all_finite([buffer]):
+            return
+        parts = bucket.gradients() if buffer.layout == torch.strided else [buffer._values()]  # a sparse one is alone
+        seen = [classify_non_finite(one) for one in parts] if buffer.is_cpu else torch.stack(list(torch._foreach_norm(parts)))
+        self._seen.append(([id(one) for one in bucket.parameters()], seen))
+
+    def before_clipping(self, models: Sequence[PreparedModel]) -> None:
+        """Clipping by a norm that is NaN makes every gradient so: what was there before is noted."""
+        self._clipped = None
+        if self._averaged(models):
+            return
+        if not all_finite([gradient for model in models for gradient in model.gradients()]):  # in fp16 nobody asks for it
+            self._clipped = self._first(models)
+
+    # -- before an update -----------------------------------------------------------------------------------------
+
+    def refuses(self, optimizer: AcceleratedOptimizer, linked: OptimizerLink, closure: Any) -> bool:
+        """Whether this update is to be left out; with `on_nan="raise"`, an error instead."""
+        if closure is not None:
+            raise ConfigError(
+                f"{type(linked.inner).__name__}.step(closure) with on_nan={'raise' if self._raises else 'skip'!r}: the closure computes "
+                "gradients within the step, where they cannot be looked at before. Write on_nan='warn', or take an optimizer without one."
+            )
+        if linked.scales:
+            self._count_streak(optimizer)
+            return False
+        models = linked.models
+        gradients = [one.grad for group in linked.inner.param_groups for one in group["params"] if one.grad is not None]
+        finite = all_finite(gradients)
+        sharded = any(type(one) is not torch.Tensor and hasattr(one, "to_local") for one in gradients)
+        if sharded:
+            finite = all(self._exchange(finite))  # each rank has seen its own part alone
+        if finite:
+            self._forget(models)
+            for model in models:
+                if (order := self._orders.get(model.original)) is not None:
+                    order.end()
+            return False
+        finding = self._trace(models, linked.updates + self.skipped, alone=linked.stepper.joined, sharded=sharded)
+        self._forget(models)
+        self.skipped += 1
+        if self._raises:
+            self._voice.note(finding, shared=self._averaged(models))
+            raise NonFiniteError(f"{finding} on_nan='skip' leaves such updates out.")
+        self._voice.say(finding, shared=self._averaged(models))
+        return True
+
+    def _trace(self, models: Sequence[PreparedModel], tried: int, alone: bool, sharded: bool) -> GuardFinding:
+        averaged = self._averaged(models)
+        now = self._clipped or self._first(models)
+        own = self._own_part(models) if averaged and not sharded else now
+        loss = self._loss()
+        report = (self._rank, own, None if loss is None else float(loss))
+        step = self._step()
+        step = tried if step is None else step
+        reports = self._ask(report, step, now) if averaged and not alone else [report]
+        culprits = [(rank, found, loss) for rank, found, loss in reports if found is not None]
+        done = "" if self._raises else "; this update is left out, with its optimizer and scheduler as they were"
+        if not culprits and alone:
+            text = f"the gradient of another rank is not finite (inside of join_uneven_inputs ranks are not asked which){done}"
+            return GuardFinding("nan", step, None, text, _REMEDY)
+        if not culprits:
+            text = f"gradients are not finite after averaging, although those of every rank are: they overflow when they are added up{done}"
+            return GuardFinding("nan", step, None, text, _REMEDY)
+        told = [
+            f"the gradient of {name} is {word}" + (f" on rank {rank}" if averaged else "") + ("" if loss is None else f" (loss {loss:.4g})")
+            for rank, (name, word), loss in culprits
+        ]
+        rank, (name, _), _ = culprits[0]
+        text = f"{', '.join(told[:4])}{', ...' if len(told) > 4 else ''}: the first in backward{done}"
+        return GuardFinding("nan", step, rank, text, _REMEDY, {"parameter": name, "ranks": [rank for rank, _, _ in culprits]})
+
+    def _ask(self, report: Any, step: int, now: tuple[str, str] | None) -> list[Any]:
+        """The reports of all ranks. Where others have found nothing they do not come to it: then this rank's own finding is the error."""
+        what = "gradients are not finite" if now is None else f"the gradient of {now[0]} is {now[1]}"
+        try:
+            return self._exchange(report, f"step {step}: {what} on rank {self._rank}")
+        except DistributedOperationException as error:
+            why, remedy = "and the other ranks could not be asked where it began", _REMEDY
+            if isinstance(error, MismatchError):
+                why = "and other ranks go on without finding theirs so: it was changed on some ranks only, after backward had averaged it"
+                remedy = "change gradients on every rank alike, or before they are averaged (in a hook of the parameter)"
+            finding = GuardFinding("nan", step, self._rank, f"{what} on rank {self._rank}, {why}", remedy, {"ranks": [self._rank]})
+            self._voice.note(finding)
+            raise NonFiniteError(f"{finding}\n{error}") from None
+
+    def _averaged(self, models: Sequence[PreparedModel]) -> bool:
+        """Whether gradients of these were averaged over all ranks, all of which are here."""
+        return self._averages and all(getattr(model.prepared, "require_backward_grad_sync", True) for model in models)
+
+    def _first(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
+        return find_non_finite((name, one.grad) for model in models for name, one in self._named(model))
+
+    def _own_part(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
+        """The first of this rank's own gradients that was not finite, by what was seen in the buckets, the earliest pass first."""
+        named = [(name, id(one)) for model in models for name, one in self._named(model)]
+        for identities, seen in self._seen:
+            words = seen if isinstance(seen, list) else ["" if norm < float("inf") else "not finite" for norm in seen.tolist()]
+            bad = {identity: word for identity, word in zip(identities, words, strict=True) if word}
+            for name, identity in named:
+                if identity in bad:
+                    return name, bad[identity]
+        return None
+
+    def _named(self, model: PreparedModel) -> list[tuple[str, torch.nn.Parameter]]:
+        order = self._orders.get(model.original)
+        return order.named(model.original) if order is not None else list(reversed(list(model.original.named_parameters())))
+
+    def _forget(self, models: Sequence[PreparedModel]) -> None:
+        self._clipped = None
+        if self._seen:
+            owned = frozenset().union(*(model.owned for model in models))
+            kept = [one for one in self._seen if not owned.intersection(one[0])]
+            self._seen.clear()
+            self._seen.extend(kept)
+
+    def _count_streak(self, optimizer: AcceleratedOptimizer) -> None:
+        streak = self._streaks.get(optimizer, 0) + 1 if optimizer.step_was_skipped else 0
+        self._streaks[optimizer] = streak
+        if streak and streak % SKIP_STREAK == 0:
+            finding = make_scaler_finding(self._step(), streak)
+            if self._raises:
+                raise NonFiniteError(str(finding))
+            self._voice.say(finding, shared=self._averages)
+
+
+def make_scaler_finding(step: int | None, streak: int) -> GuardFinding:
+    """What is said of a loss scaler that leaves out update after update."""
+    text = f"fp16 has left out {streak} updates in a row, so it is not the loss scale that makes gradients overflow"
+    return GuardFinding("nan", step, None, text, f"{_REMEDY}; mixed_precision='bf16' has the range of float32")

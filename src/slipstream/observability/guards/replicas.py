@@ -1,0 +1,264 @@
+"""Comparisons between ranks, to find replicas whose weights drift apart and ranks that train on the same batches.
+
+At points that all ranks reach (an update count, `save_state`, the end of training) each rank sums the bits of every parameter exactly and
+reports the sums through `RankReports`; the main process names the first parameter and the ranks that differ. Buffers and sharded
+parameters are left out. Nothing is compared while gradients are not averaged (`no_sync`, LocalSGD) or after `join_uneven_inputs`.
+
+Where a model trains without a prepared loader, the inputs of its first calls are hashed and compared in the same way; after a few calls
+the hook removes itself. No comparison is a collective, and no rank waits.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slipstream.observability.guards.findings import GuardFinding, RankReports
+
+__all__ = [
+    "ComparisonPoint", "DriftGuard", "FirstBatchHashes", "find_shared_batches", "hash_inputs", "next_comparison", "select_replicated",
+    "sum_bits",
+]
+
+
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_bits(parameters: Sequence[torch.Tensor]) -> bytes:
+    """The sum of the bits of each, as eight bytes per parameter. Waits for the device.
+
+    >>> one, other = torch.ones(3), torch.ones(3)
+    >>> other[1] += 1e-7
+    >>> sum_bits([one]) == sum_bits([torch.ones(3)]), sum_bits([one]) == sum_bits([other])
+    (True, False)
+    """
+    sums = [_sum_tensor_bits(one.detach()) for one in parameters]
+    if len({one.device for one in sums}) > 1:
+        sums = [one.cpu() for one in sums]
+    return array.array("q", torch.stack(sums).tolist() if sums else ()).tobytes()
+
+
+def _sum_tensor_bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    size = flat.element_size()
+    per = 8 // size
+    if flat.storage_offset() % per:
+        flat = flat.clone()
+    even = flat.numel() // per * per
+    total = flat[:even].view(torch.int64).sum()
+    return total if even == flat.numel() else total + flat[even:].view(_INTEGER_DTYPES[size]).sum(dtype=torch.int64)
+
+
+def select_replicated(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Those that every process holds as a whole: plain tensors with values, not wrappers that answer for a part of one.
+
+    >>> [name for name, _ in select_replicated([("weight", torch.ones(1)), ("bias", torch.ones(1, device="meta"))])]
+    ['weight']
+    """
+    plain = torch.Tensor.__torch_dispatch__
+    return [
+        (name, one) for name, one in named if type(one).__torch_dispatch__ is plain and one.layout == torch.strided and not one.is_meta
+    ]
+
+
+def next_comparison(updates: int, looks: int, every: int) -> int:
+    """Return with how many updates weights are compared next, after `looks` comparisons: in 1, 2, 4, 8, ..., then at multiples of `every`.
+
+    >>> [next_comparison(updates, looks, 1000) for updates, looks in ((1, 1), (2, 2), (4, 3), (5016, 5), (8000, 50))]
+    [2, 4, 8, 5032, 9000]
+    """
+    return min(updates + (1 << min(looks - 1, 40)), (updates // every + 1) * every)
+
+
+@dataclass(frozen=True)
+class ComparisonPoint:
+    """When weights are compared.
+
+    >>> ComparisonPoint("update 8", "after update 8", 8).key
+    'update 8'
+    """
+
+    key: str
+    """The same on every process that comes to it, and of no other moment."""
+    words: str
+    """How it is told."""
+    updates: int
+
+
+class DriftGuard:
+    """The comparisons of some models.
+
+    >>> from torch.distributed import HashStore
+    >>> store, model = HashStore(), torch.nn.Linear(2, 1)
+    >>> ranks = [DriftGuard(lambda: store, rank, 2, "0") for rank in range(2)]
+    >>> named, moment = list(model.named_parameters()), ComparisonPoint("update 1", "after update 1", 1)
+    >>> ranks[0].look(moment, named)
+    >>> with torch.no_grad():
+    ...     _ = model.bias.add_(1.0)
+    >>> ranks[1].look(moment, named)
+    >>> print(ranks[0].compare().text)
+    the replicas have different weights after update 1: bias of rank 1 is not that of rank 0 (1 of 2 parameters differ)
+    """
+
+    def __init__(self, store: Callable[[], Any], rank: int, world_size: int, key: str) -> None:
+        self._reports = RankReports(store, rank, world_size, f"drift/{key}", "weights are compared")
+
+    def look(self, moment: ComparisonPoint, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Reports the sums of these parameters."""
+        if self._reports.wants(moment.key):
+            sums = sum_bits([parameter for _, parameter in named])
+            self._reports.add(moment.key, sums, (moment, [name for name, _ in named]))
+
+    def compare(self) -> GuardFinding | None:
+        """On the main process: the first moment to which every rank has come and whose sums differ, if there is one."""
+        found = [
+            _describe_difference(moment, parts, names)
+            for (moment, names), parts in self._reports.take()
+            if len(set(parts)) > 1 and len(set(map(len, parts))) == 1
+        ]
+        return found[0] if found else None
+
+
+def _describe_difference(moment: ComparisonPoint, parts: Sequence[bytes], names: Sequence[str]) -> GuardFinding:
+    usual = Counter(parts).most_common(1)[0][0]
+    standard = parts.index(usual)
+    rows = [array.array("q", part) for part in parts]
+    differing = [
+        (place, [rank for rank, row in enumerate(rows) if row[place] != rows[standard][place]])
+        for place in range(len(names))
+        if any(row[place] != rows[standard][place] for row in rows)
+    ]
+    place, ranks = differing[0]
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    text = (
+        f"the replicas have different weights {moment.words}: {names[place]} of {who} is not that of rank {standard} "
+        f"({len(differing)} of {len(names)} parameters differ)"
+    )
+    remedy = (
+        "look for what changes weights or optimizer state on some ranks only (code under is_main_process, initialisation or loading after "
+        "prepare, gradients changed after backward, other arguments of the optimizer), and go on from a checkpoint that every rank loads"
+    )
+    return GuardFinding("drift", moment.updates, ranks[0], text, remedy, {"parameter": names[place], "ranks": ranks})
+
+
+_HASHED_CALLS = 3
+_MAX_HASHED_VALUES = 16384
+"""Values of a tensor that are hashed at most, evenly over all of them."""
+_MIN_VALUES = 32
+"""Values that the calls need together: fewer may be the same by chance."""
+
+
+class FirstBatchHashes:
+    """Hashes what the first calls of prepared models are given, and hands the hashes on when there are enough."""
+
+    def __init__(self, reads_loader: Callable[[], bool], report: Callable[[bytes], None]) -> None:
+        self._reads_loader = reads_loader
+        """Whether a prepared loader is being read: then there is nothing to find."""
+        self._report = report
+        self._handles: list[Any] = []
+        self._hashes: list[bytes] = []
+        self._values = 0
+        self._is_over = False
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Looks at the calls of a model too."""
+        if not self._is_over:
+            self._handles.append(model.register_forward_pre_hook(_InputHook(self), with_kwargs=True))
+
+    def look(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Takes the inputs of a call in."""
+        if self._is_over or not module.training or not torch.is_grad_enabled():
+            return
+        if self._reads_loader():
+            self._end()
+            return
+        hashed, values = hash_inputs(inputs)
+        self._hashes.append(hashed)
+        self._values += values
+        if len(self._hashes) == _HASHED_CALLS:
+            self._end()
+            if len(set(self._hashes)) == _HASHED_CALLS and self._values >= _MIN_VALUES:
+                self._report(b"".join(self._hashes))
+
+    def _end(self) -> None:
+        self._is_over = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _InputHook:
+    """What a model holds: in a copy or a pickle of it, something that does nothing."""
+
+    def __init__(self, batches: FirstBatchHashes) -> None:
+        self._batches = batches
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, keywords: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._batches.look(module, (inputs, keywords))
+
+    def __reduce__(self) -> Any:
+        return _idle_hook, ()
+
+
+def _idle_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(module: torch.nn.Module, inputs: Any, keywords: Any) -> None:
+    return None
+
+
+def hash_inputs(inputs: Any) -> tuple[bytes, int]:
+    """Return a hash of the tensors in some inputs, and how many values they have; waits for their device.
+
+    >>> hash_inputs(torch.ones(2, 3)) == hash_inputs([torch.ones(2, 3)]), hash_inputs(torch.ones(6)) == hash_inputs(torch.ones(2, 3))
+    (True, False)
+    """
+    found, values = hashlib.blake2b(digest_size=16), 0
+    for _, tensor in select_replicated(("", tensor) for tensor in _iterate_tensors(inputs)):
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _MAX_HASHED_VALUES)].contiguous().cpu()
+        found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(sample.view(torch.uint8).numpy().tobytes())
+        values += tensor.numel()
+    return found.digest(), values
+
+
+def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _iterate_tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _iterate_tensors(part)
+
+
+def find_shared_batches(reports: list[bytes]) -> GuardFinding | None:
+    """Return what is to be said if ranks were given the same batches, by the reports of all ranks.
+
+    >>> print(find_shared_batches([b"abc", b"xyz", b"abc"]).text)
+    ranks 0 and 2 train on the same batches, so they do the same work: the first 3 batches are equal
+    >>> find_shared_batches([b"abc", b"xyz"])
+    """
+    groups: dict[bytes, list[int]] = {}
+    for rank, report in enumerate(reports):
+        groups.setdefault(report, []).append(rank)
+    ranks = max(groups.values(), key=len)
+    if len(ranks) < 2:
+        return None
+    who = f"all {len(ranks)} processes" if len(groups) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    text = f"{who} train on the same batches, so they do the same work: the first {_HASHED_CALLS} batches are equal"
+    remedy = (
+        "prepare the loader (loader = accelerator.prepare(loader)), which gives each process its share; a loop without a loader "
+        "takes other samples on each process, by accelerator.process_index"
+    )
+    return GuardFinding("batches", None, None, text, remedy, {"ranks": ranks})

@@ -1,0 +1,430 @@
+"""Snapshots of the tensors that are alive in this process, by size and name, also when memory runs out.
+
+`memory_snapshot()` counts each storage once, for views and tied parameters too, and holds numbers and strings only, so it keeps no tensor
+alive. Tensors that Python has never seen (saved activations inside autograd) are not listed; the allocator statistics and the resident
+size of the process show how much there is in addition.
+
+`watch_memory` chains a hook in front of `sys.excepthook`. When an uncaught out-of-memory error ends the process, the hook logs a table,
+writes `memory-rank<rank>.json` and adds a note to the error; then the previous hook runs. The hook never hides the error and never
+raises. The launcher's workers, which catch failures, call it too. Notebooks bypass `sys.excepthook`: call `memory_snapshot()` there.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import logging
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import psutil
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from slipstream.devices.memory import allocator_statistics, convert_bytes, host_memory, should_reduce_batch_size
+from slipstream.distributed.current import current, current_or_none
+from slipstream.errors import ConfigError
+
+__all__ = [
+    "AliveTensors", "FailureHook", "MemorySnapshot", "MemoryWatch", "NamedTensor", "memory_snapshot", "named_tensors",
+    "report_if_out_of_memory", "summarize_alive", "watch_memory",
+]
+
+
+NamedTensor = tuple[str, str, torch.Tensor]
+"""What it is (parameter, buffer, gradient, optimizer state), its name, and the tensor."""
+
+
+def named_tensors(models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> Iterator[NamedTensor]:
+    """The parameters, buffers and gradients of models, and what optimizers keep for each parameter.
+
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> [(kind, name) for kind, name, _ in named_tensors([model], [optimizer])]
+    [('parameter', 'weight'), ('gradient', 'weight'), ('optimizer state', 'momentum_buffer of weight')]
+    """
+    names: dict[int, str] = {}
+    several = list(models)
+    for number, model in enumerate(several):
+        prefix = f"model {number}: " if len(several) > 1 else ""
+        for name, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"{prefix}{name}")
+            yield "parameter", f"{prefix}{name}", parameter
+            if parameter.grad is not None:
+                yield "gradient", f"{prefix}{name}", parameter.grad
+        for name, buffer in model.named_buffers():
+            yield "buffer", f"{prefix}{name}", buffer
+    for optimizer in optimizers:
+        for owner, state in optimizer.state.items():
+            whose = names.get(id(owner), "a parameter of no prepared model")
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer state", f"{key} of {whose}", value
+
+
+_ROWS: Final = 10
+_LONGEST: Final = 60
+_OTHERS: Final = "other tensors"
+
+
+@dataclass(frozen=True)
+class AliveTensors:
+    """Tensors that are alike: one, if it has a name."""
+
+    name: str | None
+    kind: str
+    """parameter, buffer, gradient, optimizer state, or other tensors."""
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    count: int
+    bytes: int
+    """Of all of them together."""
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """What was alive at one moment. As text it is a short table; `write` keeps all of it."""
+
+    rank: int
+    host: str
+    time: float
+    tensors: int
+    """How many pieces of memory belong to tensors."""
+    total: int
+    """Their bytes, on all devices."""
+    by_device: dict[str, int]
+    by_kind: dict[str, int]
+    alive: tuple[AliveTensors, ...]
+    """The largest first."""
+    more: int
+    """How many tensors are not listed."""
+    process: int
+    """Bytes of main memory that this process takes altogether."""
+    available: int
+    """Bytes of main memory that can still be had."""
+    allocators: dict[str, dict[str, int]] = field(default_factory=dict)
+    """What the allocators of devices say."""
+
+    def line(self) -> str:
+        """Return a clause for one line, such as "no tensors were alive" or "8.0 bytes in 1 tensor were alive (...)"."""
+        if not self.alive:
+            return self._summary()
+        first = self.alive[0]
+        many = f"{first.count} x " if first.count > 1 else ""
+        name = f"{first.name}, " if first.name else ""
+        largest = f"{convert_bytes(first.bytes)}: {name}{many}{first.dtype} {list(first.shape)} on {first.device}"
+        return f"{self._summary()}, the largest {largest}"
+
+    def _summary(self) -> str:
+        if not self.tensors:
+            return "no tensors were alive"
+        count = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"
+        return f"{convert_bytes(self.total)} in {count} were alive ({_format_parts(self.by_kind)})"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self._summary()}; the process takes {convert_bytes(self.process)} of main memory, {convert_bytes(self.available)} are left"
+        ]
+        for device, told in self.allocators.items():
+            words = ", ".join(
+                f"{name.replace('_', ' ')} {convert_bytes(told[name])}" for name in told if name not in ("retries", "failures")
+            )
+            lines.append(f"{device}: {words}")
+        rows = [
+            (convert_bytes(entry.bytes), str(entry.count), f"{entry.dtype} {list(entry.shape)} {entry.device}", _describe(entry))
+            for entry in self.alive[:_ROWS]
+        ]
+        if not rows:
+            return "\n".join(lines)
+        titles = ("bytes", "count", "tensor", "what")
+        widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(3)]
+        lines += [f"{row[0].rjust(widths[0])}  {row[1].rjust(widths[1])}  {row[2].ljust(widths[2])}  {row[3]}" for row in (titles, *rows)]
+        return "\n".join(lines)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Writes all of it as a JSON file, which is whole or not there."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
+        try:
+            beside.write_text(json.dumps(self.plain(), indent=1), encoding="utf-8")
+            os.replace(beside, target)
+        finally:
+            beside.unlink(missing_ok=True)
+        return target
+
+
+def memory_snapshot(count: int = 50, *, names: Iterable[NamedTensor] | None = None) -> MemorySnapshot:
+    """What tensors are alive in this process now; `count` is how many entries are listed.
+
+    Parameters, buffers, gradients and states of optimizers that were prepared have their names; `names` gives others, as
+    `named_tensors(models, optimizers)` makes them.
+
+    >>> weights = torch.zeros(1000, 1000)
+    >>> snapshot = memory_snapshot(names=[("parameter", "weights", weights)])
+    >>> [(one.name, one.shape, one.bytes) for one in snapshot.alive if one.name]
+    [('weights', (1000, 1000), 4000000)]
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"memory_snapshot(count={count!r}): write how many entries are wanted, from 1")
+    runtime = current_or_none()
+    watched = [] if runtime is None else [named for watch in runtime.memory_watches for named in watch.named()]
+    blocks = _find_storages([*(names or ()), *watched])
+    rows = sorted(_group_alike(blocks), key=lambda one: (-one.bytes, one.name or ""))
+    return MemorySnapshot(
+        rank=0 if runtime is None else runtime.process.rank,
+        host=socket.gethostname(),
+        time=time.time(),
+        tensors=len(blocks),
+        total=sum(block.bytes for block in blocks),
+        by_device=_sum_by_key((block.device, block.bytes) for block in blocks),
+        by_kind=_sum_by_key((block.kind, block.bytes) for block in blocks),
+        alive=tuple(rows[:count]),
+        more=sum(one.count for one in rows[count:]),
+        process=int(psutil.Process().memory_info().rss),
+        available=host_memory().available,
+        allocators=allocator_statistics(),
+    )
+
+
+@dataclass
+class _Storage:
+    """A piece of memory that tensors look at."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    bytes: int
+    kind: str = _OTHERS
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str | None:
+        return f"{self.names[0]} and {len(self.names) - 1} others" if len(self.names) > 1 else next(iter(self.names), None)
+
+
+def _find_storages(named: Iterable[NamedTensor]) -> list[_Storage]:
+    """Every piece of memory once; named tensors first, as what they are called counts."""
+    found: dict[tuple[str, int], _Storage] = {}
+    for kind, name, whole in named:
+        for tensor in _inner_tensors(whole):
+            block = _add_storage(found, tensor)
+            if block is not None and name not in block.names:
+                block.kind = kind if not block.names else block.kind
+                block.names.append(name)
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and not is_traceable_wrapper_subclass(one):
+            _add_storage(found, one)
+    return list(found.values())
+
+
+def _inner_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """A tensor that is made of others (sharded, quantised), as those."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    inner, _ = tensor.__tensor_flatten__()
+    for name in inner:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            yield from _inner_tensors(part)
+
+
+def _add_storage(found: dict[tuple[str, int], _Storage], tensor: torch.Tensor) -> _Storage | None:
+    """The memory behind a tensor; None for one that has none, or is of a kind that does not say."""
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta" or not storage.nbytes():  # of fakes too
+            return None
+        size, place = storage.nbytes(), (str(storage.device), storage.data_ptr())
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None
+    block = found.get(place)
+    if block is None:
+        block = found[place] = _Storage(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), place[0], size)
+    return block
+
+
+def _group_alike(blocks: Iterable[_Storage]) -> list[AliveTensors]:
+    """Those with a name one by one, the others by what they look like."""
+    groups: dict[Any, list[_Storage]] = {}
+    for block in blocks:
+        groups.setdefault((block.name, block.kind, block.shape, block.dtype, block.device, block.bytes), []).append(block)
+    return [
+        AliveTensors(name, kind, shape, dtype, device, len(alike), size * len(alike))
+        for (name, kind, shape, dtype, device, size), alike in groups.items()
+    ]
+
+
+def _sum_by_key(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for key, size in pairs:
+        sums[key] = sums.get(key, 0) + size
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+
+
+def _format_parts(by_kind: dict[str, int]) -> str:
+    return ", ".join(f"{_plural(kind)} {convert_bytes(size)}" for kind, size in by_kind.items())
+
+
+def _plural(kind: str) -> str:
+    return kind if kind.endswith("s") else f"{kind}s"
+
+
+def _describe(one: AliveTensors) -> str:
+    said = f"{one.kind} {one.name}" if one.name else one.kind
+    return said if len(said) <= _LONGEST else said[: _LONGEST - 3] + "..."
+
+
+_Names = Callable[[], Iterable[NamedTensor]]
+_Folder = Callable[[], "Path | None"]
+_OnSnapshot = Callable[[Path, MemorySnapshot], object]
+_SEEN_ATTRIBUTE: Final = "_slipstream_has_looked"
+_MAX_CHAIN: Final = 20
+_logger = logging.getLogger(__name__)
+
+
+class MemoryWatch:
+    """Who knows the names of tensors, and where a snapshot goes. Made by `watch_memory`; `close` ends it."""
+
+    def __init__(self, names: _Names, folder: _Folder, tell: _OnSnapshot | None) -> None:
+        self._names, self._folder, self._tell = _hold_weakly(names), _hold_weakly(folder), None if tell is None else _hold_weakly(tell)
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether whoever knows the names is still there."""
+        return self._names() is not None
+
+    def named(self) -> Iterator[NamedTensor]:
+        """The tensors that have names; none once their owner is gone."""
+        names = self._names()
+        if names is not None:
+            yield from names()
+
+    def folder(self) -> Path | None:
+        """Where a snapshot is written."""
+        folder = self._folder()
+        return None if folder is None else folder()
+
+    def tell(self, path: Path, snapshot: MemorySnapshot) -> None:
+        """Says where a snapshot is."""
+        tell = None if self._tell is None else self._tell()
+        if tell is not None:
+            tell(path, snapshot)
+
+    def close(self) -> None:
+        """Nothing is asked here any more; with the last watch the hook goes too, if none was put before it."""
+        runtime = current_or_none()
+        if runtime is not None and self in runtime.memory_watches:
+            runtime.memory_watches.remove(self)
+            if not runtime.memory_watches and isinstance(sys.excepthook, FailureHook):
+                sys.excepthook = sys.excepthook.previous
+
+
+def watch_memory(names: _Names, folder: _Folder = lambda: None, tell: _OnSnapshot | None = None) -> MemoryWatch:
+    """From now on, an error about memory that ends this process is answered with a snapshot.
+
+    `names()` gives what tensors are called (`named_tensors(models, optimizers)`), `folder()` where `memory-rank<rank>.json` goes, or None
+    for nowhere, and `tell(path, snapshot)` is called when it is there. Methods are held weakly: a watch keeps nobody alive.
+
+    >>> import torch
+    >>> weight = torch.zeros(1000)
+    >>> watch = watch_memory(lambda: [("parameter", "weight", weight)])
+    >>> [one.name for one in memory_snapshot().alive if one.name]
+    ['weight']
+    >>> watch.close()
+    """
+    watch = MemoryWatch(names, folder, tell)
+    watches = current().memory_watches
+    watches[:] = [*(one for one in watches if one.has_owner), watch]
+    if not isinstance(sys.excepthook, FailureHook):
+        sys.excepthook = FailureHook(sys.excepthook)
+    return watch
+
+
+class FailureHook:
+    """A `sys.excepthook` that looks at an error before the one that was there shows it."""
+
+    def __init__(self, previous: Callable[..., Any]) -> None:
+        self.previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.look_at_failure(error)
+        self.previous(kind, error, trace)
+
+    def look_at_failure(self, error: BaseException) -> None:
+        """Looks, and shows nothing of the error itself: for those who catch it (`launch/worker.py`)."""
+        report_if_out_of_memory(error)
+
+
+def report_if_out_of_memory(error: BaseException) -> None:
+    """If an error says that memory ran out, or came of one that does: writes down what is alive. Once for each error; never raises."""
+    try:
+        if getattr(error, _SEEN_ATTRIBUTE, False) or not _is_out_of_memory(error):
+            return
+        setattr(error, _SEEN_ATTRIBUTE, True)
+        _report_snapshot(error)
+    except Exception as problem:  # the error that is being told counts for more
+        _logger.warning("memory ran out, and what was alive could not be told (%s: %s)", type(problem).__name__, problem)
+
+
+def summarize_alive() -> str:
+    """Return what is alive now as a clause for one line (`MemorySnapshot.line`). Never raises."""
+    try:
+        return memory_snapshot(1).line()
+    except Exception as problem:  # memory has run out: it may be too little for this too
+        return f"what was alive could not be told ({type(problem).__name__})"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    one: BaseException | None = error
+    for _ in range(_MAX_CHAIN):
+        if one is None:
+            return False
+        if should_reduce_batch_size(one):
+            return True
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    return False
+
+
+def _report_snapshot(error: BaseException) -> None:
+    snapshot = memory_snapshot()
+    runtime = current_or_none()
+    watches = [] if runtime is None else list(runtime.memory_watches)
+    rank = f"[RANK {snapshot.rank}] " if runtime is not None and runtime.process.world_size > 1 else ""
+    _logger.error("%smemory ran out: %s", rank, snapshot)
+    written: Path | None = None
+    for watch in watches:
+        try:
+            folder = watch.folder()
+            if folder is not None:
+                written = snapshot.write(folder / f"memory-rank{snapshot.rank}.json")
+                watch.tell(written, snapshot)
+        except Exception as problem:  # a full disk, a store that is gone: what is in the log is still there
+            _logger.warning("%sthe snapshot of memory could not be written (%s: %s)", rank, type(problem).__name__, problem)
+    where = f"; all of it is in {written}" if written is not None else ""
+    if hasattr(error, "add_note"):
+        error.add_note(f"When memory ran out, {snapshot.line()}{where}")
+    elif where:
+        _logger.error("%s%s", rank, where.removeprefix("; "))
+
+
+def _hold_weakly(function: Any) -> Callable[[], Any]:
+    """A function as it is, and a method by a weak reference to its object: both asked by a call."""
+    return weakref.WeakMethod(function) if inspect.ismethod(function) else lambda: function

@@ -1,0 +1,368 @@
+"""Runs that are being watched, and their updates for every listener.
+
+One thread looks at all runs about twice a second, reads what is new, and hands each message, encoded once, to every listener. A listener
+has a short queue; one that falls behind is dropped, and its page fetches everything when it reconnects. New runs beside the watched ones
+are added, deleted ones are removed. Every message and every view has a number (`at`): a page with view 7 needs the messages from 8 on, so
+nothing is lost or counted twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import stat
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from slipstream.errors import ConfigError
+from slipstream.observability.run_dir.folder import find_runs, is_gone, is_run, read_info, runs_at, started_at
+from slipstream.observability.run_dir.reader import Run
+from slipstream.observability.run_dir.series import select_points, to_columns
+
+__all__ = ["Listener", "RunWatcher", "WatchedRun", "encode_event", "sort_newest_first"]
+
+_INTERVAL: Final = 0.5
+_MAX_RUNS: Final = 64
+"""So many of the newest runs of a folder are watched; others when they are named."""
+_MAX_LISTENERS: Final = 64
+_QUEUE_LENGTH: Final = 256
+_MAX_NEW_POINTS: Final = 1000
+"""Points of one series in one message; more are thinned to this."""
+
+
+def encode_event(kind: str, value: Any) -> bytes:
+    r"""A server-sent event.
+
+    >>> encode_event("update", {"run": "first"})
+    b'event: update\ndata: {"run":"first"}\n\n'
+    """
+    return f"event: {kind}\ndata: {_to_json(value)}\n\n".encode()
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+class WatchedRun:
+    """One run that is watched; every method may be called from any thread."""
+
+    def __init__(self, key: str, path: Path) -> None:
+        self.key = key
+        """The name of the run, with more words where two runs have one name."""
+        self.path = path
+        self.identity = _identity(path)
+        """Which folder it is, under whatever name."""
+        self._run = Run(path)
+        self._lock = threading.Lock()
+        self._whole = False
+        """Whether everything that was there at first has been read."""
+        self._at = 0
+        self._told: dict[str, int] = {}
+        self._beginnings = 0
+        self._said: dict[str, Any] = {}
+        self._spelled_ledger: tuple[int, str] | None = None
+
+    def view(
+        self,
+        names: Iterable[str] | None = None,
+        points: int = 2000,
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        only_series: bool = False,
+    ) -> bytes:
+        """What `Run.view` gives, as JSON, with the number of the last message that is in it; or its name, number and series alone."""
+        with self._lock:
+            if not self._whole:
+                self._run.refresh()
+                self._mark()
+                self._at += 1
+                self._whole = True
+            if only_series:
+                return _to_json({"name": self.key, "at": self._at, "series": self._run.curves(names, points, low, high)}).encode()
+            found = {**self._run.view(names, points, low, high, ledger=False), "name": self.key, "at": self._at}
+            return f'{_to_json(found)[:-1]},"ledger":{self._ledger()}}}'.encode()
+
+    def _ledger(self) -> str:
+        """The columns of the ledger as JSON. They are the larger part of a view and change once a second, so the text is kept."""
+        if self._spelled_ledger is None or self._spelled_ledger[0] != self._run.ledger_lines:
+            self._spelled_ledger = self._run.ledger_lines, _to_json(to_columns(self._run.ledger))
+        return self._spelled_ledger[1]
+
+    @contextmanager
+    def reading(self) -> Iterator[Run]:
+        """The run itself, for as long as the block lasts; nobody else reads it meanwhile."""
+        with self._lock:
+            yield self._run
+
+    def info(self) -> dict[str, Any]:
+        """What run.json says, as it is to be shown; nothing if it cannot be read."""
+        try:
+            info = self._run.told() or read_info(self.path)
+        except ConfigError:  # it was there a moment ago; its folder is being moved or deleted
+            return {}
+        return {**info, "state": "killed"} if info.get("state") == "running" and is_gone(info) else info
+
+    def summary(self) -> dict[str, Any]:
+        """What a list of runs says about it."""
+        info = self.info()
+        return {"name": self.key, "path": str(self.path), **{one: info.get(one) for one in ("project", "state", "started", "ended")}}
+
+    def news(self) -> dict[str, Any] | None:
+        """Reads the next block of what is new and gives it back as a message; None if there is nothing more."""
+        with self._lock:
+            if not self._run.refresh(blocks=1):
+                self._whole = True
+                info = self._run.told()
+                if info == self._said.get("info", info):
+                    return None  # not even that it has fallen silent
+            run = self._run
+            self._at += 1
+            found: dict[str, Any] = {"run": self.key, "at": self._at}
+            if run.beginnings != self._beginnings or run.fresh_lost:
+                found["reload"] = True
+            else:
+                series = {name: self._new_points(name) for name, one in run.series.items() if len(one) > self._told.get(name, 0)}
+                found.update({"series": series, "ledger": run.fresh_ledger, "events": run.fresh_events})
+                found.update({name: value for name, value in self._others().items() if value != self._said.get(name)})
+            self._mark()
+            return found
+
+    def _new_points(self, name: str) -> dict[str, Any]:
+        series = self._run.series[name]
+        places = select_points(series.values, self._told.get(name, 0), len(series), _MAX_NEW_POINTS)
+        return {**series.part(places), "count": len(series)}
+
+    def _others(self) -> dict[str, Any]:
+        """What is told again as a whole when it has changed."""
+        run = self._run
+        found = {"info": run.told(), "config": run.config, "skipped": run.skipped}
+        return {**found, "images": self._images(), "tables": dict(run.tables), "texts": dict(run.texts)}
+
+    def _images(self) -> dict[str, Any]:
+        return {name: list(one) for name, one in self._run.images.items()}
+
+    def _mark(self) -> None:
+        for series in self._run.series.values():
+            series.settle()
+        self._told = {name: len(series) for name, series in self._run.series.items()}
+        self._beginnings = self._run.beginnings
+        self._said = self._others()
+
+
+def sort_newest_first(runs: Iterable[WatchedRun]) -> list[WatchedRun]:
+    """Return runs as lists show them: those that are running first, and of these and of the others the newest first."""
+
+    def standing(watched: WatchedRun) -> tuple[bool, float]:
+        info = watched.info()
+        return info.get("state") == "running" and "silent" not in info, started_at(info)
+
+    return sorted(runs, key=standing, reverse=True)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and number of a folder; None if it is not there, or not a folder any more."""
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _is_new_run(path: Path) -> bool:
+    """Whether a folder that has appeared is a run; a pipe in the place of its file is not waited for."""
+    try:
+        return stat.S_ISREG(os.lstat(path / "run.json").st_mode) and is_run(path)
+    except (OSError, RecursionError):  # nothing there yet, or a file that was made to be no run
+        return False
+
+
+class Listener:
+    """One page that wants the news. `next` waits for a message; None says that there will be no more."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUE_LENGTH)
+        self.ended = False
+
+    def put(self, data: bytes) -> bool:
+        """Hands a message over; False if the queue is full, and then this listener has ended."""
+        try:
+            self._queue.put_nowait(data)
+        except queue.Full:
+            self.end()
+            return False
+        return True
+
+    def end(self) -> None:
+        """No more messages, not even those in the queue."""
+        self.ended = True
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            self._queue.get_nowait()
+            self._queue.put_nowait(None)
+
+    def next(self, seconds: float) -> bytes | None:
+        """The next message; an empty one after so many seconds without."""
+        try:
+            found = self._queue.get(timeout=seconds)
+        except queue.Empty:
+            return b""
+        return None if self.ended else found
+
+
+class RunWatcher:
+    """All runs that are watched, at the places given: runs, or folders that have runs in them.
+
+    With `wait` a folder may also be one that has no run in it yet.
+    """
+
+    def __init__(self, places: Sequence[str | os.PathLike[str]], *, interval: float = _INTERVAL, wait: bool = False) -> None:
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._runs: dict[str, WatchedRun] = {}
+        self._named: list[Path] = []
+        """Runs that were named themselves."""
+        self._parents: list[Path] = []
+        self._listeners: list[Listener] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.left_out: set[Path] = set()
+        """Older runs of a folder that are not watched, because there are too many."""
+        self.unreadable: list[tuple[Path, str]] = []
+        """Folders that looked like runs at the beginning and could not be read, with the reason."""
+        for place in map(Path, places):
+            found = runs_at(place, self.unreadable) if wait and place.is_dir() else find_runs(place, self.unreadable)
+            if found == [place]:
+                self._named.append(place)
+            elif not found:
+                self._parents.extend([place / "runs", place])
+            else:
+                self._parents.extend({one.parent: None for one in found if one.parent not in self._parents})
+                self.left_out.update(found[:-_MAX_RUNS])
+            self._add(found[-_MAX_RUNS:])
+        self.left_out -= {one.path for one in self._runs.values()}
+
+    def runs(self) -> list[WatchedRun]:
+        """All runs, in the order in which they were found."""
+        with self._lock:
+            return list(self._runs.values())
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """What a list of all runs says, the newest that is running first."""
+        return [watched.summary() for watched in sort_newest_first(self.runs())]
+
+    def run(self, key: str) -> WatchedRun | None:
+        """The run of this name."""
+        with self._lock:
+            return self._runs.get(key)
+
+    def listen(self) -> Listener | None:
+        """One more listener; None where there are too many, or it is over."""
+        with self._lock:
+            if len(self._listeners) >= _MAX_LISTENERS or self._stop.is_set():
+                return None
+            listener = Listener()
+            self._listeners.append(listener)
+            return listener
+
+    def forget(self, listener: Listener) -> None:
+        """A listener that is gone."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    @property
+    def listeners(self) -> int:
+        """How many there are."""
+        with self._lock:
+            return len(self._listeners)
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._thread = threading.Thread(target=self._work, name="slipstream watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and all listeners; twice does no harm."""
+        self._stop.set()
+        with self._lock:
+            listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener.end()
+        if self._thread is not None:
+            self._thread.join()
+
+    def look(self) -> None:
+        """Looks once: for new runs, for those that are gone, and for what is new in each. The thread does this again and again."""
+        if self._lose() + self._discover():
+            self._publish(encode_event("runs", self.summaries()))
+        for one in self.runs():
+            while not self._stop.is_set() and (found := one.news()) is not None:
+                if self.listeners:
+                    self._publish(encode_event("update", found))
+                time.sleep(0.001)  # whoever waits for this run gets a turn
+
+    def _work(self) -> None:
+        told: set[str] = set()
+        while not self._stop.is_set():
+            try:
+                self.look()
+            except Exception as error:  # a page that stands still and looks alive would be worse: it is told once, and looking goes on
+                if repr(error) not in told:
+                    told.add(repr(error))
+                    traceback.print_exc()
+            self._stop.wait(self._interval)
+
+    def _publish(self, data: bytes) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            if not listener.put(data):
+                self.forget(listener)
+
+    def _lose(self) -> int:
+        """Forgets runs whose folder was deleted or has another name now; how many."""
+        gone = [one for one in self.runs() if one.identity is None or one.identity != _identity(one.path)]
+        with self._lock:
+            for one in gone:
+                del self._runs[one.key]
+        return len(gone)
+
+    def _discover(self) -> int:
+        """Watches runs that have appeared; how many."""
+        known = self.left_out | {one.path for one in self.runs()}
+        new = [path for path in self._named if path not in known and _is_new_run(path)]
+        for parent in self._parents:
+            try:
+                with os.scandir(parent) as entries:
+                    names = [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False)]
+            except OSError:  # the folder was moved or deleted; it may come back
+                continue
+            new.extend(path for path in sorted(names) if path not in known and _is_new_run(path))
+        return self._add(new)
+
+    def _add(self, paths: Iterable[Path]) -> int:
+        with self._lock:
+            before = len(self._runs)
+            for path in paths:
+                watched = WatchedRun(self._key(path), path)
+                if watched.identity not in {one.identity for one in self._runs.values()}:
+                    self._runs[watched.key] = watched
+            return len(self._runs) - before
+
+    def _key(self, path: Path) -> str:
+        real = Path(os.path.realpath(path))
+        project = real.parent.parent.name if real.parent.name == "runs" else real.parent.name
+        for key in (real.name, f"{real.name} ({project})"):
+            if key not in self._runs:
+                return key
+        return next(key for number in range(2, len(self._runs) + 3) if (key := f"{real.name} ({project} {number})") not in self._runs)

@@ -1,0 +1,386 @@
+"""Logged curves and ledger intervals in memory, and how both are reduced to a size that can be drawn.
+
+No torch and no file access. `Series` holds the points of one name in three arrays, in the order in which they were logged; steps may go
+back after a restart. Thinning keeps the first, last, smallest and largest point of each bucket, and one gap, so no spike is lost and
+nothing is interpolated. `IntervalList` merges neighbouring ledger intervals beyond a limit: sums are preserved, memory keeps its maximum,
+utilisation is weighted by time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any, Final
+
+__all__ = [
+    "BlockExtremes", "INTERVAL_COLUMNS", "IntervalList", "MIN_POINTS", "Series", "merge_intervals", "normalize_interval", "select_points",
+    "thin_curve", "to_columns", "to_json_steps", "to_json_times", "to_json_values", "visible_range",
+]
+
+
+MIN_POINTS: Final = 5
+"""A curve is not thinned to fewer points than this: first, last, smallest, largest, and a gap."""
+
+_BLOCK: Final = 64
+_POINTS_PER_BUCKET: Final = 4
+_POINTS_WITH_GAP: Final = 5
+
+
+def thin_curve(
+    xs: Sequence[float], ys: Sequence[float], count: int, low: float | None = None, high: float | None = None
+) -> tuple[array[float], array[float]]:
+    """At most `count` of the points, those that show: first, last, and the smallest and largest of every bucket.
+
+    `xs` do not fall (`select_points` does without). With `low` and `high` only the points between them are taken, and the neighbour on
+    each side, so that a line reaches the edge of the picture. What is no number in `ys` stays as a gap. Counts below `MIN_POINTS`
+    are taken for it.
+
+    >>> xs = range(10_000)
+    >>> ys = [0.0] * 5_000 + [1.0] + [0.0] * 4_999
+    >>> few, values = thin_curve(xs, ys, 100)
+    >>> len(few) <= 100, values[list(few).index(5_000)]
+    (True, 1.0)
+    """
+    start, stop = visible_range(xs, low, high)
+    taken = select_points(ys, start, stop, count)
+    return array("d", [xs[one] for one in taken]), array("d", [ys[one] for one in taken])
+
+
+def visible_range(xs: Sequence[float], low: float | None, high: float | None, first: int = 0, end: int | None = None) -> tuple[int, int]:
+    """From which point to which (not included) a curve shows between two limits, with a neighbour on each side to draw a line to.
+
+    Of points that all lie on one side of the limits nothing shows. `first` and `end` are the part of `xs` that is looked at.
+
+    >>> visible_range([0, 10, 20, 30, 40], 15, 25), visible_range([0, 10, 20, 30, 40], 50, 60)
+    ((1, 4), (5, 5))
+    """
+    end = len(xs) if end is None else end
+    start = first if low is None else bisect_left(xs, low, first, end)
+    stop = end if high is None else bisect_right(xs, high, first, end)
+    turned = low is not None and high is not None and low > high
+    if start >= end or stop <= first or turned:
+        return end, end
+    return max(start - 1, first), min(stop + 1, end)
+
+
+class BlockExtremes:
+    """Where the smallest and the largest of every 64 values lie, found once, so that thinning a long curve again is quick.
+
+    >>> values = array("d", range(1000))
+    >>> blocks = BlockExtremes()
+    >>> blocks.follow(values)
+    >>> list(select_points(values, 0, 1000, 8, blocks)) == list(select_points(values, 0, 1000, 8, BlockExtremes()))
+    True
+    """
+
+    __slots__ = ("highs", "lows")
+
+    def __init__(self) -> None:
+        self.lows: array[int] = array("q")
+        self.highs: array[int] = array("q")
+
+    def follow(self, values: array[float]) -> None:
+        """Takes in the whole blocks that have come since the last call."""
+        for first in range(len(self.lows) * _BLOCK, len(values) - _BLOCK + 1, _BLOCK):
+            block = values[first : first + _BLOCK].tolist()
+            plain = isfinite(sum(block))
+            self.lows.append(first + block.index(min(block)) if plain else -1)
+            self.highs.append(first + block.index(max(block)) if plain else -1)
+
+
+def select_points(ys: Sequence[float], start: int, stop: int, count: int, blocks: BlockExtremes | None = None) -> Sequence[int]:
+    """The places of the points that `thin_curve` keeps of those from `start` to `stop`, in order; with `blocks` of `ys` it is quicker.
+
+    >>> list(select_points([0.0, 1.0, 2.0, 9.0, 3.0, 4.0, 5.0, 6.0], 0, 8, 5))
+    [0, 3, 7]
+    """
+    count = max(count, MIN_POINTS)
+    if stop - start <= count:
+        return range(start, stop)
+    found = _select_by_bucket(ys, start, stop, count // _POINTS_PER_BUCKET, blocks)
+    return found if len(found) <= count else _select_by_bucket(ys, start, stop, count // _POINTS_WITH_GAP, blocks)
+
+
+def _select_by_bucket(ys: Sequence[float], start: int, stop: int, buckets: int, blocks: BlockExtremes | None) -> list[int]:
+    found: list[int] = []
+    total = stop - start
+    if total < 2 * _BLOCK * buckets:
+        blocks = None
+    first = start
+    for number in range(1, buckets + 1):
+        last = start + total * number // buckets
+        if blocks is not None and number < buckets:
+            last -= last % _BLOCK
+        places = None if blocks is None else _extremes_of_blocks(ys, first, last, blocks)
+        found.extend(sorted(_extremes_of_values(ys, first, last) if places is None else places))
+        first = last
+    return found
+
+
+def _extremes_of_blocks(ys: Sequence[float], first: int, last: int, blocks: BlockExtremes) -> set[int] | None:
+    """What a bucket keeps, from what is known of its blocks; None where that is not enough."""
+    begin, end = -(-first // _BLOCK), min(last // _BLOCK, len(blocks.lows))
+    if end <= begin:
+        return None
+    lows, highs = blocks.lows[begin:end].tolist(), blocks.highs[begin:end].tolist()
+    if -1 in lows:
+        return None
+    for one, other in ((first, begin * _BLOCK), (end * _BLOCK, last)):
+        if one < other:
+            rest = ys[one:other]
+            if not isfinite(sum(rest)):
+                return None
+            lows.append(one + rest.index(min(rest)))
+            highs.append(one + rest.index(max(rest)))
+    return {first, min(lows, key=ys.__getitem__), max(highs, key=ys.__getitem__), last - 1}
+
+
+def _extremes_of_values(ys: Sequence[float], first: int, last: int) -> set[int]:
+    """The same from the values themselves."""
+    bucket = ys[first:last]
+    if isinstance(bucket, array):
+        bucket = bucket.tolist()  # twice as fast to look through as the array
+    if isfinite(sum(bucket)):
+        return {first, first + bucket.index(min(bucket)), first + bucket.index(max(bucket)), last - 1}
+    return {first + place for place in _extremes_with_gap(bucket)}
+
+
+def _extremes_with_gap(bucket: Sequence[float]) -> set[int]:
+    """The same for values some of which may be no numbers; also where the sum alone is too large for one."""
+    numbers = [place for place, value in enumerate(bucket) if isfinite(value)]
+    places = {0, len(bucket) - 1}
+    if numbers:
+        places |= {min(numbers, key=bucket.__getitem__), max(numbers, key=bucket.__getitem__)}
+    gap = next((place for place, value in enumerate(bucket) if not isfinite(value)), None)
+    return places if gap is None else places | {gap}
+
+
+class Series:
+    """The points of one name.
+
+    >>> series = Series()
+    >>> for step in range(4):
+    ...     series.add(step, 100.0 + step, step / 3)
+    >>> len(series), series.view(points=100)["values"]
+    (4, [0.0, 0.3333333333333333, 0.6666666666666666, 1.0])
+    """
+
+    __slots__ = ("_blocks", "steps", "times", "turns", "values")
+
+    def __init__(self) -> None:
+        self.steps: array[float] = array("d")
+        self.times: array[float] = array("d")
+        self.values: array[float] = array("d")
+        self.turns: array[int] = array("q")
+        """The places of the points whose step is smaller than the one before."""
+        self._blocks = BlockExtremes()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def add(self, step: float, time: float, value: float) -> None:
+        """One more point."""
+        steps = self.steps
+        if steps and step < steps[-1]:
+            self.turns.append(len(steps))
+        steps.append(step)
+        self.times.append(time)
+        self.values.append(value)
+
+    def settle(self) -> None:
+        """Looks through what is new, so that the next view is quick."""
+        self._blocks.follow(self.values)
+
+    def view(self, points: int, low: float | None = None, high: float | None = None) -> dict[str, Any]:
+        """At most `points` of it between two steps as plain lists; `count` says how many there are in all."""
+        shown = [range(0, len(self))] if low is None and high is None else list(self._between(low, high))
+        if len(shown) <= 1:
+            start, stop = (shown[0].start, shown[0].stop) if shown else (0, 0)
+            self.settle()
+            places: Sequence[int] = select_points(self.values, start, stop, points, self._blocks)
+        else:
+            order = [place for one in shown for place in one]
+            places = [order[one] for one in select_points([self.values[place] for place in order], 0, len(order), points)]
+        return {**self.part(places), "count": len(self)}
+
+    def _between(self, low: float | None, high: float | None) -> Iterator[range]:
+        """What lies between two steps, of each stretch over which steps do not fall."""
+        for first, end in zip([0, *self.turns], [*self.turns, len(self)], strict=True):
+            start, stop = visible_range(self.steps, low, high, first, end)
+            if stop > start:
+                yield range(start, stop)
+
+    def part(self, places: Sequence[int]) -> dict[str, Any]:
+        """Some of the points as plain lists."""
+        if isinstance(places, range):
+            where = slice(places.start, places.stop)
+            columns = (self.steps[where].tolist(), self.times[where].tolist(), self.values[where].tolist())
+        else:
+            columns = ([self.steps[one] for one in places], [self.times[one] for one in places], [self.values[one] for one in places])
+        return {"steps": to_json_steps(columns[0]), "times": to_json_times(columns[1]), "values": to_json_values(columns[2])}
+
+
+def to_json_values(values: Sequence[float]) -> list[float | None]:
+    """As they were logged, every digit: a counter or a slow ramp far from zero needs them. What is no number becomes None.
+
+    >>> to_json_values([1 / 3, 123456789.0, float("nan"), float("inf")])
+    [0.3333333333333333, 123456789.0, None, None]
+    """
+    if isfinite(sum(values)):
+        return list(values)
+    return [one if isfinite(one) else None for one in values]
+
+
+def to_json_times(times: Sequence[float]) -> list[float | None]:
+    """Rounded to a thousandth of a second."""
+    return [round(one, 3) if isfinite(one) else None for one in times]
+
+
+def to_json_steps(steps: Sequence[float]) -> list[float]:
+    """Whole steps as whole numbers.
+
+    >>> to_json_steps([3.0, 2.5])
+    [3, 2.5]
+    """
+    return [int(one) if one.is_integer() else one for one in steps]
+
+
+INTERVAL_COLUMNS: Final = ("time", "seconds", "first", "last", "steps", "samples", "tokens", "flops", "mfu")
+"""The fields of an interval that are one number."""
+
+_MAX_INTERVALS: Final = 1024
+_MOST_NUMBERS: Final = 1 << 16
+_DIGITS: Final = 6  # microseconds
+_MOST_RANKS: Final = 4096
+_MOST_PHASES: Final = 32
+
+_Number = float | int | None
+
+
+class IntervalList:
+    """Intervals in the order of time, each of one or more lines of the ledger.
+
+    >>> ledger = IntervalList(most=4)
+    >>> for second in range(10):
+    ...     ledger.add(normalize_interval({"time": second, "seconds": 1.0, "steps": 2, "phases": {"data": [0.25]}}))
+    >>> len(ledger.list), sum(one["steps"] for one in ledger.list), sum(one["phases"]["data"][0] for one in ledger.list)
+    (3, 20, 2.5)
+    """
+
+    def __init__(self, most: int = _MAX_INTERVALS) -> None:
+        self.list: list[dict[str, Any]] = []
+        self._most = most
+        self._each = 1
+        """How many lines make one interval."""
+        self._filled = 0
+        """How many lines the last interval has."""
+
+    def add(self, interval: dict[str, Any]) -> None:
+        """One more line of the ledger, as `normalize_interval` gives it."""
+        if self.list and self._filled < self._each:
+            self.list[-1] = merge_intervals(self.list[-1], interval)
+            self._filled += 1
+            return
+        self.list.append(interval)
+        self._filled = 1
+        numbers = max(1, sum(map(len, interval["phases"].values())))
+        if len(self.list) > max(4, min(self._most, _MOST_NUMBERS // numbers)):
+            self._halve()
+
+    def _halve(self) -> None:
+        old = self.list
+        self._filled = self._filled if len(old) % 2 else self._each + self._filled
+        self._each *= 2
+        self.list = [merge_intervals(*old[one : one + 2]) if one + 1 < len(old) else old[one] for one in range(0, len(old), 2)]
+
+
+def normalize_interval(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the ledger with every field there and of the right kind; what is missing or no number is None.
+
+    >>> normalize_interval({"time": 5.0, "seconds": "x", "phases": {"data": [0.5, None]}})["phases"]
+    {'data': [0.5, None]}
+    """
+    memory = record.get("memory")
+    phases = record.get("phases")
+    memory = memory if isinstance(memory, dict) else {}
+    phases = phases if isinstance(phases, dict) else {}
+    return {
+        **{name: _to_number(record.get(name)) for name in INTERVAL_COLUMNS},
+        "phases": {str(name): _to_numbers(phases[name]) or [] for name in list(phases)[:_MOST_PHASES]},
+        "slowest": _to_numbers(record.get("slowest")),
+        "memory": {"host": _to_numbers(memory.get("host")), "device": _to_numbers(memory.get("device"))},
+    }
+
+
+def merge_intervals(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two neighbouring intervals as one."""
+    names = [*one["phases"], *(name for name in other["phases"] if name not in one["phases"])]
+    added = {name: _combine(_add, one[name], other[name]) for name in ("seconds", "steps", "samples", "tokens", "flops")}
+    return {
+        "time": other["time"] if other["time"] is not None else one["time"],
+        "first": one["first"] if one["first"] is not None else other["first"],
+        "last": other["last"] if other["last"] is not None else one["last"],
+        **added,
+        "mfu": _weighted_mfu(one, other),
+        "phases": {name: _combine_lists(_add, one["phases"].get(name), other["phases"].get(name)) or [] for name in names},
+        "slowest": _combine_lists(_add, one["slowest"], other["slowest"]),
+        "memory": {name: _combine_lists(max, one["memory"][name], other["memory"][name]) for name in ("host", "device")},
+    }
+
+
+def to_columns(intervals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Intervals as columns, the way the page takes them: a list per field, a list of ranks per interval in those of ranks.
+
+    >>> to_columns([normalize_interval({"time": 1.0, "phases": {"data": [0.5, 0.25]}})])["phases"]
+    {'data': [[0.5, 0.25]]}
+    """
+    names = list(dict.fromkeys(name for one in intervals for name in one["phases"]))
+    return {
+        **{name: [one[name] for one in intervals] for name in INTERVAL_COLUMNS},
+        "phases": {name: [one["phases"].get(name, []) for one in intervals] for name in names},
+        "slowest": [one["slowest"] for one in intervals],
+        "memory": {name: [one["memory"][name] for one in intervals] for name in ("host", "device")},
+    }
+
+
+def _to_number(value: Any) -> _Number:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return round(value, _DIGITS) if isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _to_numbers(value: Any) -> list[_Number] | None:
+    return [_to_number(one) for one in value[:_MOST_RANKS]] if isinstance(value, list) else None
+
+
+def _add(one: float, other: float) -> float:
+    return round(one + other, _DIGITS)
+
+
+def _combine(how: Callable[[Any, Any], Any], one: _Number, other: _Number) -> _Number:
+    if one is None or other is None:
+        return other if one is None else one
+    found: _Number = how(one, other)
+    return found
+
+
+def _combine_lists(how: Callable[[Any, Any], Any], one: list[_Number] | None, other: list[_Number] | None) -> list[_Number] | None:
+    if one is None or other is None:
+        return other if one is None else one
+    longest = max(len(one), len(other))
+    pairs = zip(one + [None] * (longest - len(one)), other + [None] * (longest - len(other)), strict=True)
+    return [_combine(how, *pair) for pair in pairs]
+
+
+def _weighted_mfu(one: Mapping[str, Any], other: Mapping[str, Any]) -> _Number:
+    if one["mfu"] is None or other["mfu"] is None:
+        return _combine(_add, one["mfu"], other["mfu"])
+    first, second = one["seconds"] or 0.0, other["seconds"] or 0.0
+    if not first + second:
+        return float(one["mfu"])
+    return float((one["mfu"] * first + other["mfu"] * second) / (first + second))

@@ -1,0 +1,538 @@
+"""`Ledger` measures where the time of one Accelerator's training loop goes on every rank, with throughput and FLOPs.
+
+A step costs a few entries in the meter's log. Once per interval, between two steps and on the training thread, `settle` reads the log,
+calls the examiners (guards), sends the rows to rank 0 through the rendezvous store, and on rank 0 joins them to intervals for `sinks`.
+There is no thread, no collective and no wait, except for up to two seconds on rank 0 at the very end. The phases of a rank add up to the
+elapsed time. A rank that is late, stopped or gone leaves gaps and blocks nobody.
+
+`StoreExchange` uses one key per rank: a rank publishes when rank 0 has taken its previous message, and buffers otherwise. A store that
+fails ends the exchange with one log line, never the training.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import numpy
+import torch
+
+from slipstream.devices.memory import device_peak_memory, host_peak_memory, timing_event_factory
+from slipstream.distributed.process_group import read_now
+from slipstream.logging import get_logger
+from slipstream.observability.options import LedgerKwargs
+from slipstream.observability.timing.meter import COLUMNS, LOG_LIMIT, OTHER, PHASES, SAMPLES, Meter, mark_phase
+from slipstream.observability.timing.report import LedgerReport, RowJoiner, RunTotals
+from slipstream.observability.timing.step_times import (
+    DeviceClock,
+    MeterReader,
+    RankMessage,
+    Rows,
+    StepWindow,
+    pack_message,
+    to_seconds,
+    unpack_message,
+)
+
+__all__ = ["FlopCount", "Ledger", "StoreExchange", "measure_peak_flops"]
+
+
+_POLL_SECONDS = 0.01
+
+
+class StoreExchange:
+    """The ledger's keys in the store. `store` gives the store as it is now; None for one process, or before a group was opened."""
+
+    def __init__(self, store: Callable[[], Any], number: int, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._others = [other for other in range(world_size) if other != 0]
+        self._key = f"ledger/{number}/{{}}".format
+        self._failed: Any = None
+        """The store that did not answer: another one may."""
+
+    # -- ranks other than 0 ---------------------------------------------------------------------------------------
+
+    def can_publish(self) -> bool:
+        """Whether rank 0 has taken what this rank told before."""
+        return bool(self._ask(lambda store: not store.check([self._key(self._rank)]), False))
+
+    def publish(self, message: bytes) -> bool:
+        """Leaves a message for rank 0; to be called where `can_publish` says so. Whether it was left."""
+        return bool(self._ask(lambda store: _publish(store, self._key(self._rank), message), False))
+
+    def publish_last(self, message: bytes) -> bool:
+        """Leaves the last message, beside one that may not have been taken."""
+        return bool(self._ask(lambda store: _publish(store, self._key(f"{self._rank}/last"), message), False))
+
+    def is_closed(self) -> bool:
+        """Whether rank 0 takes no messages any more: one that was left before this was asked may not have been taken."""
+        return bool(self._ask(lambda store: store.check([self._key("closed")]), True))
+
+    def take_back(self) -> bytes | None:
+        """Takes the message of this rank that rank 0 has not taken, if there is one."""
+        return self._take(self._key(self._rank))
+
+    # -- rank 0 ---------------------------------------------------------------------------------------------------
+
+    def collect(self) -> dict[int, bytes]:
+        """What the others have left, which is gone from the store afterwards."""
+        return {other: message for other in self._others if (message := self._take(self._key(other))) is not None}
+
+    def collect_last(self, wait: float) -> dict[int, list[bytes]]:
+        """All that is left of everybody: waits so many seconds for those who have not said their last word."""
+        found: dict[int, list[bytes]] = {}
+        missing, deadline = list(self._others), time.monotonic() + wait
+        while True:
+            for other in list(missing):
+                last = self._take(self._key(f"{other}/last"))
+                if last is not None:
+                    missing.remove(other)
+                    earlier = self._take(self._key(other))
+                    found[other] = [last] if earlier is None else [earlier, last]
+            if not missing or self._store() in (None, self._failed) or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        for other in missing:
+            earlier = self._take(self._key(other))
+            if earlier is not None:
+                found[other] = [earlier]
+        return found
+
+    def close(self) -> dict[int, list[bytes]]:
+        """Says that no messages are taken any more, and then takes what was left until then."""
+        self._ask(lambda store: _publish(store, self._key("closed"), b"closed"), False)
+        return self.collect_last(0.0)
+
+    def _take(self, key: str) -> bytes | None:
+        def take(store: Any) -> bytes | None:
+            if not store.check([key]):
+                return None
+            message = read_now(store, key)
+            return message if message is not None and store.delete_key(key) else None  # who deletes the key has the message
+
+        found: bytes | None = self._ask(take, None)
+        return found
+
+    def _ask(self, what: Callable[[Any], Any], otherwise: Any) -> Any:
+        store = self._store()
+        if store is None or store is self._failed:
+            return otherwise
+        try:
+            return what(store)
+        except RuntimeError as error:  # torch's errors of stores: closed, not reached, too late
+            self._failed = store
+            told = next(iter(str(error).splitlines()), type(error).__name__)
+            get_logger(__name__).warning(
+                f"the ledger of rank {self._rank} does not reach the others any more ({told}): it goes on with this rank alone",
+                main_process_only=False,
+            )
+            return otherwise
+
+
+def _publish(store: Any, key: str, message: bytes) -> bool:
+    store.set(key, message)
+    store.check([key])  # `set` does not wait for an answer: now it is there
+    return True
+
+
+_MATRIX_SIZE = 768
+_REPEATS = 5
+_TIME_LIMIT = 0.2
+"""Seconds after which no further product is begun."""
+
+
+class FlopCount:
+    """Counts the operations of a step: of forward passes and of backward passes, each in a block of its own.
+
+    >>> counting = FlopCount()
+    >>> with counting.block():
+    ...     product = torch.ones(2, 3) @ torch.ones(3, 4)
+    >>> counting.total
+    48
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._inside = False
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """What runs in the block counts; a block inside of another adds nothing."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        counter = FlopCounterMode(display=False)
+        try:
+            with counter:
+                yield
+        finally:
+            self._inside = False
+            self.total += counter.get_total_flops()
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype | None = None) -> float:
+    """Operations per second of a product of matrices on this device: the best of a few."""
+    factor = torch.ones((_MATRIX_SIZE, _MATRIX_SIZE), device=device, dtype=dtype or torch.get_default_dtype())
+    best, first = float("inf"), time.perf_counter()
+    with torch.no_grad():
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            if began - first > _TIME_LIMIT:
+                break
+            product: Any = factor @ factor
+            product[0, 0].item()  # waits for the device
+            best = min(best, time.perf_counter() - began)
+    return 2.0 * _MATRIX_SIZE**3 / best
+
+
+_RANKS_PER_INTERVAL = 16
+"""Up to how many processes rank 0 asks all of them every interval; with more it asks as many per second."""
+_PATIENCE_INTERVALS = 5.0
+"""Intervals after which a rank that tells nothing is left out."""
+_MAX_UNSENT_STEPS = 100_000
+"""Steps that a rank keeps while rank 0 does not take them."""
+_FINAL_WAIT = 2.0
+"""Seconds that rank 0 waits for the others at the end."""
+_COUNTED_STEP = 1
+"""The step whose operations are counted: in the first one much happens once."""
+
+
+def _no_store() -> None:
+    return None
+
+
+class Ledger:
+    """Where the time of one Accelerator's loop goes.
+
+    >>> ledger = Ledger(LedgerKwargs())
+    >>> ledger.report().steps
+    0
+    """
+
+    def __init__(
+        self,
+        options: LedgerKwargs | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        store: Callable[[], Any] = _no_store,
+        number: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.options = options or LedgerKwargs()
+        self.rank, self.world_size = rank, world_size
+        self.number = number
+        """Which ledger of this process it is: the same on every rank, and part of its keys in the store."""
+        self.meter: Meter | None = Meter() if self.options.enabled else None
+        """Where marks go; None if the ledger is off."""
+        self.examiners: list[Callable[[StepWindow], None]] = []
+        """Called on every rank with the steps since the last time, before they are told to others."""
+        self.sinks: list[Callable[[dict[str, Any]], None]] = []
+        """Called on rank 0 with every interval: a line of `ledger.jsonl`."""
+        self.event_sinks: list[Callable[[dict[str, Any]], None]] = []
+        """Called on rank 0 with everything that any rank told by `tell`: a line of `events.jsonl`."""
+        self.admits: Callable[[Mapping[str, Any]], bool] = bool
+        """On rank 0: whether an event goes to `event_sinks`."""
+        self.endings: list[Callable[[], None]] = []
+        """Called on every rank when training ends by itself, before its last steps are told."""
+        self.last_words: list[Callable[[], None]] = []
+        """Called on rank 0 at the end, when everybody was heard."""
+        self.expects: Callable[[], bool] = bool
+        """On rank 0: whether something waits for the words of other ranks, so that a script that ends waits a moment for them too."""
+        self.unheard: list[Callable[[Mapping[str, Any]], None]] = []
+        """Called on other ranks at the end, with what this rank told too late for rank 0 to hear it."""
+        self.events: list[dict[str, Any]] = []
+        """What this rank has told, and rank 0 has not taken yet."""
+        self.interval = self.options.interval * max(1.0, world_size / _RANKS_PER_INTERVAL)
+        self._device, self._dtype = torch.device(device), dtype
+        self._exchange = StoreExchange(store, number, rank, world_size)
+        self._joiner = RowJoiner(world_size, _PATIENCE_INTERVALS * self.interval)
+        self._totals = RunTotals(world_size)
+        self._intervals: deque[dict[str, Any]] = deque(maxlen=3600)
+        self._untold = numpy.zeros((0, COLUMNS))
+        self._base = 0
+        """What the steps of a run that goes on are ahead of those that were made here."""
+        self._drained = 0
+        """Steps that were taken from the meter."""
+        self._reader = MeterReader(0 if self.meter is None else self.meter.since)
+        self._due = 0
+        self._clock: DeviceClock | None = None
+        self._counting = FlopCount() if self.options.count_flops else None
+        self._counted: float | None = None
+        """Operations of one step of this rank, once they were counted."""
+        self._finished: LedgerReport | None = None
+        if self.meter is not None:
+            self._start(self.meter)
+
+    def _start(self, meter: Meter) -> None:
+        # models hold the meter: through it they would hold all that examines
+        meter.attend = partial(_settle_if_alive, weakref.ref(self), weakref.ref(meter))
+        meter.token_counter = partial(_find_token_counter, self.options.tokens)
+        events = timing_event_factory(self._device)
+        if events is not None:
+            meter.clock = self._clock = DeviceClock(events)
+        self._set_due(meter, meter.since)
+
+    def _set_due(self, meter: Meter, now: int) -> None:
+        self._due = now + int(self.interval * 1e9)
+        meter.due = 0 if self._counting is not None else self._due
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The number of the step under way, from 0."""
+        return 0 if self.meter is None else self.meter.step + self._base
+
+    def count_from(self, step: int) -> None:
+        """The next step has this number: the run goes on from a checkpoint."""
+        self.settle()
+        self._base = 0 if self.meter is None else step - self.meter.step
+
+    @property
+    def losses(self) -> list[tuple[int, float | torch.Tensor]]:
+        """(step, loss) of the backward passes that no examiner has seen yet; a number where the loss was on the host."""
+        base = self._base
+        return [] if self.meter is None else [(base + step, loss) for step, loss in list(self.meter.losses)]
+
+    def _attend(self, now: int) -> None:
+        """Between two steps, when it is time, or after each of them where that is needed; and where the log is full."""
+        meter = self.meter
+        assert meter is not None
+        if self._counting is not None:
+            self._count(meter, self._counting)
+        if now >= self._due or len(meter.log) > LOG_LIMIT:
+            meter.thread = get_ident()
+            self.settle()
+
+    def _count(self, meter: Meter, counting: FlopCount) -> None:
+        if meter.step == _COUNTED_STEP:
+            meter.counting = counting
+        elif meter.step > _COUNTED_STEP:
+            self._counted = float(counting.total)
+            meter.counting = self._counting = None
+
+    # -- now and then ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Has the steps since the last time examined, tells them, and on rank 0 hears what the others told. Waits for nobody."""
+        meter = self.meter
+        if meter is None:
+            return
+        meter.tick()
+        self._set_due(meter, meter.log[-1])
+        with mark_phase(meter if meter.has_begun else None, OTHER):
+            window = self._drain(meter)
+            for examine in self.examiners:
+                examine(window)
+            if self._finished is None:
+                self._tell()
+
+    def _drain(self, meter: Meter) -> StepWindow:
+        """Takes the rows of steps that have ended."""
+        first = self._drained
+        rows = self._read(meter)
+        losses = self.losses
+        meter.losses.clear()
+        if first <= _COUNTED_STEP < self._drained and self._counted is not None:
+            samples = rows[_COUNTED_STEP - first, SAMPLES]
+            self._totals.flops_per_step = self._counted
+            self._totals.flops_per_sample = self._counted / samples if samples else None
+        if self._finished is None:
+            self._untold = numpy.concatenate([self._untold, rows])[-_MAX_UNSENT_STEPS:] if len(self._untold) else rows
+        if not first and len(rows):
+            self._totals.began = time.time() - float(rows[:, :PHASES].sum()) - 1e-9 * float(self._reader.open[:PHASES].sum())
+        return StepWindow(len(rows), self._base + first, rows, losses)
+
+    def _read(self, meter: Meter) -> Rows:
+        log = meter.log
+        length, spent = (len(log), None) if self._clock is None else self._clock.take(log)
+        rows = to_seconds(self._reader.read(log[:length], spent))
+        del log[:length]
+        self._drained += len(rows)
+        return rows
+
+    def _tell(self) -> None:
+        if self.rank == 0:
+            self._hear(self.rank, self._message())
+            for other, message in self._exchange.collect().items():
+                self._hear(other, unpack_message(message))
+            self._join()
+        elif self._exchange.can_publish():
+            self._exchange.publish(pack_message(self._message()))
+
+    def _message(self, tail: list[float] | None = None) -> RankMessage:
+        """What this rank has to tell; it counts as told."""
+        rows, self._untold = self._untold, self._untold[:0]
+        events, self.events = self.events, []
+        if self.rank:
+            self._totals.add_alone(self.rank, rows)
+        return RankMessage(self._drained - len(rows), rows, (host_peak_memory(), device_peak_memory(self._device)), events, tail)
+
+    def _hear(self, rank: int, message: RankMessage) -> None:
+        self._joiner.add(rank, message.first, message.rows)
+        self._totals.remember(rank, message.memory)
+        for event in filter(self.admits, message.events):
+            self._deliver(self.event_sinks, event)
+
+    def _join(self, *, patient: bool = True) -> None:
+        first = self._joiner.next
+        taken = self._joiner.take(patient=patient)
+        if taken is not None:
+            self._find_peak()
+            entry = self._totals.add(taken, self._base + first)
+            self._intervals.append(entry)
+            self._deliver(self.sinks, entry)
+
+    def _find_peak(self) -> None:
+        totals, options = self._totals, self.options
+        totals.flops_per_sample = totals.flops_per_sample or options.flops_per_sample
+        if totals.peak is None and (totals.flops_per_sample or totals.flops_per_step):
+            totals.peak = options.peak_flops or measure_peak_flops(self._device, self._dtype)
+
+    def _deliver(self, sinks: list[Callable[[dict[str, Any]], None]], entry: dict[str, Any]) -> None:
+        for sink in list(sinks):
+            try:
+                sink(entry)
+            except OSError as error:  # a full disk is no reason to stop training
+                sinks.remove(sink)
+                get_logger(__name__).warning(f"the ledger is not written any more: {error}")
+
+    # -- asked and told -------------------------------------------------------------------------------------------
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """An event for `events.jsonl`, from any rank: it reaches rank 0's `event_sinks` at once there, with the next interval elsewhere.
+
+        `time` and `rank` are filled in where they are missing.
+        """
+        told = {"time": time.time(), "rank": self.rank, **event}
+        if self.rank == 0:
+            if self.admits(told):
+                self._deliver(self.event_sinks, told)
+        elif len(self.events) < _MAX_UNSENT_STEPS:
+            self.events.append(told)
+
+    def report(self) -> LedgerReport:
+        """What is known now: see `LedgerReport`. Not collective; on rank 0 with all that the others have told so far."""
+        if self._finished is not None:
+            return self._finished
+        if self.meter is not None and self.meter.thread == get_ident():  # another thread may look, and touch nothing
+            self.settle()
+        return self._report(self._tail())
+
+    def finish(self) -> LedgerReport:
+        """The end of the run: tells the last steps and what came after them; rank 0 waits a moment for the others. Once."""
+        if self._finished is not None or self.meter is None:
+            return self._finished or self._report(None)
+        if self._clock is not None:
+            self._clock.wait()
+        for end in self.endings:
+            end()
+        self.settle()
+        tail = self._tail()
+        if self.rank:
+            return self._publish_last(tail)
+        return self._collect_last(tail, _FINAL_WAIT if self._drained or any(tail) else 0.0)  # where nothing was trained, nobody tells
+
+    def leave(self, *, patient: bool = False) -> None:
+        """The end of a script without `finish`, or of a process that fails: what it knows is told.
+
+        `patient`: the script has ended by itself. Then it may wait for others, if something waits for their words (`expects`).
+        """
+        if self._finished is not None or self.meter is None:
+            return
+        for end in self.endings if patient else ():
+            end()
+        self.settle()
+        tail = self._tail()
+        if self.rank:
+            self._publish_last(tail)
+        else:
+            self._collect_last(tail, _FINAL_WAIT if patient and self.expects() else 0.0)
+
+    def _publish_last(self, tail: list[float]) -> LedgerReport:
+        message = self._message(tail)
+        self._exchange.publish_last(pack_message(message))
+        if self.unheard and self._exchange.is_closed():
+            earlier = self._exchange.take_back()
+            for event in [*(unpack_message(earlier).events if earlier else ()), *message.events]:
+                for hear in self.unheard:
+                    hear(event)
+        self._finished = self._report(tail)
+        return self._finished
+
+    def _collect_last(self, tail: list[float], wait: float) -> LedgerReport:
+        self._hear(0, self._message(tail))
+        tails = {0: tail}
+        for collect in (partial(self._exchange.collect_last, wait), self._exchange.close):
+            if len(tails) == self.world_size:
+                break  # everybody has said the last word
+            for other, word in ((other, unpack_message(word)) for other, words in collect().items() for word in words):
+                self._hear(other, word)
+                if word.tail is not None:
+                    tails[other] = word.tail
+        self._join(patient=False)
+        self._add_tails(tails)
+        for speak in self.last_words:
+            speak()
+        self._finished = self._report(None)
+        return self._finished
+
+    def _add_tails(self, tails: Mapping[int, list[float]]) -> None:
+        """What came after the last step, such as a last checkpoint, as an interval without steps."""
+        entry = self._totals.add_tails(tails, self._base + self._joiner.next)
+        if any(any(values) for values in entry["phases"].values()):
+            self._intervals.append(entry)
+            self._deliver(self.sinks, entry)
+
+    def _tail(self) -> list[float]:
+        """The row of what came after the last step, which goes on."""
+        meter = self.meter
+        if meter is None:
+            return [0.0] * COLUMNS
+        reader = self._reader.copy()
+        if self._clock is None:
+            if meter.thread == get_ident():
+                meter.tick()
+            reader.read(meter.log[:])
+        return [float(value) for value in to_seconds(reader.open)]
+
+    def _report(self, tail: list[float] | None) -> LedgerReport:
+        """On rank 0 of many, steps that not all ranks have told yet are left out: half of them would say something wrong."""
+        totals = self._totals.copy()
+        if self.rank:
+            totals.add_alone(self.rank, self._untold)
+        if tail is not None and (self.rank or self.world_size == 1):
+            totals.add_tails({self.rank: tail}, self._drained)
+        totals.remember(self.rank, (host_peak_memory(), device_peak_memory(self._device)))
+        return totals.report(self.rank, self._joiner.late, list(self._intervals))
+
+
+def _settle_if_alive(ledger: weakref.ref[Ledger], meter: weakref.ref[Meter], now: int) -> None:
+    present, left = ledger(), meter()
+    if present is not None:
+        present._attend(now)
+    elif left is not None:  # its Accelerator is gone, and what was prepared goes on
+        left.log.clear()
+
+
+def _find_token_counter(wanted: str | Callable[[Any], int] | None, batch: Any) -> Callable[[Any], int] | None:
+    """How the tokens of a loader's batches are counted, found out from the first; None where it has none."""
+    if callable(wanted):
+        return wanted
+    name = wanted or "input_ids"
+    found = batch.get(name) if isinstance(batch, Mapping) else None
+    if not isinstance(found, torch.Tensor):
+        return None
+    return lambda batch: int(batch[name].numel())

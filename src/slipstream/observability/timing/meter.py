@@ -1,0 +1,217 @@
+"""`Meter` is a log of phase marks, written by the training step and read by `observability/timing/step_times.py`.
+
+A mark is two entries, a code and a value, and is written inline where it is made:
+
+    add, clock = meter.add, meter.clock
+    add(FORWARD)
+    add(clock())
+    try:
+        ...
+    finally:
+        add(LEAVE)
+        add(clock())
+
+The step does nothing else, because caches are cold after torch's work: summing inside of the step was measured to cost three times as
+much. Phases nest as calls do, and every moment belongs to the innermost phase, so the phases add up to the elapsed time even when an
+exception is raised. `mark_phase` does the same as a context manager, for rare events. Marks are made by the training thread. The module
+imports nothing of ours, so every layer may hold a meter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+__all__ = [
+    "BACKWARD",
+    "TRAINING_BEGIN",
+    "CHECKPOINT",
+    "COLUMNS",
+    "TOKENS_COUNTED",
+    "DATA",
+    "EVALUATION",
+    "EXPOSED",
+    "FORWARD",
+    "LOG_LIMIT",
+    "SAMPLES_HANDED",
+    "LEAVE",
+    "LOCAL_END",
+    "OPTIMIZER",
+    "OTHER",
+    "PASS_BEGIN",
+    "PASS_END",
+    "PHASES",
+    "SAMPLES",
+    "SETUP",
+    "STEP_END",
+    "TICK",
+    "TOKENS",
+    "Meter",
+    "mark_phase",
+]
+
+DATA = 0
+FORWARD = 1
+BACKWARD = 2
+EXPOSED = 3
+"""Communication, and waiting for others in it: what a rank does when it has nothing left to compute."""
+OPTIMIZER = 4
+CHECKPOINT = 5
+EVALUATION = 6
+OTHER = 7
+PHASES = 8
+"""How many phases there are: as codes they begin one."""
+SETUP = 8
+"""The phase before training begins, which no step counts."""
+SAMPLES = 8
+TOKENS = 9
+"""Columns of counts, behind those of the phases."""
+COLUMNS = 10
+"""How many numbers a step has."""
+
+LEAVE = 8
+"""Ends the innermost phase."""
+LOCAL_END = 9
+"""From here on the innermost phase is `EXPOSED`."""
+TICK = 10
+"""Time has passed. Up to this code the value is the time."""
+STEP_END = 11
+"""A step has ended."""
+SAMPLES_HANDED = 12
+"""So many samples were handed out."""
+TOKENS_COUNTED = 13
+"""So many tokens were."""
+PASS_BEGIN = 14
+"""A pass over a loader began; the value is its number."""
+PASS_END = 15
+"""It ended."""
+TRAINING_BEGIN = 16
+"""Training begins."""
+
+LOG_LIMIT = 200_000
+"""Entries after which the log is read wherever it is: where no step ends and no loader is read."""
+_MAX_LOSSES = 4096
+"""How many losses are kept at most, where no step ever ends."""
+
+
+def _ignore_time(now: int) -> None:
+    return None
+
+
+def _no_token_counter(batch: Any) -> None:
+    return None
+
+
+class Meter:
+    """The log of one ledger.
+
+    >>> meter = Meter()
+    >>> meter.begin()
+    >>> with mark_phase(meter, DATA):
+    ...     pass
+    >>> meter.log[::2] == [TICK, TRAINING_BEGIN, DATA, LEAVE]
+    True
+    """
+
+    __slots__ = (
+        "__weakref__", "add", "attend", "clock", "counting", "due", "has_begun", "keeps_waits", "log", "losses", "passes", "since", "step",
+        "thread", "token_counter", "updated", "without_optimizer",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], int] = perf_counter_ns
+        self.log: list[int] = []
+        """Codes and values in turns; always the same list."""
+        self.add = self.log.append
+        self.since = perf_counter_ns()
+        """When it was made."""
+        self.step = 0
+        """The number of the present step, from 0."""
+        self.updated = False
+        """Whether this step has had its update, so that it ends when the next batch is asked for."""
+        self.without_optimizer = True
+        """Whether no optimizer was prepared: then a backward pass counts as the update."""
+        self.has_begun = False
+        self.keeps_waits = False
+        """Whether waits belong to the present phase, a checkpoint."""
+        self.passes = 0
+        """Passes over loaders so far."""
+        self.losses: deque[tuple[int, Any]] = deque(maxlen=_MAX_LOSSES)
+        """(step, loss) of the backward passes since somebody looked: numbers, or tensors without a graph."""
+        self.counting: Any = None
+        """Counts floating-point operations while it is there: see `observability/timing/ledger.py`."""
+        self.due = 0
+        """From this time on `attend` is called, between two steps."""
+        self.attend: Callable[[int], None] = _ignore_time
+        """Reads the log; called with the time."""
+        self.token_counter: Callable[[Any], Callable[[Any], int] | None] = _no_token_counter
+        """Finds out from the first batch of a pass how the tokens of all of them are counted."""
+        self.thread = get_ident()
+        """The thread that trains."""
+
+    def begin(self) -> None:
+        """A pass over data begins, and with the first one training: time counts from here."""
+        self.thread = get_ident()
+        if not self.has_begun:
+            self.tick()
+            self.add(TRAINING_BEGIN)
+            self.add(0)
+            self.has_begun = True
+
+    def tick(self) -> None:
+        """Time counts until now."""
+        self.add(TICK)
+        self.add(self.clock())
+
+    def enter(self, phase: int) -> None:
+        """Begins a phase."""
+        self.add(phase)
+        self.add(self.clock())
+
+    def leave(self) -> None:
+        """Ends it."""
+        self.add(LEAVE)
+        self.add(self.clock())
+
+    def wait(self) -> bool:
+        """Begins a wait for other ranks, unless it belongs to what is being done, or another thread waits; then False."""
+        if self.keeps_waits or not self.has_begun or self.thread != get_ident():
+            return False
+        self.enter(EXPOSED)
+        return True
+
+    def end_wait(self, begun: bool) -> None:
+        """Ends it, if it was begun."""
+        if begun:
+            self.leave()
+            if len(self.log) > LOG_LIMIT:
+                self.attend(self.log[-1])
+
+    def end_step(self) -> None:
+        """A step has ended with the last mark."""
+        self.add(STEP_END)
+        self.add(0)
+        self.updated, self.has_begun = False, True
+        self.step += 1
+        now = self.log[-3]
+        if now >= self.due:
+            self.attend(now)
+
+
+@contextmanager
+def mark_phase(meter: Meter | None, phase: int) -> Iterator[None]:
+    """A block that belongs to a phase, for what happens seldom; without a meter, just the block."""
+    if meter is None:
+        yield
+        return
+    before, meter.keeps_waits = meter.keeps_waits, meter.keeps_waits or phase == CHECKPOINT
+    meter.enter(phase)
+    try:
+        yield
+    finally:
+        meter.leave()
+        meter.keeps_waits = before

@@ -1,0 +1,328 @@
+"""Turn the meter's log into one row per step with the seconds of each phase, samples and tokens.
+
+`MeterReader` assigns the time between two marks to the innermost open phase and to the step that had not ended. It keeps open phases and
+passes between calls, so a log can be cut anywhere. A pass over a loader without a backward or an update counts as evaluation. numpy,
+because a fast loop writes ten thousand entries in a second.
+
+`DeviceClock` times an asynchronous device: each mark also records an event in the device's queue, and the time between two events belongs
+to the phase between the marks. Events are read after the device has passed them, so reading never waits for the device.
+
+A message is a JSON header with its length in front, followed by the rows as 32-bit floats: 40 bytes for a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any
+
+import numpy
+import torch
+
+from slipstream.observability.timing.meter import (
+    BACKWARD,
+    CHECKPOINT,
+    COLUMNS,
+    DATA,
+    EVALUATION,
+    EXPOSED,
+    FORWARD,
+    LEAVE,
+    LOCAL_END,
+    OPTIMIZER,
+    OTHER,
+    PASS_BEGIN,
+    PASS_END,
+    PHASES,
+    SAMPLES,
+    SAMPLES_HANDED,
+    SETUP,
+    STEP_END,
+    TICK,
+    TOKENS,
+    TOKENS_COUNTED,
+    TRAINING_BEGIN,
+)
+
+__all__ = [
+    "DeviceClock", "MeterReader", "PHASE_COLUMNS", "RankMessage", "Rows", "StepWindow", "pack_message", "to_seconds", "unpack_message",
+]
+
+
+Rows = Any
+"""A numpy array: steps x columns; seconds, then counts."""
+
+PHASE_COLUMNS: dict[str, int | None] = {
+    "data": DATA,
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "communication": None,
+    "waiting": None,
+    "optimizer": OPTIMIZER,
+    "checkpoint": CHECKPOINT,
+    "evaluation": EVALUATION,
+    "other": OTHER,
+}
+"""The phases as they are told, in order; communication and waiting are found by comparing the ranks."""
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """The steps of this rank since the last look, for those who examine them: see `step/guards/`."""
+
+    steps: int
+    first_step: int
+    """The number of the first of them; steps are counted from 0."""
+    rows: Rows
+    """Steps x columns of `observability/timing/meter.py`: seconds of each phase (DATA, FORWARD, ...), then samples and tokens."""
+    losses: Sequence[tuple[int, float | torch.Tensor]]
+    """(step, loss) of each backward pass, as it was given to `backward`, without its graph. The last may be of the step under way."""
+
+
+@dataclass
+class RankMessage:
+    """What a rank tells."""
+
+    first: int
+    rows: Rows
+    memory: tuple[int | None, int | None] = (None, None)
+    """High-water marks of host and device, in bytes."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    tail: list[float] | None = None
+    """The row of what came after the last step, in the last message."""
+
+
+def pack_message(message: RankMessage) -> bytes:
+    """A message as bytes.
+
+    >>> unpack_message(pack_message(RankMessage(7, numpy.ones((2, COLUMNS))))).first
+    7
+    """
+    header = {"first": message.first, "memory": message.memory, "events": message.events, "tail": message.tail}
+    text = json.dumps(header, default=str).encode()
+    return _LENGTH.pack(len(text)) + text + numpy.ascontiguousarray(message.rows, dtype="<f4").tobytes()
+
+
+def unpack_message(data: bytes) -> RankMessage:
+    """A message that was packed."""
+    (length,) = _LENGTH.unpack_from(data)
+    header = json.loads(data[_LENGTH.size : _LENGTH.size + length])
+    rows = numpy.frombuffer(data, dtype="<f4", offset=_LENGTH.size + length).reshape(-1, COLUMNS).astype(numpy.float64)
+    host, device = header["memory"]
+    return RankMessage(header["first"], rows, (host, device), header["events"], header["tail"])
+
+
+def to_seconds(rows: Rows) -> Rows:
+    """Rows whose times are nanoseconds, with seconds."""
+    made = numpy.array(rows, dtype=numpy.float64)
+    made[..., :PHASES] *= 1e-9
+    return made
+
+
+_Array = Any
+"""A numpy array."""
+_COUNT_COLUMNS = {SAMPLES_HANDED: SAMPLES, TOKENS_COUNTED: TOKENS}
+_EVALUATION_COLUMNS = (DATA, FORWARD, SAMPLES, TOKENS)
+"""What becomes an evaluation, or is not counted."""
+
+
+class MeterReader:
+    """Where the reading of a log stands.
+
+    >>> reader = MeterReader(0)
+    >>> log = [TICK, 5, TRAINING_BEGIN, 0, FORWARD, 10, LEAVE, 30, SAMPLES_HANDED, 4, TICK, 31, STEP_END, 0]
+    >>> reader.read(log)[0, [FORWARD, OTHER, SAMPLES]].tolist()
+    [20.0, 6.0, 4.0]
+    """
+
+    def __init__(self, since: int) -> None:
+        self.open = numpy.zeros(COLUMNS)
+        """The row of the step under way: times by phase, then counts."""
+        self._last = since
+        self._base = SETUP
+        self._stack: list[int] = []
+        self._passes: dict[int, _Array | None] = {}
+        """What each open pass has had so far of `_EVALUATION_COLUMNS`, as long as nothing was trained in it; then None."""
+
+    def copy(self) -> MeterReader:
+        """One that reads on apart."""
+        return copy.deepcopy(self)
+
+    def read(self, log: Sequence[int], spent: _Array | None = None) -> _Array:
+        """The rows of the steps that ended in this part of the log. `spent`: times between marks as another clock measured them."""
+        if not len(log):
+            return numpy.zeros((0, COLUMNS))
+        events = numpy.array(log, dtype=numpy.int64).reshape(-1, 2)
+        codes, values = events[:, 0], events[:, 1]
+        timed = numpy.flatnonzero(codes <= TICK)
+        steps = numpy.cumsum(codes == STEP_END)
+        phases = self._phases(codes, timed)
+        if spent is None:
+            spent = numpy.diff(values[timed], prepend=self._last)
+        if len(timed):
+            self._last = int(values[timed[-1]])
+        counts = numpy.where(numpy.isin(codes, list(_COUNT_COLUMNS)), values, 0)
+        self._passed(codes, values, timed, phases, spent, counts)
+        rows = numpy.zeros((int(steps[-1]) + 1, COLUMNS))
+        width = PHASES + 1
+        cells = numpy.bincount(steps[timed] * width + phases, weights=spent, minlength=len(rows) * width)
+        rows[:, :PHASES] = cells.reshape(-1, width)[:, :PHASES]
+        for code, column in _COUNT_COLUMNS.items():
+            found = codes == code
+            rows[:, column] = numpy.bincount(steps[found], weights=counts[found], minlength=len(rows))
+        rows[0] += self.open
+        self.open = rows[-1]
+        return rows[:-1]
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def _phases(self, codes: _Array, timed: _Array) -> _Array:
+        """The phase that ended with each mark that has a time."""
+        marks = codes[timed]
+        depth = len(self._stack) + numpy.cumsum(numpy.where(marks < PHASES, 1, numpy.where(marks == LEAVE, -1, 0)))
+        before = self._top()
+        after = numpy.where(marks < PHASES, marks, numpy.where((marks == LOCAL_END) & (depth > 0), EXPOSED, self._bases(codes, timed)))
+        if ((depth > 0) & ((marks == LEAVE) | (marks == TICK))).any():
+            self._fill(marks, depth, after)
+        if len(timed):
+            self._stack = [self._level(level, depth, after) for level in range(1, int(depth[-1]) + 1)]
+            return numpy.concatenate([[before], after[:-1]])
+        return after
+
+    def _top(self) -> int:
+        return self._stack[-1] if self._stack else self._base
+
+    def _bases(self, codes: _Array, timed: _Array) -> _Array:
+        """The phase outside of all phases after each of the marks: that before training, until it begins."""
+        if self._base == OTHER:
+            return numpy.full(len(timed), OTHER)
+        begun = numpy.flatnonzero((codes == TRAINING_BEGIN) | (codes == STEP_END))[:1]
+        if not len(begun):
+            return numpy.full(len(timed), SETUP)
+        self._base = OTHER
+        following = numpy.append(timed[1:], len(codes))
+        return numpy.where(following > begun[0], OTHER, SETUP)
+
+    def _fill(self, marks: _Array, depth: _Array, after: _Array) -> None:
+        """After the end of a phase inside of another it is the other's turn again."""
+        ends = (marks == LEAVE) | (marks == TICK)
+        for level in range(1, int(depth.max()) + 1):
+            (places,) = numpy.nonzero(depth == level)
+            begun = numpy.maximum.accumulate(numpy.where(ends[places], -1, numpy.arange(len(places))))
+            outside = self._stack[level - 1] if level <= len(self._stack) else OTHER
+            after[places] = numpy.where(begun < 0, outside, after[places[begun]])
+
+    def _level(self, level: int, depth: _Array, after: _Array) -> int:
+        """The phase that is open at a level in the end."""
+        found = numpy.flatnonzero(depth == level)
+        return int(after[found[-1]]) if len(found) else self._stack[level - 1]
+
+    # -- passes over loaders --------------------------------------------------------------------------------------
+
+    def _passed(self, codes: _Array, values: _Array, timed: _Array, phases: _Array, spent: _Array, counts: _Array) -> None:
+        """Makes evaluations of the passes in which nothing was trained; changes `phases` and `counts`."""
+        limits = numpy.flatnonzero((codes == PASS_BEGIN) | (codes == PASS_END))
+        if not len(limits) and not self._passes:
+            return
+        training = numpy.flatnonzero((codes == BACKWARD) | (codes == OPTIMIZER))
+        began = dict.fromkeys(self._passes, -1)
+        for place in limits.tolist():
+            number = int(values[place])
+            if codes[place] == PASS_BEGIN:
+                began[number] = place
+            elif number in began:
+                first, carried = began.pop(number), self._passes.pop(number, numpy.zeros(len(_EVALUATION_COLUMNS)))
+                if carried is not None and not _any_between(training, first, place):
+                    self._move(number, carried)
+                    inside = timed[(timed > first) & (timed <= place)]
+                    moved = numpy.isin(timed, inside) & numpy.isin(phases, (DATA, FORWARD))
+                    phases[moved] = EVALUATION
+                    counts[first + 1 : place] = 0
+        for number, first in began.items():
+            carried = self._passes.get(number, numpy.zeros(len(_EVALUATION_COLUMNS)))
+            trained = carried is None or _any_between(training, first, len(codes))
+            self._passes[number] = None if trained else carried + _pass_sums(codes, timed, phases, spent, counts, first)
+
+    def _move(self, number: int, carried: _Array) -> None:
+        """What a pass had in parts of the log that were read before stands in the open row; and in what earlier passes carry."""
+        for value, column in zip(carried, _EVALUATION_COLUMNS, strict=True):
+            self.open[column] -= value
+            if column < PHASES:
+                self.open[EVALUATION] += value
+        for other, its in self._passes.items():
+            if other < number and its is not None:
+                its -= carried
+
+
+def _any_between(places: _Array, first: int, last: int) -> bool:
+    return bool(numpy.searchsorted(places, first, side="right") < numpy.searchsorted(places, last))
+
+
+def _pass_sums(codes: _Array, timed: _Array, phases: _Array, spent: _Array, counts: _Array, first: int) -> _Array:
+    """What a pass that began at this place has had of `_EVALUATION_COLUMNS` since."""
+    since = timed > first
+    times = [float(spent[since & (phases == phase)].sum()) for phase in (DATA, FORWARD)]
+    later = codes[first + 1 :], counts[first + 1 :]
+    return numpy.array(times + [float(later[1][later[0] == code].sum()) for code in (SAMPLES_HANDED, TOKENS_COUNTED)])
+
+
+class DeviceClock:
+    """Takes the place of the meter's clock. `make` gives an event with `record`, `query` and `elapsed_time` (in milliseconds)."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._spare: list[Any] = []
+        self._events: list[Any] = []
+        self._last: Any = None
+
+    def __call__(self) -> int:
+        event = self._spare.pop() if self._spare else self._make()
+        event.record()
+        self._events.append(event)
+        return perf_counter_ns()
+
+    def wait(self) -> None:
+        """Waits until the device has passed all marks: at the end of a run."""
+        if self._events:
+            self._events[-1].synchronize()
+
+    def take(self, log: Sequence[int]) -> tuple[int, Any]:
+        """How much of a log the device has passed, and the nanoseconds between its marks there. What was taken is forgotten."""
+        done = self._done()
+        if done == len(self._events):
+            length = len(log)
+        else:
+            timed = numpy.flatnonzero(numpy.array(log[::2]) <= TICK)
+            length = 2 * int(timed[done])
+        taken, self._events = self._events[:done], self._events[done:]
+        spent = []
+        for event in taken:
+            spent.append(0.0 if self._last is None else _elapsed(self._last, event))
+            if self._last is not None:
+                self._spare.append(self._last)
+            self._last = event
+        return length, numpy.array(spent)
+
+    def _done(self) -> int:
+        """How many events the device has passed: they come in order."""
+        low, high = 0, len(self._events)
+        while low < high:
+            middle = (low + high) // 2
+            if self._events[middle].query():
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def _elapsed(earlier: Any, later: Any) -> float:
+    try:
+        return max(0.0, float(earlier.elapsed_time(later)) * 1e6)
+    except RuntimeError:  # recorded on another queue of the device, which is not there yet
+        return 0.0

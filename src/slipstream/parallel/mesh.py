@@ -1,0 +1,230 @@
+"""The sizes of the six mesh axes, and views of them; nothing is applied here.
+
+Axes from the outermost: `pp`, `dp_replicate`, `dp_shard`, `cp`, `sp`, `tp`; ranks are numbered along the last one first, so that ranks
+that communicate most are neighbours. Code asks for uses (`USES`) rather than axes: `batch` ranks see different samples, `loss` ranks see
+different tokens and average their loss, `fsdp` ranks hold different shards of one copy of the parameters. Sizes that do not multiply to
+the number of processes are an error that shows the numbers. All but `build` and `view` is arithmetic without processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["AXES", "USES", "MeshSizes"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""Outermost first: neighbours along the last axis have consecutive ranks."""
+
+USES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "batch": ("dp_replicate", "dp_shard"),
+        "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
+        "fsdp": ("dp_shard", "cp", "sp"),
+    }
+)
+"""What the axes are for. A use with no axis larger than one is a group of one process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """The size of every axis; one may be -1, which means whatever is left of the number of processes.
+
+    >>> sizes = MeshSizes(dp_shard=-1, tp=2).resolve(8)
+    >>> print(sizes)
+    8 processes = dp_shard 4 x tp 2
+    >>> sizes.coordinates(5)["dp_shard"], sizes.peers(5, "tp"), sizes.peers(5, "fsdp")
+    (2, (4, 5), (1, 3, 5, 7))
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    sp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self._sizes().items():
+            if type(size) is not int or (size < 1 and size != -1):
+                raise ConfigError(
+                    f"The mesh axis {axis} was given the size {size!r}; it has to be a number from 1, or -1 for what is left."
+                )
+        free = [axis for axis, size in self._sizes().items() if size == -1]
+        if len(free) > 1:
+            raise ConfigError(
+                f"Several mesh axes have the size -1 ({', '.join(free)}), but only one can be what is left. Give the others a number."
+            )
+
+    def _sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def _text(self) -> str:
+        named = [f"{axis} {size}" for axis, size in self._sizes().items() if size != 1]
+        return " x ".join(named) or "1"
+
+    def __str__(self) -> str:
+        return f"{self.total} processes = {self._text()}" if self.is_resolved else self._text()
+
+    # Sizes
+
+    @property
+    def is_resolved(self) -> bool:
+        """No axis is left open."""
+        return -1 not in self._sizes().values()
+
+    def resolve(self, world_size: int) -> MeshSizes:
+        """The same mesh with every size known; their product is `world_size`."""
+        free = next((axis for axis, size in self._sizes().items() if size == -1), None)
+        fixed = math.prod(size for size in self._sizes().values() if size != -1)
+        if free is not None and world_size % fixed == 0 and world_size >= fixed:
+            return replace(self, **{free: world_size // fixed})
+        if free is None and fixed == world_size:
+            return self
+        raise ConfigError(self._misfit(free, fixed, world_size))
+
+    def _misfit(self, free: str | None, fixed: int, world_size: int) -> str:
+        if free is not None:
+            return (
+                f"The mesh {self._text()} cannot be laid over {world_size} processes: {free} would be {world_size} / {fixed}, which is no "
+                f"whole number. Start a multiple of {fixed} processes, or change the other sizes."
+            )
+        advice = f"Start {fixed} processes, or change the sizes"
+        for axis in ("dp_shard", "dp_replicate"):
+            others = fixed // self._sizes()[axis]
+            if world_size % others == 0:
+                advice += f"; {axis}=-1 (or {world_size // others}) would fit"
+                break
+        return f"The mesh {self._text()} is for {fixed} processes, but there are {world_size}. {advice}."
+
+    @property
+    def total(self) -> int:
+        """The number of processes of the mesh."""
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes in the order of `AXES`."""
+        if not self.is_resolved:
+            raise ConfigError(f"The mesh {self._text()} has an open axis (-1). Call resolve(world_size) first.")
+        return tuple(self._sizes().values())
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The axes that are larger than one."""
+        return tuple(axis for axis, size in zip(AXES, self.shape, strict=True) if size > 1)
+
+    def axes(self, *names: str) -> tuple[str, ...]:
+        """The axes that these names of axes or uses stand for, in the order of `AXES`."""
+        wanted: set[str] = set()
+        for name in names:
+            if name not in AXES and name not in USES:
+                raise ConfigError(f"{name!r} is not a mesh axis ({', '.join(AXES)}) and not a use of axes ({', '.join(USES)}).")
+            wanted.update(USES.get(name, (name,)))
+        return tuple(axis for axis in AXES if axis in wanted)
+
+    def size(self, *names: str) -> int:
+        """How many processes there are along these axes or uses together.
+
+        >>> MeshSizes(dp_replicate=2, dp_shard=4, cp=2).size("loss")
+        16
+        """
+        wanted = self.axes(*names)
+        return math.prod(size for axis, size in zip(AXES, self.shape, strict=True) if axis in wanted)
+
+    # Views
+
+    def grid(self, *names: str) -> numpy.ndarray[Any, Any]:
+        """The ranks as an array with one dimension per axis: all six, or the named ones if the others have the size 1.
+
+        >>> MeshSizes(dp_shard=2, tp=4).grid("dp_shard", "tp").tolist()
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        """
+        import numpy
+
+        wanted = self.axes(*names) if names else AXES
+        hidden = [axis for axis in self.active if axis not in wanted]
+        if hidden:
+            raise ConfigError(
+                f"A grid over {', '.join(wanted)} would leave out {', '.join(hidden)} of the mesh {self._text()}. Name these too."
+            )
+        return numpy.arange(self.total).reshape([self._sizes()[axis] for axis in wanted])
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank sits along each axis."""
+        self._check_rank(rank)
+        position: dict[str, int] = {}
+        for axis, size in zip(reversed(AXES), reversed(self.shape), strict=True):
+            rank, position[axis] = divmod(rank, size)
+        return {axis: position[axis] for axis in AXES}
+
+    def rank_at(self, **position: int) -> int:
+        """The rank at these coordinates; axes that are not named count as 0."""
+        rank = 0
+        for axis, size in zip(AXES, self.shape, strict=True):
+            at = position.pop(axis, 0)
+            if not 0 <= at < size:
+                raise ConfigError(f"The mesh {self._text()} has no position {axis}={at}: that axis goes from 0 to {size - 1}.")
+            rank = rank * size + at
+        if position:
+            self.axes(*position)
+            raise ConfigError(f"{', '.join(position)} is a use of several axes, not a coordinate. Name the axes.")
+        return rank
+
+    def peers(self, rank: int, *names: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along these axes or uses, itself included: the members of its group."""
+        here, moving = self.coordinates(rank), self.axes(*names)
+        positions = product(*(range(self.size(axis)) for axis in moving))
+        return tuple(self.rank_at(**{**here, **dict(zip(moving, position, strict=True))}) for position in positions)
+
+    def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along these axes or uses; every rank is in exactly one.
+
+        >>> MeshSizes(dp_shard=2, tp=2).groups("tp")
+        ((0, 1), (2, 3))
+        """
+        moving = self.axes(*names)
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.total):
+            here = self.coordinates(rank)
+            members.setdefault(tuple(here[axis] for axis in AXES if axis not in moving), []).append(rank)
+        return tuple(map(tuple, members.values()))
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.total:
+            raise ConfigError(f"There is no rank {rank} in the mesh {self._text()}: ranks go from 0 to {self.total - 1}.")
+
+    # torch
+
+    def build(self, device_type: str) -> DeviceMesh:
+        """torch's DeviceMesh of the active axes over the open process group; a mesh of one process has the single axis dp_shard.
+
+        `view` gives the part of it that a use needs.
+        """
+        import torch.distributed
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = self.resolve(torch.distributed.get_world_size())
+        axes = sizes.active or ("dp_shard",)
+        return init_device_mesh(device_type, tuple(sizes.size(axis) for axis in axes), mesh_dim_names=axes)
+
+    def view(self, mesh: DeviceMesh, name: str) -> DeviceMesh:
+        """The one-dimensional mesh of an axis or use, for a mesh that `build` made. Every process has to call it, in the same order.
+
+        An axis or use of size one has no view: ask `size(name) > 1` first.
+        """
+        inside = tuple(axis for axis in self.axes(name) if axis in (mesh.mesh_dim_names or ()))
+        if not inside:
+            raise ConfigError(f"{name} has the size 1 in the mesh {self._text()}, so there is no group of processes for it.")
+        # The flat view is handed out, not looked up by name in the root: torch is about to stop answering that.
+        return mesh[inside[0]] if len(inside) == 1 else mesh[inside]._flatten(name)

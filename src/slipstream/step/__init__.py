@@ -1,1 +1,0 @@
-"""The step: windows of accumulation, backward, clipping, and the optimizers and schedulers that follow them."""

@@ -1,0 +1,462 @@
+"""A pool of gloo ranks on this machine that is kept between runs, so that a distributed test costs milliseconds.
+
+    with ranks(2) as pool:
+        assert pool.run(lambda: PartialState().process_index) == [0, 1]
+
+Every run starts fresh (own store, own attempt, closed runtime, same seeds and variables). A rank that dies or does not finish is reported
+with its signal or its stacks, and the next run has a full pool again; anything that a rank leaves behind fails the run. Nothing listens
+outside 127.0.0.1, and the calling process, which may have threads and devices, is never forked: one fresh interpreter
+(`testing/server.py`) imports torch and forks the ranks (`testing/worker.py`). `PoolServer` is the connection to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeVar
+
+from slipstream.errors import ConfigError, SlipstreamError, StateError
+from slipstream.launch.store import ExitNotice
+from slipstream.testing import messages
+
+__all__ = ["Outcome", "PoolServer", "RankFailure", "RankPool", "rank_failure", "ranks"]
+
+
+_BOOT = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from slipstream.testing.server import serve
+serve(*json.loads(sys.argv[2]))
+"""
+_START_SECONDS = 240.0  # a cold import of torch on a busy machine
+
+
+@dataclass
+class PoolServer:
+    """One server and its ranks."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    log: IO[bytes]
+    """What the server itself printed: of interest only if it could not start."""
+    size: int
+    channels: list[socket.socket] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    deaths: dict[int, ExitNotice] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, *, size: int, preload: Sequence[str]) -> PoolServer:
+        """Start the interpreter that ranks are forked from; it inherits our variables and import path."""
+        ours, theirs = socket.socketpair()
+        log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        arguments = [theirs.fileno(), size, f"pool-{uuid.uuid4().hex[:12]}", list(preload)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps(arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # control-C reaches the test process alone, which then closes the pool
+        )
+        theirs.close()
+        link = cls(process=process, control=ours, log=log, size=size)
+        try:
+            ours.settimeout(_START_SECONDS)
+            link._answer("ready")
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def fork(self) -> None:
+        """A full set of fresh ranks; those that were there are ended."""
+        self._drop_ranks()
+        pids = self.ask("start", "started")["pids"]
+        _, descriptors, _, _ = socket.recv_fds(self.control, 1, 2 * self.size)
+        self.pids = [pids[str(rank)] for rank in range(self.size)]
+        self.channels = [socket.socket(fileno=descriptor) for descriptor in descriptors[: self.size]]
+        self.outputs = list(descriptors[self.size :])
+
+    def ask(self, kind: str, answer: str, **values: Any) -> dict[str, Any]:
+        """A command and its answer."""
+        self.tell(kind, **values)
+        return self._answer(answer)
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """A command that has no answer."""
+        try:
+            messages.send(self.control, {"kind": kind, **values})
+        except OSError as error:
+            raise self._gone() from error
+
+    def hear(self) -> dict[str, Any]:
+        """The next message of the server; the end of a rank is remembered in `deaths` as it passes."""
+        try:
+            message, _ = messages.receive(self.control)
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        if message["kind"] == "ended":
+            notice = ExitNotice.from_json(message["notice"])
+            self.deaths[notice.rank] = notice
+        return message
+
+    def printed(self, rank: int) -> str:
+        """What a rank has printed since the last call."""
+        size = os.fstat(self.outputs[rank]).st_size
+        text = os.pread(self.outputs[rank], size, 0).decode(errors="replace")
+        os.ftruncate(self.outputs[rank], 0)
+        return text
+
+    def close(self) -> None:
+        """End the server, which ends its ranks."""
+        self._drop_ranks()
+        self.control.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+    def _answer(self, kind: str) -> dict[str, Any]:
+        while (message := self.hear())["kind"] != kind:
+            pass
+        return message
+
+    def _drop_ranks(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        for output in self.outputs:
+            os.close(output)
+        self.channels, self.outputs, self.pids, self.deaths = [], [], [], {}
+
+    def _gone(self) -> StateError:
+        self.log.seek(0)
+        text = self.log.read().decode(errors="replace").strip()
+        return StateError(f"the interpreter that the ranks are forked from is gone{': ' if text else ''}{text}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one rank gave back.
+
+    >>> Outcome(rank=0, value=3).failed, Outcome(rank=1, error=ValueError("no")).summary
+    (False, 'ValueError: no')
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    """What the function raised. A `TimeoutError` of ours if the rank did not finish (then `stuck` is true)."""
+    exit: ExitNotice | None = None
+    """How the process ended, if it did."""
+    traceback: str = ""
+    """The traceback as text; of a stuck rank, the stacks of its threads where they could be had."""
+    output: str = ""
+    """What the rank printed, to either stream."""
+    stuck: bool = False
+    when: float = float("inf")
+    """Order in time among the ranks of one run."""
+
+    @property
+    def failed(self) -> bool:
+        """True unless the function returned."""
+        return self.error is not None or self.exit is not None
+
+    @property
+    def summary(self) -> str:
+        """One line: what happened."""
+        if self.exit is not None:
+            return str(self.exit)
+        if self.error is not None:
+            return f"{type(self.error).__qualname__}: {self.error}"
+        return "returned"
+
+
+class RankFailure(SlipstreamError, AssertionError):
+    """A run of the pool failed; `outcomes` has every rank's part, and the first rank's exception is the cause.
+
+    >>> error = rank_failure("check", [Outcome(rank=0, value=1), Outcome(rank=1, error=ValueError("no"), traceback="ValueError: no")])
+    >>> print(error)
+    1 of 2 ranks failed in check
+      rank 0: returned
+      rank 1: ValueError: no
+    rank 1 failed first:
+    ValueError: no
+    """
+
+    def __init__(self, message: str, outcomes: Sequence[Outcome] = ()) -> None:
+        super().__init__(message)
+        self.outcomes = list(outcomes)
+
+
+def rank_failure(name: str, outcomes: Sequence[Outcome], left: Sequence[str] = ()) -> RankFailure:
+    """The exception for a run of which some part failed, or that left something behind (`left`, one line each)."""
+    failed = sorted((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: (outcome.when, outcome.rank))
+    lines = [f"{len(failed)} of {len(outcomes)} ranks failed in {name}" if failed else f"every rank returned from {name}, but not clean"]
+    lines += [f"  rank {outcome.rank}: {outcome.summary}" for outcome in outcomes] if failed else []
+    lines += [f"  {line}" for line in left]
+    if failed:
+        first = failed[0]
+        lines += [f"rank {first.rank} failed first:", (first.traceback or first.summary).rstrip()]
+        lines += [f"rank {outcome.rank} printed:\n{outcome.output.rstrip()}" for outcome in outcomes if outcome.output.strip()]
+    error = RankFailure("\n".join(lines), outcomes)
+    error.__cause__ = failed[0].error if failed else None
+    return error
+
+
+_TORCH = ("torch", "torch.distributed", "torch._dynamo")
+_PRELOAD = (
+    *_TORCH,
+    "cloudpickle",
+    "psutil",
+    "slipstream.accelerator.accelerator",
+    "slipstream.inference.pipeline",
+    "slipstream.testing.worker",
+)
+"""`torch._dynamo` is what the first optimizer and the first replica import. The rest each rank imports by itself, after every fork."""
+_CLEANING_SECONDS = 20.0
+_STACKS_SECONDS = 0.5
+_DEAD_OR_STUCK = (EOFError, ConnectionError, TimeoutError)  # what a channel raises then; `_gather` finds out which of the two it is
+_FIRST_FRAME_OF_OURS = f'\n  File "{Path(__file__).with_name("worker.py")}"'
+
+Result = TypeVar("Result")
+
+
+def ranks(size: int) -> RankPool:
+    """A pool of `size` ranks: use it with `with`, or `close()` it. Nothing is started before the first run.
+
+    >>> with ranks(2) as pool:
+    ...     results = pool.run(lambda word: word * 2, "ha")
+    ...     outcomes = pool.outcomes(lambda: 1 / 0)
+    >>> results
+    ['haha', 'haha']
+    >>> [outcome.summary for outcome in outcomes]
+    ['ZeroDivisionError: division by zero', 'ZeroDivisionError: division by zero']
+    """
+    return RankPool(size)
+
+
+class RankPool:
+    """The ranks of one test session; see `ranks`. Not for several threads at once."""
+
+    def __init__(self, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"ranks({size!r}): a pool has at least one rank; write ranks(2)")
+        self.size = size
+        self._attempt = 0
+        self._link: PoolServer | None = None
+        self._whole = False
+
+    def run(
+        self,
+        function: Callable[..., Result],
+        /,
+        *args: Any,
+        timeout: float = 30.0,
+        environ: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> list[Result]:
+        """Call `function(*args, **kwargs)` on every rank and give back the results, by rank.
+
+        Raises `RankFailure` if a rank raises, dies or does not finish within `timeout` seconds. `environ` adds variables for this run.
+        """
+        __tracebackhide__ = True
+        outcomes = self.outcomes(function, *args, timeout=timeout, environ=environ, **kwargs)
+        if any(outcome.failed for outcome in outcomes):
+            raise rank_failure(_name(function), outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        timeout: float = 30.0,
+        patience: float = math.inf,
+        environ: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> list[Outcome]:
+        """As `run`, for what should go wrong: every rank's value, exception or end, by rank.
+
+        Where a rank is meant to be stuck, `patience` ends the run so many seconds after the last of the others has finished.
+        """
+        __tracebackhide__ = True
+        body = messages.pack(function, args, kwargs)
+        try:
+            outcomes, left = self._one_run(body, timeout, patience, dict(environ or {}))
+        except BaseException:
+            self.close()  # interrupted in the middle of a conversation (control-C, a time limit of pytest): begin anew next time
+            raise
+        for outcome in outcomes:
+            sys.stdout.write("".join(f"[rank {outcome.rank}] {line}\n" for line in outcome.output.splitlines()))
+        if left:
+            raise rank_failure(_name(function), outcomes, left)
+        return outcomes
+
+    def _one_run(self, body: bytes, timeout: float, patience: float, environ: dict[str, str]) -> tuple[list[Outcome], list[str]]:
+        link, port = self._begin()
+        run = _Run(link, deadline=time.monotonic() + timeout, seconds=timeout, patience=patience)
+        run.send({"attempt": self._attempt, "port": port, "environ": environ}, body)
+        run.collect()
+        left = run.clean_up()
+        outcomes = [run.outcome(rank) for rank in range(self.size)]
+        if run.lost or left:
+            self._whole = False
+            link.ask("stop", "stopped")  # now, not at the next run: a stuck rank may be using a core
+        return outcomes, left
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks, by rank (starts them if need be)."""
+        return list(self._ready().pids)
+
+    @property
+    def server_pid(self) -> int | None:
+        """The process id of the interpreter that ranks are forked from, if it runs."""
+        return self._link.process.pid if self._link is not None else None
+
+    def close(self) -> None:
+        """End the ranks and their server. A closed pool starts again at its next run."""
+        if self._link is not None:
+            link, self._link, self._whole = self._link, None, False
+            link.close()
+
+    def _begin(self) -> tuple[PoolServer, int]:
+        """A whole pool, and the port of this run's store."""
+        while True:
+            link = self._ready()
+            self._attempt += 1
+            port: int = link.ask("begin", "begun", attempt=self._attempt)["port"]
+            if not link.deaths:
+                return link, port
+            self._whole = False  # a rank ended between two runs: that is nobody's outcome
+
+    def _ready(self) -> PoolServer:
+        if self._link is not None and self._link.process.poll() is not None:
+            self.close()
+        if self._link is None:
+            self._link = PoolServer.start(size=self.size, preload=_preload())
+        if not self._whole:
+            self._link.fork()
+            self._whole = True
+        return self._link
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass
+class _Run:
+    """One function on every rank: sent, collected, cleaned up after."""
+
+    link: PoolServer
+    deadline: float
+    seconds: float
+    patience: float = math.inf
+    """Seconds from the reply of one rank to that of the next, at most."""
+    replies: dict[int, tuple[dict[str, Any], bytes]] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    printed: dict[int, str] = field(default_factory=dict)
+    """What a stuck rank printed before it was asked for its stacks."""
+
+    @property
+    def lost(self) -> set[int]:
+        """Ranks that the pool can no longer use."""
+        return self.stuck | self.link.deaths.keys()
+
+    def send(self, header: dict[str, Any], body: bytes) -> None:
+        for channel in self.link.channels:
+            channel.settimeout(self.seconds)
+            with contextlib.suppress(*_DEAD_OR_STUCK):
+                messages.send(channel, header, body)
+
+    def collect(self) -> None:
+        """Wait for every rank's reply or end, until the deadline; a failure is made known to the ranks that still wait."""
+        self.stuck = self._gather(self.replies, self.deadline, self.patience)
+        if self.stuck:
+            self.printed = {rank: self.link.printed(rank) for rank in self.stuck}
+            self.link.ask("stacks", "asked", ranks=sorted(self.stuck))
+            time.sleep(_STACKS_SECONDS)
+
+    def clean_up(self) -> list[str]:
+        """Let the ranks close what the run opened; one line for everything that is left. Lost ranks make a new pool instead."""
+        if self.lost:
+            return []
+        for channel in self.link.channels:
+            with contextlib.suppress(*_DEAD_OR_STUCK):
+                messages.send(channel, {"kind": "reset"})
+        clean: dict[int, tuple[dict[str, Any], bytes]] = {}
+        silent = self._gather(clean, time.monotonic() + _CLEANING_SECONDS)
+        lines = [f"rank {rank} did not finish closing its runtime within {_CLEANING_SECONDS:.0f} s" for rank in sorted(silent)]
+        lines += [f"rank {notice.rank} ended while it closed its runtime: {notice}" for notice in self.link.deaths.values()]
+        for rank, (header, _) in sorted(clean.items()):
+            lines += [f"rank {rank} could not close its runtime:\n{header['trouble']}"] if header["trouble"] else []
+            lines += [f"rank {rank} left behind: {thing}" for thing in header["left"]]
+        return lines
+
+    def outcome(self, rank: int) -> Outcome:
+        header, body = self.replies.get(rank, ({}, b""))
+        base = Outcome(rank=rank, output=self.link.printed(rank), traceback=header.get("text", ""), when=header.get("when", float("inf")))
+        if rank in self.stuck:
+            lag = "" if math.isinf(self.patience) else f", or {self.patience:g} s after the others"
+            limit = TimeoutError(f"rank {rank} did not finish within {self.seconds:g} s{lag}")
+            stacks = base.output.partition(_FIRST_FRAME_OF_OURS)[0].rstrip() or "unknown: it did not answer"
+            return replace(base, error=limit, traceback=f"{limit}; its threads were at\n{stacks}", output=self.printed[rank], stuck=True)
+        if rank in self.link.deaths and not header:
+            return replace(base, exit=self.link.deaths[rank], when=0.0)  # a death comes before the failures that it causes
+        if header["kind"] == "error":
+            return replace(base, error=messages.unpack(body))
+        return replace(base, value=messages.unpack(body))
+
+    def _gather(self, into: dict[int, tuple[dict[str, Any], bytes]], deadline: float, patience: float = math.inf) -> set[int]:
+        """One frame from each rank that lives; gives back the ranks that sent none in time."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.link.control, selectors.EVENT_READ)
+            for rank, channel in enumerate(self.link.channels):
+                selector.register(channel, selectors.EVENT_READ, rank)
+            while pending := set(range(self.link.size)) - into.keys() - self.link.deaths.keys():
+                ready = selector.select(deadline - time.monotonic()) if deadline > time.monotonic() else []
+                if not ready:
+                    return pending
+                for key, _ in ready:
+                    if key.data is None:
+                        self.link.hear()
+                    else:
+                        selector.unregister(key.fileobj)
+                        self._take(key.data, into)
+                        deadline = min(deadline, time.monotonic() + patience)
+        return set()
+
+    def _take(self, rank: int, into: dict[int, tuple[dict[str, Any], bytes]]) -> None:
+        """One frame of one rank; of a rank that has just died, nothing: the server is about to say so."""
+        with contextlib.suppress(*_DEAD_OR_STUCK):
+            into[rank] = messages.receive(self.link.channels[rank])
+            if into[rank][0]["kind"] == "error":
+                self.link.tell("failed", rank=rank, reason=into[rank][0]["summary"])
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _preload() -> list[str]:
+    """What the server imports before it forks; with pytest its assertion rewriter, which rewritten asserts refer to."""
+    return [*_PRELOAD, *(["_pytest.assertion.rewrite"] if "_pytest.assertion.rewrite" in sys.modules else [])]

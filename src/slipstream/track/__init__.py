@@ -1,1 +1,0 @@
-"""Trackers: where the numbers of a run are kept, and progress bars that one process shows."""

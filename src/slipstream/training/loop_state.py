@@ -1,0 +1,221 @@
+"""The saved state of a training loop inside an open accumulation window: its counters and its gradients.
+
+State and gradients belong to one rank and are restored as they are on the same number of processes. For another number of processes,
+`redistribute_loop_state` computes what every new rank begins with, so that the update has the gradient of the same samples. Gradients are
+saved by name ("0.weight" belongs to the first model; a sparse one as `::indices` and `::values`). Names and shapes are checked before any
+gradient changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.training.accumulation import Accumulation
+
+__all__ = [
+    "SavedLoop", "check_gradients", "check_loop_state", "collect_gradients", "mean_gradients", "redistribute_loop_state", "set_gradients",
+]
+
+
+_INDICES, _VALUES = "::indices", "::values"
+
+
+def _named_parameters(models: Sequence[torch.nn.Module | None]) -> dict[str, torch.nn.Parameter]:
+    """Parameters by the place of their model and their name, compiled or not."""
+    return {
+        f"{place}.{name.replace('_orig_mod.', '')}": parameter
+        for place, model in enumerate(models)
+        if model is not None
+        for name, parameter in model.named_parameters()
+    }
+
+
+def collect_gradients(models: Sequence[torch.nn.Module | None]) -> dict[str, torch.Tensor]:
+    """The gradients that are there, of the models that are given; the tensors themselves, not copies.
+
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> collect_gradients([None, model])
+    {'1.weight': tensor([[1., 1.]])}
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in _named_parameters(models).items():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout == torch.sparse_coo:
+            found[name + _INDICES], found[name + _VALUES] = gradient._indices(), gradient._values()
+        else:
+            found[name] = gradient.detach()
+    return found
+
+
+def check_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, torch.Tensor] | None) -> None:
+    """Raises unless these are gradients of these models."""
+    if gradients is None:
+        return
+    if not isinstance(gradients, Mapping) or not all(isinstance(one, torch.Tensor) for one in gradients.values()):
+        raise ConfigError(
+            f"gradients to go on with are tensors by name, and not {type(gradients).__name__}: pass what open_gradients() gave"
+        )
+    parameters = _named_parameters(models)
+    for name, gradient in gradients.items():
+        parameter = parameters.get(_parameter_name(name))
+        if parameter is None:
+            raise ConfigError(
+                f"a gradient of {name!r} was saved in an open window of accumulation, and no prepared model has such a parameter (the "
+                f"number is the place of the model in prepare, of {len(models)}): prepare the same models in the same order"
+            )
+        expected = tuple(parameter.shape)
+        if _parameter_name(name) != name:
+            if not _fits_sparse(name, gradients, parameter):
+                raise ConfigError(
+                    f"the sparse gradient {_parameter_name(name)!r} that was saved does not fit its parameter, of shape {expected}"
+                )
+        elif tuple(gradient.shape) != expected:
+            raise ConfigError(
+                f"the gradient of {name!r} that was saved has shape {tuple(gradient.shape)}, and the parameter has {expected}: it is of "
+                "another model"
+            )
+
+
+def set_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, torch.Tensor] | None) -> None:
+    """Puts gradients back; every other parameter of these models has none afterwards."""
+    check_gradients(models, gradients)
+    given = gradients or {}
+    for name, parameter in _named_parameters(models).items():
+        if name in given:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(given[name])
+        elif name + _VALUES in given:
+            indices, values = (given[name + end].to(parameter.device, copy=True) for end in (_INDICES, _VALUES))
+            parameter.grad = torch.sparse_coo_tensor(indices, values.to(parameter.dtype), parameter.shape, check_invariants=True)
+        else:
+            parameter.grad = None
+
+
+def mean_gradients(ranks: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float] | None = None) -> dict[str, torch.Tensor]:
+    """The mean over ranks; a rank without a gradient counts as zero. `weights` multiplies those of each rank.
+
+    >>> mean_gradients([{"0.weight": torch.tensor([1.0])}, {"0.weight": torch.tensor([2.0]), "0.bias": torch.tensor([4.0])}])
+    {'0.weight': tensor([1.5000]), '0.bias': tensor([2.])}
+    """
+    factors = [weight / len(ranks) for weight in weights or [1.0] * len(ranks)]
+    means: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(name for one in ranks for name in one):
+        parts = [(one[name], factor) for one, factor in zip(ranks, factors, strict=True) if name in one]
+        if name.endswith(_INDICES):
+            means[name] = torch.cat([indices for indices, _ in parts], 1)
+        elif name.endswith(_VALUES):
+            means[name] = torch.cat([values * factor for values, factor in parts])
+        else:
+            exact = torch.float64 if parts[0][0].dtype == torch.float64 else torch.float32
+            total = sum((gradient.to(exact) * factor for gradient, factor in parts), torch.zeros((), dtype=exact))
+            means[name] = total.to(parts[0][0].dtype)
+    return means
+
+
+def _parameter_name(name: str) -> str:
+    return name.removesuffix(_INDICES).removesuffix(_VALUES)
+
+
+def _fits_sparse(name: str, gradients: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> bool:
+    indices: Any = gradients.get(_parameter_name(name) + _INDICES)
+    values: Any = gradients.get(_parameter_name(name) + _VALUES)
+    if indices is None or values is None or indices.ndim != 2 or indices.dtype != torch.int64 or values.ndim < 1:
+        return False
+    rows = indices.shape[0]
+    inside = indices.shape[1] == values.shape[0] and 0 < rows <= parameter.ndim and tuple(values.shape[1:]) == tuple(parameter.shape[rows:])
+    limits = torch.tensor(tuple(parameter.shape[:rows]))[:, None]
+    return inside and bool(((indices.cpu() >= 0) & (indices.cpu() < limits)).all())
+
+
+_STATE_KEYS = {"windows", "sync_gradients", "loose"}
+"""Earlier versions also wrote `latest`: the model whose window was followed by those that were never named."""
+
+SavedLoop = tuple[Mapping[str, Any], "Mapping[str, torch.Tensor] | None"]
+"""What one rank saved: the state of its windows, and gradients of those that were open."""
+
+
+def check_loop_state(state: Any, models: Sequence[str]) -> None:
+    """Raises unless this is a state of windows of so many models."""
+    if not isinstance(state, Mapping) or set(state) - {"latest"} != _STATE_KEYS or not isinstance(state["windows"], list | tuple):
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigError(
+            f"this is no state of a training loop: it has {found} instead of {sorted(_STATE_KEYS)}; pass what loop_state() gave"
+        )
+    windows = state["windows"]
+    if len(windows) != len(models):
+        raise ConfigError(
+            f"the state of a training loop has windows of {len(windows)} models, and {len(models)} are prepared "
+            f"({', '.join(models) or 'none'}): prepare the same models in the same order"
+        )
+    for window in windows:
+        Accumulation.check(window)
+    latest = state.get("latest")
+    if latest is not None and (type(latest) is not int or not 0 <= latest < len(windows)):
+        raise ConfigError(f"the state of a training loop has latest={latest!r}, and it has {len(windows)} models")
+    for name in ("sync_gradients", "loose"):
+        if not isinstance(state[name], bool):
+            raise ConfigError(f"the state of a training loop has {name}={state[name]!r}, which is True or False: it was changed or damaged")
+
+
+def redistribute_loop_state(
+    saved: Sequence[SavedLoop], *, saved_by: int, world_size: int, batch_ratio: float = 1.0
+) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
+    """What every one of `world_size` ranks begins with, of what `saved_by` ranks (or those of them that are here) saved.
+
+    `batch_ratio` is how many full batches of all ranks, as they are now, one of the saved run is: samples of a batch then, over now. The
+    place in an open window is rounded down to whole batches as they are now: a loader that goes on in between hands out a short one first.
+
+    >>> window = Accumulation()
+    >>> closing = window.begin(4, None), window.begin(4, None), window.add_mean()
+    >>> state = {"windows": [window.state()], "sync_gradients": False, "loose": False}
+    >>> gradients = [{"0.weight": torch.tensor([1.0])}, {"0.weight": torch.tensor([3.0])}]
+    >>> begun, mean = redistribute_loop_state([(state, one) for one in gradients], saved_by=2, world_size=1, batch_ratio=2.0)
+    >>> begun["windows"][0]["index"], begun["windows"][0]["expected"], mean
+    (4, 8.0, {'0.weight': tensor([2.])})
+    """
+    states = [state for state, _ in saved]
+    first = states[0]
+    if any(len(state["windows"]) != len(first["windows"]) for state in states):
+        raise ConfigError("the ranks saved windows of different numbers of models: these are no states of one run")
+    windows, weights = [], []
+    for place in range(len(first["windows"])):
+        window, factors = _redistribute_window([state["windows"][place] for state in states], saved_by, world_size, batch_ratio)
+        windows.append(window)
+        weights.append(factors)
+    begun = {**first, "windows": windows}
+    if all(gradients is None for _, gradients in saved):
+        return begun, None
+    means: dict[str, torch.Tensor] = {}
+    for place, factors in enumerate(weights):
+        own = [{name: one for name, one in (gradients or {}).items() if name.startswith(f"{place}.")} for _, gradients in saved]
+        means.update(mean_gradients(own, factors))
+    return begun, means
+
+
+def _redistribute_window(
+    ranks: Sequence[Mapping[str, Any]], saved_by: int, world_size: int, ratio: float
+) -> tuple[dict[str, Any], list[float]]:
+    """The window of one model for every new rank, and what the gradients of each old rank are multiplied with before the mean."""
+    first = dict(ranks[0])
+    same = [1.0] * len(ranks)
+    if first["closing"]:
+        return first, same
+    first["index"] = math.floor(first["index"] * ratio + 1e-9)
+    first["expected"] = first["expected"] * ratio
+    if first["kind"] != "sum":  # counted in full batches of all ranks; gradients are means
+        first["total"] *= ratio
+        first["carried"] = None if first["carried"] is None else first["carried"] * ratio
+        return first, same
+    # Sums: all raw gradients and all weights stay, so each new rank has its part of both, under one divisor.
+    share = saved_by / world_size
+    first["total"] = sum(one["total"] for one in ranks) / len(ranks) * share
+    first["estimate"] *= share / ratio
+    divisor = first["carried"] = next((one["carried"] for one in ranks if one["carried"]), None)
+    return first, [share * (one["carried"] or 0.0) / divisor if divisor else share for one in ranks]

@@ -1,0 +1,200 @@
+"""Checks of the losses that a script passes to `backward`: which prepared models a loss reaches, and warnings, each given once.
+
+`find_reached_models` walks the autograd graph down to the parameters. It is called only where several models are trained and it matters,
+takes about a microsecond per node, and stops when every model was found. It returns None where reentrant activation checkpointing hides
+the graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slipstream.distributed.call_site import call_site
+from slipstream.distributed.gradient_state import GradientState, MicroBatch
+from slipstream.training.accumulation import Accumulation
+
+__all__ = [
+    "NOT_PREPARED_MESSAGE", "check_weight", "find_reached_models", "warn_if_divided", "warn_if_low_precision", "warn_if_read_ahead",
+    "warn_if_share_unknown", "warn_if_unprepared", "warn_of_late_pieces", "warn_outside_accumulate",
+]
+
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_USER_STACKLEVEL = 6
+"""How many calls away the line is that called `accelerator.backward`."""
+
+
+def warn_if_divided(warned: set[str], loss: torch.Tensor, steps: float) -> None:
+    """Warns of a loss that was divided by the number of batches already. Only the first loss is looked at."""
+    if "division" in warned:
+        return
+    warned.add("division")
+    if _is_divided_by(loss, steps):
+        warnings.warn(
+            f"the loss at {call_site()} was divided by {steps:g}. If that is the number of batches per update: backward divides by it too, "
+            f"so the gradient is {steps:g} times too small; pass the loss as it is. If it is something else (a batch size), all is well.",
+            stacklevel=_USER_STACKLEVEL,
+        )
+
+
+def warn_outside_accumulate(warned: set[str], text: str) -> None:
+    """Warns of a backward pass outside of `accumulate`."""
+    if "alone" not in warned:
+        warned.add("alone")
+        warnings.warn(text, stacklevel=_USER_STACKLEVEL)
+
+
+NOT_PREPARED_MESSAGE = (
+    "backward at {site} on several processes, and no model was prepared by this Accelerator: gradients would not be averaged, and every "
+    "process would train a model of its own. Write `model, optimizer = accelerator.prepare(model, optimizer)` before the loop; if you "
+    "average gradients yourself, call loss.backward()."
+)
+
+
+def warn_if_unprepared(warned: set[str], reached: list[Any] | None) -> None:
+    """Warns of a loss that gives gradients to no prepared model."""
+    if reached is None or reached or "unprepared" in warned:
+        return
+    warned.add("unprepared")
+    warnings.warn(
+        f"the loss at {call_site()} reaches no parameter of a prepared model: what it trains is not averaged over the processes, which "
+        "train models of their own. Prepare the model and use what prepare gives back (or the very object that was prepared).",
+        stacklevel=_USER_STACKLEVEL,
+    )
+
+
+def warn_if_low_precision(warned: set[str], loss: torch.Tensor) -> None:
+    """Warns of a loss in half precision, which has three digits: the call costs a comparison."""
+    if loss.dtype not in _LOW_PRECISION or "precision" in warned:
+        return
+    warned.add("precision")
+    kind = str(loss.dtype).removeprefix("torch.")
+    digits = torch.finfo(loss.dtype).resolution
+    warnings.warn(
+        f"the loss at {call_site()} is {kind}, a format in which numbers differ by {digits:g} of their size at least: what you log and "
+        "compare moves in steps. Compute the loss from float32 (`loss_function(outputs.float(), targets)`), or call the prepared model "
+        "itself, not a method or a part of it, and leave out outputs_to_fp32=False: its outputs are float32 then. Casting the loss "
+        "afterwards does not bring the digits back.",
+        stacklevel=_USER_STACKLEVEL,
+    )
+
+
+def warn_of_late_pieces(warned: set[str]) -> None:
+    """Warns of a last batch that is cut into pieces, when an update was made with an earlier piece."""
+    if "pieces" in warned:
+        return
+    warned.add("pieces")
+    warnings.warn(
+        f"the accumulate block at {call_site()} works on another piece of the last batch of its loader, and the update was made with an "
+        "earlier piece: into how many pieces a batch is cut is told from the batch before, and there was none, or it had fewer. Cut every "
+        "batch into as many pieces, let the loader give smaller batches, or use GradientAccumulationPlugin(sync_with_dataloader=False).",
+        stacklevel=4,
+    )
+
+
+def warn_if_read_ahead(warned: set[str], accumulation: Accumulation, state: GradientState | None) -> None:
+    """Warns of a block that cannot be tied to a batch, though a loader was read for it: where an update ends is then not known.
+
+    `state` is None where that was found out after the block.
+    """
+    if "read ahead" in warned or (state is not None and not _is_unmatched(accumulation, state)):
+        return
+    _warn_of_reading_ahead(warned)
+
+
+def warn_if_share_unknown(warned: set[str], batch: MicroBatch | None, state: GradientState) -> None:
+    """Warns of work on a batch that holds another number of samples than others, where it is not certain which batch that is."""
+    if batch is None:
+        finished = state.finished_pass
+        if finished is None or finished.worked or getattr(finished, "gathered", False):
+            return
+        reading = finished
+    else:
+        reading = batch.reading
+        if not reading.late or reading.done != reading.handed:
+            return
+    uneven = reading.batch is not None and reading.batch.shares is not None
+    if uneven and "read ahead" not in warned:
+        _warn_of_reading_ahead(warned)
+
+
+def _warn_of_reading_ahead(warned: set[str]) -> None:
+    warned.add("read ahead")
+    warnings.warn(
+        f"the work at {call_site()} cannot be tied to a batch of its loader: the loader was read ahead, and its batches were replaced by "
+        "others (converted, copied) before they were worked on, or hold no tensors by which they could be recognised; or the first ones "
+        "were left out. So the end of the data does not end an update, and a short last batch is not weighed by its samples. Keep the "
+        "batches that the loader gives until they are worked on, convert them inside of the block or in the dataset, or read the loader "
+        "batch by batch.",
+        stacklevel=5,
+    )
+
+
+def _is_unmatched(accumulation: Accumulation, state: GradientState) -> bool:
+    """Whether passes were read that this block seems to belong to: one that was not worked on as a whole, or that fell into a window."""
+    last = accumulation.batch
+    if last is not None and last.reading is state.finished_pass:
+        return accumulation.worked_on < last.reading.handed
+    return accumulation.is_open and accumulation.passes != state.passes
+
+
+def check_weight(weight: Any) -> float:
+    """The weight of a loss; an error where it is none."""
+    number = float(weight)
+    if not number >= 0.0 or number == float("inf"):
+        raise ValueError(f"backward(loss, weight={weight!r}): the weight is the count of samples or tokens in the loss: a number from 0")
+    return number
+
+
+def _is_divided_by(loss: torch.Tensor, steps: float) -> bool:
+    """Whether the graph of a loss ends in a division by this number, or in a product with its inverse."""
+    node: Any = loss.grad_fn
+    name = node.name() if node is not None else ""
+    if name not in ("DivBackward0", "MulBackward0"):
+        return False
+    other = getattr(node, "_saved_other", None)
+    if other is None or other.numel() != 1:
+        return False
+    expected = steps if name == "DivBackward0" else 1.0 / steps
+    return abs(float(other) - expected) < 1e-6
+
+
+_REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+"""Reentrant activation checkpointing: what the block computes is not in the graph before the backward pass."""
+
+
+def find_reached_models(loss: torch.Tensor, owners: Mapping[int, Any]) -> list[Any] | None:
+    """The owners (by identity of parameters) that a loss gives gradients to, in no order; None if the graph hides them.
+
+    >>> weight, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    >>> find_reached_models((weight * 2).sum(), {id(weight): "first", id(other): "second"})
+    ['first']
+    """
+    if loss.grad_fn is None:
+        return [owners[id(loss)]] if id(loss) in owners else []
+    wanted = len({id(owner) for owner in owners.values()})
+    found: dict[int, Any] = {}
+    seen: set[Any] = {loss.grad_fn}
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        following = node.next_functions
+        if not following:
+            variable = getattr(node, "variable", None)
+            owner = None if variable is None else owners.get(id(variable))
+            if owner is not None and id(owner) not in found:
+                found[id(owner)] = owner
+                if len(found) == wanted:
+                    break
+            continue
+        if node.name() == _REENTRANT_CHECKPOINT:
+            return None
+        for child, _ in following:
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return list(found.values())

@@ -1,0 +1,302 @@
+"""`AcceleratedOptimizer`: the user's optimizer, which steps and clears gradients only where an update ends.
+
+It is an instance of `torch.optim.Optimizer`, and everything but `step` and `zero_grad` is passed to the user's optimizer. The models that
+it belongs to are found at its first step, so optimizers and models can be prepared in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.distributed.pytree import recursively_apply
+from slipstream.errors import ConfigError, StateError
+from slipstream.observability.timing.meter import LEAVE, OPTIMIZER
+from slipstream.training.stepper import PreparedModel, ScalerProtocol, Stepper
+
+__all__ = ["AcceleratedOptimizer", "OptimizerLink", "move_to_device"]
+
+
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """The state of an optimizer with its tensors on a device.
+
+    >>> move_to_device({"step": 1, "moments": [torch.ones(1)]}, "cpu")
+    {'step': 1, 'moments': [tensor([1.])]}
+    """
+    return recursively_apply(lambda tensor: tensor.to(device), state)
+
+
+_is_profiled = torch._C._autograd._profiler_enabled
+
+
+class OptimizerLink:
+    """What a step needs, in one place: an optimizer as prepared has `__getattr__`, with which every look-up on it is a slow one."""
+
+    __slots__ = (
+        "accumulations", "check", "clears_as_torch", "due", "inner", "look", "may_skip", "meter", "models", "others", "refuses", "scales",
+        "stepper", "updates",
+    )  # fmt: skip
+
+    def __init__(self, optimizer: AcceleratedOptimizer, models: tuple[PreparedModel, ...]) -> None:
+        self.inner, self.stepper, self.check = optimizer.optimizer, optimizer.stepper, optimizer._check
+        self.meter = optimizer.stepper.meter
+        self.scales = optimizer.scaler.scales
+        self.models = models
+        self.updates = optimizer._updates_before
+        # torch's own marks itself for a profiler, which takes longer than clearing: left out where nobody looks
+        self.clears_as_torch = type(self.inner).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(self.inner)
+        self.accumulations = tuple(model.accumulation for model in models)
+        self.others = _parameters_of_others(self.inner, models)
+        """For each model: its trained parameters that belong to other optimizers."""
+        guards = optimizer.stepper.guards
+        self.refuses: Callable[..., bool] | None = None if guards is None else guards.refuses
+        """Whether an update is to be left out, where that is looked at before each of them."""
+        self.look: Callable[[AcceleratedOptimizer, OptimizerLink], float] | None = None if guards is None else guards.look
+        self.due: float = math.inf if guards is None else guards.first_look
+        """With how many updates the weights are looked at next."""
+        self.may_skip = self.scales or self.refuses is not None
+
+    @property
+    def closing(self) -> bool:
+        """Whether an update ends with the present batch."""
+        for accumulation in self.accumulations:  # noqa: SIM110  # a generator costs as much as all the rest
+            if not accumulation.closing:
+                return False
+        return True
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """An optimizer as `prepare` gives it back.
+
+    >>> from slipstream import Accelerator
+    >>> accelerator = Accelerator(cpu=True)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> accelerator.backward(model(torch.ones(1, 2)).sum())
+    >>> optimizer.step()
+    >>> optimizer.step_was_skipped
+    False
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stepper: Stepper, check: Callable[[torch.nn.Module], None] | None) -> None:
+        # The base class is not initialised: groups, state and hooks are those of the user's optimizer.
+        self.optimizer = optimizer
+        self.stepper = stepper
+        self.scaler: ScalerProtocol = stepper.scaler
+        self.step_was_skipped = False
+        """Whether the last step was left out because gradients overflowed, or were not finite (`on_nan="skip"`)."""
+        self._check = check
+        self._linked: OptimizerLink | None = None
+        self._updates_before = 0
+
+    # -- where updates end ----------------------------------------------------------------------------------------
+
+    @property
+    def closing(self) -> bool:
+        """Whether an update ends with the present batch."""
+        return self.linked.closing
+
+    @property
+    def linked(self) -> OptimizerLink:
+        """Its models, found when they are first needed."""
+        return self._linked or self._link()
+
+    def step(self, closure: Any = None) -> Any:
+        """Updates the parameters if an update ends with this batch; else nothing is done."""
+        linked = self._linked or self._link()
+        for accumulation in linked.accumulations:
+            if not accumulation.closing:
+                return None
+            if accumulation.index > 1 and not accumulation.touched:
+                raise StateError(
+                    f"{type(self.optimizer).__name__}.step() ends a window of accumulation whose last batch had no "
+                    "accelerator.backward(loss): its gradients are neither complete nor averaged. Call it on every batch (not "
+                    "loss.backward()); for a batch that is to be left out, on the loss times 0, or clear the gradients."
+                )
+            accumulation.touched = True
+        meter = linked.meter
+        if meter is None:
+            return _run_update(self, linked, closure)
+        add, clock = meter.add, meter.clock
+        add(OPTIMIZER)
+        add(clock())
+        try:
+            result = _run_update(self, linked, closure)
+            meter.updated = True
+        finally:
+            add(LEAVE)
+            add(clock())
+        if linked.stepper.state.active is None:  # no loader is being read whose next batch would end the step
+            meter.end_step()
+        return result
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears gradients, unless they belong to an update that is still to come."""
+        linked = self._linked or self._link()
+        for accumulation in linked.accumulations:
+            if not (accumulation.closing and accumulation.touched) and accumulation.holds_gradients:  # mostly the first is enough
+                return
+        for accumulation, others in zip(linked.accumulations, linked.others, strict=True):
+            if accumulation.kind is not None and all(parameter.grad is None for parameter in others):
+                accumulation.cleared()
+        meter = linked.meter
+        if meter is None:
+            _clear_gradients(self, linked, set_to_none)
+            return
+        add, clock = meter.add, meter.clock
+        add(OPTIMIZER)
+        add(clock())
+        try:
+            _clear_gradients(self, linked, set_to_none)
+        finally:
+            add(LEAVE)
+            add(clock())
+
+    def unscale(self) -> None:
+        """Divides gradients by the loss scale, where there is one, once per update."""
+        if self.scaler.scales and self.closing:
+            self.scaler.unscale(self.optimizer)
+
+    def forget(self) -> None:
+        """Looks for its models anew when it steps next."""
+        self._updates_before, self._linked = self.updates, None
+
+    @property
+    def updates(self) -> int:
+        """How many updates it made: calls of `step` that ended a window and were not left out because of an overflow."""
+        linked = self._linked
+        return self._updates_before if linked is None else linked.updates
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
+            raise ConfigError(f"optimizer.updates = {updates!r}: the number of updates made is a whole number from 0")
+        self._updates_before = updates
+        if self._linked is not None:
+            self._linked.updates = updates
+
+    def _link(self) -> OptimizerLink:
+        """Finds the models whose parameters these are."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        models, strangers = self.stepper.owners(parameters)
+        if strangers:
+            shapes = ", ".join(str(tuple(one.shape)) for one in strangers[:3]) + (", ..." if len(strangers) > 3 else "")
+            raise StateError(
+                f"{type(self.optimizer).__name__} has {len(strangers)} of {len(parameters)} parameters (shapes {shapes}) that belong to no "
+                "model prepared by this Accelerator: their gradients would not be averaged over processes. Prepare the model they belong "
+                "to (as it is now: not a copy, and not one made after the optimizer); a lone parameter goes into a module."
+            )
+        self._linked = OptimizerLink(self, tuple(models))
+        return self._linked
+
+    # -- the user's own -------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # while it is being made or unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a prepared optimizer cannot be copied or pickled: copy its state_dict(), or the optimizer inside (.optimizer)")
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    @property
+    def state(self) -> Any:
+        """The state of the user's optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of the user's optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> Any:
+        """The defaults of the user's optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: Any) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; its model has to be prepared too."""
+        self.optimizer.add_param_group(param_group)
+        self.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the user's optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state into the user's optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """For optimizers with a mode of their own (schedule-free ones); nothing for others."""
+        self._mode("train")
+
+    def eval(self) -> None:
+        """For optimizers with a mode of their own (schedule-free ones); nothing for others."""
+        self._mode("eval")
+
+    def _mode(self, name: str) -> None:
+        change = getattr(self.optimizer, name, None)
+        if callable(change):
+            change()
+
+
+def _parameters_of_others(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> list[list[torch.nn.Parameter]]:
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        [parameter for parameter in model.original.parameters() if parameter.requires_grad and id(parameter) not in own] for model in models
+    ]
+
+
+def _run_update(optimizer: AcceleratedOptimizer, linked: OptimizerLink, closure: Any) -> Any:
+    """An update that is due."""
+    if linked.check is not None:
+        for model in linked.models:
+            linked.check(model.prepared)
+    linked.stepper.loose = False
+    if linked.refuses is not None:
+        optimizer.step_was_skipped = skipped = linked.refuses(optimizer, linked, closure)
+        if skipped:
+            return None
+    result = None
+    if linked.scales:
+        optimizer.step_was_skipped = skipped = not optimizer.scaler.step(linked.inner, closure)
+        linked.updates += not skipped
+    else:
+        linked.updates += 1
+        result = linked.inner.step(closure) if closure is not None else linked.inner.step()
+    if linked.updates >= linked.due and linked.look is not None:
+        linked.due = linked.look(optimizer, linked)
+    return result
+
+
+def _clear_gradients(optimizer: AcceleratedOptimizer, linked: OptimizerLink, set_to_none: bool | None) -> None:
+    """Clears gradients that nobody needs any more."""
+    if linked.scales:
+        optimizer.scaler.cleared(linked.inner)
+    if set_to_none is None and linked.clears_as_torch and not _is_profiled():
+        for group in linked.inner.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    elif set_to_none is None:
+        linked.inner.zero_grad()
+    else:
+        linked.inner.zero_grad(set_to_none)

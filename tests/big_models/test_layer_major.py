@@ -1,0 +1,169 @@
+"""Layer-major running: the results of a plain loop, with every block read once for all calls."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import dispatch_model, layer_major
+from slipstream.big_models.layer_major import find_weight_stores
+from slipstream.errors import ConfigError, StateError
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.inner(x))
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, width: int = 8, depth: int = 5) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(4, width)
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = torch.nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+MAP: dict[str, Any] = {"embed": "cpu", "head": "cpu"} | {f"blocks.{number}": "disk" for number in range(5)}
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Stack:
+    torch.manual_seed(0)
+    model = Stack().eval()
+    dispatch_model(model, MAP, offload_dir=tmp_path)
+    return model
+
+
+@pytest.fixture
+def plain() -> Stack:
+    torch.manual_seed(0)
+    return Stack().eval()
+
+
+def repeated(model: Stack, x: torch.Tensor, times: int = 3) -> torch.Tensor:
+    """As generation does: each forward needs the one before."""
+    for _ in range(times):
+        x = model(x).tanh()
+    return x
+
+
+def entered(model: Stack) -> list[int]:
+    """From now on, the blocks in the order in which the store moves to them."""
+    (store,) = find_weight_stores(model)
+    seen: list[int] = []
+    move = store._move_to
+    store._move_to = lambda block: (seen.append(block.number), move(block))[1]  # type: ignore[method-assign,assignment]
+    return seen
+
+
+@torch.inference_mode()
+def test_results_are_those_of_a_loop_and_blocks_are_entered_once_for_all(stack: Stack, plain: Stack) -> None:
+    inputs = [torch.randn(2 + number % 3, 4) for number in range(6)]
+    seen = entered(stack)
+    found = layer_major(stack, lambda x: repeated(stack, x), inputs)
+    assert all(torch.equal(one, repeated(plain, x)) for one, x in zip(found, inputs, strict=True))
+    assert seen == [0, 1, 2, 3, 4] * 3
+
+
+@torch.inference_mode()
+def test_calls_of_different_lengths_join_the_next_pass(stack: Stack, plain: Stack) -> None:
+    inputs = [(torch.randn(1, 4), times) for times in (1, 4, 2, 3, 1, 1)]
+    seen = entered(stack)
+    found = layer_major(stack, lambda one: repeated(stack, *one), inputs, lanes=2)
+    assert all(torch.equal(one, repeated(plain, *given)) for one, given in zip(found, inputs, strict=True))
+    assert len(seen) <= 5 * 8  # twelve passes in a loop
+
+
+@torch.inference_mode()
+def test_modes_of_the_caller_hold_in_lanes(stack: Stack) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer_major(stack, lambda x: (stack(x).dtype, torch.is_inference_mode_enabled()), [torch.ones(1, 4)] * 2)
+    assert found == [(torch.bfloat16, True)] * 2
+    with torch.inference_mode(False), torch.no_grad():
+        assert layer_major(stack, lambda x: torch.is_grad_enabled(), [1, 2]) == [False, False]
+    variable = ContextVar("variable", default=0)
+    variable.set(3)
+    assert layer_major(stack, lambda x: variable.get(), [1, 2]) == [3, 3]
+
+
+@torch.no_grad()
+def test_random_numbers_do_not_depend_on_how_lanes_take_turns(stack: Stack) -> None:
+    def sampled(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = stack(x) + torch.rand(1, 4)
+        return x
+
+    found = []
+    for lanes in (1, 2, 5):
+        torch.manual_seed(3)
+        found.append(layer_major(stack, sampled, [torch.ones(1, 4)] * 5, lanes=lanes))
+        found[-1].append(torch.rand(1))  # and the caller's own go on from one place
+    assert all(torch.equal(one, other) for one, other in zip(found[0], found[1], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(found[0], found[2], strict=True))
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+@torch.no_grad()
+def test_an_error_in_one_call_ends_all_and_says_which(stack: Stack) -> None:
+    def call(number: int) -> None:
+        stack(torch.ones(1, 4))
+        if number == 2:
+            raise ValueError("no such prompt")
+        stack(torch.ones(1, 4))
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="no such prompt") as raised:
+        layer_major(stack, call, range(4))
+    assert "input 2" in getattr(raised.value, "__notes__", ["input 2"])[0]
+    assert threading.active_count() == before
+    assert stack.blocks[0].inner.weight.is_meta
+    assert layer_major(stack, lambda x: stack(x).shape, [torch.ones(1, 4)]) == [torch.Size([1, 4])]  # and it can be called again
+
+
+def test_without_offloaded_blocks_it_is_a_loop(plain: Stack) -> None:
+    assert layer_major(plain, lambda x: x + 1, [1, 2]) == [2, 3]
+    assert layer_major(plain, lambda x: x, []) == []
+
+
+def test_wrong_use_says_what_to_do(stack: Stack) -> None:
+    with pytest.raises(ConfigError, match="lanes=0"):
+        layer_major(stack, lambda x: x, [1], lanes=0)
+    with pytest.raises(StateError, match="another layer_major"):
+        layer_major(stack, lambda x: layer_major(stack, lambda y: y, [x]), [1])
+
+
+@torch.inference_mode()
+def test_generation_of_a_language_model(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    prompts = [torch.randint(1, 50, (2, 3 + number)) for number in range(3)]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    wanted = [model.generate(prompt, attention_mask=torch.ones_like(prompt), **options) for prompt in prompts]
+    layers = {f"model.layers.{number}": "disk" for number in range(3)}
+    dispatch_model(
+        model,
+        {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu", **layers},
+        offload_dir=tmp_path,
+    )
+    found = layer_major(model, lambda prompt: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options), prompts)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -1,0 +1,471 @@
+"""Checkpoints loaded by a device map: on the pages of their files, in as few copies as there can be."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from spread_models import TOKENS, Small, meta_names, run, skeleton, small
+from torch import nn
+
+from slipstream.big_models import load
+from slipstream.big_models.dispatch import disk_offload, dispatch_model
+from slipstream.big_models.empty_weights import init_empty_weights
+from slipstream.big_models.load import load_checkpoint_and_dispatch, load_checkpoint_in_model, load_state_dict
+from slipstream.checkpoint.model_io import save_model
+from slipstream.errors import CheckpointError, ConfigError
+
+DISK = {"": "cpu", "layers": "disk", "norm": "disk"}
+
+
+def single(folder):
+    save_model(small(), folder)
+    return folder
+
+
+def sharded(folder):
+    save_model(small(), folder, max_shard_size=600)
+    return folder
+
+
+def index(folder):
+    return sharded(folder) / "model.safetensors.index.json"
+
+
+def one_file(folder):
+    return single(folder) / "model.safetensors"
+
+
+def torch_file(folder):
+    save_model(small(), folder, safe_serialization=False)
+    return folder
+
+
+@pytest.mark.parametrize("way", [single, sharded, index, one_file, torch_file])
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, DISK, "auto", "balanced", "balanced_low_0", "sequential", None])
+def test_every_form_of_checkpoint_by_every_map(tmp_path, way, device_map):
+    model = load_checkpoint_and_dispatch(
+        skeleton(), way(tmp_path / "saved"), device_map, max_memory={"cpu": 4000} if isinstance(device_map, str) else None,
+        offload_folder=tmp_path / "offload" if way is torch_file else None, no_split_module_classes=["Layer"], strict=True,
+    )  # fmt: skip
+    assert torch.equal(run(model), run(small()))
+    assert torch.equal(run(model), run(small()))
+    assert bool(meta_names(model)) == (device_map is not None and device_map != {"": "cpu"})
+    assert (tmp_path / "offload").exists() == (way is torch_file and bool(meta_names(model)))
+
+
+def mapped_files():
+    with open("/proc/self/maps") as maps:
+        found = [re.match(r"([0-9a-f]+)-([0-9a-f]+) .{20,} (/.*)", line) for line in maps]
+    return [(int(one[1], 16), int(one[2], 16), one[3]) for one in found if one]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="says where memory comes from")
+def test_weights_in_memory_are_the_pages_of_the_file_and_changes_stay_in_the_process(tmp_path):
+    path = one_file(tmp_path)
+    before = path.read_bytes()
+    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu"})
+    areas = [area for area in mapped_files() if area[2] == str(path)]
+    assert all(any(begin <= one.data_ptr() < end for begin, end, _ in areas) for one in model.parameters())
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    assert path.read_bytes() == before
+
+
+def test_nothing_is_read_and_no_memory_is_taken_before_first_use(tmp_path):
+    """256 MiB of weights: what loading adds to the process is less than 5 % of that."""
+    with open(tmp_path / "model.safetensors", "wb") as file:  # a file of holes
+        header = {f"{n}.weight": {"dtype": "F32", "shape": [2048, 2048], "data_offsets": [n << 24, (n + 1) << 24]} for n in range(16)}
+        text = json.dumps(header).encode().ljust(4096 - 8)
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(4096 + (16 << 24))
+    program = (
+        "import sys, torch\n"
+        "from slipstream import init_empty_weights, load_checkpoint_and_dispatch\n"
+        "def peak():\n"
+        "    return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+        "with init_empty_weights():\n"
+        "    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(16)])\n"
+        "    tiny = torch.nn.Sequential(torch.nn.Linear(2048, 2048, bias=False))\n"
+        "load_checkpoint_and_dispatch(tiny, sys.argv[1], {'': 'disk'})\n"  # everything is imported
+        "for place in ('cpu', 'disk'):\n"
+        "    before = peak()\n"
+        "    load_checkpoint_and_dispatch(model, sys.argv[1], {'': place}, strict=True)\n"
+        "    print(peak() - before)\n"
+        "    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False, device='meta') for _ in range(16)])\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environment, check=True)
+    assert max(map(int, done.stdout.split())) < 0.05 * 256 * 1024
+
+
+def test_weights_on_the_disk_stay_in_the_files_of_the_user(tmp_path):
+    sharded(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, DISK)
+    assert sorted(os.listdir(tmp_path)) == before
+    entry = model.layers[0]._hf_hook.weights_map.dataset.index["layers.0.up.weight"]
+    assert os.path.dirname(entry["safetensors_file"]) == str(tmp_path)
+
+
+def test_what_was_tied_is_tied_in_memory_and_on_the_disk(tmp_path):
+    single(tmp_path)
+    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu", "layers": "disk"})
+    assert model.head.weight is model.embed.weight
+    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu", "head": "disk"})
+    assert model.head.weight is model.embed.weight
+    assert not model.head.weight.is_meta
+    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu", "head": "disk", "embed": "disk"})
+    assert model.head.weight.is_meta
+    assert torch.equal(run(model), run(small()))
+
+
+def test_what_is_tied_in_the_file_alone_does_not_share_memory(tmp_path):
+    shared = torch.ones(2, 2)
+    save_model({"0.weight": shared, "1.weight": shared}, tmp_path)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False, device="meta"), nn.Linear(2, 2, bias=False, device="meta"))
+    load_checkpoint_and_dispatch(model, tmp_path, {"": "cpu"}, strict=True)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(model[1].weight, shared)
+
+
+def test_a_model_in_memory_keeps_its_parameters(tmp_path):
+    single(tmp_path)
+    model = small(seed=1)
+    before = dict(model.named_parameters())
+    load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu"})
+    assert all(one is before[name] for name, one in model.named_parameters())
+    assert torch.equal(run(model), run(small()))
+
+
+def test_buffers_of_a_skeleton_that_no_file_has_keep_their_values(tmp_path):
+    single(tmp_path)
+    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "disk"})
+    assert torch.equal(model.shift, small().shift)
+    assert torch.equal(model.norm.running_mean, small().norm.running_mean)
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_buffers_are_offloaded_if_that_is_wanted(tmp_path, offload_buffers):
+    single(tmp_path)
+    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "disk"}, offload_buffers=offload_buffers)
+    assert model.norm.running_mean.is_meta is offload_buffers
+    assert torch.equal(run(model), run(small()))
+
+
+def test_what_is_loaded_first_is_dispatched_later(tmp_path):
+    single(tmp_path / "saved")
+    model = skeleton()
+    load_checkpoint_in_model(model, tmp_path / "saved", device_map=DISK, offload_folder=tmp_path / "offload")
+    assert torch.equal(run(dispatch_model(model, DISK)), run(small()))
+
+
+# --- other types -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.bfloat16])
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, DISK])
+def test_weights_become_another_type(tmp_path, dtype, device_map):
+    single(tmp_path / "saved")
+    model = load_checkpoint_and_dispatch(skeleton(), tmp_path / "saved", device_map, dtype=dtype, offload_folder=tmp_path / "offload")
+    wanted = dtype if isinstance(dtype, torch.dtype) else torch.float16
+    plain = small().to(wanted)
+    plain.shift = small().shift  # it is in no file
+    assert all(one.dtype is wanted for one in model.parameters())
+    assert torch.equal(model.state_dict()["layers.1.up.weight"], plain.layers[1].up.weight)
+    assert model.state_dict()["norm.num_batches_tracked"].dtype is torch.int64
+    model.shift = plain.shift = small().shift.to(wanted)
+    assert torch.equal(run(model), run(plain))
+
+
+def test_some_modules_stay_float32(tmp_path):
+    single(tmp_path / "saved")
+    model = skeleton()
+    load_checkpoint_in_model(
+        model, tmp_path / "saved", DISK, tmp_path / "offload", dtype="float16", keep_in_fp32_modules=["norm", "layers.1"]
+    )
+    kept = {name for name, one in model.named_parameters() if one.dtype is torch.float32}
+    assert kept == {"norm.weight", "norm.bias", *(f"layers.1.{one}.{kind}" for one in ("up", "down") for kind in ("weight", "bias"))}
+
+
+def test_without_a_type_the_model_keeps_its_own_and_it_is_said(tmp_path, caplog):
+    save_model(small().to(torch.bfloat16), tmp_path)
+    model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu"})
+    assert model.embed.weight.dtype is torch.float32
+    assert "dtype='bfloat16'" in caplog.text
+
+
+@pytest.mark.parametrize(("way", "options", "said"), [(single, {"dtype": "float16"}, "dtype='float32'"), (torch_file, {}, "safetensors")])
+def test_what_has_to_be_written_needs_a_folder(tmp_path, way, options, said):
+    model = skeleton()
+    with pytest.raises(ConfigError, match=f"device_map puts layers.0.up.weight .*{said}") as caught:
+        load_checkpoint_and_dispatch(model, way(tmp_path), DISK, **options)
+    assert "offload_folder" in str(caught.value)
+    assert all(one.is_meta for one in model.parameters())
+
+
+def test_a_folder_of_written_weights_is_read_by_a_later_process(tmp_path):
+    load_checkpoint_in_model(skeleton(), torch_file(tmp_path / "saved"), {"": "disk"}, tmp_path / "offload", offload_buffers=True)
+    assert torch.equal(run(disk_offload(skeleton(), tmp_path / "offload", offload_buffers=True)), run(small()))
+
+
+def test_an_offload_folder_that_cannot_be_written_leaves_the_model_as_it_was(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = skeleton()
+    with pytest.raises(CheckpointError, match="Something on the way is a file"):
+        load_checkpoint_and_dispatch(model, single(tmp_path / "saved"), DISK, dtype="float16", offload_folder=tmp_path / "file" / "x")
+    assert all(one.is_meta and one.dtype is torch.float32 for one in model.parameters())
+
+
+def test_a_bar_counts_the_bytes_that_are_copied_and_no_others(tmp_path, monkeypatch):
+    bars = []
+
+    class Bar:
+        def __init__(self, total, *_):
+            self.total, self.count = total, 0
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, count):
+            self.count += count
+
+    monkeypatch.setattr(load, "bar", Bar)
+    single(tmp_path / "saved")
+    load_checkpoint_and_dispatch(skeleton(), tmp_path / "saved", DISK)
+    load_checkpoint_and_dispatch(skeleton(), tmp_path / "saved", DISK, dtype="float16", offload_folder=tmp_path / "offload")
+    assert [one.count for one in bars] == [one.total for one in bars]
+    assert bars[0].total == 0 < bars[1].total
+
+
+# --- models that load in their own way ----------------------------------------------------------------------------------------
+
+
+class Renaming(nn.Module):
+    """Reads a file of an older version, whose names and shapes were others."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.query(x) + self.key(x)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        both = state_dict.pop(f"{prefix}both", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if both is not None:
+            state_dict[f"{prefix}query.weight"], state_dict[f"{prefix}key.weight"] = both.chunk(2)
+
+
+def test_a_model_that_translates_old_files_is_asked(tmp_path):
+    both = torch.randn(8, 4)
+    safetensors.torch.save_file({"0.both": both, "1.weight": torch.ones(4, 4), "1.bias": torch.ones(4)}, tmp_path / "old.safetensors")
+
+    def make():
+        return nn.Sequential(Renaming(), nn.Linear(4, 4))
+
+    plain = make()
+    plain.load_state_dict({"0.both": both, "1.weight": torch.ones(4, 4), "1.bias": torch.ones(4)}, strict=False)
+    with torch.device("meta"):
+        skeleton = make()
+    for device_map in ({"": "cpu"}, {"0": "disk", "1": "disk"}):
+        with torch.device("meta"):
+            skeleton = make()
+        model = load_checkpoint_and_dispatch(skeleton, tmp_path / "old.safetensors", device_map, offload_folder=tmp_path / "offload")
+        assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+
+
+def test_a_norm_of_an_old_file_counts_from_zero(tmp_path):
+    state = {name: value for name, value in nn.BatchNorm1d(4).state_dict().items() if name != "num_batches_tracked"}
+    safetensors.torch.save_file(state, tmp_path / "old.safetensors")
+    model = nn.BatchNorm1d(4, device="meta")
+    load_checkpoint_and_dispatch(model, tmp_path / "old.safetensors", {"": "cpu"})
+    assert model.num_batches_tracked.item() == 0
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------------------
+
+
+def broken(folder, change):
+    state = dict(small().state_dict())
+    del state["head.weight"]
+    change(state)
+    folder.mkdir(exist_ok=True)
+    safetensors.torch.save_file({name: value.contiguous() for name, value in state.items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_missing_extra_and_misshaped_tensors_are_named_and_change_nothing(tmp_path):
+    def missing(state):
+        del state["layers.1.up.weight"]
+
+    def extra(state):
+        state["layers.9.weight"] = torch.ones(1)
+
+    def misshaped(state):
+        state["scale"] = torch.ones(3)
+
+    for change, name, strict in ((missing, "layers.1.up.weight", True), (extra, "layers.9.weight", True), (misshaped, "scale", False)):
+        model = skeleton()
+        with pytest.raises(CheckpointError, match=name):
+            load_checkpoint_and_dispatch(model, broken(tmp_path, change), DISK, strict=strict)
+        assert all(one.is_meta for one in model.parameters())
+    for device_map in (DISK, None):
+        with pytest.raises(CheckpointError, match=r"without values.*\n.*layers.1.up.weight\n.*Load a checkpoint that has them"):
+            load_checkpoint_and_dispatch(skeleton(), broken(tmp_path, missing), device_map)
+    assert load_checkpoint_in_model(skeleton(), broken(tmp_path, extra), {"": "cpu"}).unexpected == ("layers.9.weight",)
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, None])
+def test_names_that_another_library_changes_are_told_as_such_and_not_as_those_of_a_wrapper(tmp_path, device_map):
+    class Renamed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.ModuleDict({"experts": nn.Linear(2, 2)})
+
+    save_model({"model.moe.weight": torch.ones(2, 2), "model.moe.bias": torch.ones(2)}, tmp_path)
+    with init_empty_weights():
+        model = Renamed()
+    with pytest.raises(CheckpointError, match="renames weights while it loads: .* save_model") as caught:
+        load_checkpoint_and_dispatch(model, tmp_path, device_map)
+    assert {"model.experts.weight", "model.moe.weight"} <= {*re.split("[ ,\n]+", str(caught.value))}
+    assert "wrapped" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device_map", [DISK, {"": "cpu"}, None])
+def test_weights_loaded_in_inference_mode_are_trained_later(tmp_path, device_map):
+    model = skeleton()
+    with torch.inference_mode():
+        load_checkpoint_and_dispatch(model, single(tmp_path), device_map)
+    model(TOKENS).sum().backward()
+    assert model.scale.grad is not None
+
+
+def test_an_index_that_points_outside_its_folder_is_refused(tmp_path):
+    single(tmp_path / "secret")
+    (tmp_path / "given").mkdir()
+    where = {name: "../secret/model.safetensors" for name in small().state_dict()}
+    (tmp_path / "given" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(CheckpointError, match=r"\.\./secret"):
+        load_checkpoint_and_dispatch(skeleton(), tmp_path / "given", {"": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device_map": {"embed": "cpu"}}, "has no device for"),
+        ({"device_map": {"": "cpu", "layres": "disk"}}, "layres"),
+        ({"device_map": {"": "cpu", "layers.1": "gpu7"}}, r"device_map\['layers.1'\] is 'gpu7', .*'cpu', 'disk'"),
+        ({"device_map": {"": 99}}, r"device_map\[''\] is 99, .*'cpu', 'disk'"),
+        ({"device_map": "by magic"}, "'balanced'"),
+        ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "much"),
+        ({"device_map": {"": "cpu"}, "full_state_dict": False}, "full_state_dict"),
+        ({"device_map": {"": "cpu"}, "broadcast_from_rank0": True}, "broadcast_from_rank0"),
+        ({"device_map": {"": "cpu"}, "dtype": "int8"}, "dtype='int8'"),
+    ],
+)
+def test_wrong_arguments_say_what_to_write(tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        load_checkpoint_and_dispatch(skeleton(), single(tmp_path), **options)
+
+
+def test_an_offload_folder_that_cannot_be_written_is_named_as_such(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="offload_folder cannot take the weights"):
+        load_checkpoint_and_dispatch(skeleton(), torch_file(tmp_path / "saved"), DISK, offload_folder=tmp_path / "file" / "below")
+
+
+def test_a_name_of_a_hub_is_no_path():
+    with pytest.raises(CheckpointError, match="download it first"):
+        load_checkpoint_and_dispatch(skeleton(), "some-people/some-model", "auto")
+
+
+def test_options_that_change_nothing_are_named(tmp_path, caplog):
+    load_checkpoint_and_dispatch(small(seed=1), single(tmp_path), force_hooks=True, max_memory={"cpu": 1})
+    assert "max_memory, force_hooks changes nothing without a device_map" in caplog.text
+
+
+# --- one file, and a real model -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [one_file, torch_file])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"embed": "disk"}])
+def test_the_tensors_of_one_file(tmp_path, way, device_map):
+    path = way(tmp_path)
+    found = load_state_dict(path / "pytorch_model.bin" if path.is_dir() else path, device_map)
+    expected = small().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert expected.keys() - found.keys() <= {"head.weight"}
+
+
+def test_a_folder_is_no_single_file(tmp_path):
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_state_dict(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_transformers_model_generates_the_same_tokens_with_and_without_offload(tmp_path, tied):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path / "saved")
+
+    def tokens(model):
+        return model.generate(TOKENS, max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+    expected = tokens(plain)
+    maps = [
+        {"": "disk"},
+        {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"},
+    ]
+    for device_map in (*maps, "auto"):
+        with init_empty_weights():
+            empty = transformers.LlamaForCausalLM(config).eval()
+        budget = {"cpu": 60_000} if device_map == "auto" else None
+        model = load_checkpoint_and_dispatch(empty, tmp_path / "saved", device_map, budget, ["LlamaDecoderLayer"], strict=True)
+        assert torch.equal(tokens(model), expected)
+        assert any(one.is_meta for one in model.parameters())
+    for device_map in maps:
+        copied = transformers.LlamaForCausalLM(config).eval()
+        copied.load_state_dict(plain.state_dict())
+        assert torch.equal(tokens(dispatch_model(copied, device_map, offload_dir=tmp_path / "a")), expected)
+    assert torch.equal(tokens(disk_offload(plain, tmp_path / "b")), expected)
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu"}, {"": "cpu", "layers": "disk"}])
+def test_a_second_checkpoint_replaces_the_first_in_a_model_that_is_spread(tmp_path, device_map):
+    model = load_checkpoint_and_dispatch(skeleton(), single(tmp_path / "a"), {"": "disk"})
+    save_model(small(seed=1), tmp_path / "b")
+    load_checkpoint_and_dispatch(model, tmp_path / "b", device_map, strict=True)
+    assert torch.equal(run(model), run(small(seed=1)))
+
+
+def test_loading_alone_into_a_model_that_is_spread_ends_that_and_what_the_file_has_not_stays(tmp_path, caplog):
+    model = load_checkpoint_and_dispatch(skeleton(), single(tmp_path / "a"), {"": "disk"})
+    half = {name: value for name, value in small(seed=1).state_dict().items() if name.startswith("layers.")}
+    save_model(half, tmp_path / "b")
+    load_checkpoint_in_model(model, tmp_path / "b", {"": "cpu", "layers.1": "disk"}, tmp_path / "c")
+    assert "call dispatch_model" in caplog.text
+    expected = small()
+    expected.load_state_dict(half, strict=False)
+    assert torch.equal(run(dispatch_model(model, {"": "cpu", "layers.1": "disk"})), run(expected))
+
+
+def test_a_wrapped_model_is_loaded_by_the_names_of_the_inner_one(tmp_path):
+    model = nn.DataParallel(Small().eval())
+    assert load_checkpoint_and_dispatch(model, single(tmp_path), {"": "cpu", "layers": "disk"}) is model
+    assert torch.equal(run(model.module), run(small()))

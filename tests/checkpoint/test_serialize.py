@@ -1,0 +1,495 @@
+"""States become JSON and tensors and come back the same; what cannot is refused with its place; what was not written by us is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+
+import numpy
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import given, settings, strategies as st
+
+from slipstream.checkpoint.serialize import DTYPES, flatten, read_file, read_part, rebuild, tensor_bytes, write_part
+from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, from_buffer, load_tensors
+from slipstream.errors import CheckpointError
+from slipstream.files import strict_json
+from slipstream.files.disk import FileEntry
+from slipstream.files.safetensors_layout import ITEM_SIZE
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def written(value, name="part"):
+    """The one file of a state: its name and its bytes."""
+    files = {}
+
+    def add(file, chunks, size):
+        files[file] = b"".join(bytes(chunk) for chunk in chunks)
+        assert len(files[file]) == size
+        return FileEntry(size, "")
+
+    file, entry = write_part(add, name, value, "the state")
+    assert list(files) == [file]
+    assert entry.size == len(files[file])
+    return file, files[file]
+
+
+def round_trip(value):
+    file, data = written(value)
+    return read_part(file, bytearray(data))
+
+
+def same(one, two):
+    """Equal in type, order and bits."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, torch.Tensor):
+        alike = one.dtype == two.dtype and one.shape == two.shape and one.requires_grad == two.requires_grad
+        return alike and bytes(tensor_bytes(one)) == bytes(tensor_bytes(two))
+    if isinstance(one, numpy.ndarray):
+        return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
+    if isinstance(one, numpy.generic):
+        return one.dtype == two.dtype and one.tobytes() == two.tobytes()
+    if isinstance(one, float):
+        return struct.pack("d", one) == struct.pack("d", two) or (math.isnan(one) and math.isnan(two))
+    if isinstance(one, complex):
+        return same(one.real, two.real) and same(one.imag, two.imag)
+    if isinstance(one, (list, tuple, deque)):
+        sizes = getattr(one, "maxlen", None) == getattr(two, "maxlen", None)
+        return sizes and len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, dict):
+        factories = getattr(one, "default_factory", None) is getattr(two, "default_factory", None)
+        return factories and len(one) == len(two) and all(same(a, b) and same(one[a], two[b]) for a, b in zip(one, two, strict=True))
+    return one == two
+
+
+# -- what comes back ---------------------------------------------------------------------------------------------------
+
+_texts = st.text(st.characters(), max_size=8)
+_dtypes = st.sampled_from([*DTYPES, *BYTE_VIEWED_DTYPES.values()])
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    dtype = draw(_dtypes)
+    count = math.prod(shape) * dtype.itemsize
+    raw = torch.tensor(list(draw(st.binary(min_size=count, max_size=count))), dtype=torch.uint8)
+    if dtype is torch.bool:
+        raw = raw % 2
+    made = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    return made.t() if made.dim() == 2 and draw(st.booleans()) else made
+
+
+@st.composite
+def arrays(draw):
+    dtype = numpy.dtype(draw(st.sampled_from(["<f8", ">f4", "<i2", "|b1", "<u8", "<c16", "<U3", "|S2", "<M8[s]", "<f2"])))
+    shape = draw(st.lists(st.integers(0, 3), max_size=2))
+    made = numpy.zeros(shape, dtype)
+    if made.size and dtype.kind in "iufc":
+        made.flat[0] = draw(st.integers(0, 100))
+    if made.size and dtype.kind == "U":
+        made.flat[0] = draw(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=3))
+    return made
+
+
+_scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=2**62, max_value=2**90),
+    st.floats(),
+    st.complex_numbers(),
+    _texts,
+    st.text(st.sampled_from("a\ud800\udfff$\0é\U0001f600"), max_size=4),
+    st.binary(max_size=9),
+    st.binary(max_size=5).map(bytearray),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]), torch.Size([])]),
+    st.sampled_from(
+        [
+            numpy.float32(1.1),
+            numpy.int8(-3),
+            numpy.bool_(True),
+            numpy.str_("é"),
+            numpy.float64("nan"),
+            numpy.frombuffer(b"\x01\0\0\0\0\0\xf0\xff")[0],
+            numpy.datetime64("2020"),
+        ]
+    ),
+)
+_hashable = st.one_of(
+    st.none(), st.integers(), _texts, st.binary(max_size=3), st.tuples(st.integers(), _texts), st.sampled_from(["$a", "$tensor"])
+)
+
+
+@st.composite
+def scalars(draw):
+    return draw(_scalars)
+
+
+@st.composite
+def hashable(draw):
+    """Its name is what hypothesis shows of it, not all that it is made of."""
+    return draw(_hashable)
+
+
+@st.composite
+def texts(draw):
+    return draw(_texts)
+
+
+def _containers(inner):
+    return st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(texts(), inner, max_size=4),
+        st.dictionaries(hashable(), inner, max_size=3),
+        st.dictionaries(hashable(), inner, max_size=3).map(OrderedDict),
+        st.dictionaries(texts(), inner, max_size=3).map(lambda value: defaultdict(list, value)),
+        st.lists(inner, max_size=3).map(lambda value: deque(value, 5)),
+        st.lists(hashable(), max_size=3).map(set),
+        st.lists(hashable(), max_size=3).map(frozenset),
+        st.lists(texts(), max_size=3).map(Counter),
+    )
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.recursive(st.one_of(scalars(), tensors(), arrays()), _containers, max_leaves=12))
+def test_any_plain_value_comes_back_the_same(value):
+    assert same(round_trip(value), value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.recursive(st.one_of(scalars(), tensors()), _containers, max_leaves=8))
+def test_the_tree_is_strict_json_and_the_file_is_safetensors(value):
+    file, data = written(value)
+    if file.endswith(".json"):
+        json.loads(data)
+    else:
+        held = dict(safetensors.deserialize(data))
+        assert json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["format"] == "pt"
+        assert held.keys() == load_tensors(data, "part").tensors.keys()
+
+
+def test_a_tensor_in_two_places_is_stored_once_and_is_one_tensor_again():
+    weight = torch.randn(3, 3)
+    back = round_trip({"a": weight, "b": [weight, weight.detach()], "c": weight.t()})
+    assert back["a"] is back["b"][0] is back["b"][1]
+    assert back["c"] is not back["a"]
+    assert len(flatten([weight, weight.detach()], "the state")[1]) == 1
+
+
+def test_tensors_of_no_size_are_not_taken_for_each_other():
+    one, two = torch.empty(0, 3), torch.empty(0)
+    back = round_trip([one, two, one])
+    assert [tuple(tensor.shape) for tensor in back] == [(0, 3), (0,), (0, 3)]
+
+
+def test_nothing_is_copied_on_the_way_out():
+    weight = torch.randn(4)
+    assert flatten({"w": weight}, "the state")[1]["w"].data_ptr() == weight.data_ptr()
+    assert tensor_bytes(weight).nbytes == 16
+
+
+def test_what_is_read_does_not_share_the_bytes_of_the_file():
+    file, data = written({"w": torch.arange(4.0)})
+    buffer = bytearray(data)
+    back = read_part(file, buffer)["w"]
+    buffer[-4:] = struct.pack("<f", 9.0)
+    assert back.tolist() == [0, 1, 2, 3]
+
+
+def test_parameters_and_gradients_are_kept_apart_from_plain_tensors():
+    weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    back = round_trip([weight, torch.ones(2, requires_grad=True), torch.ones(2)])
+    assert [type(tensor).__name__ for tensor in back] == ["Parameter", "Tensor", "Tensor"]
+    assert [tensor.requires_grad for tensor in back] == [False, True, False]
+
+
+def test_the_state_dict_of_a_module_keeps_the_versions_of_its_layers():
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    assert round_trip(state)._metadata == state._metadata
+
+
+def test_long_lists_of_numbers_become_tensors():
+    order, weights = list(range(10_000)), [0.5] * 4000 + [-0.0, math.nan] * 200
+    tree, held = flatten({"order": order, "weights": weights, "mixed": [1, 2.0] * 3000}, "the state")
+    assert tree["order"] == {"$numbers": "order"}
+    assert isinstance(tree["mixed"], list)
+    assert held["order"].dtype == torch.int64
+    back = round_trip({"order": order, "weights": weights})
+    assert back["order"] == order
+    assert same(back["weights"], weights)
+
+
+def test_sets_are_written_in_the_same_order_in_every_run():
+    words = {f"word {number}" for number in range(20)}
+    assert flatten(words, "it")[0]["$set"] == sorted(words)
+
+
+def test_a_flat_mapping_of_tensors_is_an_ordinary_safetensors_file():
+    state = {"layer.weight": torch.randn(2, 2), 'odd name/\n"é': torch.ones(1), "$x": torch.zeros(1)}
+    held = safetensors.torch.load(written(state)[1])
+    assert held.keys() == state.keys()
+    assert all(torch.equal(held[name], state[name]) for name in state)
+
+
+def test_every_element_begins_at_a_multiple_of_its_size():
+    state = [torch.ones(3, dtype=torch.int8), torch.ones(1, dtype=torch.float64), torch.ones(3, dtype=torch.bfloat16), torch.ones(1)]
+    layout = load_tensors(written(state)[1], "state").layout
+    assert all((layout.data_start + entry.start) % ITEM_SIZE[entry.dtype] == 0 for entry in layout.entries.values())
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda value: OrderedDict({1: value}), lambda value: defaultdict(int, {1: value}), lambda value: (value,)]
+)
+def test_values_as_deep_as_they_may_be_are_read_again(wrap):
+    value = 1
+    for _ in range(60):
+        value = wrap(value)
+    assert same(round_trip(value), value)
+
+
+def test_random_states_and_optimizers_come_back_the_same():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.9, 0.95))
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    state = {"optimizer": optimizer.state_dict(), "numpy": numpy.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+    assert same(round_trip(copy.deepcopy(state)), state)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Colour(Enum):
+    RED = 1
+
+
+Pair = namedtuple("Pair", "left right")
+_CYCLE: list = []
+_CYCLE.append(_CYCLE)
+
+
+def _deep(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: lambda: 1, "function"),
+        (lambda: torch.nn.Linear(1, 1), "state_dict"),
+        (lambda: torch.nn.Linear, "class"),
+        (lambda: (number for number in range(3)), "generator"),
+        (lambda: Path("somewhere"), "str(path)"),
+        (lambda: Colour.RED, ".value"),
+        (lambda: Pair(1, 2), "_asdict"),
+        (lambda: object(), "plain data"),
+        (lambda: torch.Generator(), "get_state"),
+        (lambda: torch.ones(2).to_sparse(), "sparse"),
+        (lambda: torch.ones(2, device="meta"), "meta"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested"),
+        (lambda: torch.nn.LazyLinear(2).weight, "lazy"),
+        (lambda: numpy.array([object()]), "object"),
+        (lambda: numpy.zeros(2, dtype=[("a", "i4")]), "array"),
+        (lambda: numpy.ma.array([1]), "numpy.ma"),
+        (lambda: defaultdict(lambda: 1), "defaultdict"),
+        (lambda: _CYCLE, "contains itself"),
+        (lambda: _deep(100), "60 levels"),
+        (lambda: {torch.ones(1): 1}, "tensor as a key"),
+        (lambda: {torch.ones(1)}, "tensor as a key"),
+        (lambda: memoryview(b"x"), "memoryview"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_what_cannot_be_kept_is_refused_with_its_place_and_a_remedy(make, said):
+    value = make()
+    with pytest.raises(CheckpointError) as caught:
+        flatten({"outer": [0, value]}, "custom object 0 (EMA)")
+    message = str(caught.value)
+    assert message.startswith("custom object 0 (EMA)['outer'][1]")
+    assert said in message
+
+
+def test_a_subclass_of_tensor_is_refused():
+    class Fancy(torch.Tensor):
+        pass
+
+    with pytest.raises(CheckpointError, match="Fancy, a kind of tensor that is more than its elements"):
+        flatten([torch.ones(2).as_subclass(Fancy)], "the state")
+
+
+def test_a_state_too_large_to_be_read_again_is_not_written():
+    with pytest.raises(CheckpointError, match="could not be read again: .* Keep long lists"):
+        written({"text": "x" * (strict_json.LARGEST + 10)})
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$tensor": "absent"},
+        {"$tensor": ["w"]},
+        {"$tensor": "w", "$tuple": []},
+        {"$tensor": "w", "surprise": 1},
+        {"$tensor": "w", "dtype": "complex128", "shape": [2**40]},
+        {"$tensor": "w", "dtype": "complex128"},
+        {"$tensor": "w", "dtype": "float32", "shape": [2]},
+        {"$tensor": "w", "requires_grad": 1},
+        {"$tensor": "i", "requires_grad": True},
+        {"$array": "w", "dtype": "<f8", "shape": [1]},
+        {"$array": "b", "dtype": "O", "shape": [1]},
+        {"$array": "b", "dtype": "|O8", "shape": [1]},
+        {"$array": "b", "dtype": "<f8", "shape": [2**61]},
+        {"$array": "b", "dtype": "<f8", "shape": [-1]},
+        {"$array": "b", "dtype": "<U2", "shape": [1]},
+        {"$array": "b", "shape": [8]},
+        {"$numbers": "w"},
+        {"$numbers": "absent"},
+        {"$scalar": ["<i1", 300]},
+        {"$scalar": ["<i4", 1.5]},
+        {"$scalar": ["<i4", True]},
+        {"$scalar": ["<f4", "text"]},
+        {"$scalar": ["O", {"$bytes": ""}]},
+        {"$scalar": ["<f8", {"$bytes": "AA=="}]},
+        {"$scalar": ["<f8"]},
+        {"$dict": [["a", 1], ["a", 2]]},
+        {"$dict": [[{"$tensor": "w"}, 1]]},
+        {"$dict": [[[], 1]]},
+        {"$dict": [["a"]]},
+        {"$dict": {"a": 1}},
+        {"$ordered": 3},
+        {"$defaultdict": ["eval", []]},
+        {"$defaultdict": [["int"], []]},
+        {"$counter": [1]},
+        {"$deque": [1, [1, 2]]},
+        {"$deque": ["x", []]},
+        {"$deque": [-1, []]},
+        {"$set": [1, 1]},
+        {"$set": [[]]},
+        {"$frozenset": "abc"},
+        {"$tuple": "abc"},
+        {"$size": [-1]},
+        {"$size": [1.0]},
+        {"$float": "1e3"},
+        {"$float": 1},
+        {"$int": "12"},
+        {"$int": "0x1g"},
+        {"$int": 5},
+        {"$complex": [1, 2]},
+        {"$complex": [1.0]},
+        {"$bytes": "not base64!"},
+        {"$bytes": 3},
+        {"$bytearray": None},
+        {"$str": "/w=="},
+        {"$dtype": "save"},
+        {"$dtype": []},
+        {"$device": "no such device"},
+        {"$device": 0},
+        {"$class": "os.system"},
+        {"$": 1},
+    ],
+    ids=str,
+)
+def test_a_tree_that_was_not_written_by_us_is_refused_by_name(tree):
+    held = {"w": torch.zeros(4), "i": torch.zeros(2, dtype=torch.int64), "b": torch.full((8,), 255, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError, match=r"state\.safetensors"):
+        rebuild([{"ok": tree}], held, "state.safetensors")
+
+
+def test_a_tree_nested_too_deep_is_refused():
+    with pytest.raises(CheckpointError, match="nested too deep"):
+        rebuild(_deep(400), {}, "state.json")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.dictionaries(
+                st.sampled_from(["$tensor", "$array", "$dict", "$set", "$scalar", "$ordered", "$deque", "dtype", "shape", "x"]),
+                inner,
+                max_size=3,
+            ),
+        ),
+        max_leaves=8,
+    )
+)
+def test_any_tree_gives_a_value_or_a_refusal_and_nothing_else(tree):
+    with suppress(CheckpointError):
+        rebuild(tree, {"x": torch.zeros(2)}, "state.json")
+
+
+def test_tensors_without_a_state_are_refused_as_a_part():
+    data = safetensors.torch.save({"w": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"rank_0\.safetensors holds tensors but no state"):
+        read_part("rank_0.safetensors", data)
+    assert read_file(data, "model.safetensors")["w"].tolist() == [1, 1]
+
+
+def test_messages_name_the_path_that_was_given():
+    with pytest.raises(CheckpointError, match="/somewhere/training"):
+        read_part("training.json", b"{", "/somewhere/training.json")
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("F32", (2,), 0, 4), "shape"),
+        (("F32", (1,), 2, 8), "shape"),
+        (("F32", (4,), 0, 16), "bytes"),
+        (("F32", (-1,), 4, 0), "shape"),
+        (("X9", (1,), 0, 4), "X9"),
+        (("F32", (1,), -4, 0), "bytes"),
+    ],
+)
+def test_a_tensor_that_is_not_those_bytes_is_refused(arguments, why):
+    with pytest.raises(CheckpointError, match=why):
+        from_buffer(bytearray(8), *arguments)
+
+
+def test_elements_that_are_not_aligned_are_copied_and_right():
+    buffer = bytearray(b"\0" + struct.pack("<2d", 1.5, -2.5))
+    assert from_buffer(buffer, "F64", (2,), 1, 17).tolist() == [1.5, -2.5]
+
+
+def test_bytes_that_cannot_be_written_are_copied():
+    made = from_buffer(struct.pack("<2f", 1, 2), "F32", (2,), 0, 8)
+    made += 1
+    assert made.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+def test_every_type_of_elements_survives_as_bytes(dtype):
+    raw = torch.arange(2 * dtype.itemsize, dtype=torch.uint8) % (2 if dtype is torch.bool else 255)
+    tensor = raw.view(dtype)
+    data = bytearray(tensor_bytes(tensor))
+    assert bytes(tensor_bytes(from_buffer(data, DTYPES[dtype], tensor.shape, 0, len(data)))) == bytes(data)
+
+
+def test_expanded_flipped_and_conjugated_tensors_are_written_as_they_look():
+    tensor = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert bytes(tensor_bytes(tensor)) == bytes(tensor_bytes(tensor.resolve_conj().clone()))
+    assert bytes(tensor_bytes(torch.ones(1).expand(3))) == struct.pack("<3f", 1, 1, 1)
+    assert bytes(tensor_bytes(torch.ones(2, 3)[:, 1])) == struct.pack("<2f", 1, 1)
+    assert bytes(tensor_bytes(torch.ones(3, 4)[1:2, 2:3])) == struct.pack("<f", 1)

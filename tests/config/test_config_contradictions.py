@@ -1,0 +1,98 @@
+"""Options that contradict each other: both are named with their origins, and what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from slipstream.config import ConfigError, for_worker, resolve, resolved_config
+from slipstream.config.resolved_config import device_ids
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "named"),
+    [
+        ({"machine_rank": 2, "num_machines": 2}, {}, ["machine_rank=2 (from --machine_rank)", "num_machines=2 (from --num_machines)"]),
+        ({}, {"SLIPSTREAM_MACHINE_RANK": "1"}, ["machine_rank=1 (from SLIPSTREAM_MACHINE_RANK)", "num_machines=1 (by default)"]),
+        ({"num_processes": 3}, {"SLIPSTREAM_NUM_MACHINES": "2"}, ["num_processes=3 (from --num_processes)", "num_machines=2 (from SLIP"]),
+        ({"cpu": True, "gpu_ids": "0,1"}, {}, ["gpu_ids=0,1 (from --gpu_ids)", "cpu=true (from --cpu)"]),
+        ({"num_processes": 4, "gpu_ids": "0,1"}, {}, ["num_processes=4 (from --num_processes)", "gpu_ids=0,1 (from --gpu_ids)"]),
+        ({"multi_gpu": True, "cpu": True}, {}, ["multi_gpu=true (from --multi_gpu)", "cpu=true (from --cpu)"]),
+        ({"multi_gpu": True, "num_processes": 1}, {}, ["multi_gpu=true (from --multi_gpu)", "num_processes=1 (from --num_processes)"]),
+        ({"module": True, "no_python": True}, {}, ["--module", "--no_python"]),
+        ({"num_machines": 2, "main_process_port": 0}, {}, ["main_process_port=0 (from", "num_machines=2 (from"]),
+    ],
+)
+def test_a_contradiction_names_both_sides(flags: dict[str, object], environ: dict[str, str], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(flags=flags, environ=environ)
+    assert all(one in str(caught.value) for one in named), str(caught.value)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"cpu": True, "num_processes": 2},
+        {"cpu": True, "gpu_ids": "all"},
+        {"num_processes": 2, "gpu_ids": "0,1"},
+        {"num_processes": 4, "num_machines": 2, "gpu_ids": "0,1"},
+        {"num_machines": 2, "machine_rank": 1},
+        {"multi_gpu": True, "num_processes": 2},
+        {"main_process_port": 0},
+        {"module": True},
+    ],
+)
+def test_what_goes_together_is_accepted(flags: dict[str, object]) -> None:
+    assert set(resolve(flags=flags, environ={}).given()) == set(flags)
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(0, 8))
+def test_processes_machines_and_rank_fit_together_or_are_refused(processes: int, machines: int, rank: int) -> None:
+    flags = {"num_processes": processes, "num_machines": machines, "machine_rank": rank}
+    try:
+        resolve(flags=flags, environ={})
+    except ConfigError:
+        assert processes % machines or rank >= machines
+    else:
+        assert processes % machines == 0
+        assert rank < machines
+
+
+@given(st.integers(1, 64), st.integers(2, 8))
+def test_the_suggested_number_of_processes_is_accepted(processes: int, machines: int) -> None:
+    try:
+        resolve(flags={"num_processes": processes, "num_machines": machines}, environ={})
+    except ConfigError as error:
+        suggested = int(str(error).rstrip(".").rsplit(" ", 1)[1])
+        resolve(flags={"num_processes": suggested, "num_machines": machines}, environ={})
+
+
+def test_an_argument_in_the_script_that_contradicts_the_launch_is_an_error() -> None:
+    sent = resolved_config.dump(resolve(flags={"gpu_ids": "0,1"}, environ={}))
+    with pytest.raises(ConfigError, match=r"gpu_ids=0,1 \(from --gpu_ids\) contradicts cpu=true \(from Accelerator\(cpu=...\)\)"):
+        for_worker({"cpu": True}, {resolved_config.VARIABLE: sent})
+
+
+@pytest.mark.parametrize(
+    ("flags", "fine"),
+    [
+        ({"num_machines": 1}, True),
+        ({"num_machines": 2}, False),
+        ({"num_machines": 2, "main_process_ip": "node0"}, True),
+        ({"num_machines": 2, "rdzv_backend": "c10d"}, False),
+        ({"num_machines": 2, "rdzv_backend": "c10d", "rdzv_conf": "endpoint=node0:29400"}, True),
+        ({"num_machines": 2, "rdzv_conf": "endpoint=node0:29400"}, False),
+    ],
+)
+def test_several_machines_need_a_place_to_meet_when_the_launcher_asks(flags: dict[str, object], fine: bool) -> None:
+    config = resolve(flags=flags, environ={})
+    if fine:
+        config.require_main_process()
+    else:
+        with pytest.raises(ConfigError, match=r"num_machines=2 \(from --num_machines\), but main_process_ip is not given"):
+            config.require_main_process()
+
+
+def test_device_ids() -> None:
+    assert (device_ids("3, 1"), device_ids("ALL"), device_ids(None)) == (["3", "1"], None, None)

@@ -1,0 +1,48 @@
+"""The lazy-tensor runtime answers as torch's own device modules do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slipstream.devices.table import LazyRuntime
+
+
+def _runtime(hardware: str | None, started: bool = True) -> LazyRuntime:
+    held = {"state": 5}
+    return LazyRuntime(
+        lambda: started,
+        SimpleNamespace(device_type=lambda: hardware, addressable_device_count=lambda: 4),
+        SimpleNamespace(
+            get_rng_state=lambda: held["state"],
+            set_rng_state=lambda seed: held.update(state=seed),
+            get_memory_info=lambda device: {"bytes_used": 30, "bytes_limit": 100},
+        ),
+    )
+
+
+@pytest.mark.parametrize(("hardware", "available"), [("TPU", True), ("CUDA", True), ("CPU", False), (None, False)])
+def test_a_runtime_without_an_accelerator_is_not_available(hardware: str | None, available: bool) -> None:
+    assert _runtime(hardware).is_available() is available
+
+
+def test_it_says_whether_it_was_started() -> None:
+    assert _runtime("TPU").is_initialized()
+    assert not _runtime("TPU", started=False).is_initialized()
+
+
+def test_random_states_come_back() -> None:
+    runtime = _runtime("TPU")
+    state = runtime.get_rng_state()
+    assert isinstance(state, torch.Tensor)
+    runtime.manual_seed_all(9)
+    assert int(runtime.get_rng_state()) == 9
+    runtime.set_rng_state(state)
+    assert int(runtime.get_rng_state()) == 5
+
+
+def test_free_memory_is_what_the_limit_leaves() -> None:
+    assert _runtime("TPU").mem_get_info() == (70, 100)
+    assert _runtime("TPU").device_count() == 4

@@ -1,0 +1,133 @@
+"""Plain data comes back as it went, without pickle; foreign classes come back too, but only where they are allowed."""
+
+from __future__ import annotations
+
+import pickle  # noqa: TID251 - to see that it is not used
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from slipstream.distributed import codec
+
+atoms = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False)
+)
+hashables = st.recursive(atoms, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
+plain = st.recursive(
+    atoms,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(hashables, inner, max_size=4)
+        | st.sets(hashables, max_size=3)
+    ),
+    max_leaves=25,
+)
+
+
+def same(left: object, right: object) -> bool:
+    """Equality that also looks at types, as 1 == True and (1,) != [1] do not tell enough."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple)):
+        assert isinstance(right, (list, tuple))
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        assert isinstance(right, dict)
+        return same(list(left), list(right)) and same(list(left.values()), list(right.values()))
+    return left == right
+
+
+@given(plain)
+def test_plain_data_comes_back_with_its_types(value: object) -> None:
+    assert same(codec.decode(codec.encode(value, plain_only=True)), value)
+
+
+@given(st.lists(st.dictionaries(st.text(), st.integers() | st.text() | st.floats(allow_nan=False)), max_size=5))
+def test_records_of_text_and_numbers_take_the_short_way(value: object) -> None:
+    data = codec.encode(value)
+    assert data[:1] in (b"J", b"T")
+    assert codec.decode(data) == value
+
+
+def test_text_that_is_not_valid_unicode_survives() -> None:
+    assert codec.decode(codec.encode("a\ud800b")) == "a\ud800b"
+
+
+def test_not_a_number_survives() -> None:
+    back = codec.decode(codec.encode([float("nan"), float("-inf")]))
+    assert back[0] != back[0]
+    assert back[1] == float("-inf")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+@pytest.mark.parametrize("shape", [(), (0, 3), (4,), (2, 3)])
+def test_tensors_come_back_in_type_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape).to(dtype)
+    back = codec.decode(codec.encode({"x": tensor}, plain_only=True))["x"]
+    assert back.dtype == dtype
+    assert back.shape == tensor.shape
+    assert torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        numpy.arange(6).reshape(2, 3),
+        numpy.float32(2.5),
+        numpy.array(["a", "bc"]),
+        numpy.array([], dtype="int8"),
+        numpy.datetime64("2026-01-02"),
+    ],
+)
+def test_arrays_and_their_scalars_come_back(array: numpy.ndarray) -> None:
+    back = codec.decode(codec.encode([array], plain_only=True))[0]
+    assert type(back) is type(array)
+    assert back.dtype == array.dtype
+    assert numpy.array_equal(back, array)
+
+
+def test_what_comes_back_shares_no_memory_and_can_be_written() -> None:
+    array = numpy.zeros(3)
+    back = codec.decode(codec.encode(array))
+    back[0] = 1
+    assert array[0] == 0
+
+
+@dataclass
+class Foreign:
+    name: str
+
+
+def test_objects_of_foreign_classes_come_back_among_plain_data() -> None:
+    value = {"plain": [1, 2], "foreign": Foreign("a"), "ordered": OrderedDict(a=1)}
+    assert codec.decode(codec.encode(value)) == value
+
+
+def test_plain_only_refuses_foreign_classes_by_name() -> None:
+    with pytest.raises(TypeError, match="Foreign is not plain data"):
+        codec.encode([Foreign("a")], plain_only=True)
+
+
+@given(plain)
+def test_decoding_plain_data_never_unpickles(value: object) -> None:
+    data = codec.encode(value, plain_only=True)
+    original, pickle.loads = pickle.loads, None  # type: ignore[assignment]
+    try:
+        codec.decode(data)
+    finally:
+        pickle.loads = original
+
+
+@given(st.binary(max_size=200))
+def test_foreign_bytes_are_refused_and_run_nothing(data: bytes) -> None:
+    if data[:1] == b"J":
+        data = b"X" + data
+    with pytest.raises((ValueError, KeyError, TypeError, RecursionError)):
+        codec.decode(data)

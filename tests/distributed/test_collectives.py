@@ -1,0 +1,356 @@
+"""Collectives over nested data equal what one process would compute from everyone's data: on 1, 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from slipstream import MismatchError, PartialState
+from slipstream.testing import RankPool
+
+WORLDS = [1, 2, 3, 4]
+Point = namedtuple("Point", "x y")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
+
+relaxed = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+"""Each example holds several cases, as opening a group costs more than a collective."""
+CASES = 6
+
+
+@dataclass
+class Output:
+    logits: Any
+    text: Any
+
+
+def everyone(pool: RankPool, function: Any) -> list[Any]:
+    """What each rank got from `function(state)`."""
+    return pool.run(lambda: function(PartialState()))
+
+
+@st.composite
+def tensors_of_ranks(draw: st.DrawFn, same_rows: bool = False) -> list[torch.Tensor]:
+    """One tensor for each of four ranks: types and trailing shapes agree, first dimensions need not."""
+    dtype = draw(st.sampled_from(DTYPES))
+    trailing = draw(st.lists(st.integers(0, 3), max_size=2))
+    rows = [draw(st.integers(0, 700 if draw(st.booleans()) else 3)) for _ in range(4)]
+    if same_rows:
+        rows = [rows[0]] * 4
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    return [torch.randint(0, 2 if dtype == torch.bool else 50, (count, *trailing), generator=generator).to(dtype) for count in rows]
+
+
+def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(strategy, min_size=CASES, max_size=CASES)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@relaxed
+@given(cases=several(st.lists(tensors_of_ranks(), min_size=1, max_size=4)))
+def test_gather_equals_concatenation(ranks: Any, world: int, cases: list[list[list[torch.Tensor]]]) -> None:
+    def gather(state: PartialState) -> Any:
+        return [state.gather([leaf[state.process_index] for leaf in leaves]) for leaves in cases]
+
+    expected = [[torch.cat(leaf[:world]) for leaf in leaves] for leaves in cases]
+    for results in everyone(ranks(world), gather):
+        for got, wanted in zip(sum(results, []), sum(expected, []), strict=True):
+            assert got.dtype == wanted.dtype
+            assert torch.equal(got, wanted)
+
+
+items = st.text(max_size=200) | st.integers() | st.dictionaries(st.text(), st.floats(allow_nan=False))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@relaxed
+@given(cases=several(st.lists(st.lists(items, max_size=6), min_size=4, max_size=4)))
+def test_gather_of_texts_and_objects_keeps_their_order(ranks: Any, world: int, cases: list[list[list[Any]]]) -> None:
+    def gather(state: PartialState) -> Any:
+        me = state.process_index
+        return [(state.gather(parts[me]), state.gather_object(parts[me])) for parts in cases]
+
+    whole = [[item for part in parts[:world] for item in part] for parts in cases]
+    for results in everyone(ranks(world), gather):
+        assert results == [(part, part) for part in whole]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min"])
+@relaxed
+@given(cases=several(tensors_of_ranks(same_rows=True)))
+def test_reduce_equals_the_same_over_a_stack(ranks: Any, world: int, reduction: str, cases: list[list[torch.Tensor]]) -> None:
+    unordered = (torch.bool, torch.complex64)
+    kept = [leaf for leaf in cases if leaf[0].dtype not in unordered and (reduction != "mean" or leaf[0].is_floating_point())]
+    combine = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[reduction]
+    expected = [combine(torch.stack(leaf[:world]), dim=0).to(leaf[0].dtype) for leaf in kept]
+
+    def reduce(state: PartialState) -> Any:
+        own = [leaf[state.process_index] for leaf in kept]
+        return state.reduce(own, reduction), [state.reduce(tensor, reduction) for tensor in own]
+
+    for together, apart in everyone(ranks(world), reduce):
+        for got, alone, wanted in zip(together, apart, expected, strict=True):
+            assert got.dtype == wanted.dtype
+            torch.testing.assert_close(got, wanted)
+            torch.testing.assert_close(alone, wanted)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_structure_is_kept(ranks: Any, world: int) -> None:
+    def run(state: PartialState) -> Any:
+        me = state.process_index
+        data = {
+            "p": Point(torch.tensor([me]), [f"t{me}"]),
+            "o": Output(torch.tensor(float(me)), ("a", "b")),
+            "n": numpy.array([[me]]),
+            "one": f"rank {me}",
+        }
+        got = state.gather(data)
+        assert type(got["p"]) is Point
+        assert type(got["o"]) is Output
+        assert isinstance(got["n"], numpy.ndarray)
+        return got["p"].x.tolist(), got["p"].y, got["o"].logits.tolist(), got["o"].text, got["n"].tolist(), got["one"], list(got)
+
+    numbers = list(range(world))
+    for result in everyone(ranks(world), run):
+        assert result == (
+            numbers,
+            [f"t{rank}" for rank in numbers],
+            [float(rank) for rank in numbers],
+            ("a", "b") * world,
+            [[rank] for rank in numbers],
+            [f"rank {rank}" for rank in numbers],
+            ["p", "o", "n", "one"],
+        )
+
+
+def test_lists_of_texts_in_a_dict_or_tuple_are_joined_each(ranks: Any) -> None:
+    """The relative loses the values of a dict and interleaves a tuple of lists."""
+
+    def run(state: PartialState) -> Any:
+        me = state.process_index
+        return state.gather_for_metrics({"a": [f"x{me}"]}), state.gather_for_metrics(([f"p{me}"], [f"r{me}"]))
+
+    assert ranks(2).run(lambda: run(PartialState())) == [({"a": ["x0", "x1"]}, (["p0", "p1"], ["r0", "r1"]))] * 2
+
+
+def test_dicts_that_were_filled_in_another_order_still_match(ranks: Any) -> None:
+    def run(state: PartialState) -> Any:
+        pairs = [("a", torch.tensor([1])), ("b", torch.tensor([2]))]
+        return {key: value.tolist() for key, value in state.gather(dict(pairs if state.is_main_process else pairs[::-1])).items()}
+
+    assert everyone(ranks(2), run) == [{"a": [1, 1], "b": [2, 2]}] * 2
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_gather_to_one_rank_gives_it_only_there(ranks: Any, size: int) -> None:
+    def run(state: PartialState) -> Any:
+        got = state.gather({"x": torch.full((size,), state.process_index), "t": [f"r{state.process_index}"]}, dst=1)
+        return None if got is None else (got["x"].sum().item(), len(got["x"]), got["t"])
+
+    assert everyone(ranks(3), run) == [None, (size * 3, size * 3, ["r0", "r1", "r2"]), None]
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+@pytest.mark.parametrize("sender", [0, 2])
+def test_broadcast_gives_the_data_of_one_rank_to_all(ranks: Any, size: int, sender: int) -> None:
+    def run(state: PartialState) -> Any:
+        me = state.process_index
+        data = {"x": torch.full((size,), me), "scalar": torch.tensor(me), "n": numpy.array([me]), "name": f"rank {me}"}
+        got = state.broadcast(data, from_process=sender)
+        assert data["x"][0] == me, "the argument is not changed"
+        return got["x"].unique().tolist(), got["scalar"].shape, got["scalar"].item(), got["n"].tolist(), got["name"]
+
+    assert everyone(ranks(3), run) == [([sender], (), sender, [sender], f"rank {sender}")] * 3
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+def test_broadcast_of_an_object_list_writes_into_the_list(ranks: Any, size: int) -> None:
+    def run(state: PartialState) -> Any:
+        values = [state.process_index, "x" * size * state.process_index]
+        back = state.broadcast_object_list(values, from_process=1)
+        return back is values, values
+
+    assert everyone(ranks(2), run) == [(True, [1, "x" * size])] * 2
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_padding_brings_every_rank_to_the_largest_size(ranks: Any, world: int) -> None:
+    def run(state: PartialState) -> Any:
+        me = state.process_index
+        data = {"rows": torch.ones(me + 1, 2), "columns": torch.ones(2, world - me), "text": "a", "scalar": torch.tensor(1.0)}
+        first = state.pad_across_processes(data, dim=0, pad_index=7)
+        last = state.pad_across_processes(data, dim=1, pad_first=True)
+        return first["rows"].tolist(), last["columns"].tolist(), first["text"], first["scalar"].shape
+
+    for rank, (rows, columns, text, scalar) in enumerate(everyone(ranks(world), run)):
+        assert rows == [[1.0, 1.0]] * (rank + 1) + [[7.0, 7.0]] * (world - rank - 1)
+        assert columns == [[0.0] * rank + [1.0] * (world - rank)] * 2
+        assert (text, scalar) == ("a", ())
+
+
+def test_bool_and_half_tensors_keep_their_types(ranks: Any) -> None:
+    def run(state: PartialState) -> Any:
+        return (
+            state.gather(torch.tensor([True])).dtype,
+            state.reduce(torch.tensor([state.is_main_process]), "max").tolist(),
+            state.gather(torch.ones(1).half()).dtype,
+        )
+
+    assert everyone(ranks(2), run) == [(torch.bool, [True], torch.float16)] * 2
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradient_through_gather_equals_one_process(ranks: Any, world: int) -> None:
+    """Every rank computes a loss from everyone's rows; the gradient is that of the sum of the losses."""
+
+    def run(state: PartialState) -> Any:
+        me = state.process_index
+        own = torch.arange(float(me + 1)).requires_grad_()
+        scalar = torch.tensor(2.0, requires_grad=True)
+        rows, scalars = state.gather((own, scalar), with_gradient=True)
+        (((me + 1) * rows**2).sum() + (me + 1) * scalars.sum()).backward()
+        return own.grad.tolist(), scalar.grad.item()
+
+    weight = world * (world + 1) / 2
+    for rank, result in enumerate(everyone(ranks(world), run)):
+        assert result == ([2 * weight * row for row in range(rank + 1)], weight)
+
+
+def test_python_numbers_are_reduced_to_python_numbers(ranks: Any) -> None:
+    assert (
+        everyone(ranks(2), lambda state: state.reduce({"loss": 0.5, "count": state.process_index + 1})) == [{"loss": 1.0, "count": 3}] * 2
+    )
+
+
+def test_scale_multiplies_after_reducing(ranks: Any) -> None:
+    assert everyone(ranks(2), lambda state: state.reduce(torch.ones(2), "mean", scale=3.0).tolist()) == [[3.0, 3.0]] * 2
+
+
+def test_one_process_is_no_special_case(ranks: Any) -> None:
+    def run(state: PartialState) -> Any:
+        return (
+            state.gather(torch.tensor(1.0)).shape[0],
+            state.gather("a"),
+            state.gather(["a"]),
+            state.reduce(torch.ones(1), "mean").tolist(),
+        )
+
+    assert everyone(ranks(1), run) == [(1, ["a"], ["a"], [1.0])]
+
+
+def test_a_small_gather_is_one_exchange_and_a_large_tree_one_collective_more(ranks: Any) -> None:
+    def run(state: PartialState) -> Any:
+        channel = state._channel()
+        counted: list[str] = []
+
+        class Counting:
+            def __init__(self, inner: Any) -> None:
+                self.inner = inner
+
+            def __getattr__(self, name: str) -> Any:
+                if name in ("exchange", "_allgather_base"):
+                    counted.append(name)
+                return getattr(self.inner, name)
+
+        channel._wire = Counting(channel._wire)
+        channel._control = Counting(channel.control())
+        state.gather(torch.ones(8))
+        small, counted[:] = list(counted), []
+        state.gather({f"k{number}": torch.ones(1000) for number in range(20)})
+        channel._wire, channel._control = channel._wire.inner, channel._control.inner
+        return small, counted
+
+    assert everyone(ranks(2), run) == [(["exchange"], ["exchange", "_allgather_base"])] * 2
+
+
+def test_large_worlds_send_their_headers_by_gloo(ranks: Any) -> None:
+    def run() -> Any:
+        from slipstream.distributed import process_group
+
+        process_group.LARGEST_MESH = 1
+        try:
+            state = PartialState()
+            me = state.process_index
+            with pytest.raises(MismatchError, match="gather"):
+                state.gather(torch.ones(1)) if me else state.wait_for_everyone()
+            state.wait_for_everyone()
+            return type(state._channel()._wire).__name__, state.gather([f"r{me}"]), len(state.gather(torch.ones(3000)))
+        finally:
+            process_group.LARGEST_MESH = 64
+
+    assert ranks(2).run(run) == [("Gloo", ["r0", "r1"], 6000)] * 2
+
+
+def test_device_memory_takes_the_data_group(ranks: Any) -> None:
+    """Forced onto the path of device tensors: one flat payload over the data group, ragged rows included."""
+
+    def run(state: PartialState) -> Any:
+        from slipstream.distributed import codec
+
+        channel = state._channel()
+        original = codec._CPU
+        codec._CPU = "elsewhere"
+        channel.data_group = lambda tensor: channel.control()
+        try:
+            me = state.process_index
+            data = {"a": torch.full((me + 1, 2), me), "b": torch.tensor([1.5 * me]), "t": [f"r{me}"]}
+            got = state.gather(data)
+            to_one = state.gather(torch.tensor([me]), dst=1)
+            total = state.reduce(torch.tensor([float(me + 1)]))
+            sent = state.broadcast(torch.tensor([me]), from_process=1)
+            return (
+                got["a"].tolist(),
+                got["b"].tolist(),
+                got["t"],
+                None if to_one is None else to_one.tolist(),
+                total.tolist(),
+                sent.tolist(),
+            )
+        finally:
+            codec._CPU = original
+
+    both = ([[0, 0], [1, 1], [1, 1]], [0.0, 1.5], ["r0", "r1"])
+    assert everyone(ranks(2), run) == [(*both, None, [3.0], [1]), (*both, [0, 1], [3.0], [1])]
+
+
+def test_the_plain_functions_of_utils(ranks: Any) -> None:
+    def run() -> Any:
+        from slipstream import utils
+
+        me = PartialState().process_index
+        shared = utils.copy_tensor_to_devices(torch.arange(3) if me == 1 else None)
+        shape = utils.gather_tensor_shape(torch.ones(2, 5) if me == 0 else None)
+        utils.wait_for_everyone()
+        return (
+            utils.gather(torch.tensor([me])).tolist(),
+            utils.gather_object([me]),
+            utils.reduce(torch.tensor(float(me))).item(),
+            utils.broadcast(torch.tensor([me]), 1).tolist(),
+            utils.broadcast_object_list([me], 1),
+            utils.pad_across_processes(torch.ones(me + 1)).shape[0],
+            shared.tolist(),
+            tuple(shape),
+        )
+
+    assert ranks(2).run(run) == [([0, 1], [0, 1], 0.5, [1], [1], 2, [0, 1, 2], (2, 5))] * 2
+
+
+def test_seeds_are_equal_or_offset_by_rank(ranks: Any) -> None:
+    def run() -> Any:
+        from slipstream.utils import set_seed
+
+        set_seed(7)
+        same = torch.rand(1).item()
+        set_seed(7, device_specific=True)
+        return same, torch.rand(1).item()
+
+    (a, own_a), (b, own_b) = ranks(2).run(run)
+    assert a == b
+    assert own_a != own_b

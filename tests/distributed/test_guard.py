@@ -1,0 +1,316 @@
+"""A mistake between processes is an exception on every one of them that names it, and the group works afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from slipstream import MismatchError, PartialState
+from slipstream.distributed.current import reset
+from slipstream.errors import DistributedOperationException
+
+Act = Callable[[PartialState, int], Any]
+
+KINDS: dict[str, tuple[Act, tuple[str, ...]]] = {
+    "shape": (lambda state, me: state.reduce(torch.ones(2 + me)), ("reduce(sum)", "float32(2,)", "float32(3,)")),
+    "shape of equal size": (lambda state, me: state.reduce(torch.ones((2, 3) if me else (3, 2))), ("(2, 3)", "(3, 2)")),
+    "type": (lambda state, me: state.gather(torch.ones(2, dtype=torch.float32 if me else torch.float64)), ("float32", "float64")),
+    "operation": (lambda state, me: state.gather(torch.ones(2)) if me else state.reduce(torch.ones(2)), ("gather", "reduce")),
+    "root": (lambda state, me: state.broadcast(torch.ones(2), from_process=me % 2), ("from rank 0", "from rank 1")),
+    "reduce operation": (lambda state, me: state.reduce(torch.ones(2), "max" if me else "min"), ("reduce(max)", "reduce(min)")),
+    "device": (lambda state, me: state.gather(torch.ones(2, device="meta" if me else None)), ("meta device", "float32(2,)")),
+    "structure": (lambda state, me: state.gather({"a": torch.ones(1)} if me else [torch.ones(1)]), ("{a: float32(1,)}", "[float32(1,)]")),
+    "object size": (lambda state, me: state.broadcast_object_list([1] * (2 + me)), ("a list of 2 objects", "a list of 3 objects")),
+    "receiver": (lambda state, me: state.gather(torch.ones(1), dst=me % 2), ("to rank 0", "to rank 1")),
+    "tensor against text": (lambda state, me: state.gather("a" if me else torch.ones(1)), ("str", "float32(1,)")),
+    "padded dimension": (lambda state, me: state.pad_across_processes(torch.ones(2, 2), dim=me % 2), ("dim=0", "dim=1")),
+    "padded dimensions": (lambda state, me: state.pad_across_processes(torch.ones((2, 3, 4) if me else (2, 3))), ("(2, 3)", "(2, 3, 4)")),
+    "padded scalar": (lambda state, me: state.pad_across_processes(torch.ones(()) if me else torch.ones(2)), ("float32()", "float32(2,)")),
+    "padded leaf of a dict": (
+        lambda state, me: state.pad_across_processes({"ids": torch.ones(2), "mask": torch.ones((2,) * (1 + me % 2))}, dim=0),
+        ("mask: float32(2,)", "mask: float32(2, 2)"),
+    ),
+    "padded array": (lambda state, me: state.pad_across_processes(numpy.ones((2, 3) if me else 2)), ("array float64(2,)", "(2, 3)")),
+    "gathered dimensions": (lambda state, me: state.gather(torch.ones((2, 3, 4) if me else (2, 3))), ("(2, 3)", "(2, 3, 4)")),
+    "reduced dimensions": (lambda state, me: state.reduce(torch.ones((1, 2) if me else 2)), ("(1, 2)", "(2,)")),
+    "broadcast dimensions": (lambda state, me: state.broadcast(torch.ones((1, 2) if me else 2)), ("(1, 2)", "(2,)")),
+    "not to be pickled": (lambda state, me: state.gather_object((lambda: 1) if me else 1), ("could not be sent", "int")),
+    "barrier against gather": (lambda state, me: state.gather(["a"]) if me else state.wait_for_everyone(), ("gather", "wait_for_everyone")),
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_kind_of_mistake_is_named_on_every_rank_and_the_group_still_works(ranks: Any, world: int) -> None:
+    def run() -> dict[str, Any]:
+        state = PartialState()
+        messages = {}
+        for kind, (act, _) in KINDS.items():
+            started = time.monotonic()
+            try:
+                act(state, state.process_index)
+            except DistributedOperationException as error:
+                messages[kind] = str(error)
+            except Exception as error:  # the rank whose data cannot be sent raises the cause itself
+                messages[kind] = f"{type(error).__name__}: {error}"
+            assert time.monotonic() - started < 20
+            assert state.gather([state.process_index]) == list(range(world)), kind
+        return messages
+
+    for messages in ranks(world).run(run):
+        for kind, (_, words) in KINDS.items():
+            assert "The processes did not call the same thing" in messages[kind], (kind, messages[kind])
+            assert all(word in messages[kind] for word in words), (kind, messages[kind])
+            assert "test_mistakes.py:" in messages[kind]
+
+
+def test_calls_in_another_order_are_named_one_by_one(ranks: Any) -> None:
+    def run() -> list[str]:
+        state = PartialState()
+        calls = [lambda: state.gather(torch.ones(1)), lambda: state.reduce(torch.ones(1))]
+        seen = []
+        for call in calls if state.is_main_process else calls[::-1]:
+            with pytest.raises(MismatchError) as caught:
+                call()
+            seen.append(str(caught.value))
+        state.wait_for_everyone()
+        return seen
+
+    for seen in ranks(2).run(run):
+        assert ["number 1" in seen[0], "number 2" in seen[1]] == [True, True]
+
+
+def test_a_call_that_one_rank_misses_is_named_at_the_next(ranks: Any) -> None:
+    """`if main: gather(...)` is the mistake that users make most."""
+
+    def run() -> str:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught:  # noqa: PT012 - the two ranks raise at different lines
+            if state.is_main_process:
+                state.gather_for_metrics(torch.ones(1))
+            state.wait_for_everyone()
+        assert state.gather([1]) == [1, 1]
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "rank 0: gather_for_metrics float32(1,)" in message
+        assert "rank 1: wait_for_everyone" in message
+        assert "Rank 0 alone is at test_mistakes.py:" in message
+        assert "is that under `if accelerator.is_main_process:`" in message
+
+
+QUESTIONS = {
+    0: "Rank 0 alone is at test_mistakes.py:{line} in run: is that under `if accelerator.is_main_process:`?",
+    1: "Rank 1 alone is at test_mistakes.py:{line} in run: is that under a condition that is true on rank 1 alone?",
+    2: "Rank 2 alone is at test_mistakes.py:{line} in run: is that under `if accelerator.is_last_process:`?",
+}
+
+
+@pytest.mark.parametrize("alone", QUESTIONS)
+def test_the_condition_is_asked_for(ranks: Any, alone: int) -> None:
+    """The error asks for the condition under which one rank of three makes a call alone, and names its line."""
+
+    def run() -> tuple[str, int]:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught:  # noqa: PT012 - the ranks raise at different lines
+            if state.process_index == alone:
+                state.gather(torch.ones(1))
+            state.wait_for_everyone()
+        return str(caught.value), run.__code__.co_firstlineno + 4
+
+    for message, line in ranks(3).run(run):
+        assert QUESTIONS[alone].format(line=line) in message
+
+
+def test_no_condition_is_asked_for_at_one_line(ranks: Any) -> None:
+    """Where all ranks are at one line and pass different things, nothing is said of conditions on ranks."""
+
+    def run() -> str:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught:
+            state.gather(torch.ones(1, 2 + state.process_index))
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "is_main_process" not in message
+
+
+def test_an_extra_call_at_the_end_is_named_when_the_other_leaves(ranks: Any) -> None:
+    def run() -> str:
+        state = PartialState()
+        state.gather([1])
+        with pytest.raises(DistributedOperationException) as caught:  # noqa: PT012 - the two ranks raise at different lines
+            if state.is_main_process:
+                state.gather([1])
+            state.destroy_process_group()
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "gather" in message
+        assert "destroy_process_group" in message
+
+
+def test_an_extra_call_when_the_other_process_has_ended_is_an_error(ranks: Any) -> None:
+    def run() -> None:
+        state = PartialState()
+        if state.is_main_process:
+            state.gather([1])
+        reset("end of the process")
+
+    main, other = ranks(2).outcomes(run)
+    assert other.error is None
+    assert isinstance(main.error, DistributedOperationException)
+    assert "rank 1 left the group after 0 collectives" in str(main.error)
+    assert "If rank 0 makes this call alone: is that under `if accelerator.is_main_process:`?" in str(main.error)
+
+
+def test_a_missed_call_of_the_same_kind_and_shape_is_an_error_and_not_mixed_data(ranks: Any) -> None:
+    def run() -> tuple[str, list[int]]:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught:  # noqa: PT012 - the two ranks raise at different lines
+            if state.is_main_process:
+                state.gather(torch.ones(1))
+            state.gather(torch.ones(1))
+        return str(caught.value), state.gather([state.process_index])
+
+    for message, after in ranks(2).run(run):
+        lines = [line for line in message.splitlines() if "gather float32(1,) at test_mistakes.py:" in line]
+        assert len(set(lines)) == 2, message
+        assert after == [0, 1]
+
+
+def test_sending_and_waiting_from_two_branches_is_right(ranks: Any) -> None:
+    def run() -> tuple[Any, Any]:
+        state = PartialState()
+        if state.is_main_process:
+            sent = state.broadcast(torch.ones(1))
+            named = state.broadcast_object_list(["main"])
+            state.wait_for_everyone()
+        if not state.is_main_process:
+            sent = state.broadcast(torch.zeros(1))
+            named = state.broadcast_object_list([None])
+            state.wait_for_everyone()
+        return sent.item(), named
+
+    assert ranks(2).run(run) == [(1.0, ["main"])] * 2
+
+
+def test_a_collective_inside_the_main_processes_turn_is_named_and_the_ranks_stay_in_step(ranks: Any) -> None:
+    def run() -> tuple[str, list[int]]:
+        state = PartialState()
+        with pytest.raises(MismatchError) as caught, state.main_process_first():
+            state.gather([1])
+        return str(caught.value), state.gather([state.process_index])
+
+    for message, after in ranks(2).run(run):
+        assert "main_process_first" in message
+        assert after == [0, 1]
+
+
+def test_what_one_rank_refuses_reaches_the_others(ranks: Any) -> None:
+    def run() -> list[bool]:
+        state = PartialState()
+        main = state.is_main_process
+        endless: list[Any] = []
+        endless.append(endless)
+        refused = []
+        for act in (
+            lambda: state.gather("text" if main else torch.ones(1), with_gradient=True),
+            lambda: state.gather(torch.ones(1, requires_grad=main), with_gradient=True),
+            lambda: state.gather(endless if main else [1]),
+            lambda: state.gather([1], dst=7 if main else 0),
+            lambda: state.gather_object([1] if main else 1),
+        ):
+            with pytest.raises((MismatchError, TypeError, ValueError, RecursionError)):
+                act()
+            refused.append(state.gather([1]) == [1, 1])
+        return refused
+
+    assert ranks(2).run(run) == [[True] * 5] * 2
+
+
+def test_the_place_where_long_structures_differ_is_shown_with_the_line(ranks: Any) -> None:
+    def run() -> str:
+        state = PartialState()
+        data = {f"tensor number {number}": torch.ones(2) for number in range(300)}
+        data["tensor number 250"] = torch.ones(2, dtype=torch.float64 if state.is_main_process else torch.int32)
+        with pytest.raises(MismatchError) as caught:
+            state.gather(data)
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "tensor number 250: float64" in message
+        assert "tensor number 250: int32" in message
+        assert message.count("at test_mistakes.py:") == 2
+        assert len(message) < 2000
+
+
+def test_what_no_rank_can_send_is_the_users_own_error(ranks: Any) -> None:
+    def run() -> str:
+        state = PartialState()
+        with pytest.raises(TypeError) as caught:
+            state.reduce({"a": "text"})
+        with pytest.raises(TypeError, match="not a whole number"):
+            state.reduce(torch.tensor([1]), "mean")
+        with pytest.raises(ValueError, match="write one of sum, mean"):
+            state.reduce(torch.ones(1), "median")
+        with pytest.raises(ValueError, match="rank 7 does not exist"):
+            state.broadcast(torch.ones(1), from_process=7)
+        assert state.gather([1]) == [1, 1]
+        return str(caught.value)
+
+    assert all("pass tensors, arrays or numbers" in message for message in ranks(2).run(run))
+
+
+def test_weights_of_replicas_that_drifted_are_named_by_parameter_and_rank(ranks: Any) -> None:
+    def run() -> str:
+        torch.manual_seed(0)
+        state = PartialState(debug=True)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        state.verify_replicas(model=model)
+        state.expect_equal("model", model.state_dict)
+        state.wait_for_everyone()
+        if state.process_index == 2:
+            torch.nn.init.zeros_(model[1].weight)
+        with pytest.raises(MismatchError) as caught:
+            state.wait_for_everyone()
+        return str(caught.value)
+
+    for message in ranks(3).run(run):
+        assert "1 of 4 are not" in message
+        assert "1.weight: rank 0, 1 | rank 2" in message
+        assert "0.weight" not in message
+
+
+def test_random_states_that_drifted_are_named_by_kind(ranks: Any) -> None:
+    def run() -> str:
+        torch.manual_seed(0)
+        state = PartialState()
+        state.verify_random_states("torch")
+        if state.is_main_process:
+            torch.rand(1)
+        with pytest.raises(MismatchError) as caught:
+            state.verify_random_states("torch")
+        return str(caught.value)
+
+    for message in ranks(2).run(run):
+        assert "random states should be the same on all processes, but 1 of 1 are not" in message
+        assert "torch: rank 0 | rank 1" in message
+
+
+def test_debug_notices_another_seed_on_one_process(ranks: Any) -> None:
+    def run() -> str:
+        from slipstream.utils import set_seed
+
+        state = PartialState()
+        set_seed(3)
+        with pytest.raises(MismatchError) as caught:
+            set_seed(state.process_index)
+        return str(caught.value)
+
+    for message in ranks(2).run(run, environ={"SLIPSTREAM_DEBUG": "1"}):
+        assert "the seeds should be the same" in message

@@ -1,0 +1,206 @@
+"""Dealing: each rank gets its own part as it was, in one call; a sender that fails makes every rank raise; telling reaches everyone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from difflib import Match
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from slipstream import DistributedOperationException, MismatchError, PartialState
+from slipstream.distributed.gradient_state import BatchShares
+from slipstream.distributed.scatter import agree_or_raise, scatter
+
+WORLDS = [1, 2, 3, 4]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+relaxed = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def dealt(parts: Any, **options: Any) -> Any:
+    """What this rank gets of `parts`, which only the sender passes."""
+    state = PartialState()
+    sender = options.get("sender", 0)
+    return scatter(state._channel(), state._limits, parts if state.process_index == sender else None, **options)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 40), max_size=3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    tensor = torch.randint(0, 2 if dtype == torch.bool else 50, shape, generator=generator).to(dtype)
+    if tensor.dim() > 1 and draw(st.booleans()):
+        return tensor.transpose(0, 1)
+    return tensor[::2] if tensor.dim() and draw(st.booleans()) else tensor
+
+
+arrays = tensors().map(lambda one: (one.real if one.is_complex() else one).float().numpy())
+plain = st.text(max_size=50) | st.integers() | st.floats(allow_nan=False) | st.none() | st.binary(max_size=20)
+leaves = tensors() | plain | st.lists(st.text(max_size=30), max_size=5) | arrays
+
+
+@st.composite
+def trees(draw: st.DrawFn, depth: int = 2) -> Any:
+    kind = draw(st.sampled_from(["leaf", "list", "tuple", "dict"])) if depth else "leaf"
+    if kind == "leaf":
+        return draw(leaves)
+    inner = [draw(trees(depth - 1)) for _ in range(draw(st.integers(0, 3)))]
+    if kind == "dict":
+        return dict(zip(draw(st.lists(st.text(max_size=5) | st.integers(), min_size=3, max_size=3, unique=True)), inner, strict=False))
+    return tuple(inner) if kind == "tuple" else inner
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    assert type(got) is type(wanted)
+    if isinstance(wanted, (torch.Tensor, numpy.ndarray)):
+        assert got.dtype == wanted.dtype
+        assert got.shape == wanted.shape
+        assert (got == wanted).all()
+    elif isinstance(wanted, dict):
+        assert list(got) == list(wanted)
+        for key in wanted:
+            assert_same(got[key], wanted[key])
+    elif isinstance(wanted, (list, tuple)):
+        assert len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert got == wanted
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@relaxed
+@given(cases=st.lists(st.lists(trees(), min_size=4, max_size=4), min_size=8, max_size=8))
+def test_every_rank_gets_its_part_as_it_was(ranks: Any, world: int, cases: list[list[Any]]) -> None:
+    results = ranks(world).run(lambda: [dealt(parts[:world], sender=number % world) for number, parts in enumerate(cases)])
+    for rank, received in enumerate(results):
+        for got, parts in zip(received, cases, strict=True):
+            assert_same(got, parts[rank])
+
+
+@pytest.mark.parametrize("size", [0, 5, 100_000])
+def test_tensors_arrive_writable_and_independent(ranks: Any, size: int) -> None:
+    def run() -> bool:
+        first = dealt([{"x": torch.zeros(size), "n": numpy.zeros(size)} for _ in range(2)])
+        first["x"] += 1
+        first["n"] += 1
+        second = dealt([{"x": torch.zeros(size), "n": numpy.zeros(size)} for _ in range(2)])
+        return bool((first["x"] == 1).all() and (first["n"] == 1).all() and (second["x"] == 0).all())
+
+    assert ranks(2).run(run) == [True, True]
+
+
+def test_classes_of_containers_are_kept(ranks: Any) -> None:
+    def run() -> Any:
+        named: Any = Match(torch.arange(3), ["a"], 7)  # type: ignore[arg-type]
+        record: Any = BatchShares(torch.ones(2, 2), "one", True, 4)  # type: ignore[arg-type]
+        got = dealt([(named, record, OrderedDict(b=torch.tensor(1), a="x"), [], {}, ())] * 2)
+        return [type(one).__name__ for one in got], got[0].a.tolist(), got[1].given.sum().item(), got[1].real, list(got[2]), got[3:]
+
+    names = ["Match", "Shares", "OrderedDict", "list", "dict", "tuple"]
+    assert ranks(2).run(run) == [(names, [0, 1, 2], 4.0, "one", ["b", "a"], ([], {}, ()))] * 2
+
+
+def test_odd_tensors_keep_their_kind(ranks: Any) -> None:
+    def run() -> Any:
+        sparse = torch.eye(3).to_sparse()
+        odd = {"sparse": sparse, "text": numpy.array(["a", "bc"]), "grad": torch.ones(2, requires_grad=True), "long": numpy.longdouble(2)}
+        got = dealt([odd, odd])
+        return got["sparse"].layout is torch.sparse_coo, got["text"].tolist(), got["grad"].tolist(), float(got["long"])
+
+    assert ranks(2).run(run) == [(True, ["a", "bc"], [1.0, 1.0], 2.0)] * 2
+
+
+def test_one_call_whatever_the_number_of_tensors(ranks: Any) -> None:
+    def run() -> int:
+        channel: Any = PartialState()._channel()
+        before = channel.sequence
+        dealt([{f"t{number}": torch.ones(number) for number in range(20)}] * 2)
+        return channel.sequence - before
+
+    assert ranks(2).run(run) == [1, 1]
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_an_exception_of_the_sender_is_raised_everywhere_and_the_group_lives_on(ranks: Any, size: int) -> None:
+    def run() -> Any:
+        try:
+            dealt(KeyError("record 7" * size))
+        except (KeyError, DistributedOperationException) as error:
+            return type(error).__name__, "KeyError" in f"{type(error).__name__} {error}", "record 7" in str(error), dealt([0, 1, 2])
+        return None
+
+    assert ranks(3).run(run) == [
+        ("KeyError", True, True, 0),
+        ("DistributedOperationException", True, True, 1),
+        ("DistributedOperationException", True, True, 2),
+    ]
+
+
+def test_what_cannot_be_sent_is_an_error_everywhere(ranks: Any) -> None:
+    def run() -> str:
+        try:
+            dealt([None, lambda: None])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing raised"
+
+    first, second = ranks(2).run(run)
+    assert "pickle" in first.lower()
+    assert second.startswith("DistributedOperationException: deal from rank 0 ended on every process because rank 0 raised")
+
+
+def test_a_wrong_number_of_parts_is_an_error_everywhere(ranks: Any) -> None:
+    first, second = ranks(2).outcomes(lambda: dealt([1]))
+    assert "needs one part for each of 2 processes, but rank 0 has 1" in first.summary
+    assert "rank 0 raised ValueError" in second.summary
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_told_values_reach_everyone_in_the_order_of_the_ranks(ranks: Any, world: int) -> None:
+    def run() -> Any:
+        state = PartialState()
+        return agree_or_raise(state._channel(), state._limits, (state.process_index, b"x", [1.5]))
+
+    assert ranks(world).run(run) == [[(rank, b"x", [1.5]) for rank in range(world)]] * world
+
+
+def test_an_exception_of_any_rank_is_told(ranks: Any) -> None:
+    def run() -> Any:
+        state = PartialState()
+        value = ValueError("bad line 3") if state.process_index == 1 else 5
+        try:
+            agree_or_raise(state._channel(), state._limits, value, operation="next batch", condition="batch 4")
+        except (ValueError, DistributedOperationException) as error:
+            return str(error), agree_or_raise(state._channel(), state._limits, "after")
+        return None
+
+    (first, after), (second, _), _ = ranks(3).run(run)
+    assert first.startswith("next batch ended on every process because rank 1 raised ValueError: bad line 3")
+    assert second == "bad line 3"
+    assert after == ["after"] * 3
+
+
+def test_a_condition_stands_in_for_the_line(ranks: Any) -> None:
+    def run() -> Any:
+        state = PartialState()
+        channel, limits = state._channel(), state._limits
+        if state.process_index == 0:
+            same = agree_or_raise(channel, limits, 0, condition="pass 0, batch 1")
+        else:
+            same = agree_or_raise(channel, limits, 1, condition="pass 0, batch 1")
+        try:
+            agree_or_raise(channel, limits, 0, operation="next batch", condition=f"pass 0, batch {2 + state.process_index}")
+        except MismatchError as error:
+            return same, str(error)
+        return None
+
+    for same, message in ranks(2).run(run):
+        assert same == [0, 1]
+        assert "rank 0: next batch (pass 0, batch 2) at test_deal.py" in message
+        assert "rank 1: next batch (pass 0, batch 3) at test_deal.py" in message

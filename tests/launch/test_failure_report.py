@@ -1,0 +1,177 @@
+"""Which failure came first, and what the user reads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, strategies as st
+
+from slipstream.launch.failure_report import (
+    WorkerError,
+    WorkerFailure,
+    first_failure,
+    first_failure_of_job,
+    lost_machine_failures,
+    read_worker_error,
+    render_log_record,
+    render_report,
+    write_worker_error,
+)
+from slipstream.launch.store import ExitNotice
+
+
+def confession(when=0.0, kind="exception", message="boom", name="ValueError"):
+    text = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n{name}: {message}\n'
+    return WorkerError(kind=kind, type=name, message=message, traceback=text, when=when)
+
+
+def failure(rank, exit_code=1, seen=10.0, order=0, **known):
+    return WorkerFailure(rank=rank, host="node", pid=100 + rank, exit_code=exit_code, seen=seen, order=order, **known)
+
+
+def test_of_two_exceptions_the_earlier_one_is_first():
+    late, early = failure(0, confession=confession(5.0)), failure(1, confession=confession(4.0), order=1)
+    assert first_failure([late, early]) is early
+
+
+def test_a_process_that_lost_another_is_never_first():
+    follower = failure(0, confession=confession(1.0, "peer", name="PeerLostError"))
+    cause = failure(1, confession=confession(2.0), order=1)
+    assert first_failure([follower, cause]) is cause
+
+
+def test_a_broken_gloo_connection_is_a_consequence():
+    message = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7"
+    follower = failure(0, confession=confession(1.0, message=message, name="RuntimeError"))
+    cause = failure(1, exit_code=-9, seen=2.0, order=1)
+    assert first_failure([follower, cause]) is cause
+
+
+def test_a_killed_process_is_the_cause_of_what_happened_while_its_end_was_noticed():
+    killed = failure(1, exit_code=-9, seen=10.0, order=1)
+    survivor = failure(0, confession=confession(9.9), seen=10.1, order=2)
+    assert first_failure([survivor, killed]) is killed
+
+
+def test_a_killed_process_is_not_the_cause_of_what_failed_long_before():
+    failed = failure(0, confession=confession(5.0), seen=11.0, order=2)
+    killed = failure(1, exit_code=-9, seen=10.0, order=1)
+    assert first_failure([failed, killed]) is failed
+
+
+def test_when_everybody_only_followed_one_of_them_is_shown():
+    followers = [failure(rank, confession=confession(float(rank), "peer")) for rank in (1, 0)]
+    assert first_failure(followers).rank == 0
+
+
+def test_between_machines_the_order_of_telling_counts_and_not_their_clocks():
+    told_first = [failure(3, confession=confession(500.0))]
+    told_second = [failure(0, confession=confession(1.0))]
+    assert first_failure_of_job([told_first, told_second]).rank == 3
+    followed = [failure(1, confession=confession(1.0, "peer"))]
+    assert first_failure_of_job([followed, told_first]).rank == 3
+
+
+failures = st.builds(
+    failure,
+    st.integers(0, 63),
+    exit_code=st.one_of(st.integers(-64, -1), st.integers(1, 255), st.none()),
+    seen=st.floats(0, 100),
+    order=st.integers(0, 10),
+    confession=st.none()
+    | st.builds(confession, st.floats(0, 100), st.sampled_from(["exception", "config", "peer", "exit", "interrupt"]), st.text(max_size=20)),
+)
+
+
+@given(st.lists(failures, min_size=1, max_size=12, unique_by=lambda one: one.rank))
+def test_the_first_failure_is_told_last_and_once(some):
+    first = first_failure(some)
+    text = render_report([some], world_size=64)
+    assert text.count("slipstream: rank") == 1
+    _, _, last = text.rpartition("slipstream: ")
+    assert f"rank {first.rank} of 64" in last or f"{first.rank}" in last.split(" of 64")[0]
+
+
+@given(st.lists(failures, min_size=1, max_size=5))
+def test_failures_travel_as_json(some):
+    assert [WorkerFailure.from_json(json.loads(json.dumps(one.to_json()))) for one in some] == some
+
+
+def test_the_report_of_an_exception():
+    cause = failure(1, confession=confession(1.0))
+    told = {rank: confession(2.0, "peer", f"rank 1 is gone\nmore of rank {rank}", "PeerLostError") for rank in (0, 2)}
+    followers = [failure(rank, confession=words) for rank, words in told.items()]
+    assert render_report([[*followers, cause]], world_size=3) == (
+        "ranks 0, 2 stopped because of it: PeerLostError: rank 1 is gone\n"
+        "\n"
+        "slipstream: rank 1 of 3 (host node, pid 101) failed with exit code 1.\n"
+        "Traceback (most recent call last):\n"
+        '  File "train.py", line 3, in <module>\n'
+        "ValueError: boom"
+    )
+
+
+def test_as_a_record_the_report_begins_with_the_cause():
+    cause = failure(1, confession=confession(1.0, message="boom\nmore"), log="logs/1/stderr.log")
+    follower = failure(0, confession=confession(2.0, "peer", "rank 1 is gone", "PeerLostError"))
+    message, traceback = render_log_record([[follower, cause]], world_size=2)
+    assert message == (
+        "rank 1 of 2 (host node, pid 101) failed with exit code 1: ValueError: boom\n"
+        "rank 0 stopped because of it: PeerLostError: rank 1 is gone\n"
+        "Its output: logs/1/stderr.log"
+    )
+    assert traceback.endswith("ValueError: boom\nmore")
+    refused = failure(0, exit_code=2, confession=confession(1.0, "config", "x is wrong\nwrite y", "ConfigError"))
+    told = "rank 0 of 1 (host node, pid 100) failed with exit code 2: x is wrong\nwrite y"
+    assert render_log_record([[refused]], world_size=1) == (told, "")
+
+
+def test_the_report_of_a_configuration_error_shows_no_traceback():
+    refused = confession(1.0, "config", "write x", "ConfigError")
+    text = render_report([[failure(rank, exit_code=2, confession=refused) for rank in (0, 1)]], world_size=2)
+    assert text.endswith("failed with exit code 2.\nwrite x")
+    assert text.startswith("rank 1 failed the same way: ConfigError\n")
+
+
+def test_the_report_of_a_signal_names_it_and_what_is_known():
+    text = render_report(
+        [[failure(1, exit_code=-9, detail="The kernel's out-of-memory killer ended it.", log="logs/1/stderr.log")]], world_size=2
+    )
+    assert text == (
+        "slipstream: rank 1 of 2 (host node, pid 101) was ended by SIGKILL.\n"
+        "The kernel's out-of-memory killer ended it.\n"
+        "Its output: logs/1/stderr.log"
+    )
+
+
+def test_a_lost_machine_is_named_once_with_its_ranks():
+    text = render_report([lost_machine_failures([2, 3], "node1", "Nothing was heard of it.", 1.0)], world_size=4)
+    assert text == "slipstream: ranks 2-3 of 4 (host node1) were lost.\nNothing was heard of it."
+
+
+def test_many_followers_are_summed_up():
+    cause = failure(0, exit_code=-11)
+    rest = [failure(rank, confession=confession(20.0, "peer", f"text {rank}")) for rank in range(1, 64)]
+    assert render_report([[cause, *rest]], world_size=64).splitlines()[0] == "ranks 1-63 stopped because of it"
+
+
+@pytest.mark.parametrize("text", ["plain", "\udcff not text", "x" * 200_000])
+def test_a_confession_is_read_as_it_was_written_or_shortened(text, tmp_path):
+    path = str(tmp_path / "failure.json")
+    write_worker_error(path, confession(message=text))
+    found = read_worker_error(path)
+    assert found is not None
+    assert found.message == text or "characters left out" in found.message or "\\udcff" in found.message
+
+
+def test_no_confession_and_a_broken_one_are_none(tmp_path):
+    assert read_worker_error(tmp_path / "missing") is None
+    (tmp_path / "half").write_text('{"kind": ')
+    assert read_worker_error(tmp_path / "half") is None
+
+
+def test_a_notice_of_a_lost_machine_reads_well():
+    notice = ExitNotice(3, "node1", 0, None, "nothing was heard")
+    assert str(notice) == "rank 3 (host node1) was lost: nothing was heard"
+    assert ExitNotice.from_json(notice.to_json()) == notice

@@ -1,0 +1,203 @@
+"""Children: started, noticed, signalled, and all gone at the end. No torch in any of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.launch.workers import StopRequested, WorkerProcesses, capture_signals, oom_kill_counts, open_descriptors
+
+PATIENT = 30.0
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def gone(pid: int) -> bool:
+    """Ended; whoever must reap it may not have done so yet."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def eventually(what, limit: float = PATIENT) -> bool:
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if what():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def all_ends(crew: WorkerProcesses):
+    ends = []
+    while crew.running:
+        crew.wait(PATIENT)
+        ends += crew.poll()
+    return {end.local_rank: end.exit_code for end in ends}
+
+
+@pytest.fixture
+def crew():
+    crew = WorkerProcesses()
+    yield crew
+    crew.stop(signum=signal.SIGKILL)
+
+
+def sleeper(crew: WorkerProcesses, local_rank: int, before: str = "pass", after: str = "time.sleep(60)") -> None:
+    """A child that has said that it is up."""
+    ready, said = os.pipe()
+    program = f"import os, signal, subprocess, time; {before}; os.write({said}, b'!'); {after}"
+    os.set_inheritable(said, True)
+    crew.fork(local_rank, lambda: _become(program))
+    os.read(ready, 1)
+    for end in (ready, said):
+        os.close(end)
+
+
+def _become(program: str) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.execv(sys.executable, python(program))
+
+
+def test_exit_codes_and_signals_come_back_as_they_were(crew):
+    crew.execute(0, python("raise SystemExit(7)"), os.environ)
+    crew.execute(1, python("import os; os.kill(os.getpid(), 9)"), os.environ)
+    crew.fork(2, lambda: os._exit(5))
+    assert all_ends(crew) == {0: 7, 1: -9, 2: 5}
+
+
+def test_of_two_ends_seen_at_once_the_killed_one_comes_first(crew):
+    crew.execute(0, python(""), os.environ)
+    crew.execute(1, python("import os; os.kill(os.getpid(), 9)"), os.environ)
+    assert eventually(lambda: all(gone(pid) for pid in crew.pids.values()))
+    assert [end.local_rank for end in crew.poll()] == [1, 0]
+
+
+def test_a_forked_child_never_returns_into_our_stack(crew, capfd):
+    crew.fork(0, lambda: 1 / 0)
+    crew.fork(1, lambda: None)
+    assert all_ends(crew) == {0: 1, 1: 1}
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_what_was_printed_before_a_fork_is_printed_once(capfd):
+    program = """
+import sys
+from slipstream.launch.workers import Crew
+print("before", end="")
+crew = Crew()
+crew.fork(0, lambda: None)
+crew.wait(30)
+"""
+    assert subprocess.run(python(program), stdout=subprocess.PIPE, timeout=PATIENT, check=True).stdout == b"before"
+
+
+def test_stop_waits_for_those_who_end_by_themselves(crew):
+    sleeper(crew, 0, after="time.sleep(0.2); os._exit(3)")
+    assert [end.exit_code for end in crew.stop(grace=PATIENT)] == [3]
+
+
+def test_stop_ends_a_child_that_ignores_the_signal_and_one_that_is_stopped(crew):
+    sleeper(crew, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    sleeper(crew, 1)
+    os.kill(crew.pids[1], signal.SIGSTOP)
+    codes = {end.local_rank: end.exit_code for end in crew.stop(patience=0.3)}
+    assert codes[0] == -signal.SIGKILL
+    assert codes[1] in (-signal.SIGKILL, -signal.SIGTERM)
+    assert not crew.running
+
+
+def test_stop_reaches_what_a_child_has_started(crew, tmp_path):
+    note = tmp_path / "pid"
+    sleeper(crew, 0, f"p = subprocess.Popen(['sleep', '60']); open({str(note)!r}, 'w').write(str(p.pid))")
+    crew.stop()
+    assert eventually(lambda: gone(int(note.read_text())))
+
+
+def test_a_hurry_ends_patience(crew):
+    sleeper(crew, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    assert [end.exit_code for end in crew.stop(grace=0, patience=PATIENT * 10, hurry=lambda: True)] == [-signal.SIGKILL]
+
+
+def test_children_die_with_their_parent(tmp_path):
+    note = tmp_path / "pids"
+    program = f"""
+import os, sys, time
+from slipstream.launch.workers import Crew
+from slipstream.launch.workers import die_with_parent
+crew, parent = Crew(), os.getpid()
+crew.execute(0, ["sleep", "60"], os.environ)
+def body():
+    die_with_parent(parent)
+    open({str(note)!r} + ".ready", "w").close()
+    time.sleep(60)
+crew.fork(1, body)
+open({str(note)!r}, "w").write(" ".join(str(pid) for pid in crew.pids.values()))
+time.sleep(60)
+"""
+    with subprocess.Popen(python(program)) as parent:
+        ready = Path(f"{note}.ready")
+        assert eventually(lambda: ready.exists() and note.exists() and len(note.read_text().split()) == 2)
+        parent.kill()
+    assert eventually(lambda: all(gone(int(pid)) for pid in note.read_text().split()))
+
+
+def test_orphans_of_children_are_found_and_ended():
+    program = """
+import os, subprocess, sys
+from slipstream.launch.workers import Crew, end_descendants
+from slipstream.launch.workers import adopt_orphans
+adopt_orphans()
+crew = Crew()
+orphan = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+crew.execute(0, [sys.executable, "-c", orphan], os.environ)
+while crew.running:
+    crew.wait(30)
+    crew.poll()
+print(end_descendants())
+"""
+    pid, left = subprocess.run(python(program), capture_output=True, text=True, timeout=PATIENT, check=True).stdout.splitlines()
+    assert left == f"['sleep (pid {pid})']"
+    assert gone(int(pid))
+
+
+def test_no_descendants_is_no_work():
+    program = "from slipstream.launch.workers import end_descendants; import sys; print(end_descendants(), 'psutil' in sys.modules)"
+    assert subprocess.run(python(program), capture_output=True, timeout=PATIENT, check=True).stdout == b"[] False\n"
+
+
+def test_a_signal_is_noted_and_wakes_but_does_not_interrupt():
+    with capture_signals() as requests:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        WorkerProcesses().wait(PATIENT, requests.wake)
+        assert requests.received == [signal.SIGTERM, signal.SIGINT]
+        assert requests.hurry()
+        with pytest.raises(StopRequested) as stopped:
+            requests.check()
+        assert stopped.value.signum is signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_hangup_stays_ignored_where_it_was_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with capture_signals() as requests:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.SIGHUP not in requests.previous
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_system_tells_of_open_files_and_memory_kills():
+    before = open_descriptors()
+    with open(os.devnull) as file:
+        assert open_descriptors() - before == {file.fileno()}
+    assert oom_kill_counts() == oom_kill_counts()

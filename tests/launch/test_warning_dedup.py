@@ -1,0 +1,246 @@
+"""What several processes say alike: who is heard, what is never dropped, and what the terminal leaves out of a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from slipstream.config import resolve
+from slipstream.launch.output import LogFolder, Tee, as_json_line
+from slipstream.launch.plan import MachineSpec, make_plan
+from slipstream.launch.warning_dedup import WarningDedup, WorkerOutput
+from slipstream.launch.worker import Target
+
+LIBRARY = "/usr/lib/python3/site-packages/loud/core.py"
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[WarningDedup]:
+    return [WarningDedup(WorkerOutput(claims=str(tmp_path)), rank, 3, {}) for rank in range(3)]
+
+
+def test_the_first_to_claim_is_heard_also_when_it_says_it_again(three):
+    assert [three[rank].first("a") for rank in (1, 0, 2, 1, 0)] == [True, False, False, True, False]
+    assert three[0].first("b")
+
+
+def test_without_a_folder_everybody_is_heard(three, tmp_path):
+    for chorus in (WarningDedup(WorkerOutput(claims=str(tmp_path / "gone")), 1, 2, {}), WarningDedup(WorkerOutput(), 1, 2, {})):
+        three[0].first("a")
+        assert chorus.first("a")
+
+
+def test_a_process_with_very_many_different_warnings_is_heard_with_all_of_them(three, monkeypatch):
+    monkeypatch.setattr("slipstream.launch.warning_dedup._MAX_CLAIMS", 2)
+    for text in "abc":
+        three[0].first(text)
+    assert [three[1].first(text) for text in "abc"] == [False, False, True]
+
+
+def logged(path: str = LIBRARY, level: int = logging.WARNING, text: object = "careful %d", args: tuple[object, ...] = (1,), error=None):
+    return logging.LogRecord("loud", level, path, 3, text, args, (type(error), error, None) if error else None)
+
+
+def heard(chorus: WarningDedup, record: logging.LogRecord) -> str | None:
+    handler = logging.StreamHandler(io.StringIO())
+    return record.getMessage() if chorus.lets_through(record, handler) else None
+
+
+def test_a_warning_of_a_library_is_heard_once_with_its_rank(three):
+    assert [heard(three[rank], logged()) for rank in (2, 0, 1)] == ["[RANK 2] careful 1", None, None]
+    assert [heard(three[rank], logged(args=(rank,))) for rank in (2, 0)] == ["[RANK 2] careful 2", "careful 0"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda: logged(level=logging.ERROR),
+        lambda: logged(level=logging.INFO),
+        lambda: logged("/home/me/train.py"),
+        lambda: logged(error=ValueError("x")),
+        lambda: logged(text="[RANK 1] careful %d"),
+    ],
+    ids=["an error", "information", "the user's own code", "with a traceback", "of every process on purpose"],
+)
+def test_what_is_never_dropped(three, record):
+    assert [heard(chorus, record()) for chorus in three] == [record().getMessage()] * 3
+
+
+def test_a_record_whose_arguments_do_not_fit_does_no_harm(three):
+    assert three[0].lets_through(logged(args=("x", "y")), logging.StreamHandler(io.StringIO()))
+
+
+SHOW = """
+import sys, warnings
+from slipstream.launch.warning_dedup import Chorus, Voice
+warnings.filterwarnings(*sys.argv[2:]) if sys.argv[2:] else None
+for rank in range(2):
+    Chorus(Voice(claims=sys.argv[1]), rank, 2, {}).install()
+    warnings.warn_explicit("careful", UserWarning, "lib.py", 3)
+    warnings.showwarning = warnings._showwarning_orig
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "filters", "count"),
+    [
+        ([], [], 1),
+        (["-W", "always"], [], 2),
+        (["-W", "error::ResourceWarning"], [], 2),
+        ([], ["always", "care"], 2),
+        ([], ["always", "x"], 1),
+    ],
+)
+def test_warnings_are_left_alone_where_somebody_wants_all_of_them(tmp_path, flags, filters, count):
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", SHOW, str(tmp_path), *filters], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.count("lib.py:3: UserWarning: careful") == count, done.stderr
+
+
+HEARD = """
+import logging, sys, warnings
+from slipstream.launch.warning_dedup import join, Voice
+from slipstream.logging import get_logger
+from slipstream.distributed.current import current
+join(Voice(json=True).dump(), {})
+told = []
+current().hearers.append(lambda logger, text: told.append((logger, text)))
+warnings.warn_explicit("careful", UserWarning, "lib.py", 3)
+logging.getLogger("other").addHandler(logging.StreamHandler())
+logging.getLogger("other").warning("lost %d", 1)
+logging.getLogger("other").addHandler(logging.StreamHandler())
+logging.getLogger("other").warning("twice")  # meets two handlers that print
+logging.getLogger("other").info("not shown")
+get_logger("ours").warning("bad %d", "x")
+print(told)
+"""
+
+
+def test_warnings_that_are_shown_are_told_once():
+    done = subprocess.run([sys.executable, "-c", HEARD], capture_output=True, text=True, timeout=60, check=True)
+    told = [("py.warnings", "UserWarning: careful"), ("other", "lost 1"), ("other", "twice")]
+    assert done.stdout.startswith(repr(told)[:-1] + ", ('ours', \"bad %d ('x',) (these do not fit"), done.stdout + done.stderr
+
+
+ENDS = """
+import sys, threading, warnings
+from slipstream.launch.warning_dedup import join, Voice
+join(Voice(json=True).dump(), {})
+class Bad:
+    def __del__(self):
+        raise ValueError("deleted")
+sys.stderr.write("\\r 50%")
+warnings.warn("careful")
+print("waiting ...", end="", file=sys.stderr)
+thread = threading.Thread(target=lambda: 1 / 0, name="mine")
+thread.start()
+thread.join()
+Bad()
+sys.stderr.write("\\r 99%")
+"""
+
+
+def test_what_python_prints_is_json_on_lines_of_its_own():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stderr.split("\n")
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [line.strip() for line in lines if line and not line.startswith("{")] == ["50%", "waiting ...", "99%"]
+    assert [one["message"].partition(":")[0] for one in found] == ["UserWarning", "Exception in thread mine", "Exception ignored in"]
+    assert ["exception" in one and one["exception"].splitlines()[-1] for one in found] == [
+        False,
+        "ZeroDivisionError: division by zero",
+        "ValueError: deleted",
+    ]
+
+
+# What the terminal leaves out
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.sampled_from(["a", "b", ""]), min_size=1, max_size=3), st.booleans()), max_size=8))
+def test_hidden_texts_are_in_the_file_and_not_on_the_terminal(tmp_path_factory, texts):
+    folder = tmp_path_factory.mktemp("hidden")
+    source, hidden, terminal = folder / "source", folder / "hidden.2", folder / "terminal"
+    source.touch()
+    tee = Tee()
+    destination = os.open(terminal, os.O_WRONLY | os.O_CREAT)
+    tee.follow(source, "", destination, hidden=hidden)
+    chorus = WarningDedup(WorkerOutput(files=2, hidden=str(folder / "hidden")), 1, 2, {})
+    stream = open(source, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+    expected = []
+    for number, (dropped, lines, pump) in enumerate(texts):
+        text = "".join(f"{number} {line}\n" for line in lines)
+        if dropped:
+            assert chorus._only_in_file(text, stream)
+        else:
+            expected.append(text)
+        stream.write(text[:1])  # seen in the middle of a line
+        stream.flush()
+        if pump:
+            tee.pump()
+        stream.write(text[1:])
+    tee.pump()
+    tee.finish()
+    stream.close()
+    os.close(destination)
+    assert terminal.read_text() == "".join(expected)
+    assert len(source.read_text().splitlines()) == sum(len(lines) for _, lines, _ in texts)
+
+
+def test_lines_of_json_get_no_prefix(tmp_path, capfd):
+    (tmp_path / "log").write_text('{"rank": 1}\nplain\n')
+    for json_lines in (True, False):
+        tee = Tee()
+        tee.follow(tmp_path / "log", "[default1]:", 1, json_lines=json_lines)
+        tee.pump()
+        tee.finish()
+    assert capfd.readouterr().out.splitlines() == ['{"rank": 1}', "[default1]:plain", '[default1]:{"rank": 1}', "[default1]:plain"]
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("log_dir", "tee", "direct", "files", "shown", "not_shown"),
+    [
+        (True, {0: 3, 1: 3}, (), [3, 3], [True, True], []),
+        (True, {0: 3, 1: 0}, (), [3, 3], [True, False], [1]),
+        (True, {0: 1, 1: 1}, (), [3, 3], [False, False], [0, 1]),
+        (True, {0: 0, 1: 3}, (0,), [0, 3], [True, True], []),
+        (False, {0: 3, 1: 0}, (), [3, 0], [True, True], []),
+    ],
+)
+def test_with_a_folder_every_rank_has_files_and_without_one_nothing_is_lost(tmp_path, log_dir, tee, direct, files, shown, not_shown):
+    folder = LogFolder(str(tmp_path) if log_dir else None, "run", tee, direct)
+    outlets = [folder.outlet(0, 10 + local, local) for local in range(2)]
+    assert [outlet.files for outlet in outlets] == files
+    assert [outlet.is_shown for outlet in outlets] == shown
+    assert folder.not_shown() == not_shown
+    assert [outlet.log is not None for outlet in outlets] == [log_dir and one > 0 for one in files]
+    (outlets[0].claims / "something").touch()
+    folder.remove()
+    assert not outlets[0].claims.exists()
+    assert folder.path.exists() == log_dir
+
+
+def test_json_of_one_process_needs_the_launcher():
+    methods = {}
+    for form in ("text", "json"):
+        config = resolve(flags={"cpu": True, "log_format": form}, environ={})
+        methods[form] = make_plan(config, Target("module", "timeit"), {}, MachineSpec(platform="linux")).start_method
+    assert methods == {"text": "exec", "json": "fork"}
+
+
+def test_a_traceback_of_the_launcher_is_the_exception_of_its_record():
+    found = json.loads(as_json_line("slipstream: rank 1 failed", logging.ERROR, 1, 2, "Traceback\nValueError: bad"))
+    assert (found["rank"], found["world"], found["level"], found["file"]) == (1, 2, "ERROR", None)
+    assert (found["message"], found["exception"]) == ("rank 1 failed", "Traceback\nValueError: bad")
+    assert "exception" not in json.loads(as_json_line("a note", logging.INFO, None, 2))

@@ -1,0 +1,303 @@
+"""Guards that look while a run goes on: curves, rates, times, and replicas that drift apart."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from guarding import batch, guarded, network, window
+from hypothesis import given, settings, strategies as st
+
+from slipstream import ConfigError
+from slipstream.observability.guards.findings import FindingReporter, GuardFinding
+from slipstream.observability.guards.loss_spikes import LossSpikeGuard
+from slipstream.observability.guards.throughput import DataWaitGuard, StragglerGuard
+from slipstream.observability.options import GuardKwargs
+
+STEPS = 20_000
+
+
+# -- loss curves ------------------------------------------------------------------------------------------------------
+
+
+def curves() -> dict[str, Any]:
+    """Ordinary ones, each in its own way unruly."""
+    random = numpy.random.default_rng(0)
+    fall = 2 + 8 * numpy.exp(-numpy.arange(STEPS) / 2000)
+    normal = random.standard_normal(STEPS)
+    return {
+        "smooth": fall,
+        "hardly any noise": fall * (1 + 1e-4 * normal),
+        "small batches": fall * numpy.exp(0.5 * normal),
+        "very small batches": fall * numpy.exp(normal),
+        "squares": normal**2,
+        "rewards around zero": random.laplace(0, 1, STEPS),
+        "heavy tails": random.standard_t(5, STEPS),
+        "a hard batch in a hundred": numpy.where(random.random(STEPS) < 0.01, 6, 2) + 0.1 * normal,
+        "an easier half of every epoch": fall * (1 + 0.1 * normal) * (1 - 0.15 * (numpy.arange(STEPS) % 500 > 250)),
+        "learnt by heart": numpy.exp(-numpy.arange(STEPS) / 1000 + 0.3 * normal),
+        "half of them zero": numpy.where(random.random(STEPS) < 0.5, 0, random.exponential(1, STEPS)),
+        "mostly zero": numpy.where(random.random(STEPS) < 0.003, 1.0, 0.0),
+        "nearly zero": 1e-6 * numpy.abs(normal) + 1e-9 + numpy.where(random.random(STEPS) < 0.01, 0.5, 0),
+        "warm restarts": (1 + 0.03 * normal) * (1 + numpy.maximum(0, 1 - (numpy.arange(STEPS) + 500) % 1000 / 100)),
+        "cycles": 1 + 0.8 * (numpy.arange(STEPS) % 500 < 20) + 0.05 * normal,
+        "a rare second task": numpy.where(numpy.arange(STEPS) % 500, 0.1, 5) + 0.01 * normal,
+        "rare hard batches": (1 + 0.1 * normal) * numpy.where(random.random(STEPS) < 0.002, 20, 1),
+        "a slow ramp": 1 + numpy.maximum(0, numpy.arange(STEPS) - 800) / 20 + 0.02 * normal,
+        "rewards of many sizes": 0.01 * normal * numpy.exp(1.2 * random.standard_normal(STEPS)),
+        "constant": numpy.zeros(STEPS),
+    }
+
+
+@pytest.mark.parametrize("name", list(curves()))
+def test_ordinary_curves_are_no_finding(name: str) -> None:
+    spikes = LossSpikeGuard(10.0)
+    found = [finding for step, loss in enumerate(curves()[name].tolist()) if (finding := spikes.look(step, loss))]
+    assert not found, found[0]
+
+
+@settings(max_examples=30)
+@given(
+    noise=st.floats(0.0, 0.1),
+    at=st.integers(150, 700),
+    times=st.floats(4.0, 1000.0),
+    lasting=st.integers(2, 40),
+    scale=st.floats(1e-3, 1e3),
+)
+def test_a_jump_is_found_where_it_is_and_said_once(noise: float, at: int, times: float, lasting: int, scale: float) -> None:
+    random = numpy.random.default_rng(at)
+    losses = scale * numpy.exp(noise * random.standard_normal(1000))
+    losses[at : at + lasting] *= times
+    spikes = LossSpikeGuard(10.0, rank=3)
+    found = [finding for step, loss in enumerate(losses.tolist()) if (finding := spikes.look(step, loss))]
+    assert [finding.rank for finding in found] == [3]
+    assert at <= (found[0].step or 0) <= at + 1
+
+
+@pytest.mark.parametrize(("at", "times", "told"), [(30, 100.0, 45), (1500, 1.5, 1699)])
+def test_a_jump_that_is_early_or_small_is_told_once_it_has_stayed(at: int, times: float, told: int) -> None:
+    losses = 1 + 0.05 * numpy.random.default_rng(0).standard_normal(3000)
+    losses[at:] *= times
+    spikes = LossSpikeGuard(10.0)
+    [finding] = [finding for step, loss in enumerate(losses.tolist()) if (finding := spikes.look(step, loss))]
+    assert told <= (finding.step or 0) <= told + 10
+    assert "and has been up for" in finding.text
+
+
+def test_one_value_out_of_this_world_is_found_and_a_fall_is_not() -> None:
+    spikes = LossSpikeGuard(10.0)
+    losses = [2.0 + 0.01 * (step % 5) for step in range(100)] + [2e6] + [2.0] * 100 + [1e-3] * 50
+    assert [finding.step for step, loss in enumerate(losses) if (finding := spikes.look(step, loss))] == [100]
+
+
+# -- what is not finite, as it is told when nothing is looked at in a step --------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_step_and_the_parameter() -> None:
+    accelerator, guards = guarded(GuardKwargs())
+    net = network()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(net(batch(0)).mean())
+    net[0].bias.grad[0] = math.inf
+    guards.examine(window([1.0, 0.9, math.nan, 0.8], first=40))
+    [finding] = guards.voice.said
+    assert (finding.kind, finding.step, finding.rank) == ("nan", 42, 0)
+    assert "the loss is nan; the gradient nearest to the loss that is infinite now is 0.bias (1 of 4 are)" in finding.text
+    guards.examine(window([math.nan] * 50, first=44))
+    assert len(guards.voice.said) == 1
+
+
+def test_a_norm_that_is_not_finite_is_told_before_the_loss_is() -> None:
+    accelerator, guards = guarded(GuardKwargs())
+    net = network()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(net(batch(0)).mean())
+    net[0].weight.grad[0] = math.nan
+    accelerator.clip_grad_norm_(net.parameters(), 1.0)
+    guards.examine(window([1.0, math.nan]))
+    [finding] = guards.voice.said
+    assert finding.step == 0
+    assert "the norm of the gradients is nan, and the loss was finite until then" in finding.text
+    assert "every gradient is nan" in finding.text
+
+
+def test_an_ordinary_run_is_left_in_peace() -> None:
+    accelerator, guards = guarded(GuardKwargs())
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    losses = curves()["small batches"]
+    for first in range(0, STEPS, 500):
+        optimizer.updates = scheduler.scheduler.last_epoch = first
+        for group, rate in zip(optimizer.param_groups, scheduler.scheduler._get_closed_form_lr(), strict=True):
+            group["lr"] = rate
+        guards.examine(window(losses[first : first + 500].tolist(), first))
+        times = {"data": [0.2], "forward": [0.3], "backward": [0.4], "waiting": [0.0]}
+        guards.interval({"seconds": 1.0, "first": first, "last": first + 499, "steps": 500, "phases": times, "slowest": [500]})
+    assert not guards.voice.said
+
+
+# -- how it is said ---------------------------------------------------------------------------------------------------
+
+
+def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[dict[str, Any]] = []
+    voice = FindingReporter(told.append)
+    said = [step for step in range(5000) if voice.say(GuardFinding("spike", step, 0, "it jumped", "look"))]
+    assert said == [0, 100, 1100]
+    assert voice.say(GuardFinding("drift", 7, None, "apart", "look", {"ranks": [1]}))
+    assert [(one["guard"], one["step"]) for one in told] == [("spike", 0), ("spike", 100), ("spike", 1100), ("drift", 7)]
+    assert told[3] == {"kind": "guard", "guard": "drift", "step": 7, "rank": None, "text": "apart", "remedy": "look", "ranks": [1]}
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[1] == "step 100, rank 0: it jumped. What to do: look. (Found 99 times more since it was said last.)"
+    assert lines[2].endswith("(Not said again in this run.)")
+    for step in (8, 110):
+        voice.say(GuardFinding("drift", step, None, "apart", "look"))
+    assert caplog.records[-1].getMessage().endswith("(Found once more since it was said last.)")
+
+
+def test_the_run_has_some_events_of_a_kind_and_not_those_of_a_thousand_ranks() -> None:
+    accelerator, _ = guarded(GuardKwargs())
+    ledger, kept = accelerator._parts.ledger, []
+    ledger.event_sinks.append(kept.append)
+    for rank in range(30):
+        ledger.tell(GuardFinding("spike", 5, rank, "it jumped", "look").event())
+        ledger.tell({"kind": "warning", "text": "other"})
+    assert [sum(event["kind"] == kind for event in kept) for kind in ("guard", "warning")] == [20, 30]
+
+
+def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(ranks: Any) -> None:
+    def run() -> Any:
+        accelerator, guards = guarded(GuardKwargs())
+        ledger, rank = accelerator._parts.ledger, accelerator.process_index
+        accelerator.wait_for_everyone()
+        guards.examine(window([1.0] * (9 - rank) + [math.nan] * 3))
+        for turn in (1, 0):
+            if turn == rank:
+                ledger.settle()
+            accelerator.wait_for_everyone()
+        held = not guards.voice.said
+        ledger.finish()
+        return held, [(one.step, one.rank) for one in guards.voice.said]
+
+    first, second = ranks(2).outcomes(run)
+    assert first.value == (True, [(8, 1)]), "the other is a consequence"
+    assert second.value == (False, [(8, 1)])
+    assert "step 8, rank 1: the loss is nan" in first.output
+    assert "step 9" not in first.output
+    assert "the loss is nan" not in second.output
+
+
+def test_nan_again() -> None:
+    """A NaN that comes again after finite losses is told again; one that lasts over many looks is not."""
+    _, guards = guarded(GuardKwargs())
+    guards.examine(window([1.0, math.nan]))
+    for first in range(2, 1000, 10):
+        guards.examine(window([math.nan] * 10, first=first))
+    assert [finding.step for finding in guards.voice.said] == [1]
+    guards.examine(window([1.0, math.nan], first=2000))
+    assert [finding.step for finding in guards.voice.said] == [1, 2001]
+
+
+SHORT = """
+import torch
+from slipstream import Accelerator
+
+def main():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(5):
+        accelerator.backward(model(torch.full((1, 2), float("nan") if number == 3 else 1.0)).mean())
+        optimizer.step()
+
+main()
+"""
+
+
+def test_nan_short_loop() -> None:
+    """A NaN in a script of five steps, which never calls end_training, is said when it ends."""
+    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, timeout=90)
+    assert done.stderr.startswith("step 3, rank 0: the loss is nan; ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_main_process_does_not_wait_forever_for_ranks_that_tell_nothing() -> None:
+    accelerator, guards = guarded(GuardKwargs())
+    guards.voice.waits = frozenset(("nan",))
+    guards.examine(window([1.0, math.nan]))
+    looks = 0
+    while not guards.voice.said and looks < 100:
+        guards.examine(window([1.0], first=2 + looks))
+        looks += 1
+    assert ([one.step for one in guards.voice.said], looks) == ([1], 6)
+    guards.examine(window([math.nan], first=300))
+    guards.interval({"seconds": 1.0, "first": 0, "last": 299, "steps": 300, "phases": {}, "slowest": [300]})
+    assert len(guards.voice.said) == 1
+    guards.interval({"seconds": 1.0, "first": 300, "last": 300, "steps": 1, "phases": {}, "slowest": [1]})
+    assert [one.step for one in guards.voice.said] == [1, 300]
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def interval(**phases: list[float]) -> dict[str, Any]:
+    return {"seconds": 1.0, "first": 0, "last": 9, "steps": 10, "phases": phases, "slowest": [9, 1]}
+
+
+def test_steps_that_starve_are_told_with_the_number_of_workers_to_try() -> None:
+    starving = DataWaitGuard(0.3, processors=16, local_ranks=2)
+    hungry, fed = interval(data=[0.7, 0.1]), interval(data=[0.1, 0.1])
+    assert not any(starving.look(hungry) for _ in range(6)), "the first intervals are left out, and one alone says nothing"
+    finding = starving.look(hungry, workers=2, pinned=False)
+    assert finding is not None
+    assert (finding.rank, finding.details["share"]) == (0, 0.7)
+    assert finding.remedy == "num_workers=7 instead of 2, and prefetch_factor=4, pin_memory=True"
+    remedy = getattr(starving.look(hungry, workers=4), "remedy", "")
+    assert "4 workers are too few and 14 would be more than the 8 processors" in remedy
+    assert [starving.look(fed, workers=2) for _ in range(5)][-1] is None
+
+
+def test_a_rank_that_is_always_the_last_is_named_with_what_takes_it_longer() -> None:
+    straggler = StragglerGuard(0.3)
+    slow = interval(waiting=[0.0, 0.5], data=[0.6, 0.1], forward=[0.2, 0.2])
+    finding = [straggler.look(slow) for _ in range(7)][-1]
+    assert finding is not None
+    assert finding.rank == 0
+    assert "its data takes 0.6 of each second and that of the others 0.1" in finding.remedy
+    changing = {**slow, "slowest": [5, 5]}
+    assert not any(StragglerGuard(0.3).look(changing) for _ in range(10))
+    straggler = StragglerGuard(0.3)
+    assert not any([straggler.look(interval(waiting=[0.0, 0.2])) for _ in range(10)])
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_nan": "ignore"}, "on_nan='ignore'.*'warn', 'skip', 'raise', 'off'"),
+        ({"on_nan": None}, "on_nan=None"),
+        ({"loss_spike": 1}, "loss_spike=1.*from 3"),
+        ({"loss_spike": math.inf}, "loss_spike=inf"),
+        ({"loss_spike": "10"}, "loss_spike='10'"),
+        ({"drift_every": 0}, "drift_every=0.*from 1.*None"),
+        ({"drift_every": True}, "drift_every=True"),
+        ({"drift_every": 2.5}, "drift_every=2.5"),
+        ({"starving": 30}, "starving=30.*between 0 and 1"),
+        ({"straggler": 0}, "straggler=0.*between 0 and 1"),
+        ({"straggler": math.nan}, "straggler=nan"),
+        ({"schedule": 1}, "schedule=1"),
+        ({"same_batches": None}, "same_batches=None"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GuardKwargs(**options)

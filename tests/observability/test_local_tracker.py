@@ -1,0 +1,239 @@
+"""The local tracker: lines that are there at once, that say exactly what was logged, and that a crash cannot spoil."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from PIL import Image
+
+from slipstream.errors import ConfigError
+from slipstream.observability.run_dir.folder import INDEX_EVERY, INDEX_RECORD, RunFolder, read_info
+from slipstream.observability.trackers import local
+from slipstream.observability.trackers.images import encode_png, to_image, to_images
+from slipstream.observability.trackers.local import LocalTracker
+from slipstream.observability.trackers.values import UnsupportedTypeError
+
+
+def lines_of(tracker: LocalTracker) -> list[Any]:
+    return [json.loads(line) for line in tracker.path.read_bytes().split(b"\n")[:-1]]
+
+
+@pytest.fixture
+def tracker(tmp_path: Path) -> Any:
+    made = LocalTracker("project", tmp_path, name="run")
+    made.start()
+    yield made
+    made.finish()
+
+
+# -- lines ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_call_is_a_line_that_can_be_read_at_once(tracker: LocalTracker) -> None:
+    tracker.store_init_configuration({"lr": torch.tensor(0.5)})
+    tracker.log({"loss": 2.0, "seen": 7}, step=7)
+    tracker.log({"loss": torch.tensor(2.0), "worst": float("-inf"), "eval": {"good": True, "note": "é"}})
+    tracker.log_table("answers", ["question", "score"], [["x", torch.tensor(1)]], step=8)
+    first, *rest = lines_of(tracker)
+    assert (first["run"], first["config"]) == ("project", {"lr": 0.5})
+    assert [(line["step"], line.get("values") or line["table"]) for line in rest] == [
+        (7, {"loss": 2.0, "seen": 7}),
+        (None, {"loss": 2.0, "worst": "-inf", "eval/good": 1, "eval/note": "é"}),
+        (8, {"name": "answers", "columns": ["question", "score"], "rows": [["x", 1]]}),
+    ]
+    assert first["started"] - 0.01 <= rest[0]["time"] <= rest[1]["time"] <= rest[2]["time"]
+
+
+@settings(max_examples=40)
+@given(values=st.dictionaries(st.text(max_size=8), st.floats() | st.integers() | st.booleans() | st.text(max_size=5), max_size=4))
+def test_a_line_says_exactly_what_was_logged(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+    tracker = LocalTracker("any", tmp_path_factory.mktemp("any"))
+    tracker.start()
+    tracker.log(values, step=2**40)
+    (line,) = lines_of(tracker)[1:]
+    tracker.finish()
+    expected = {name: str(one) if isinstance(one, float) and not math.isfinite(one) else one for name, one in values.items()}
+    assert line["values"] == expected
+    assert line["step"] == 2**40
+
+
+def test_plain_numbers_take_the_short_way(tracker: LocalTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker.store_init_configuration({})
+    monkeypatch.delattr(local, "sort_values")
+    tracker.log({"loss": 0.1, "step": 3}, step=1)
+    with pytest.raises(NameError):
+        tracker.log({"loss": float("nan")}, step=1)
+    assert [line["values"] for line in lines_of(tracker)[1:]] == [{"loss": 0.1, "step": 3}]
+
+
+def test_what_is_no_number_is_named_and_the_rest_is_kept(tracker: LocalTracker) -> None:
+    with pytest.raises(
+        UnsupportedTypeError, match=r"weights is a Tensor of \(3,\) and nothing is None, and the tracker local keeps numbers"
+    ):
+        tracker.log({"loss": 1.0, "weights": torch.zeros(3), "nothing": None}, step=1)
+    assert lines_of(tracker)[1]["values"] == {"loss": 1.0}
+
+
+def test_the_index_finds_every_1024th_line(tracker: LocalTracker) -> None:
+    for step in range(2 * INDEX_EVERY + 5):
+        tracker.log({"loss": float(step)}, step=step)
+    content = tracker.path.read_bytes()
+    entries = list(INDEX_RECORD.iter_unpack(tracker.path.with_suffix(".index").read_bytes()))
+    assert [number for number, *_ in entries] == [0, INDEX_EVERY, 2 * INDEX_EVERY]
+    for number, offset, step, _ in entries[1:]:
+        assert json.loads(content[offset:].split(b"\n", 1)[0])["step"] == step == number - 1
+
+
+# -- folders --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_has_a_first_line_of_its_own_and_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+    for loss, resume in ((1.0, False), (2.0, True)):
+        tracker = LocalTracker("project", tmp_path, name="run", resume=resume)
+        tracker.start()
+        tracker.log({"loss": loss})
+        tracker.finish()
+    assert [line.get("values", "start") for line in lines_of(tracker)] == ["start", {"loss": 1.0}, "start", {"loss": 2.0}]
+    assert read_info(tracker.tracker)["state"] == "finished"
+    assert len(read_info(tracker.tracker)["attempts"]) == 2
+    with pytest.raises(ConfigError, match="a run named 'run' is there already"):
+        LocalTracker("project", tmp_path, name="run").start()
+
+
+def test_a_folder_that_is_given_is_left_to_its_owner(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "mine", project="project")
+    tracker = LocalTracker("project", tmp_path, folder=folder)
+    tracker.start()
+    tracker.store_init_configuration({"lr": 1})
+    tracker.finish()
+    assert tracker.tracker == folder.path
+    assert read_info(folder.path)["state"] == "running"
+    assert not (folder.path / "config.json").exists()
+    with pytest.raises(ConfigError, match="has the name 'other' and a folder of the run 'mine'"):
+        LocalTracker("project", tmp_path, name="other", folder=folder)
+
+
+def test_without_a_name_each_run_has_a_folder_and_its_settings_in_it(tmp_path: Path) -> None:
+    made = [LocalTracker("team/project", tmp_path) for _ in range(2)]
+    for tracker in made:
+        tracker.start()
+        tracker.store_init_configuration({"lr": 1, "rule": lambda: 0})
+        tracker.finish()
+    assert made[0].tracker != made[1].tracker
+    assert made[0].tracker.name.startswith("team-project-")
+    kept = json.loads((made[0].tracker / "config.json").read_text())["settings"]
+    assert kept["lr"] == 1
+    assert kept["rule"].endswith("<lambda>")
+
+
+def test_what_cannot_be_written_or_was_not_started_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made below .*give a folder of yours as project_dir"):
+        LocalTracker("run", tmp_path / "file").start()
+    with pytest.raises(ConfigError, match=r"not started: call start\(\) first"):
+        LocalTracker("run", tmp_path).log({"loss": 1.0})
+
+
+def test_a_folder_that_is_removed_during_the_run_is_said(tracker: LocalTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker.log({"loss": 1.0})
+    shutil.rmtree(tracker.tracker)
+    monkeypatch.setattr(tracker, "_look_at", math.inf)
+    tracker.log({"loss": 1.0})  # between two looks nobody knows
+    monkeypatch.setattr(tracker, "_look_at", 0.0)
+    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl was removed while the run goes on"):
+        tracker.log({"loss": 1.0})
+    with pytest.raises(FileNotFoundError, match="was removed"):
+        tracker.finish()
+    tracker.finish()
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_every_confirmed_line_readable(tmp_path: Path, rounds: Any) -> None:
+    script = Path(__file__).with_name("killed_writers.py")
+    command = [sys.executable, str(script), str(tmp_path), str(rounds(ci=12, soak=500))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.split("FOUND ")[1])
+    assert all(found["whole"])
+    assert set(found["more"]) <= {0, 1}  # a line may be in the file before its writer could say so
+    assert found["unreadable"] <= len(found["whole"])
+    assert found["lines"] > len(found["whole"])
+
+
+# -- pictures -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_a_png_of_ours_is_what_others_read(channels: int) -> None:
+    given = numpy.random.default_rng(channels).integers(0, 256, (7, 5, channels), dtype=numpy.uint8)
+    read = numpy.asarray(Image.open(io.BytesIO(encode_png(given))))
+    assert numpy.array_equal(read.reshape(given.shape), given)
+
+
+def test_pictures_of_every_kind_become_the_same_bytes() -> None:
+    wanted = numpy.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=numpy.uint8)
+    wanted[0, 0, 0] = 255
+    first = numpy.ascontiguousarray(wanted.transpose(2, 0, 1))
+    kinds: dict[str, Any] = {
+        "array": wanted,
+        "whole numbers": wanted.astype(numpy.int64),
+        "floats": wanted.astype(numpy.float64) / 255,
+        "large floats": wanted.astype(numpy.float32),
+        "channels first": first,
+        "tensor": torch.from_numpy(first),
+        "tensor of floats": torch.from_numpy(first).float().div(255).requires_grad_(),
+        "tensor with channels last": torch.from_numpy(wanted),
+        "PIL": Image.fromarray(wanted),
+        "figure": Figure(wanted),
+    }
+    for kind, one in kinds.items():
+        assert numpy.array_equal(to_image(one)[:, :, :3], wanted), kind
+    assert [one.shape for one in to_images(torch.zeros(2, 3, 6, 5))] == [(6, 5, 3)] * 2
+    assert [one.shape for one in to_images([wanted, Image.new("L", (4, 2))])] == [(6, 5, 3), (2, 4, 1)]
+    assert to_image(torch.tensor([[True, False]])).tolist() == [[[255], [0]]]
+    assert to_image(numpy.array([[math.nan, -1.0, 1.2]])).tolist() == [[[0], [0], [255]]]
+    assert to_image(torch.full((1, 2, 2), 0.5, dtype=torch.bfloat16)).tolist() == [[[128], [128]], [[128], [128]]]
+
+
+class Figure:
+    """What `pictures` asks of a figure of matplotlib."""
+
+    dpi = 100.0
+
+    def __init__(self, shown: Any) -> None:
+        self.shown = numpy.concatenate([shown, numpy.full((*shown.shape[:2], 1), 255, dtype=numpy.uint8)], axis=2)
+
+        class Box:
+            bounds = (0.0, 0.0, float(shown.shape[1]), float(shown.shape[0]))
+
+        self.bbox = Box()
+
+    def savefig(self, file: Any, format: str, dpi: float) -> None:
+        assert (format, dpi) == ("rgba", self.dpi)
+        file.write(self.shown.tobytes())
+
+
+@pytest.mark.parametrize("given", ["a text", 3, numpy.zeros((5, 6, 7)), numpy.zeros((0, 4, 3)), numpy.zeros((2, 2), dtype=complex)])
+def test_what_is_no_picture_is_refused_with_what_is(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"no picture: give|is not known: give"):
+        to_image(given)
+
+
+def test_pictures_are_files_of_the_run_that_its_lines_name(tracker: LocalTracker) -> None:
+    tracker.log_images({"a/b": torch.rand(2, 3, 4, 5), "a-b": numpy.zeros((4, 5))}, step=3)
+    (line,) = lines_of(tracker)[1:]
+    assert (line["step"], {name: len(files) for name, files in line["images"].items()}) == (3, {"a/b": 2, "a-b": 1})
+    files = [file for files in line["images"].values() for file in files]
+    assert len(set(files)) == 3
+    assert {Image.open(io.BytesIO((tracker.tracker / file).read_bytes())).size for file in files} == {(5, 4)}
+    assert len(list((tracker.tracker / "media").iterdir())) == 3

@@ -1,0 +1,248 @@
+"""A run of an Accelerator with a project_dir has a folder: settings with origins, metrics, ledger, events, and a report at the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from slipstream import Accelerator
+from slipstream.errors import ConfigError, StateError
+from slipstream.logging import get_logger
+from slipstream.observability.options import LedgerKwargs
+from slipstream.observability.run_dir.folder import find_runs
+from slipstream.observability.run_dir.reader import Run
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(accelerator: Accelerator, steps: int = 4, load: Path | None = None) -> None:
+    net = torch.nn.Linear(3, 1)
+    data = DataLoader(TensorDataset(torch.randn(2 * steps * accelerator.num_processes, 3)), batch_size=2)
+    net, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), data)
+    if load is not None:
+        accelerator.load_state(load)
+    for step, (rows,) in enumerate(data):
+        loss = net(rows).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss.item()}, step=step)
+
+
+def test_a_run_with_a_project_dir_keeps_everything_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, gradient_accumulation_steps=1, effective_batch_size=2)
+    accelerator.init_trackers("demo", {"lr": 0.1, "api_key": "hunter2", "sizes": torch.arange(3)}, {"local": {"name": "first"}})
+    assert accelerator.log_with == []
+    assert accelerator.run_dir == tmp_path / "runs" / "first"
+    train(accelerator)
+    get_logger("mine").warning("%s is small, password=hunter2", "the batch")
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
+    accelerator.end_training()
+    assert accelerator.run_dir is None
+    folder = tmp_path / "runs" / "first"
+    assert {one.name for one in folder.iterdir()} >= {
+        "run.json", "config.json", "environment.json", "metrics.jsonl", "ledger.jsonl", "events.jsonl", "report.html",
+    }  # fmt: skip
+    assert b"hunter2" not in b"".join(one.read_bytes() for one in folder.iterdir() if one.is_file())
+    config = json.loads((folder / "config.json").read_text())
+    assert config["settings"] == {"lr": 0.1, "api_key": "[redacted]", "sizes": [0, 1, 2]}
+    assert config["options"]["cpu"] == {"value": True, "origin": "from AcceleratorState(cpu=...)"}
+    assert config["options"]["effective_batch_size"]["origin"] == "from Accelerator(effective_batch_size=...)"
+    assert config["options"]["mixed_precision"]["origin"] == "by default"
+    assert [event["kind"] for event in lines(folder / "events.jsonl")] == ["start", "warning", "checkpoint", "restore", "end"]
+    assert lines(folder / "events.jsonl")[1]["text"] == "the batch is small, password=[redacted]"
+    intervals = lines(folder / "ledger.jsonl")
+    assert [interval["steps"] for interval in intervals] == [4, 0], "what comes after the last step has an interval too"
+    assert intervals[1]["phases"]["checkpoint"][0] > 0
+    run = Run(folder)
+    run.refresh()
+    assert list(run.series["loss"].steps) == [0.0, 1.0, 2.0, 3.0]
+    assert run.info["state"] == "finished"
+    assert capsys.readouterr().err.splitlines()[-1] == f"report: {folder / 'report.html'}"
+    assert "<title>" in (folder / "report.html").read_text()
+
+
+def test_the_steps_of_a_run_that_goes_on_go_on(tmp_path: Path) -> None:
+    for begin in (0, 4):
+        accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
+        accelerator.init_trackers("demo", init_kwargs={"local": {"name": "again", "resume": begin > 0}})
+        train(accelerator, load=tmp_path / "saved" if begin else None)
+        accelerator.save_state(tmp_path / "saved")
+        accelerator.end_training()
+    folder = tmp_path / "runs" / "again"
+    assert [(one["first"], one["last"]) for one in lines(folder / "ledger.jsonl") if one["steps"]] == [(0, 3), (4, 7)]
+    assert [one["step"] for one in lines(folder / "events.jsonl") if one["kind"] in ("checkpoint", "restore")] == [4, 4, 8]
+
+
+def test_a_script_that_names_no_run_has_a_folder_all_the_same(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
+    train(accelerator)
+    accelerator.end_training()
+    (folder,) = find_runs(tmp_path)
+    assert sum(interval["steps"] for interval in lines(folder / "ledger.jsonl")) == 4
+
+
+def test_without_a_project_dir_nothing_is_written_and_without_steps_nothing_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    accelerator.init_trackers("demo")
+    accelerator.end_training()
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == ""
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path / "unused")
+    accelerator.end_training()
+    assert not list(tmp_path.iterdir()), "a project_dir alone is no run"
+
+
+def test_two_runs_with_one_name_are_refused_and_the_second_can_go_on(tmp_path: Path) -> None:
+    for keywords in ({"name": "first"}, {"name": "first", "resume": True}):
+        accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+        if "resume" in keywords:
+            with pytest.raises(ConfigError, match=r"a run named 'first' is there already .* resume=True"):
+                accelerator.init_trackers("demo", init_kwargs={"local": {"name": "first"}})
+        accelerator.init_trackers("demo", init_kwargs={"local": keywords})
+        accelerator.log({"loss": 1.0}, step=0)
+        accelerator.end_training()
+    run = Run(tmp_path / "runs" / "first")
+    run.refresh()
+    assert len(run.info["attempts"]) == 2
+
+
+def test_a_project_dir_that_is_no_folder_does_not_stop_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, project_dir="memory://somewhere", kwargs_handlers=[LedgerKwargs(summary=False)])
+    accelerator.init_trackers("demo")
+    train(accelerator)
+    accelerator.end_training()
+    assert "is no folder of this machine, so this run gets none" in caplog.text
+
+
+def test_a_folder_is_where_it_was_whatever_the_script_does_and_a_url_of_a_file_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for place in ("relative", f"file://{tmp_path}/by%20url"):
+        monkeypatch.chdir(tmp_path)
+        accelerator = Accelerator(cpu=True, project_dir=place, log_with=["local", "tensorboard"])
+        accelerator.init_trackers("demo")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        accelerator.log({"loss": 1.0}, step=0)
+        accelerator.end_training()
+        (folder,) = find_runs(tmp_path / ("relative" if place == "relative" else "by url"))
+        assert (folder / "report.html").exists()
+        assert (folder.parent.parent / "demo").is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert not [message for message in caplog.messages if "could not be" in message or "failed" in message]
+    for name in ("local", "tensorboard"):
+        with pytest.raises(
+            ConfigError, match=rf"tracker {name} writes into a folder of this machine, and 's3://bucket/run' is a URL: .*logging_dir="
+        ):
+            Accelerator(cpu=True, project_dir="s3://bucket/run", log_with=name)
+
+
+def test_arguments_that_are_wrong_make_no_folder_and_leave_a_run_alone(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
+    for wrong in ((None,), (5,), ("demo", 5), ("demo", None, 5), ("demo", None, {"local": 5}), ("demo", None, {"local": {"foo": 1}})):
+        with pytest.raises(ConfigError):
+            accelerator.init_trackers(*wrong)
+    assert not list(tmp_path.iterdir())
+    accelerator.init_trackers("demo", init_kwargs={"local": {"name": "first"}})
+    folder = tmp_path / "runs" / "first"
+    before = {one.name: one.read_bytes() for one in folder.iterdir()}
+    with pytest.raises(StateError, match="run already"):
+        accelerator.init_trackers("demo")
+    assert {one.name: one.read_bytes() for one in folder.iterdir()} == before
+    assert accelerator.run_dir == folder
+    accelerator.end_training()
+    assert [event["kind"] for event in lines(folder / "events.jsonl")] == ["start", "end"]
+
+
+def test_a_full_disk_is_said_once_and_the_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
+    accelerator.init_trackers("demo")
+    folder = accelerator._watch.folder
+    assert folder is not None
+    accelerator._watch._put = _no_space  # type: ignore[method-assign]
+    for _ in range(3):
+        accelerator._watch.event({"kind": "checkpoint"})
+    accelerator.end_training()
+    assert caplog.text.count("No space left") == 1
+
+
+def _no_space(*arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_only_the_main_process_writes_and_tells_of_all(ranks: Any, tmp_path: Path) -> None:
+    def run() -> Any:
+        accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
+        accelerator.init_trackers("demo", {"lr": 0.1}, {"local": {"name": "two"}})
+        train(accelerator)
+        folder = accelerator.run_dir
+        accelerator.end_training()
+        return folder is not None
+
+    assert ranks(2).run(run) == [True, False]
+    intervals = lines(tmp_path / "runs" / "two" / "ledger.jsonl")
+    assert all(len(interval["phases"]["forward"]) == 2 for interval in intervals)
+    assert all(spent is not None for interval in intervals for spent in interval["phases"]["forward"])
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+SCRIPT = """
+import sys
+import torch
+from slipstream import Accelerator
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
+accelerator.init_trackers("demo", init_kwargs={"local": {"name": sys.argv[2]}})
+model = accelerator.prepare(torch.nn.Linear(1, 1))
+optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+for _ in range(3):
+    accelerator.backward(model(torch.ones(1)).sum())
+    optimizer.step()
+if sys.argv[2] == "broken":
+    raise RuntimeError("on purpose")
+"""
+
+
+def test_a_script_that_ends_without_end_training_says_how(tmp_path: Path) -> None:
+    for name, state, why in (
+        ("broken", "failed", "RuntimeError: on purpose"),
+        ("whole", "ended", "the script ended without end_training()"),
+    ):
+        subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), name], capture_output=True, timeout=100, check=False)
+        folder = tmp_path / "runs" / name
+        assert json.loads((folder / "run.json").read_text())["state"] == state
+        assert lines(folder / "events.jsonl")[-1]["text"] == why
+        assert sum(interval["steps"] for interval in lines(folder / "ledger.jsonl")) == 3
+        assert (folder / "report.html").exists()
+
+
+FORKS = """
+import os, sys
+from slipstream import Accelerator
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
+accelerator.init_trackers("project", init_kwargs={"local": {"name": "run"}})
+if not os.fork():
+    sys.exit(0)
+os.wait()
+print(open(accelerator.run_dir / "run.json").read())
+"""
+
+
+def test_child_that_exits(tmp_path: Path) -> None:
+    """A child process that ends, with what it has inherited, does not end the run of its parent."""
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, timeout=90)
+    assert json.loads(done.stdout)["state"] == "running", done.stderr
+    assert json.loads((tmp_path / "runs" / "run" / "run.json").read_text())["state"] == "ended"

@@ -1,0 +1,102 @@
+"""Few points that look like many: nothing that shows is lost, and there are never more than asked for."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from itertools import pairwise
+from math import inf, isfinite, isnan, nan
+
+from hypothesis import given, settings, strategies as st
+
+from slipstream.observability.run_dir.series import MIN_POINTS, BlockExtremes, select_points, thin_curve, visible_range
+
+VALUES = st.lists(st.one_of(st.floats(-1e300, 1e300), st.sampled_from([nan, inf, -inf])), min_size=1, max_size=300)
+
+
+@settings(max_examples=150)
+@given(ys=VALUES, count=st.integers(0, 120), gaps=st.booleans(), data=st.data())
+def test_first_last_smallest_and_largest_stay_in_order_and_within_the_count(
+    ys: list[float], count: int, gaps: bool, data: st.DataObject
+) -> None:
+    ys = ys if gaps else [one if isfinite(one) else 0.0 for one in ys]
+    xs = sorted(data.draw(st.lists(st.integers(0, 1000), min_size=len(ys), max_size=len(ys))))
+    few_xs, few_ys = thin_curve(xs, array("d", ys), count)
+    assert len(few_xs) == len(few_ys) <= max(count, MIN_POINTS)
+    assert all(one <= other for one, other in pairwise(few_xs))
+    assert (few_xs[0], few_xs[-1]) == (xs[0], xs[-1])
+    assert repr(few_ys[0]) == repr(float(ys[0]))
+    assert repr(few_ys[-1]) == repr(float(ys[-1]))
+    numbers, few_numbers = [one for one in ys if isfinite(one)], [one for one in few_ys if isfinite(one)]
+    if numbers:
+        assert (min(numbers), max(numbers)) == (min(few_numbers), max(few_numbers))
+    assert len(numbers) == len(ys) or len(few_numbers) < len(few_ys), "a gap stays a gap"
+
+
+@settings(max_examples=60)
+@given(ys=VALUES, count=st.integers(5, 60), start=st.integers(0, 50), length=st.integers(0, 300))
+def test_every_bucket_keeps_its_extremes(ys: list[float], count: int, start: int, length: int) -> None:
+    start = min(start, len(ys))
+    stop = min(start + length, len(ys))
+    places = list(select_points(ys, start, stop, count))
+    assert places == sorted(set(places))
+    assert all(start <= place < stop for place in places)
+    for one, other in pairwise(places):  # what lies between two points that stay is within the range of their neighbourhood
+        between = [value for value in ys[one + 1 : other] if isfinite(value)]
+        around = [ys[place] for place in places if isfinite(ys[place]) and abs(place - one) <= 2 * (stop - start) // (count // 5) + 2]
+        assert not between or (min(around) <= min(between) and max(between) <= max(around))
+
+
+@settings(max_examples=60)
+@given(
+    number=st.integers(0, 10**6),
+    length=st.integers(600, 3000),
+    known=st.integers(0, 3000),
+    bounds=st.tuples(st.integers(0, 3000), st.integers(0, 3000)),
+    count=st.integers(5, 16),
+    gaps=st.sampled_from([0, 1, 40]),
+)
+def test_known_blocks_change_the_speed_and_nothing_that_is_promised(
+    number: int, length: int, known: int, bounds: tuple[int, int], count: int, gaps: int
+) -> None:
+    seed = random.Random(number)
+    ys = array("d", [seed.random() for _ in range(length)])
+    for _ in range(gaps):
+        ys[seed.randrange(length)] = seed.choice([nan, inf, -inf])
+    blocks = BlockExtremes()
+    blocks.follow(ys[:known])
+    start, stop = sorted(min(one, length) for one in bounds)
+    places = list(select_points(ys, start, stop, count, blocks))
+    assert places == sorted(set(places))
+    assert len(places) <= count
+    numbers = [value for value in ys[start:stop] if isfinite(value)]
+    few = [ys[place] for place in places if isfinite(ys[place])]
+    assert (min(numbers, default=0), max(numbers, default=0)) == (min(few, default=0), max(few, default=0))
+    assert (places[0], places[-1]) == (start, stop - 1) if stop > start else places == []
+    assert len(numbers) == stop - start or len(few) < len(places), "a gap stays a gap"
+
+
+def test_a_spike_between_any_two_points_is_kept() -> None:
+    for place in range(0, 10_000, 97):
+        ys = array("d", bytes(80_000))
+        ys[place] = 1.0
+        assert 1.0 in thin_curve(range(10_000), ys, 40)[1]
+
+
+def test_a_few_points_are_all_kept_as_they_are() -> None:
+    xs, ys = thin_curve([1, 2, 3], [nan, 5.0, inf], 5)
+    assert list(xs) == [1, 2, 3]
+    assert isnan(ys[0])
+    assert list(ys[1:]) == [5.0, inf]
+
+
+def test_a_window_has_a_neighbour_on_each_side() -> None:
+    xs = range(0, 1000, 10)
+    assert visible_range(xs, None, None) == (0, 100)
+    assert [xs[one] for one in range(*visible_range(xs, 95, 125))] == [90, 100, 110, 120, 130]
+    assert list(thin_curve(xs, list(map(float, xs)), 50, 100, 100)[0]) == [90, 100, 110]
+    assert list(thin_curve(xs, list(map(float, xs)), 50, 5000, 6000)[0]) == []
+    assert list(thin_curve(xs, list(map(float, xs)), 50, -20, -10)[0]) == []
+    assert list(thin_curve(xs, list(map(float, xs)), 50, 20, 10)[0]) == []
+    assert list(thin_curve(xs, list(map(float, xs)), 50, 101, 102)[0]) == [100, 110], "a line that passes through"
+    assert list(thin_curve([], [], 50, 1, 2)[0]) == []
