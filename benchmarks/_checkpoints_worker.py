@@ -86,7 +86,7 @@ class Library:
         return self.optimizer.state
 
     def tensors(self) -> list[torch.Tensor]:
-        return [*self.model.state_dict().values(), *(one for state in self.state.values() for one in state.values())]
+        return [*self.model.state_dict().values(), *(entry for state in self.state.values() for entry in state.values())]
 
 
 class Plain(Library):
@@ -96,9 +96,9 @@ class Plain(Library):
 
     def save(self, folder: str) -> None:
         os.makedirs(folder)
-        for name, one in (("model", self.model), ("optimizer", self.optimizer)):
+        for name, entry in (("model", self.model), ("optimizer", self.optimizer)):
             with open(f"{folder}/{name}.pt", "wb") as file:
-                torch.save(one.state_dict(), file)
+                torch.save(entry.state_dict(), file)
                 if self.durable:
                     file.flush()
                     os.fsync(file.fileno())

@@ -45,7 +45,7 @@ def cases(state: PartialState) -> list[Case]:
     their_state = TheirState(cpu=True)
     rank, world = state.process_index, state.num_processes
     assert their_state.num_processes == world
-    one = torch.arange(16, dtype=torch.float32) + rank
+    entry = torch.arange(16, dtype=torch.float32) + rank
     kept = torch.empty(16 * world)
     many = {f"metric_{number:02}": torch.full((8,), float(number + rank)) for number in range(20)}
     records = [{"id": rank * 64 + number, "text": f"sample {number}", "score": number / 7} for number in range(64)]
@@ -59,12 +59,12 @@ def cases(state: PartialState) -> list[Case]:
         return output
 
     def bare_reduce() -> torch.Tensor:
-        copy = one.clone()
+        copy = entry.clone()
         dist.all_reduce(copy)
         return copy
 
     def bare_broadcast() -> torch.Tensor:
-        copy = one.clone()
+        copy = entry.clone()
         dist.broadcast(copy, 0)
         return copy
 
@@ -77,10 +77,10 @@ def cases(state: PartialState) -> list[Case]:
         Case(
             "one tensor",
             {
-                "ours": lambda: state.gather(one),
-                "torch": lambda: bare(one, kept),
-                "torch, fresh": lambda: bare(one),
-                "accelerate": lambda: theirs.gather(one),
+                "ours": lambda: state.gather(entry),
+                "torch": lambda: bare(entry, kept),
+                "torch, fresh": lambda: bare(entry),
+                "accelerate": lambda: theirs.gather(entry),
             },
         ),
         Case(
@@ -104,11 +104,11 @@ def cases(state: PartialState) -> list[Case]:
             "64 texts",
             {"ours": lambda: state.gather(texts), "accelerate": lambda: theirs.gather_object(texts), "torch": lambda: bare_objects(texts)},
         ),
-        Case("reduce", {"ours": lambda: state.reduce(one), "accelerate": lambda: theirs.reduce(one, "sum"), "torch": bare_reduce}),
+        Case("reduce", {"ours": lambda: state.reduce(entry), "accelerate": lambda: theirs.reduce(entry, "sum"), "torch": bare_reduce}),
         Case("reduce 20", {"ours": lambda: state.reduce(many), "accelerate": lambda: theirs.reduce(many, "sum")}, slow=2),
         Case(
             "broadcast",
-            {"ours": lambda: state.broadcast(one), "accelerate": lambda: theirs.broadcast(one.clone()), "torch": bare_broadcast},
+            {"ours": lambda: state.broadcast(entry), "accelerate": lambda: theirs.broadcast(entry.clone()), "torch": bare_broadcast},
         ),
         Case(
             "broadcast 20",

@@ -205,7 +205,7 @@ def main() -> None:
             contenders = {name: repeated(builds[name]()) for name in turned}
             for name, more in in_turns(contenders, options.rounds, 10 if case == "step" else 100, barrier).items():
                 times[name].extend(more)
-        found[case] = joined(state.gather_object([{name: asdict(one) for name, one in times.items()}]))
+        found[case] = joined(state.gather_object([{name: asdict(entry) for name, entry in times.items()}]))
     if state.is_main_process:
         options.output.write_text(json.dumps(found))
 

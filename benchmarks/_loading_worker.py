@@ -178,7 +178,7 @@ def main() -> None:
         check(case, batches, loaders, state)
         contenders = {name: passing(loader) for name, loader in loaders.items()}
         times = in_turns(contenders, options.rounds, batches // state.num_processes, barrier)
-        found[case] = joined(state.gather_object([{name: asdict(one) for name, one in times.items()}]))
+        found[case] = joined(state.gather_object([{name: asdict(entry) for name, entry in times.items()}]))
         if options.profile:
             for name in ("plain", "ours"):
                 if name in loaders:

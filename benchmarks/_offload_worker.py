@@ -159,9 +159,9 @@ class Worker:
             if lanes:
                 import slipstream
 
-                calls = slipstream.layer_major(model, lambda one: model.write(one, count), prompts, lanes=lanes)
+                calls = slipstream.layer_major(model, lambda prompt: model.write(prompt, count), prompts, lanes=lanes)
             else:
-                calls = [model.write(one, count) for one in prompts]
+                calls = [model.write(prompt, count) for prompt in prompts]
             taken = time.perf_counter() - begin
         return {"seconds": taken, "tokens": [row for call in calls for row in call]}
 

@@ -310,7 +310,7 @@ def main() -> None:
             contenders = {name: repeated(builds[name](Parts())) for name in turned}
             for name, more in in_turns(contenders, options.rounds, calls, barrier).items():
                 times[name].extend(more)
-        everyone = state.gather_object([{name: asdict(one) for name, one in times.items()}])
+        everyone = state.gather_object([{name: asdict(entry) for name, entry in times.items()}])
         found[case] = joined(everyone)
         if options.profile:
             for name in ("plain", "ours", "ours, accumulate"):

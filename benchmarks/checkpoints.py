@@ -234,18 +234,18 @@ def figures(times: Times) -> list[Figure]:
     if "ours: peak" in times:
         found.append(_memory(times))
     if "10 saves" in times:
-        one, ten = (times[f"{saves} saves"][0] / 1e6 for saves in (1, 10))
-        found.append(Figure("ten saves with dedup, 95 % frozen", ten, "MB", one, "one", goal=2.5))
+        entry, ten = (times[f"{saves} saves"][0] / 1e6 for saves in (1, 10))
+        found.append(Figure("ten saves with dedup, 95 % frozen", ten, "MB", entry, "one", goal=2.5))
     return found
 
 
 def _compared(times: Times, what: str, ours: str, theirs: str, goal: float | None, others: Sequence[str]) -> Figure:
-    one, other = times[ours], times[theirs]
+    entry, other = times[ours], times[theirs]
     middle = {name: statistics.median(times[name]) for name in (ours, theirs, f"{ours}, cpu", f"{theirs}, cpu")}
     words = [f"median {middle[ours] * 1e3:.3g} ms, {middle[ours] / middle[theirs]:.2f}"]
     words.append(f"cpu {middle[f'{ours}, cpu'] * 1e3:.3g} ms, {middle[f'{ours}, cpu'] / middle[f'{theirs}, cpu']:.2f}")
     words += [f"{name.partition(':')[0]} {min(times[name]) * 1e3:.3g} ms" for name in others]
-    return Figure(what, min(one) * 1e3, "ms", min(other) * 1e3, theirs.partition(":")[0], goal=goal, spread=f"({'; '.join(words)})")
+    return Figure(what, min(entry) * 1e3, "ms", min(other) * 1e3, theirs.partition(":")[0], goal=goal, spread=f"({'; '.join(words)})")
 
 
 def _memory(times: Times) -> Figure:

@@ -100,7 +100,7 @@ def _figure(what: str, ours: Callable[[], Any], theirs: Callable[[], Any], round
         return lambda calls: [call() for _ in range(calls)]
 
     found = in_turns({"ours": contender(ours), "accelerate": contender(theirs)}, rounds, 1)
-    behind = [f"best {name} {min(one.cpu) * 1e3:.1f} ms" for name, one in found.items()]
+    behind = [f"best {name} {min(entry.cpu) * 1e3:.1f} ms" for name, entry in found.items()]
     return compared(what, goal, _clocks(found["ours"]), _clocks(found["accelerate"]), "accelerate", behind)
 
 

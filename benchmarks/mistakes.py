@@ -36,9 +36,9 @@ def figures(seen: Seen) -> list[Figure]:
     found = []
     for name in seen[0]:
         everyone = [rank[name] for rank in seen]
-        right = sum(one["type"] == EXPECTED for one in everyone)
-        works = all(one["works"] for one in everyone)
-        slowest = max(one["seconds"] for one in everyone) if right == len(seen) and works else float("inf")
+        right = sum(entry["type"] == EXPECTED for entry in everyone)
+        works = all(entry["works"] for entry in everyone)
+        slowest = max(entry["seconds"] for entry in everyone) if right == len(seen) and works else float("inf")
         spread = f"{right} of {len(seen)} ranks raised {EXPECTED}; the group {'works' if works else 'does NOT work'} after it"
         found.append(Figure(f"{len(seen)} ranks: {name}", slowest * 1000, "ms", goal=1000, spread=spread))
     return found
@@ -51,8 +51,8 @@ def main() -> None:
     options = parser.parse_args()
     two, four = measure(2), measure(4)
     if options.show:
-        for name, one in two[0].items():
-            print(f"--- {name}\n{one['message']}\n")
+        for name, entry in two[0].items():
+            print(f"--- {name}\n{entry['message']}\n")
     found = [*figures(two), *figures(four)]
     print(table("mistakes", found))
     if options.json:

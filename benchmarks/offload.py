@@ -184,8 +184,8 @@ def block_bytes(shape: Sequence[Any]) -> int:
 
 def warm(place: Place) -> list[Figure]:
     shape = tower(place)
-    blocks, one = block_bytes(shape) * shape[1], block_bytes(shape)
-    limit = 8 * one
+    blocks, entry = block_bytes(shape) * shape[1], block_bytes(shape)
+    limit = 8 * entry
     ways = {"ours": ("ours", None), "limited": ("ours", limit), "accelerate": ("accelerate", None)}
     grown = {}
     with place.file(shape) as (path, _):
@@ -216,9 +216,9 @@ def forward(what: str, times: dict[str, dict[str, list[float]]], name: str, goal
     ours, plain = times[name], times["plain"]
     words = [f"cpu {ratio(ours['cpu'], plain['cpu']):.2f}", f"best rounds {min(ours['wall']) / min(plain['wall']):.2f}"]
     words.append(f"plain/plain {ratio(times['plain, again']['wall'], plain['wall']):.3f}")
-    one, other = (statistics.median(found["wall"]) * 1e3 for found in (ours, plain))
+    entry, other = (statistics.median(found["wall"]) * 1e3 for found in (ours, plain))
     paired = ratio(ours["wall"], plain["wall"])
-    return Figure(what, one, "ms", other, "plain", goal=goal, spread=f"({'; '.join(words)})", paired=paired)
+    return Figure(what, entry, "ms", other, "plain", goal=goal, spread=f"({'; '.join(words)})", paired=paired)
 
 
 def megabytes(size: float) -> str:
@@ -245,8 +245,8 @@ def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: Worker, cas
     with place.worker() as plain:
         plain.ask("open", library="plain", shape=shape, path=path, folder="")
         output = plain.ask("growth", name="plain", passes=1)[1]
-    folder, one = place.parked(shape, path), block_bytes(shape)
-    files = {"ours": [path], "accelerate": [str(one) for one in Path(folder).glob("*.dat")]}
+    folder, entry = place.parked(shape, path), block_bytes(shape)
+    files = {"ours": [path], "accelerate": [str(path) for path in Path(folder).glob("*.dat")]}
     speeds: dict[str, list[tuple[float, float]]] = {}
     words: dict[str, list[str]] = {}
     for library in ("ours", "accelerate"):
@@ -255,15 +255,15 @@ def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: Worker, cas
                 words[library], speeds[library] = [], []
                 worker.ask("ready", library=library)
                 if group is not None:
-                    group.allow(blocks * one + (16 << 20))
+                    group.allow(blocks * entry + (16 << 20))
                     words[library] = [f"memory for {blocks} of {shape[1]} blocks, others were too few" if blocks > 6 else ""]
-                worker.ask("open", library=library, shape=shape, path=path, folder=folder, limit=blocks * one if group else None)
+                worker.ask("open", library=library, shape=shape, path=path, folder=folder, limit=blocks * entry if group else None)
                 for _ in range(place.rounds):
                     before = disk.ask("disk", path=path)
                     seen = worker.ask("cold", name=library, paths=files[library])
                     around = (before + disk.ask("disk", path=path)) / 2
-                    speeds[library].append((shape[1] * one / seen["seconds"], around))
-                    check(seen["bytes"] > 0.95 * shape[1] * one, f"cold: {library} read {megabytes(seen['bytes'])} alone from the disk")
+                    speeds[library].append((shape[1] * entry / seen["seconds"], around))
+                    check(seen["bytes"] > 0.95 * shape[1] * entry, f"cold: {library} read {megabytes(seen['bytes'])} alone from the disk")
                     check(seen["output"] == output, f"cold: the output of {library} is not that of the plain model")
                     words[library] += [f"up to {seen['cached']:.0%} was cached"] if seen["cached"] > 0.02 else []
                     words[library] += [] if library != "ours" else ["read past the cache" if seen["around"] else "read through the cache"]
@@ -300,23 +300,23 @@ def generate(place: Place) -> list[Figure]:
             worker.ask("open", library="plain", shape=shape, path=path, folder="")
             plain = worker.ask("write", name="plain", sequences=64, rows=64, count=count)
         job = Writing(place, group, shape, path, size, count, plain["tokens"], threads)
-        ours, one, many = [], [], []
+        ours, entry, many = [], [], []
         for _ in range(2 if place.quick else 5):  # in turns
             ours += [job.run("ours", 64, 64 // lanes, lanes) for lanes in (1, 2, 4)]
             many.append(job.run("accelerate", 64, 64))
-            one.append(job.run("accelerate", 1, 1))
+            entry.append(job.run("accelerate", 1, 1))
     what = f"a token of 64 sequences, {megabytes(size)} of weights in {megabytes(size // 4)}"
     memory = f"all in memory: {64 * count / plain['seconds']:.3g} tokens/s"
-    return [token(what, ours, one, "one by one", memory), token("the same", ours, many, "64 at once", memory)]
+    return [token(what, ours, entry, "one by one", memory), token("the same", ours, many, "64 at once", memory)]
 
 
 def token(what: str, ours: list[tuple[float, str]], theirs: list[tuple[float, str]], how: str, words: str) -> Figure:
     """The best rounds against each other, behind them the medians; `how` is what the other one does."""
-    (one, way), (other, their_way) = min(ours), min(theirs)
+    (entry, way), (other, their_way) = min(ours), min(theirs)
     middle = statistics.median(each for each, _ in theirs) / statistics.median(each for each, _ in ours)
-    said = [f"{other / one:.1f} x, medians {middle:.1f} x the tokens per second", f"ours {1 / one:.3g} with {way}", words]
+    said = [f"{other / entry:.1f} x, medians {middle:.1f} x the tokens per second", f"ours {1 / entry:.3g} with {way}", words]
     spread = f"({'; '.join(said)}; accelerate: {their_way})"
-    return Figure(what, one * 1e3, "ms", other * 1e3, f"accelerate, {how}", goal=1 / MORE, spread=spread)
+    return Figure(what, entry * 1e3, "ms", other * 1e3, f"accelerate, {how}", goal=1 / MORE, spread=spread)
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class Writing:
 
 def forget_all(folder: Path) -> None:
     """No file of a folder stays in the page cache."""
-    for path in (one for one in folder.rglob("*") if one.is_file()):
+    for path in (path for path in folder.rglob("*") if path.is_file()):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -387,10 +387,10 @@ def load(place: Place) -> list[Figure]:
 
 def against(what: str, times: dict[str, dict[str, list[float]]], name: str, goal: float | None) -> Figure:
     """A contender against plain PyTorch: the best rounds, and behind them the medians of the ratios."""
-    one, plain = (min(times[key]["wall"]) * 1e3 for key in (name, "plain"))
+    entry, plain = (min(times[key]["wall"]) * 1e3 for key in (name, "plain"))
     middle = {clock: ratio(times[name][clock], times["plain"][clock]) for clock in ("wall", "cpu")}
     spread = f"(medians of the ratios: wall {middle['wall']:.2f}, cpu {middle['cpu']:.2f})"
-    return Figure(what, one, "ms", plain, "plain", goal=goal, spread=spread)
+    return Figure(what, entry, "ms", plain, "plain", goal=goal, spread=spread)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------------------
@@ -432,7 +432,7 @@ def shared(place: Place) -> list[Figure]:
                 for worker in workers:
                     worker.ask("load_memory", library=library, shape=shape, path=path)
                     worker.ask("touch", library=library)
-                held[library] = [worker.ask("held")["Pss"] - one for worker, one in zip(workers, before, strict=True)]
+                held[library] = [worker.ask("held")["Pss"] - entry for worker, entry in zip(workers, before, strict=True)]
     most = {library: max(found) / size * 100 for library, found in held.items()}
     others = ", ".join(f"{name} {most[name]:.0f} %" for name in ("plain", "accelerate"))
     what = f"two processes with the same {megabytes(size)}: percent of it in each"

@@ -86,7 +86,7 @@ def ratio(times: list[float], base: list[float]) -> float:
     >>> ratio([2.0, 3.0, 40.0], [1.0, 2.0, 20.0])
     2.0
     """
-    return statistics.median(one / other for one, other in zip(times, base, strict=True))
+    return statistics.median(entry / other for entry, other in zip(times, base, strict=True))
 
 
 def added(times: list[float], base: list[float]) -> float:
@@ -95,7 +95,7 @@ def added(times: list[float], base: list[float]) -> float:
     >>> added([2.0, 3.0, 40.0], [1.0, 2.0, 20.0])
     1.0
     """
-    return statistics.median(one - other for one, other in zip(times, base, strict=True))
+    return statistics.median(entry - other for entry, other in zip(times, base, strict=True))
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

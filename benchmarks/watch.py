@@ -56,7 +56,7 @@ def grow(folders: list[Path], points: int, stop: threading.Event) -> None:
     step = points
     while not stop.wait(0.05):
         for file in files:
-            os.write(file, "".join(line(step + one) for one in range(5)).encode())
+            os.write(file, "".join(line(step + index) for index in range(5)).encode())
         step += 5
     for file in files:
         os.close(file)

@@ -181,7 +181,7 @@ def mutable_state(path: str, text: str) -> Iterator[str]:
 
 def silent_except(path: str, text: str) -> Iterator[str]:
     for node in nodes_of(text):
-        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and all(_does_nothing(one) for one in node.body):
+        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and all(_does_nothing(entry) for entry in node.body):
             yield f"line {node.lineno}: a broad except that hides the error"
         elif isinstance(node, ast.Call) and _last_name(node.func).endswith("suppress") and any(map(_is_broad, node.args)):
             yield f"line {node.lineno}: suppresses every exception"
@@ -203,7 +203,10 @@ def no_shell(path: str, text: str) -> Iterator[str]:
         if isinstance(node, ast.Call):
             if _last_name(node.func) in GO_THROUGH_A_SHELL and ast.unparse(node.func) in GO_THROUGH_A_SHELL.values():
                 yield f"line {node.lineno}: {ast.unparse(node.func)} goes through a shell; use subprocess with a list"
-            if any(one.arg == "shell" and not (isinstance(one.value, ast.Constant) and one.value.value is False) for one in node.keywords):
+            if any(
+                keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+                for keyword in node.keywords
+            ):
                 yield f"line {node.lineno}: shell=...; use a list of arguments"
 
 
@@ -362,7 +365,7 @@ def _bindings(tree: ast.Module) -> tuple[set[str], set[str], list[str] | None, b
             lazy |= any(isinstance(part, ast.Name) and part.id == "__getattr__" for target in node.targets for part in ast.walk(target))
         for name, value in _assignments(node):
             if name == "__all__" and isinstance(value, (ast.List, ast.Tuple)):
-                declared = [str(ast.literal_eval(one)) for one in value.elts if not isinstance(one, ast.Starred)]
+                declared = [str(ast.literal_eval(elt)) for elt in value.elts if not isinstance(elt, ast.Starred)]
             elif name == "__all__":
                 declared = []
             if not (isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in ("TypeVar", "ParamSpec")):

@@ -33,7 +33,7 @@ def snapshot(step: int = 3, *, world: int = 2, rank: int = 0, metric: float | No
     made = torch.Generator().manual_seed(changes.get("seed", step))
     weight, bias = torch.randn(6, 4, generator=made), torch.randn(6, generator=made)
     tensors = {"embed.weight": weight, "small": bias.to(torch.bfloat16), **changes.get("tensors", {})}
-    moments = {number: {"step": torch.tensor(float(step)), "exp_avg": one * 0.1} for number, one in enumerate((weight, bias))}
+    moments = {number: {"step": torch.tensor(float(step)), "exp_avg": entry * 0.1} for number, entry in enumerate((weight, bias))}
     optimizer = {"state": moments, "param_groups": [{"lr": changes.get("lr", 0.01), "betas": (0.9, 0.999), "params": [0, 1]}]}
     training = {
         "schedulers": [{"last_epoch": step}],

@@ -104,7 +104,7 @@ def printed() -> Iterator[Any]:
 def test_pages_show_what_is_really_printed(outcomes_of, code, shown):
     """Line by line, in this order: what a thread says about the run may come between any two of them."""
     came = iter(outcomes_of(code)[0].output.splitlines())
-    assert [line for line in shown.strip().splitlines() if not any(line in one for one in came)] == []
+    assert [line for line in shown.strip().splitlines() if not any(line in entry for entry in came)] == []
 
 
 def cheat_sheet() -> list[str]:

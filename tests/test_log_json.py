@@ -26,8 +26,8 @@ def record(message: object = "m", *args: object, error: BaseException | None = N
     return made
 
 
-def parsed(one: logging.LogRecord) -> dict[str, Any]:
-    line = JsonFormatter().format(one)
+def parsed(log_record: logging.LogRecord) -> dict[str, Any]:
+    line = JsonFormatter().format(log_record)
     assert line.isascii()
     assert "\n" not in line
     found: dict[str, Any] = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

@@ -189,7 +189,7 @@ def test_what_all_promises_can_be_had(name):
     """By importing, so that lazy names count: each can be fetched, and `dir` shows it."""
     module = importlib.import_module(name)
     promised = getattr(module, "__all__", [])
-    assert [one for one in promised if not hasattr(module, one) or one not in dir(module)] == []
+    assert [entry for entry in promised if not hasattr(module, entry) or entry not in dir(module)] == []
 
 
 @pytest.mark.parametrize("name", ["slipstream", "slipstream.utils", "slipstream.inference"])

@@ -15,7 +15,6 @@ from typing import Any
 
 from looking import Looker, chromium
 from made_up import make_run
-
 from slipstream.report import write
 
 HERE = Path(__file__).parent

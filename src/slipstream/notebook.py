@@ -305,32 +305,32 @@ class _CaptureInspector:
     def walk(self) -> Iterator[_Captured]:
         """Every value once, the outermost first."""
         while self._todo:
-            one = self._todo.pop(0)
-            if id(one.value) in self._seen:
+            entry = self._todo.pop(0)
+            if id(entry.value) in self._seen:
                 continue
-            self._seen.add(id(one.value))
-            inside = list(self._inside(one))
+            self._seen.add(id(entry.value))
+            inside = list(self._inside(entry))
             self._todo += inside
-            yield one
+            yield entry
 
-    def _inside(self, one: _Captured) -> Iterable[_Captured]:
-        value = one.value
+    def _inside(self, captured: _Captured) -> Iterable[_Captured]:
+        value = captured.value
         if isinstance(value, FunctionType):
             return self._of_function(value) if _is_sent_by_value(value) else ()
         if isinstance(value, MethodType):
-            return (_Captured(f"the object of {value.__qualname__}", value.__self__), _Captured(one.name, value.__func__))
+            return (_Captured(f"the object of {value.__qualname__}", value.__self__), _Captured(captured.name, value.__func__))
         if isinstance(value, functools.partial):
-            named = {f"argument {key} of {one.name}": argument for key, argument in (*enumerate(value.args), *value.keywords.items())}
-            return (_Captured(one.name, value.func), *(_Captured(name, argument) for name, argument in named.items()))
+            named = {f"argument {key} of {captured.name}": argument for key, argument in (*enumerate(value.args), *value.keywords.items())}
+            return (_Captured(captured.name, value.func), *(_Captured(name, argument) for name, argument in named.items()))
         if isinstance(value, type):
             methods = [method for method in vars(value).values() if isinstance(method, FunctionType)]
-            return [_Captured(one.name, method) for method in methods] if _is_sent_by_value(value) else ()
+            return [_Captured(captured.name, method) for method in methods] if _is_sent_by_value(value) else ()
         if type(value) in (list, tuple):
-            return [_Captured(f"{one.name}[{place}]", item) for place, item in enumerate(value[:1000])]
+            return [_Captured(f"{captured.name}[{place}]", item) for place, item in enumerate(value[:1000])]
         if _is_sent_by_value(type(value)) and hasattr(value, "__dict__"):
-            return [_Captured(f"the {key} of {one.name}", item) for key, item in vars(value).items()]
+            return [_Captured(f"the {key} of {captured.name}", item) for key, item in vars(value).items()]
         if type(value) is dict:
-            return [_Captured(f"{one.name}[{key!r}]", item) for key, item in list(value.items())[:1000]]
+            return [_Captured(f"{captured.name}[{key!r}]", item) for key, item in list(value.items())[:1000]]
         return ()
 
     def _of_function(self, function: FunctionType) -> Iterator[_Captured]:
@@ -395,10 +395,10 @@ def _tensors(value: Any) -> Iterable[Any]:
 
 
 def _refuse_captured(captured: Sequence[_Captured], caller: str) -> None:
-    for one in captured:
-        reason = _why_not_sendable(one.value)
+    for entry in captured:
+        reason = _why_not_sendable(entry.value)
         if reason is not None:
-            raise LaunchError(f"{caller} cannot send {one.name} to other processes: it {reason}")
+            raise LaunchError(f"{caller} cannot send {entry.name} to other processes: it {reason}")
 
 
 def _explain_unpicklable(function: object, args: tuple[object, ...], captured: Sequence[_Captured], error: Exception) -> None:
@@ -407,13 +407,13 @@ def _explain_unpicklable(function: object, args: tuple[object, ...], captured: S
     if problem is None:
         return
     # The innermost: what contains it cannot be sent either.
-    for one in reversed(captured):
-        problem = _pickling_problem(one.value)
+    for entry in reversed(captured):
+        problem = _pickling_problem(entry.value)
         if problem is not None:
-            name = getattr(function, "__qualname__", repr(function)) if one.name == "the function" else one.name
+            name = getattr(function, "__qualname__", repr(function)) if entry.name == "the function" else entry.name
             raise LaunchError(
                 f"{name} cannot be sent to other processes: {problem}\n"
-                f"It is of type {type(one.value).__qualname__}. Make it inside the function instead, or pass what it is made from."
+                f"It is of type {type(entry.value).__qualname__}. Make it inside the function instead, or pass what it is made from."
             ) from error
 
 

@@ -57,4 +57,4 @@ def run(model):
 
 
 def meta_names(model):
-    return {name for name, one in model.named_parameters(remove_duplicate=False) if one.is_meta}
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_meta}

@@ -114,8 +114,8 @@ def bundles(model: nn.Module, stay: bool) -> list[Bundle]:
     ids = [{id(getattr(m, key)) if key in m._parameters else (id(m), key) for m, key in tensors} for _, _, tensors in found]
     sets: list[set[int]] = []
     for number in range(len(found)):
-        joined = [one for one in sets if any(ids[number] & ids[other] for other in one)]
-        sets = [one for one in sets if one not in joined] + [{number}.union(*joined)]
+        joined = [entry for entry in sets if any(ids[number] & ids[other] for other in entry)]
+        sets = [entry for entry in sets if entry not in joined] + [{number}.union(*joined)]
 
     def weigh(numbers: set[int]) -> tuple[int, int]:
         tensors = {}
@@ -159,8 +159,8 @@ def brute_force(items: list[Bundle], caps: dict, stay: bool) -> list[int] | None
             for passed in (device for device in devices if device != "disk" and device not in places):
                 passing.setdefault(passed, []).append(allowed(items, places, caps, passed, stay))
     for candidates in (found, *(passing[device] for device in devices if device in passing)):
-        if any(one is not None for one in candidates):
-            return max(one for one in candidates if one is not None)
+        if any(candidate is not None for candidate in candidates):
+            return max(candidate for candidate in candidates if candidate is not None)
     return None
 
 

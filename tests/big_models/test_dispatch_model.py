@@ -40,7 +40,7 @@ def test_every_map_gives_the_same_numbers_again_and_again(entries, rest, offload
 
 def test_weights_for_the_disk_are_away_between_forwards_and_the_others_in_memory(tmp_path):
     model = dispatch_model(small(), MIXED, offload_dir=tmp_path)
-    away = {f"layers.{n}.{one}.{kind}" for n in (0, 2) for one in ("up", "down") for kind in ("weight", "bias")}
+    away = {f"layers.{n}.{name}.{kind}" for n in (0, 2) for name in ("up", "down") for kind in ("weight", "bias")}
     assert meta_names(model) == {*away, "norm.weight", "norm.bias"}
     assert model.hf_device_map == MIXED
 
@@ -244,7 +244,7 @@ def test_layers_of_an_encoder_are_blocks_if_it_does_not_fit_and_what_it_does_oth
     with torch.set_grad_enabled(grad):
         expected = model(inputs)
         assert torch.equal(dispatch_model(model, {"": "disk"}, limit=9000)(inputs), expected)
-    assert [name for name, one in model.named_modules() if name and get_hooks(one)] == [
+    assert [name for name, module in model.named_modules() if name and get_hooks(module)] == [
         "attention", *(f"encoder.layers.{number}" for number in range(3)),
     ]  # fmt: skip
     assert "padded positions" in caplog.text
@@ -387,10 +387,10 @@ def test_the_check_of_maps_is_looked_up_when_it_is_called(monkeypatch):
 def test_layers_that_are_trained_in_memory_get_gradients_through_offloaded_ones():
     plain, model = Small(), Small()
     model.load_state_dict(plain.state_dict())
-    for one in (plain, model):
-        one.eval().requires_grad_(False)
-        one.layers[0].requires_grad_(True)
+    for entry in (plain, model):
+        entry.eval().requires_grad_(False)
+        entry.layers[0].requires_grad_(True)
     dispatch_model(model, {"": "cpu", "layers.1": "disk", "layers.2": "disk"})
-    for one in (plain, model):
-        one(TOKENS).square().sum().backward()
+    for entry in (plain, model):
+        entry(TOKENS).square().sum().backward()
     assert torch.equal(plain.layers[0].up.weight.grad, model.layers[0].up.weight.grad)

@@ -139,7 +139,9 @@ def test_a_model_of_transformers_has_its_weights_tied_and_empty() -> None:
     real = transformers.AutoModelForCausalLM.from_config(config)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert {name: buffer.tolist() for name, buffer in model.named_buffers()} == {name: one.tolist() for name, one in real.named_buffers()}
+    assert {name: buffer.tolist() for name, buffer in model.named_buffers()} == {
+        name: buffer.tolist() for name, buffer in real.named_buffers()
+    }
 
 
 def test_a_device_that_is_none_is_named() -> None:

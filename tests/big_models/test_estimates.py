@@ -46,8 +46,8 @@ def really_kept(run) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model, _ = run()
-    for one in (*model.parameters(), *model.buffers()):
-        memory.pop(one.untyped_storage().data_ptr(), None)
+    for parameter in (*model.parameters(), *model.buffers()):
+        memory.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(memory.values())
 
 
@@ -92,12 +92,12 @@ def test_the_peak_of_a_step_is_what_the_allocator_sees():
 
 def test_measuring_leaves_the_model_as_it_was():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)).eval()
-    before = [(id(one), one.clone()) for one in model.parameters()]
+    before = [(id(parameter), parameter.clone()) for parameter in model.parameters()]
     measure(model, ModelInputs((torch.empty(2, 4),)), dtype=torch.bfloat16, checkpointing=True)
-    assert [id(one) for one in model.parameters()] == [key for key, _ in before]
-    assert all(torch.equal(one, old) for one, (_, old) in zip(model.parameters(), before, strict=True))
+    assert [id(parameter) for parameter in model.parameters()] == [key for key, _ in before]
+    assert all(torch.equal(parameter, old) for parameter, (_, old) in zip(model.parameters(), before, strict=True))
     assert not any(module.training or "forward" in vars(module) for module in model.modules())
-    assert all(one.grad is None for one in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_the_formula_says_what_is_measured(tmp_path, kind, checkpointing):
     settings = {"dtypes": tuple(WEIGHT_DTYPES.values()), "batch_size": 3, "sequence_length": 200, "gradient_checkpointing": checkpointing}
     computed = estimate(str(tmp_path), EstimateOptions(**settings), {})
     measured = estimate(str(tmp_path), EstimateOptions(**settings, measure=True), {})
-    for one, other in zip((*computed.inference, *computed.training), (*measured.inference, *measured.training), strict=True):
-        assert one.weights == other.weights
-        assert one.activations == pytest.approx(other.activations, rel=0.05)
+    for entry, other in zip((*computed.inference, *computed.training), (*measured.inference, *measured.training), strict=True):
+        assert entry.weights == other.weights
+        assert entry.activations == pytest.approx(other.activations, rel=0.05)
     assert [row.cache for row in computed.inference] == pytest.approx([row.cache for row in measured.inference], rel=0.01)
     assert any("by formula" in note for note in computed.notes)
     assert not any("by formula" in note for note in measured.notes)
@@ -173,14 +173,14 @@ def test_weights_gradients_and_states_are_those_of_a_real_optimizer(tmp_path):
             value for state in optimizer.state.values() for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"
         ]
         found = estimate(f"{tmp_path / 'net.py'}:build", EstimateOptions((parse_weight_dtype("fp32"),), optimizer=name), {}).training[0]
-        assert found.weights == found.gradients == sum(one.numel() * 4 for one in model.parameters())
-        assert found.optimizer == pytest.approx(sum(one.numel() * 4 for one in states), abs=16)
+        assert found.weights == found.gradients == sum(parameter.numel() * 4 for parameter in model.parameters())
+        assert found.optimizer == pytest.approx(sum(state.numel() * 4 for state in states), abs=16)
         assert found.total == found.weights + found.gradients + found.optimizer + found.activations
 
 
 def test_eight_bit_states_take_about_two_bytes():
-    one = estimate(f"{__file__}:wide", EstimateOptions((parse_weight_dtype("fp32"),), optimizer="adam8bit"), {}).training[0]
-    assert one.optimizer == pytest.approx(2 * 256 * 256 * (1 + 4 / 256), rel=0.05)
+    entry = estimate(f"{__file__}:wide", EstimateOptions((parse_weight_dtype("fp32"),), optimizer="adam8bit"), {}).training[0]
+    assert entry.optimizer == pytest.approx(2 * 256 * 256 * (1 + 4 / 256), rel=0.05)
 
 
 def wide() -> nn.Module:
@@ -202,14 +202,14 @@ def test_frozen_weights_have_no_gradients_and_no_states():
 
 def test_tied_weights_count_once_however_they_are_stored(tmp_path):
     model = decoder(tie_word_embeddings=True)
-    expected = sum(one.numel() for one in model.parameters()) * 4
+    expected = sum(parameter.numel() for parameter in model.parameters()) * 4
     model.save_pretrained(tmp_path / "once")
     state = dict(model.state_dict())
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice" / "config.json").write_text((tmp_path / "once" / "config.json").read_text())
     import safetensors.torch
 
-    safetensors.torch.save_file({name: one.clone() for name, one in state.items()}, tmp_path / "twice" / "model.safetensors")
+    safetensors.torch.save_file({name: entry.clone() for name, entry in state.items()}, tmp_path / "twice" / "model.safetensors")
     torch.save(state, tmp_path / "tied.bin")
     assert list_tensors(model).size(WEIGHT_DTYPES["float32"]) == pytest.approx(expected, rel=0.001)  # and a few buffers
     for path in (tmp_path / "once", tmp_path / "twice"):
@@ -227,7 +227,7 @@ def test_shards_one_file_and_checkpoints_give_the_same(tmp_path, monkeypatch):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model)
     accelerator.save_state(tmp_path / "state")
-    expected = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+    expected = sum(parameter.numel() * parameter.element_size() for parameter in (*model.parameters(), *model.buffers()))
     assert (tmp_path / "state" / tensors._MANIFEST).is_file()
     for name in ("one", "many", "bin", "state"):
         assert read_tensors(tmp_path / name).size(WEIGHT_DTYPES["float32"]) == expected, name

@@ -113,7 +113,7 @@ class Recording(ModelHook):
 def test_hooks_change_arguments_and_outputs() -> None:
     class Adding(ModelHook):
         def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return tuple(one + 1 for one in args), {"twice": True}
+            return tuple(argument + 1 for argument in args), {"twice": True}
 
         def post_forward(self, module: nn.Module, output: Any) -> Any:
             return [output]
@@ -223,7 +223,9 @@ def test_offloaded_weights_give_the_same_and_are_there_only_while_the_module_run
     remove_hook_from_module(block)
     assert block.first.weight is block.second.weight
     assert torch.equal(block(x), expected)
-    assert {name: tensor.tolist() for name, tensor in weights.items()} == {name: one.tolist() for name, one in block.state_dict().items()}
+    assert {name: tensor.tolist() for name, tensor in weights.items()} == {
+        name: entry.tolist() for name, entry in block.state_dict().items()
+    }
     assert block.first.weight.requires_grad
 
 
@@ -533,8 +535,8 @@ def test_adapters_beside_offloaded_weights_get_the_same_gradients() -> None:
     for layer in model:
         offloaded(layer.base, weights_map=Bundling(weights_of(layer.base)))
     x = torch.randn(5, 6, dtype=torch.float64)
-    for one in (plain, model):
-        one(x).square().sum().backward()
+    for entry in (plain, model):
+        entry(x).square().sum().backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.requires_grad}
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert expected.keys() == found.keys()

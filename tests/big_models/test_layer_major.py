@@ -76,7 +76,7 @@ def test_results_are_those_of_a_loop_and_blocks_are_entered_once_for_all(stack: 
     inputs = [torch.randn(2 + number % 3, 4) for number in range(6)]
     seen = entered(stack)
     found = layer_major(stack, lambda x: repeated(stack, x), inputs)
-    assert all(torch.equal(one, repeated(plain, x)) for one, x in zip(found, inputs, strict=True))
+    assert all(torch.equal(entry, repeated(plain, x)) for entry, x in zip(found, inputs, strict=True))
     assert seen == [0, 1, 2, 3, 4] * 3
 
 
@@ -84,8 +84,8 @@ def test_results_are_those_of_a_loop_and_blocks_are_entered_once_for_all(stack: 
 def test_calls_of_different_lengths_join_the_next_pass(stack: Stack, plain: Stack) -> None:
     inputs = [(torch.randn(1, 4), times) for times in (1, 4, 2, 3, 1, 1)]
     seen = entered(stack)
-    found = layer_major(stack, lambda one: repeated(stack, *one), inputs, lanes=2)
-    assert all(torch.equal(one, repeated(plain, *given)) for one, given in zip(found, inputs, strict=True))
+    found = layer_major(stack, lambda given: repeated(stack, *given), inputs, lanes=2)
+    assert all(torch.equal(entry, repeated(plain, *given)) for entry, given in zip(found, inputs, strict=True))
     assert len(seen) <= 5 * 8  # twelve passes in a loop
 
 
@@ -113,8 +113,8 @@ def test_random_numbers_do_not_depend_on_how_lanes_take_turns(stack: Stack) -> N
         torch.manual_seed(3)
         found.append(layer_major(stack, sampled, [torch.ones(1, 4)] * 5, lanes=lanes))
         found[-1].append(torch.rand(1))  # and the caller's own go on from one place
-    assert all(torch.equal(one, other) for one, other in zip(found[0], found[1], strict=True))
-    assert all(torch.equal(one, other) for one, other in zip(found[0], found[2], strict=True))
+    assert all(torch.equal(entry, other) for entry, other in zip(found[0], found[1], strict=True))
+    assert all(torch.equal(entry, other) for entry, other in zip(found[0], found[2], strict=True))
     assert not torch.equal(found[0][0], found[0][1])
 
 
@@ -166,4 +166,4 @@ def test_generation_of_a_language_model(tmp_path: Path) -> None:
         offload_dir=tmp_path,
     )
     found = layer_major(model, lambda prompt: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options), prompts)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert all(torch.equal(entry, other) for entry, other in zip(found, wanted, strict=True))

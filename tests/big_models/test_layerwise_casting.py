@@ -30,9 +30,9 @@ def test_the_result_is_that_of_the_stored_weights() -> None:
 
 
 def test_patterns_and_classes_are_left_alone() -> None:
-    one = model()
-    attach_layerwise_casting_hooks(one, torch.bfloat16, torch.float32, skip_modules_pattern=("^2",), skip_modules_classes=(nn.Conv1d,))
-    types = {name: parameter.dtype for name, parameter in one.named_parameters()}
+    entry = model()
+    attach_layerwise_casting_hooks(entry, torch.bfloat16, torch.float32, skip_modules_pattern=("^2",), skip_modules_classes=(nn.Conv1d,))
+    types = {name: parameter.dtype for name, parameter in entry.named_parameters()}
     assert {name for name, dtype in types.items() if dtype is torch.bfloat16} == {"0.weight", "0.bias"}
     other = model()
     attach_layerwise_casting_hooks(other, torch.bfloat16, torch.float32, skip_modules_classes=())
@@ -43,11 +43,11 @@ def test_an_exception_in_forward_stores_again_and_copies_work() -> None:
     linear = nn.Linear(3, 3)
     attach_layerwise_casting_hooks(linear, torch.bfloat16, torch.float32)
     twin = copy.deepcopy(linear)
-    for one in (linear, twin):
+    for entry in (linear, twin):
         with pytest.raises(RuntimeError, match="shapes"):
-            one(torch.ones(1, 2))
-        assert one.weight.dtype is torch.bfloat16
-        assert one(torch.ones(1, 3)).dtype is torch.float32
+            entry(torch.ones(1, 2))
+        assert entry.weight.dtype is torch.bfloat16
+        assert entry(torch.ones(1, 3)).dtype is torch.float32
 
 
 def test_training_goes_on_after_inference_mode() -> None:

@@ -61,7 +61,7 @@ def test_every_form_of_checkpoint_by_every_map(tmp_path, way, device_map):
 def mapped_files():
     with open("/proc/self/maps") as maps:
         found = [re.match(r"([0-9a-f]+)-([0-9a-f]+) .{20,} (/.*)", line) for line in maps]
-    return [(int(one[1], 16), int(one[2], 16), one[3]) for one in found if one]
+    return [(int(entry[1], 16), int(entry[2], 16), entry[3]) for entry in found if entry]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="says where memory comes from")
@@ -70,7 +70,7 @@ def test_weights_in_memory_are_the_pages_of_the_file_and_changes_stay_in_the_pro
     before = path.read_bytes()
     model = load_checkpoint_and_dispatch(skeleton(), tmp_path, {"": "cpu"})
     areas = [area for area in mapped_files() if area[2] == str(path)]
-    assert all(any(begin <= one.data_ptr() < end for begin, end, _ in areas) for one in model.parameters())
+    assert all(any(begin <= parameter.data_ptr() < end for begin, end, _ in areas) for parameter in model.parameters())
     with torch.no_grad():
         model.embed.weight.zero_()
     assert path.read_bytes() == before
@@ -139,7 +139,7 @@ def test_a_model_in_memory_keeps_its_parameters(tmp_path):
     model = small(seed=1)
     before = dict(model.named_parameters())
     load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu"})
-    assert all(one is before[name] for name, one in model.named_parameters())
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert torch.equal(run(model), run(small()))
 
 
@@ -176,7 +176,7 @@ def test_weights_become_another_type(tmp_path, dtype, device_map):
     wanted = dtype if isinstance(dtype, torch.dtype) else torch.float16
     plain = small().to(wanted)
     plain.shift = small().shift  # it is in no file
-    assert all(one.dtype is wanted for one in model.parameters())
+    assert all(parameter.dtype is wanted for parameter in model.parameters())
     assert torch.equal(model.state_dict()["layers.1.up.weight"], plain.layers[1].up.weight)
     assert model.state_dict()["norm.num_batches_tracked"].dtype is torch.int64
     model.shift = plain.shift = small().shift.to(wanted)
@@ -189,8 +189,8 @@ def test_some_modules_stay_float32(tmp_path):
     load_checkpoint_in_model(
         model, tmp_path / "saved", DISK, tmp_path / "offload", dtype="float16", keep_in_fp32_modules=["norm", "layers.1"]
     )
-    kept = {name for name, one in model.named_parameters() if one.dtype is torch.float32}
-    assert kept == {"norm.weight", "norm.bias", *(f"layers.1.{one}.{kind}" for one in ("up", "down") for kind in ("weight", "bias"))}
+    kept = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32}
+    assert kept == {"norm.weight", "norm.bias", *(f"layers.1.{name}.{kind}" for name in ("up", "down") for kind in ("weight", "bias"))}
 
 
 def test_without_a_type_the_model_keeps_its_own_and_it_is_said(tmp_path, caplog):
@@ -206,7 +206,7 @@ def test_what_has_to_be_written_needs_a_folder(tmp_path, way, options, said):
     with pytest.raises(ConfigError, match=f"device_map puts layers.0.up.weight .*{said}") as caught:
         load_checkpoint_and_dispatch(model, way(tmp_path), DISK, **options)
     assert "offload_folder" in str(caught.value)
-    assert all(one.is_meta for one in model.parameters())
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_folder_of_written_weights_is_read_by_a_later_process(tmp_path):
@@ -219,7 +219,7 @@ def test_an_offload_folder_that_cannot_be_written_leaves_the_model_as_it_was(tmp
     model = skeleton()
     with pytest.raises(CheckpointError, match="Something on the way is a file"):
         load_checkpoint_and_dispatch(model, single(tmp_path / "saved"), DISK, dtype="float16", offload_folder=tmp_path / "file" / "x")
-    assert all(one.is_meta and one.dtype is torch.float32 for one in model.parameters())
+    assert all(parameter.is_meta and parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
 def test_a_bar_counts_the_bytes_that_are_copied_and_no_others(tmp_path, monkeypatch):
@@ -243,7 +243,7 @@ def test_a_bar_counts_the_bytes_that_are_copied_and_no_others(tmp_path, monkeypa
     single(tmp_path / "saved")
     load_checkpoint_and_dispatch(skeleton(), tmp_path / "saved", DISK)
     load_checkpoint_and_dispatch(skeleton(), tmp_path / "saved", DISK, dtype="float16", offload_folder=tmp_path / "offload")
-    assert [one.count for one in bars] == [one.total for one in bars]
+    assert [bar.count for bar in bars] == [bar.total for bar in bars]
     assert bars[0].total == 0 < bars[1].total
 
 
@@ -319,7 +319,7 @@ def test_missing_extra_and_misshaped_tensors_are_named_and_change_nothing(tmp_pa
         model = skeleton()
         with pytest.raises(CheckpointError, match=name):
             load_checkpoint_and_dispatch(model, broken(tmp_path, change), DISK, strict=strict)
-        assert all(one.is_meta for one in model.parameters())
+        assert all(parameter.is_meta for parameter in model.parameters())
     for device_map in (DISK, None):
         with pytest.raises(CheckpointError, match=r"without values.*\n.*layers.1.up.weight\n.*Load a checkpoint that has them"):
             load_checkpoint_and_dispatch(skeleton(), broken(tmp_path, missing), device_map)
@@ -438,7 +438,7 @@ def test_a_transformers_model_generates_the_same_tokens_with_and_without_offload
         budget = {"cpu": 60_000} if device_map == "auto" else None
         model = load_checkpoint_and_dispatch(empty, tmp_path / "saved", device_map, budget, ["LlamaDecoderLayer"], strict=True)
         assert torch.equal(tokens(model), expected)
-        assert any(one.is_meta for one in model.parameters())
+        assert any(parameter.is_meta for parameter in model.parameters())
     for device_map in maps:
         copied = transformers.LlamaForCausalLM(config).eval()
         copied.load_state_dict(plain.state_dict())

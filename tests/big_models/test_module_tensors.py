@@ -29,15 +29,15 @@ def model() -> nn.Sequential:
 
 
 def test_a_value_takes_the_place_and_the_type_of_the_tensor() -> None:
-    one = model()
-    one[0].weight.requires_grad_(False)
-    set_module_tensor_to_device(one, "0.weight", "cpu", value=torch.full((3, 2), 2.5, dtype=torch.float64))
-    assert one[0].weight.dtype is torch.float32
-    assert (type(one[0].weight), one[0].weight.requires_grad) == (nn.Parameter, False)
-    assert one[0].weight.eq(2.5).all()
-    set_module_tensor_to_device(one, "1.running_mean", "cpu", value=torch.ones(3))
-    assert "1.running_mean" in one.state_dict()
-    assert one[1].running_mean.tolist() == [1, 1, 1]
+    entry = model()
+    entry[0].weight.requires_grad_(False)
+    set_module_tensor_to_device(entry, "0.weight", "cpu", value=torch.full((3, 2), 2.5, dtype=torch.float64))
+    assert entry[0].weight.dtype is torch.float32
+    assert (type(entry[0].weight), entry[0].weight.requires_grad) == (nn.Parameter, False)
+    assert entry[0].weight.eq(2.5).all()
+    set_module_tensor_to_device(entry, "1.running_mean", "cpu", value=torch.ones(3))
+    assert "1.running_mean" in entry.state_dict()
+    assert entry[1].running_mean.tolist() == [1, 1, 1]
 
 
 def test_class_attributes_and_requires_grad_are_kept() -> None:
@@ -51,14 +51,14 @@ def test_class_attributes_and_requires_grad_are_kept() -> None:
 
 
 def test_only_fractions_are_converted() -> None:
-    one = model()
-    set_module_tensor_to_device(one, "table", "cpu", dtype=torch.float16)
-    assert one.table.dtype is torch.int64
-    set_module_tensor_to_device(one, "1.num_batches_tracked", "cpu", value=torch.tensor(5), dtype=torch.float16)
-    assert one[1].num_batches_tracked.dtype is torch.int64
-    set_module_tensor_to_device(one, "0.bias", "cpu", dtype=torch.float16)
-    assert one[0].bias.dtype is torch.float16
-    assert "table" not in one.state_dict()
+    entry = model()
+    set_module_tensor_to_device(entry, "table", "cpu", dtype=torch.float16)
+    assert entry.table.dtype is torch.int64
+    set_module_tensor_to_device(entry, "1.num_batches_tracked", "cpu", value=torch.tensor(5), dtype=torch.float16)
+    assert entry[1].num_batches_tracked.dtype is torch.int64
+    set_module_tensor_to_device(entry, "0.bias", "cpu", dtype=torch.float16)
+    assert entry[0].bias.dtype is torch.float16
+    assert "table" not in entry.state_dict()
 
 
 def test_nothing_to_do_leaves_the_very_tensor() -> None:
@@ -81,10 +81,10 @@ def test_nothing_to_do_leaves_the_very_tensor() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(name: str, arguments: dict[str, object], message: str) -> None:
-    one = model()
-    one.append(nn.Linear(2, 2, bias=False))
+    entry = model()
+    entry.append(nn.Linear(2, 2, bias=False))
     with pytest.raises(ConfigError, match=message):
-        set_module_tensor_to_device(one, name, **{"device": "cpu", **arguments})  # type: ignore[arg-type]
+        set_module_tensor_to_device(entry, name, **{"device": "cpu", **arguments})  # type: ignore[arg-type]
 
 
 def test_meta_without_a_value_says_so() -> None:

@@ -58,7 +58,7 @@ def test_a_list_of_modules_is_always_divided_since_nobody_calls_it():
 
 
 def test_classes_that_are_to_be_whole_are():
-    assert names(Model(), "layers", largest=1) == [f"layers.{n}.{one}" for n in range(3) for one in ("up", "down")]
+    assert names(Model(), "layers", largest=1) == [f"layers.{n}.{name}" for n in range(3) for name in ("up", "down")]
     assert names(Model(), "layers", largest=1, whole=["Layer"]) == ["layers.0", "layers.1", "layers.2"]
 
 
@@ -106,6 +106,6 @@ def test_every_tensor_is_in_one_block_or_has_another_place(largest, apart):
     found = []
     for name, whole in find_offload_blocks(model, "", largest=largest, apart=apart):
         module = model.get_submodule(name)
-        found += [f"{name}.{one}" if name else one for one, _ in module.named_parameters(recurse=whole)]
-    elsewhere = [name for name, _ in model.named_parameters() if any(name.startswith(f"{one}.") for one in apart)]
+        found += [f"{name}.{parameter}" if name else parameter for parameter, _ in module.named_parameters(recurse=whole)]
+    elsewhere = [name for name, _ in model.named_parameters() if any(name.startswith(f"{entry}.") for entry in apart)]
     assert sorted(found + elsewhere) == sorted(name for name, _ in model.named_parameters())

@@ -37,7 +37,7 @@ def adapted() -> Adapted:
 
 
 def trained(model: Any, accelerator: Accelerator | None) -> list[torch.Tensor]:
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, device_map=MAP), accelerator.prepare(optimizer)
     generator = torch.Generator().manual_seed(1)

@@ -148,9 +148,9 @@ def peaks() -> dict[str, int]:
 @pytest.mark.parametrize(("name", "bits", "layers"), [(name, *numbers) for name, numbers in LAYERS.items()])
 def test_the_most_memory_is_that_of_the_quantised_model_and_one_layer(peaks, name, bits, layers):
     """One layer in full, with what its conversion makes of it: up to six copies in 32 bits."""
-    one = SIDE * SIDE * 4
-    quantised = (COUNT - 1) * one * bits // 32
-    assert quantised < peaks[name] < quantised * 1.25 + layers * one < COUNT * one
+    entry = SIDE * SIDE * 4
+    quantised = (COUNT - 1) * entry * bits // 32
+    assert quantised < peaks[name] < quantised * 1.25 + layers * entry < COUNT * entry
 
 
 def test_a_shared_layer_is_converted_once_and_stays_shared():
@@ -190,7 +190,7 @@ def test_plans_count_the_bits_that_weights_will_have():
 
 def test_a_type_that_nobody_asked_for_is_said_with_the_way_back(caplog):
     model = load_and_quantize_model(net(), BnbQuantizationConfig(load_in_8bit=True))
-    assert {one.dtype for one in model.parameters()} == {torch.int8, torch.float16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.int8, torch.float16}
     assert "was float32 and is float16 now" in caplog.text
     caplog.clear()
     model = load_and_quantize_model(net(), BnbQuantizationConfig(load_in_8bit=True, torch_dtype="float32"))
@@ -273,7 +273,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_changes(tmp_path):
         with pytest.raises(ConfigError) as caught:
             call()
         assert said in str(caught.value)
-    assert all(one.is_meta for one in empty.parameters())
+    assert all(parameter.is_meta for parameter in empty.parameters())
 
 
 def test_quantised_weights_do_not_go_to_the_disk_and_weights_that_are_away_are_not_quantised():

@@ -95,9 +95,9 @@ def test_named_tensors_and_buffers_that_are_not_saved() -> None:
 
 
 def test_storage_tells_what_shares_memory() -> None:
-    one = torch.zeros(4)
-    assert id_tensor_storage(one) == id_tensor_storage(one[2:])
-    assert id_tensor_storage(one) != id_tensor_storage(one.clone())
+    zero = torch.zeros(4)
+    assert id_tensor_storage(zero) == id_tensor_storage(zero[2:])
+    assert id_tensor_storage(zero) != id_tensor_storage(zero.clone())
     empty = torch.zeros(4, device="meta")
     assert id_tensor_storage(empty) == id_tensor_storage(empty.view(2, 2))
     assert id_tensor_storage(empty) != id_tensor_storage(torch.zeros(4, device="meta"))

@@ -71,7 +71,7 @@ def test_joined_spans_cover_the_same_bytes(starts: list[tuple[int, int]]) -> Non
     found = list(merge_spans(spans, gap=1))
     assert {byte for start, end in spans for byte in range(start, end)} == {byte for start, end in found for byte in range(start, end)}
     assert found == sorted(found)
-    assert all(one[1] < other[0] for one, other in zip(found, found[1:], strict=False))
+    assert all(entry[1] < other[0] for entry, other in zip(found, found[1:], strict=False))
 
 
 def test_tensors_are_the_files_own_pages(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
@@ -210,8 +210,8 @@ def test_a_change_is_seen_by_a_model_of_one_block(tmp_path: Path, stored: dict[s
 
 def test_descriptors_are_closed_with_the_last_tensor(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
     def opened() -> int:
-        links = [Path("/proc/self/fd", one) for one in os.listdir("/proc/self/fd")]
-        return sum(os.readlink(one).startswith(str(tmp_path)) for one in links if one.is_symlink())
+        links = [Path("/proc/self/fd", entry) for entry in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(link).startswith(str(tmp_path)) for link in links if link.is_symlink())
 
     weights = loader_of(tmp_path, stored)
     bundle = weights.bundle(list(stored), "cpu")

@@ -44,6 +44,6 @@ def look(driver: Any) -> Iterator[Callable[..., Looker]]:
         return lookers[-1]
 
     yield opened
-    complaints = [one for one in driver.get_log("browser") if one["level"] == "SEVERE"]
+    complaints = [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
     driver.get("about:blank")
-    assert any(one.may_complain for one in lookers) or not complaints, json.dumps(complaints, indent=1)
+    assert any(looker.may_complain for looker in lookers) or not complaints, json.dumps(complaints, indent=1)

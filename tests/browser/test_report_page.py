@@ -57,7 +57,7 @@ def a_page(path: Path, *views: dict[str, Any], **options: Any) -> Path:
 def a_view(name: str = "first", **values: list[float | None]) -> dict[str, Any]:
     return {
         "name": name,
-        "series": {key: {"steps": range(len(one)), "times": range(len(one)), "values": one} for key, one in values.items()},
+        "series": {key: {"steps": range(len(value)), "times": range(len(value)), "values": value} for key, value in values.items()},
     }
 
 
@@ -179,7 +179,7 @@ def test_smoothing_logarithm_and_axis(look, pages):
     assert page.ask("slipstream.page.state.smoothing") == pytest.approx(0.995)
     assert page.ask(rough, LOSS) < before / 5
     assert page.model(LOSS)["y"][1] > 2  # the scale is still that of what was logged
-    next(one for one in page.all(".toggle") if one.text == "Log scale").click()
+    next(entry for entry in page.all(".toggle") if entry.text == "Log scale").click()
     assert page.model(LOSS)["log"]
     assert page.model(LOSS)["y"][0] > 0
     page.driver.execute_script("document.querySelector('.choices input').focus()")
@@ -221,7 +221,7 @@ def test_large_counters_and_slow_ramps_keep_their_digits(look, tmp_path):
     assert page.find('figure[data-name="ramp"] .legend').text.split() == ["last", "1000000.49"]
     page.driver.execute_script("for (const one of document.querySelectorAll('figure .tools button:last-child')) one.click()")
     cells = "[...document.querySelectorAll(`figure[data-name=${arguments[0]}] td:last-child`)].map((one) => one.textContent)"
-    assert page.ask(cells, "tokens") == [f"{one:,}" for one in values["tokens"]]
+    assert page.ask(cells, "tokens") == [f"{value:,}" for value in values["tokens"]]
     assert page.ask(cells, "ramp")[:2] == ["1,000,000", "1000000.01"]
     assert page.ask("new Set(slipstream.page.plots[1].yTicks().map((one) => one.text)).size") >= 3
 
@@ -266,7 +266,7 @@ def test_a_chart_that_cannot_be_logarithmic_says_so(look, tmp_path):
     page = look(a_page(tmp_path / "page.html", a_view(negative=[-1.0, -2.0], positive=[1.0, 2.0])))
     page.driver.execute_script("slipstream.page.state.set({log: true})")
     page.settle()
-    assert [("linear: nothing above 0" in one.text) for one in page.all("figure .legend")] == [True, False]
+    assert [("linear: nothing above 0" in entry.text) for entry in page.all("figure .legend")] == [True, False]
 
 
 def test_a_page_of_thousands_of_names_furnishes_what_is_in_sight(look, tmp_path):
@@ -358,7 +358,7 @@ def test_everything_has_a_name_and_the_keyboard_reaches_it_in_order(look, pages)
         reached.append(page.ask(f"[{here}.className, {here}.tagName, {here}.id].join(' ')"))
         assert page.ask(f"getComputedStyle({here}).outlineStyle !== 'none' || {here}.matches('.choices input')")
     assert reached[0].startswith("skip")
-    order = [next(place for place, one in enumerate(reached) if word in one) for word in ("theme", "smoothing", "filter", "CANVAS")]
+    order = [next(place for place, entry in enumerate(reached) if word in entry) for word in ("theme", "smoothing", "filter", "CANVAS")]
     assert order == sorted(order)
 
 
@@ -368,7 +368,7 @@ def test_a_chart_has_its_data_as_a_table(look, pages):
     button = figure.find_element("css selector", ".tools button:last-child")
     page.driver.execute_script("arguments[0].focus()", button)
     page.press(Keys.ENTER)
-    heads = [one.text for one in figure.find_elements("css selector", "th")]
+    heads = [element.text for element in figure.find_elements("css selector", "th")]
     assert heads == ["Step", "first", "second"]
     assert 100 < len(figure.find_elements("css selector", "tbody tr")) <= 400
     assert button.get_attribute("aria-pressed") == "true"
@@ -418,17 +418,17 @@ def test_events_stand_on_every_chart_and_say_what_they_are(look, pages):
     told = page.until_it(lambda: page.find(".tip").text)
     assert "The loss is no number." in told
     assert "Lower the learning rate" in told
-    next(one for one in page.all(".controls .toggle") if one.text == "Events").click()
+    next(entry for entry in page.all(".controls .toggle") if entry.text == "Events").click()
     assert page.model(LOSS)["marks"] == []
 
 
 def test_settings_have_their_origins_and_differences_stand_out(look, pages):
     page = look(pages["two"])
-    rows = [one.text for one in page.all("#config tr.differs")]
+    rows = [entry.text for entry in page.all("#config tr.differs")]
     assert len(rows) == 2
     assert rows[0].split() == ["learning_rate", "0.0003", "0.001"]
     assert "from --num_processes" in page.find("#config").text
-    next(one for one in page.all("#config .toggle") if one.text == "Only differences").click()
+    next(entry for entry in page.all("#config .toggle") if entry.text == "Only differences").click()
     assert len(page.find("#config .comparison").find_elements("css selector", "tbody tr")) == 1
 
 

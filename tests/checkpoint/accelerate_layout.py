@@ -97,6 +97,6 @@ def loader_state(batches: int, *, workers: int = 0, finished: bool = False, data
         return {**none, **counts, "fetcher_state": None, "dataset_state": dataset, "_iterator_finished": finished}
     counts = {"_sampler_iter_yielded": batches, "_IterableDataset_len_called": None, "_shared_seed": None, "_base_seed": 1234}
     main = {"_num_workers": workers, "_sampler_iter_state": None, "_index_sampler_state": None, **counts}
-    each = {f"worker_{one}": {"worker_id": one, "dataset_state": dataset, "fetcher_state": None} for one in range(workers)}
+    each = {f"worker_{index}": {"worker_id": index, "dataset_state": dataset, "fetcher_state": None} for index in range(workers)}
     snapshot = {"_snapshot_step": batches - 1, "_last_yielded_worker_id": 0, "_main_snapshot": main, "_worker_snapshots": each}
     return {"_snapshot": snapshot, "_steps_since_snapshot": 1, "_iterator_finished": finished}

@@ -33,9 +33,9 @@ def _bytes_changed(change: Callable[[random.Random, bytearray], object]) -> Muta
 
 def _swap_blocks(chance: random.Random, data: bytearray) -> None:
     size = chance.randint(1, max(1, len(data) // 4))
-    one, two = (chance.randrange(0, len(data) - size + 1) for _ in range(2))
-    held = bytes(data[one : one + size])
-    data[one : one + size] = data[two : two + size]
+    entry, two = (chance.randrange(0, len(data) - size + 1) for _ in range(2))
+    held = bytes(data[entry : entry + size])
+    data[entry : entry + size] = data[two : two + size]
     data[two : two + size] = held
     if len(set(data)) < 2:
         data.append(0)

@@ -262,7 +262,7 @@ BOMBS: dict[str, bytes] = {
     "a billion laughs": program(b"]q\0" + b"".join(b"0](" + (b"h" + bytes([at])) * 10 + b"eq" + bytes([at + 1]) for at in range(30))),
     "a billion laughs in mappings": program(
         b"}q\0",
-        *(b"0}(" + b"".join(number(one) + b"h" + bytes([at]) for one in range(9)) + b"uq" + bytes([at + 1]) for at in range(30)),
+        *(b"0}(" + b"".join(number(index) + b"h" + bytes([at]) for index in range(9)) + b"uq" + bytes([at + 1]) for at in range(30)),
     ),
     "tuples in tuples": program(b")" + b"\x85q\0" * 100_000),
     "lists in lists": program(b"]q\0" * 100_000 + b"a" * 99_999),
@@ -334,9 +334,9 @@ def _field(place: int, form: str, value: int, signature: bytes = b"PK\1\2", last
     return change
 
 
-def _both(one: Callable[[bytearray], None], other: Callable[[bytearray], None]) -> Callable[[bytearray], None]:
+def _both(entry: Callable[[bytearray], None], other: Callable[[bytearray], None]) -> Callable[[bytearray], None]:
     def change(data: bytearray) -> None:
-        one(data)
+        entry(data)
         other(data)
 
     return change

@@ -93,7 +93,7 @@ class ObjectStore(AbstractFileSystem):
     def _info(self, path: str) -> dict[str, Any]:
         if path in self.world.objects:
             return {"name": path, "size": len(self.world.objects[path]), "type": "file"}
-        if any(one.startswith(f"{path}/") for one in self.world.objects):
+        if any(thing.startswith(f"{path}/") for thing in self.world.objects):
             return {"name": path, "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
 
@@ -102,11 +102,11 @@ class ObjectStore(AbstractFileSystem):
         return self.world.call("ls", path, lambda: self._ls(path, detail))
 
     def _ls(self, path: str, detail: bool) -> list[Any]:
-        below = [one for one in self.world.listed() if one.startswith(f"{path}/")]
-        names = dict.fromkeys(f"{path}/{one[len(path) + 1 :].split('/')[0]}" for one in below)
+        below = [entry for entry in self.world.listed() if entry.startswith(f"{path}/")]
+        names = dict.fromkeys(f"{path}/{entry[len(path) + 1 :].split('/')[0]}" for entry in below)
         if not names:
             raise FileNotFoundError(path)
-        return [self._info(one) for one in names] if detail else list(names)
+        return [self._info(name) for name in names] if detail else list(names)
 
     def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> bytes:
         return self.world.call("get", path, lambda: self.world.objects[path][start:end])
@@ -115,8 +115,8 @@ class ObjectStore(AbstractFileSystem):
         self.world.call("put", path, lambda: self.world.put(path, value), lambda: self.world.put(path, value[: len(value) // 2]))
 
     def rm(self, path: str, recursive: bool = False, maxdepth: Any = None) -> None:
-        for one in [one for one in list(self.world.objects) if one == path or (recursive and one.startswith(f"{path}/"))]:
-            self.world.call("rm", one, lambda one=one: self.world.objects.pop(one, None))
+        for thing in [thing for thing in list(self.world.objects) if thing == path or (recursive and thing.startswith(f"{path}/"))]:
+            self.world.call("rm", thing, lambda entry=thing: self.world.objects.pop(entry, None))
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **kwargs: Any) -> Any:
         size = len(self.world.objects[path]) if "r" in mode else None

@@ -47,7 +47,7 @@ class Run:
     counter: Counter
 
     def weights(self) -> torch.Tensor:
-        return torch.cat([one.detach().flatten() for one in self.accelerator.unwrap_model(self.model).parameters()])
+        return torch.cat([parameter.detach().flatten() for parameter in self.accelerator.unwrap_model(self.model).parameters()])
 
 
 def begin(batch_size: int = 4, workers: int = 0, seed: int = 3, **options: Any) -> Run:

@@ -86,7 +86,7 @@ def prepared(shard: Shard, seed: int = 0, width: int = 7, **options: Any) -> tup
         accelerator._parts.strategy = accelerator._parts.stepper.engine = Sharded()
     model = net(seed, width)
     shard(model)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
     return accelerator, model, optimizer
 
@@ -124,15 +124,15 @@ def state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> t
     return whole(dict(accelerator.unwrap_model(model).state_dict())), whole(optimizer.state_dict()["state"])
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(value: Any, other: Any) -> bool:
     """Whether two states are the same, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(item, other[key]) for key, item in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
+    if isinstance(value, torch.Tensor):
+        return isinstance(other, torch.Tensor) and value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(equal(item, other[key]) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(equal, value, other))
+    return bool(value == other)
 
 
 def local(value: Any) -> Any:
@@ -146,11 +146,11 @@ class Average:
     """An object of the script's own that keeps sharded tensors."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.values = {name: torch.zeros_like(one.detach()) for name, one in model.named_parameters()}
+        self.values = {name: torch.zeros_like(parameter.detach()) for name, parameter in model.named_parameters()}
 
     def update(self, model: torch.nn.Module) -> None:
-        for name, one in model.named_parameters():
-            self.values[name].mul_(0.5).add_(one.detach())
+        for name, parameter in model.named_parameters():
+            self.values[name].mul_(0.5).add_(parameter.detach())
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": dict(self.values)}

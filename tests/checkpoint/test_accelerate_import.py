@@ -36,27 +36,32 @@ def read(path: Path) -> Any:
     return values.value
 
 
-def same(one: Any, other: Any) -> None:
+def same(value: Any, other: Any) -> None:
     """Equal in every way in which torch.load's result could differ."""
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert (one.dtype, one.shape, one.stride(), one.requires_grad) == (other.dtype, other.shape, other.stride(), other.requires_grad)
-        bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other) if tensor.numel()]
+    assert type(value) is type(other)
+    if isinstance(value, torch.Tensor):
+        assert (value.dtype, value.shape, value.stride(), value.requires_grad) == (
+            other.dtype,
+            other.shape,
+            other.stride(),
+            other.requires_grad,
+        )
+        bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (value, other) if tensor.numel()]
         assert not bits or torch.equal(*bits)
-    elif isinstance(one, (numpy.ndarray, numpy.generic)):
-        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            same(one[key], other[key])
-        assert getattr(one, "_metadata", None) == getattr(other, "_metadata", None)
-        assert getattr(one, "default_factory", None) is getattr(other, "default_factory", None)
-    elif isinstance(one, (list, tuple, deque)):
-        assert (len(one), getattr(one, "maxlen", None)) == (len(other), getattr(other, "maxlen", None))
-        for left, right in zip(one, other, strict=True):
+    elif isinstance(value, (numpy.ndarray, numpy.generic)):
+        assert (value.dtype, value.shape, value.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    elif isinstance(value, dict):
+        assert list(value) == list(other)
+        for key in value:
+            same(value[key], other[key])
+        assert getattr(value, "_metadata", None) == getattr(other, "_metadata", None)
+        assert getattr(value, "default_factory", None) is getattr(other, "default_factory", None)
+    elif isinstance(value, (list, tuple, deque)):
+        assert (len(value), getattr(value, "maxlen", None)) == (len(other), getattr(other, "maxlen", None))
+        for left, right in zip(value, other, strict=True):
             same(left, right)
     else:
-        assert repr(one) == repr(other)
+        assert repr(value) == repr(other)
 
 
 # -- the whole checkpoint
@@ -343,7 +348,7 @@ def test_tensors_of_every_kind_are_those_that_torch_reads(tmp_path: Path, dtype:
     torch.save(many, tmp_path / "many.bin")
     found = read(tmp_path / "many.bin")
     same(found, torch.load(tmp_path / "many.bin", weights_only=False))
-    assert len({one.untyped_storage().data_ptr() for one in found[:5]}) == 1  # what shared memory shares it again
+    assert len({entry.untyped_storage().data_ptr() for entry in found[:5]}) == 1  # what shared memory shares it again
 
 
 def tagged(tensor: torch.Tensor) -> torch.Tensor:

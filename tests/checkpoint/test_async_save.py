@@ -131,7 +131,7 @@ def test_a_script_that_ends_waits_for_its_last_save(tmp_path: Path) -> None:
     run.accelerator._saver.disk = disk = HeldDisk()
     run.accelerator.save_state(tmp_path / "last", async_save=True)
     assert disk.reached.wait(30)
-    (thread,) = [one for one in threading.enumerate() if "slipstream: the checkpoint" in one.name]
+    (thread,) = [entry for entry in threading.enumerate() if "slipstream: the checkpoint" in entry.name]
     assert not thread.daemon  # Python joins such a thread before it ends
     disk.go.set()
     thread.join()

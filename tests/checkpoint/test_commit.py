@@ -31,7 +31,7 @@ WHOLE = sorted(["MANIFEST.json", "model.safetensors", "training.json", "unet", "
 class NoExchange(Disk):
     """A system that cannot exchange two names."""
 
-    def _exchange(self, one: Path, other: Path) -> bool:
+    def _exchange(self, path: Path, other: Path) -> bool:
         return False
 
 

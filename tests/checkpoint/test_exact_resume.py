@@ -125,8 +125,8 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(
         return run.counter.seen, run.weights()
 
     first, second = ranks(before).run(straight_on), ranks(after).run(go_on_elsewhere)
-    read, left = (sorted(sum((one[part] for one in first), [])) for part in (0, 1))
-    assert sorted(sum((one[0] for one in second), [])) == left
+    read, left = (sorted(sum((entry[part] for entry in first), [])) for part in (0, 1))
+    assert sorted(sum((entry[0] for entry in second), [])) == left
     assert not set(read) & set(left)
     for _, weights in second:
         torch.testing.assert_close(weights, first[0][2], rtol=1e-5, atol=1e-6)

@@ -103,7 +103,9 @@ def test_nothing_is_run_nothing_is_changed_and_nothing_outside_is_opened(results
 
 
 def test_no_attack_takes_long_or_much_memory(results: Results) -> None:
-    long = [(name, one["seconds"]) for name, attack, one in reads(results) if one["seconds"] > LONGEST + SECONDS_PER_BYTE * attack["bytes"]]
+    long = [
+        (name, read["seconds"]) for name, attack, read in reads(results) if read["seconds"] > LONGEST + SECONDS_PER_BYTE * attack["bytes"]
+    ]
     assert long == []
     much = [(name, outcome["memory"]) for name, attack, outcome in reads(results) if outcome["memory"] > 2 * attack["bytes"] + ROOM]
     assert much == []

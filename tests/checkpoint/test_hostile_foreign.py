@@ -26,12 +26,12 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 def test_every_attack_ends_as_it_has_to(read: tuple[Path, dict[str, Any]]) -> None:
     """Refused; or, for a part that a run can do without, left out and said."""
     _, results = read
-    assert {name: one["ended"] for name, one in results["cases"].items()} == {name: one.ends for name, one in CASES.items()}
+    assert {name: result["ended"] for name, result in results["cases"].items()} == {name: entry.ends for name, entry in CASES.items()}
 
 
 def test_messages_name_the_file(read: tuple[Path, dict[str, Any]]) -> None:
     root, results = read
-    said = {name: one["said"] for name, one in results["cases"].items()}
+    said = {name: result["said"] for name, result in results["cases"].items()}
     paths = {name: f"{root / str(place)}/{case.names}" for place, (name, case) in enumerate(CASES.items())}
     assert [(name, said[name]) for name in CASES if paths[name] not in said[name] or len(said[name]) > 3000] == []
 
@@ -39,7 +39,7 @@ def test_messages_name_the_file(read: tuple[Path, dict[str, Any]]) -> None:
 def test_no_attack_makes_the_interpreter_do_anything(read: tuple[Path, dict[str, Any]]) -> None:
     """No file outside of the folder is opened, nothing is imported, no process is started: the reader reads, and that is all."""
     _, results = read
-    assert [(name, one["heard"]) for name, one in results["cases"].items() if one["heard"]] == []
+    assert [(name, result["heard"]) for name, result in results["cases"].items() if result["heard"]] == []
 
 
 def test_no_attack_leaves_its_mark(read: tuple[Path, dict[str, Any]]) -> None:

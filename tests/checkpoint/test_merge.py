@@ -43,9 +43,9 @@ class Counting(nn.Linear):
         self.seen = state["seen"]
 
 
-def equal(one, two):
-    one, two = dict(one), dict(two)
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+def equal(entry, two):
+    entry, two = dict(entry), dict(two)
+    return entry.keys() == two.keys() and all(torch.equal(entry[name], two[name]) for name in entry)
 
 
 def checkpoint_of(model, folder):
@@ -111,7 +111,7 @@ def test_tied_weights_stay_tied_and_the_elements_aligned(tmp_path, way):
         stored = set(file.keys())
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    first = [one["dtype"] for name, one in header.items() if name != "__metadata__"]
+    first = [entry["dtype"] for name, entry in header.items() if name != "__metadata__"]
     assert first == sorted(first, reverse=True)  # F32 before BF16
     if way != "torch":  # files of torch.save that were cut hold both names where they are in one file only
         assert stored == set(model.state_dict()) - {"head.weight"}

@@ -77,9 +77,9 @@ class Broken(Disk):
         super().make_folder(path, mode)
 
 
-def equal(one, two):
-    one, two = dict(one), dict(two)
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+def equal(entry, two):
+    entry, two = dict(entry), dict(two)
+    return entry.keys() == two.keys() and all(torch.equal(entry[name], two[name]) for name in entry)
 
 
 def read_all(folder):
@@ -127,7 +127,9 @@ def test_types_of_elements(tmp_path, dtype):
     state = {"w": torch.ones(3).to(dtype), "scalar": torch.ones(()).to(dtype), "empty": torch.empty(0, 2, dtype=dtype)}
     save_model(state, tmp_path)
     held = read_all(tmp_path)
-    assert {name: (one.dtype, one.shape) for name, one in held.items()} == {name: (one.dtype, one.shape) for name, one in state.items()}
+    assert {name: (entry.dtype, entry.shape) for name, entry in held.items()} == {
+        name: (entry.dtype, entry.shape) for name, entry in state.items()
+    }
 
 
 def test_odd_names_are_kept(tmp_path):
@@ -667,7 +669,7 @@ def test_an_object_comes_back_whatever_its_file_is_called(tmp_path, name, value)
     assert type(back) is type(value)
     if isinstance(value, dict) and "mean" in value:
         assert torch.equal(back.pop("mean"), value["mean"])
-        value = {key: one for key, one in value.items() if key != "mean"}
+        value = {key: entry for key, entry in value.items() if key != "mean"}
     assert torch.equal(back, value) if isinstance(value, torch.Tensor) else back == value
     assert os.listdir(tmp_path) == [name]
 
@@ -716,8 +718,8 @@ def test_open_files_are_written_and_read():
 def test_what_is_compressed_is_not_unpacked_by_torch_either(tmp_path):
     torch.save({"w": torch.zeros(1_000_000)}, tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
-        for one in plain.namelist():
-            packed.writestr(one, plain.read(one))
+        for entry in plain.namelist():
+            packed.writestr(entry, plain.read(entry))
     for options in ({}, {"map_location": "cpu"}, {"encoding": "latin1"}):
         with pytest.raises(CheckpointError, match="is compressed"):
             load(tmp_path / "packed.pt", **options)

@@ -380,7 +380,7 @@ def test_what_other_ranks_add_is_fetched_with_it(world: World, tmp_path: Path, f
         if first == "checkpoint":
             remote.add_rank_file(URL, snapshot(1, step))
     found = [RankFile.of(name) for name in os.listdir(fetch(URL, tmp_path / "got"))]
-    assert [(one.rank, one.stamp) for one in found if one] == [(1, "2-0123456789abcdef")]
+    assert [(entry.rank, entry.stamp) for entry in found if entry] == [(1, "2-0123456789abcdef")]
     if first == "rank":  # the one of the save before is gone
         assert sum("rank_1" in path for path in world.objects) == 1
 

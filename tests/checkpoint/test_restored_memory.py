@@ -171,7 +171,7 @@ def test_a_checkpoint_of_accelerate(tmp_path: Path, safe: bool) -> None:
     assert misplaced(dict(model.state_dict())) == {}
     assert misplaced(again.optimizer.state_dict()) == {}
     assert misplaced(held.held) == {}
-    assert all(torch.equal(one, other) for one, other in zip(_flat(again), _flat(optimizer), strict=True))
+    assert all(torch.equal(entry, other) for entry, other in zip(_flat(again), _flat(optimizer), strict=True))
     accelerator.end_training()
 
 

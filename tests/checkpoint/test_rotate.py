@@ -153,7 +153,7 @@ def test_leftovers_of_numbers_that_will_not_come_again_are_swept(tmp_path: Path)
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.none() | st.floats(-5, 5)), min_size=1, max_size=7, unique_by=lambda one: one[0]),
+    st.lists(st.tuples(st.integers(0, 40), st.none() | st.floats(-5, 5)), min_size=1, max_size=7, unique_by=lambda entry: entry[0]),
     st.integers(1, 4),
     st.integers(0, 3),
     st.sampled_from(["min", "max"]),

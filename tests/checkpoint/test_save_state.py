@@ -68,8 +68,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert torch.equal(before[4], after[4])
     assert torch.equal(torch.rand(3), drawn)
     assert before[2:4] == after[2:4]
-    for one, other in zip(before[1]["state"].values(), after[1]["state"].values(), strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    for entry, other in zip(before[1]["state"].values(), after[1]["state"].values(), strict=True):
+        assert all(torch.equal(entry[name], other[name]) for name in entry)
     assert run.optimizer.updates == 4
 
 
@@ -88,17 +88,17 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 
 
 SCHEDULES: dict[str, Any] = {
-    "LambdaLR": lambda one: schedules.LambdaLR(one, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda one: schedules.MultiplicativeLR(one, lambda step: 0.9),
-    "MultiStepLR": lambda one: schedules.MultiStepLR(one, [2, 7]),
+    "LambdaLR": lambda entry: schedules.LambdaLR(entry, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda entry: schedules.MultiplicativeLR(entry, lambda step: 0.9),
+    "MultiStepLR": lambda entry: schedules.MultiStepLR(entry, [2, 7]),
     "PolynomialLR": schedules.PolynomialLR,
-    "CosineAnnealingLR": lambda one: schedules.CosineAnnealingLR(one, 10),
-    "CosineAnnealingWarmRestarts": lambda one: schedules.CosineAnnealingWarmRestarts(one, 3),
-    "OneCycleLR": lambda one: schedules.OneCycleLR(one, 0.1, total_steps=30),
-    "CyclicLR": lambda one: schedules.CyclicLR(one, 0.01, 0.1, step_size_up=3),
-    "SequentialLR": lambda one: schedules.SequentialLR(one, [schedules.LinearLR(one), schedules.ExponentialLR(one, 0.9)], [7]),
-    "ChainedScheduler": lambda one: schedules.ChainedScheduler([schedules.ConstantLR(one), schedules.ExponentialLR(one, 0.9)], one),
-    "ReduceLROnPlateau": lambda one: schedules.ReduceLROnPlateau(one, patience=0),
+    "CosineAnnealingLR": lambda entry: schedules.CosineAnnealingLR(entry, 10),
+    "CosineAnnealingWarmRestarts": lambda entry: schedules.CosineAnnealingWarmRestarts(entry, 3),
+    "OneCycleLR": lambda entry: schedules.OneCycleLR(entry, 0.1, total_steps=30),
+    "CyclicLR": lambda entry: schedules.CyclicLR(entry, 0.01, 0.1, step_size_up=3),
+    "SequentialLR": lambda entry: schedules.SequentialLR(entry, [schedules.LinearLR(entry), schedules.ExponentialLR(entry, 0.9)], [7]),
+    "ChainedScheduler": lambda entry: schedules.ChainedScheduler([schedules.ConstantLR(entry), schedules.ExponentialLR(entry, 0.9)], entry),
+    "ReduceLROnPlateau": lambda entry: schedules.ReduceLROnPlateau(entry, patience=0),
 }
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Rprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Adafactor", "LBFGS")
 
@@ -187,10 +187,10 @@ def test_a_save_that_is_interrupted_leaves_what_was_there(tmp_path: Path) -> Non
 
 def test_two_accelerators_in_one_process_save_apart(tmp_path: Path) -> None:
     first, second = trained(2), trained(5, seed=9)
-    one, other = first.accelerator.save_state(tmp_path / "one"), second.accelerator.save_state(tmp_path / "two")
+    entry, other = first.accelerator.save_state(tmp_path / "one"), second.accelerator.save_state(tmp_path / "two")
     weights = first.weights().clone(), second.weights().clone()
     train(first, 1), train(second, 1)
-    first.accelerator.load_state(one), second.accelerator.load_state(other)
+    first.accelerator.load_state(entry), second.accelerator.load_state(other)
     assert torch.equal(first.weights(), weights[0])
     assert torch.equal(second.weights(), weights[1])
     assert (first.optimizer.updates, second.optimizer.updates) == (2, 5)
@@ -213,7 +213,7 @@ def test_saving_inside_of_an_evaluation(tmp_path: Path) -> None:
     again = begin()
     loader = evaluation(again)
     again.accelerator.load_state(tmp_path / "middle", resume=True)
-    assert [one for _, _, index in loader for one in index.tolist()] == seen
+    assert [entry for _, _, index in loader for entry in index.tolist()] == seen
     assert len(list(steps(again, again.loader))) == 40 - 4
     assert torch.equal(again.weights(), run.weights())
 
@@ -344,7 +344,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(CheckpointError, match=r"2 the model has and the file has not: 4\.weight, 4\.bias"):
         accelerator.load_state(where)
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(entry, other) for entry, other in zip(before, model.parameters(), strict=True))
     accelerator.load_state(where, strict=False)
     assert torch.equal(model[3].weight, run.accelerator.unwrap_model(run.model)[3].weight)
     assert torch.equal(model[4].weight, before[4])
@@ -439,7 +439,7 @@ def test_an_evaluation_loads_what_it_has_prepared(tmp_path: Path, caplog: pytest
     with pytest.raises(CheckpointError, match="holds 1 optimizer, and this run has none"):
         accelerator.load_state(where, strict=True)
     accelerator.load_state(where)
-    assert torch.equal(torch.cat([one.detach().flatten() for one in model.parameters()]), run.weights())
+    assert torch.equal(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), run.weights())
     said = warnings_of(caplog)
     for what in ("1 optimizer,", "1 scheduler,", "1 registered object,"):
         assert f"holds {what} and this run has none: that is left out, which is fine for evaluation" in said
@@ -525,8 +525,8 @@ def test_registered_objects_come_back_as_they_were(tmp_path: Path) -> None:
     objects = [Holding(state) for state in states]
     run.accelerator.register_for_checkpointing(*objects, objects[0])  # the same one twice is one
     where = run.accelerator.save_state(tmp_path / "first")
-    for one in objects:
-        one.state = "something else"
+    for thing in objects:
+        thing.state = "something else"
     run.accelerator.load_state(where)
     assert objects[0].state == states[0]
     assert torch.equal(objects[1].state[0], torch.arange(3))
@@ -668,7 +668,7 @@ def test_a_checkpoint_gives_a_model_alone_its_weights(tmp_path: Path) -> None:
     where = run.accelerator.save_state(tmp_path / "first", max_shard_size=200)
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     load_checkpoint_in_model(model, where)
-    assert torch.equal(torch.cat([one.detach().flatten() for one in model.parameters()]), run.weights())
+    assert torch.equal(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), run.weights())
 
 
 def test_two_models_with_optimizers_of_their_own(tmp_path: Path) -> None:
@@ -693,7 +693,7 @@ def test_two_models_with_optimizers_of_their_own(tmp_path: Path) -> None:
     assert torch.equal(generator.weight, other_generator.weight)
     assert torch.equal(critic.weight, other_critic.weight)
     assert (other_slow.updates, other_fast.updates) == (2, 6)
-    momentum = [one.state[one.param_groups[0]["params"][0]]["momentum_buffer"] for one in (fast, other_fast)]
+    momentum = [entry.state[entry.param_groups[0]["params"][0]]["momentum_buffer"] for entry in (fast, other_fast)]
     assert torch.equal(*momentum)
 
 
@@ -776,7 +776,7 @@ def test_unchanged_weights_are_linked_and_not_written_again(tmp_path: Path) -> N
     for number in range(10):
         accelerator.load_state(tmp_path / f"{number}")
         weights[number] = model[1].weight.clone()
-    assert len({one.sum().item() for one in weights.values()}) == 10
+    assert len({weight.sum().item() for weight in weights.values()}) == 10
     read = {name: tensor for file in (tmp_path / "9").glob("model*.safetensors") for name, tensor in load_file(file).items()}
     assert torch.equal(read["1.weight"], weights[9])
     assert torch.equal(read["0.weight"], model[0].weight)
@@ -798,7 +798,7 @@ def test_linked_checkpoints_stay_whole_when_older_ones_go(tmp_path: Path, place:
     expected = [parameter.clone() for parameter in model.parameters()]
     update(accelerator, model, optimizer)
     accelerator.load_state(where)
-    assert all(torch.equal(one, other) for one, other in zip(expected, model.parameters(), strict=True))
+    assert all(torch.equal(entry, other) for entry, other in zip(expected, model.parameters(), strict=True))
     with torch.no_grad():
         model[0].weight += 1.0  # frozen, and changed all the same: it is compared, not believed
     where = accelerator.save_state(None if place == "numbered" else tmp_path / "one", dedup=True)

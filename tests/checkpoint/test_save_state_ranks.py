@@ -84,8 +84,8 @@ def test_the_main_process_saves_alone(ranks: Any, tmp_path: Path, world: int) ->
         return found[0]
 
     main, *others = ranks(world).outcomes(save_and_load)
-    assert [one.summary for one in (main, *others)] == ["returned"] * world
-    assert len({tuple(one.value) for one in (main, *others)}) == world
+    assert [other.summary for other in (main, *others)] == ["returned"] * world
+    assert len({tuple(other.value) for other in (main, *others)}) == world
     assert all("left by break" in line for line in main.output.splitlines()), "it says nothing but that of the loop that was left"
     for other in others:
         assert f"has no random state of rank {other.rank} (this rank did not call save_state" in other.output
@@ -263,7 +263,7 @@ def test_a_run_of_fewer_and_of_more_processes_says_what_is_derived(ranks: Any, t
     ranks(2).run(save)
     (alone,) = ranks(1).outcomes(load, 1)
     outcomes = ranks(3).outcomes(load, 3)
-    assert [one.summary for one in (alone, *outcomes)] == ["returned"] * 4
+    assert [outcome.summary for outcome in (alone, *outcomes)] == ["returned"] * 4
     assert alone.output == outcomes[0].output == outcomes[1].output == ""
     assert "has no random state of rank 2 (it was saved by 2 processes, and there are 3 now)" in outcomes[2].output
     assert alone.value == outcomes[0].value

@@ -48,28 +48,28 @@ def round_trip(value):
     return read_part(file, bytearray(data))
 
 
-def same(one, two):
+def same(entry, two):
     """Equal in type, order and bits."""
-    if type(one) is not type(two):
+    if type(entry) is not type(two):
         return False
-    if isinstance(one, torch.Tensor):
-        alike = one.dtype == two.dtype and one.shape == two.shape and one.requires_grad == two.requires_grad
-        return alike and bytes(tensor_bytes(one)) == bytes(tensor_bytes(two))
-    if isinstance(one, numpy.ndarray):
-        return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
-    if isinstance(one, numpy.generic):
-        return one.dtype == two.dtype and one.tobytes() == two.tobytes()
-    if isinstance(one, float):
-        return struct.pack("d", one) == struct.pack("d", two) or (math.isnan(one) and math.isnan(two))
-    if isinstance(one, complex):
-        return same(one.real, two.real) and same(one.imag, two.imag)
-    if isinstance(one, (list, tuple, deque)):
-        sizes = getattr(one, "maxlen", None) == getattr(two, "maxlen", None)
-        return sizes and len(one) == len(two) and all(map(same, one, two))
-    if isinstance(one, dict):
-        factories = getattr(one, "default_factory", None) is getattr(two, "default_factory", None)
-        return factories and len(one) == len(two) and all(same(a, b) and same(one[a], two[b]) for a, b in zip(one, two, strict=True))
-    return one == two
+    if isinstance(entry, torch.Tensor):
+        alike = entry.dtype == two.dtype and entry.shape == two.shape and entry.requires_grad == two.requires_grad
+        return alike and bytes(tensor_bytes(entry)) == bytes(tensor_bytes(two))
+    if isinstance(entry, numpy.ndarray):
+        return entry.dtype == two.dtype and entry.shape == two.shape and entry.tobytes() == two.tobytes()
+    if isinstance(entry, numpy.generic):
+        return entry.dtype == two.dtype and entry.tobytes() == two.tobytes()
+    if isinstance(entry, float):
+        return struct.pack("d", entry) == struct.pack("d", two) or (math.isnan(entry) and math.isnan(two))
+    if isinstance(entry, complex):
+        return same(entry.real, two.real) and same(entry.imag, two.imag)
+    if isinstance(entry, (list, tuple, deque)):
+        sizes = getattr(entry, "maxlen", None) == getattr(two, "maxlen", None)
+        return sizes and len(entry) == len(two) and all(map(same, entry, two))
+    if isinstance(entry, dict):
+        factories = getattr(entry, "default_factory", None) is getattr(two, "default_factory", None)
+        return factories and len(entry) == len(two) and all(same(a, b) and same(entry[a], two[b]) for a, b in zip(entry, two, strict=True))
+    return entry == two
 
 
 # -- what comes back ---------------------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def test_a_tensor_in_two_places_is_stored_once_and_is_one_tensor_again():
 
 
 def test_tensors_of_no_size_are_not_taken_for_each_other():
-    one, two = torch.empty(0, 3), torch.empty(0)
-    back = round_trip([one, two, one])
+    entry, two = torch.empty(0, 3), torch.empty(0)
+    back = round_trip([entry, two, entry])
     assert [tuple(tensor.shape) for tensor in back] == [(0, 3), (0,), (0, 3)]
 
 

@@ -37,11 +37,11 @@ def boxes(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], list[Box]]:
 @settings(max_examples=150, deadline=None)
 @given(boxes(2))
 def test_what_two_boxes_have_in_common(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
-    shape, (one, other) = drawn
+    shape, (entry, other) = drawn
     counts = numpy.zeros(shape, int)
-    counts[one.slices()] += 1
+    counts[entry.slices()] += 1
     counts[other.slices()] += 1
-    both = intersect(one, other)
+    both = intersect(entry, other)
     expected = counts == 2
     found = numpy.zeros(shape, bool)
     if both is not None:

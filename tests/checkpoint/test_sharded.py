@@ -140,7 +140,7 @@ def test_the_commands_that_look_into_checkpoints_understand_pieces(tmp_path: Pat
     code, text = said("show", "--tensors", sharded)
     assert (code, "embed.weight" in text, "[5, 7]" in text, "other files" in text) == (0, True, True, False)
     code, text = said("diff", "--json", sharded, plain)
-    apart = {one["title"].partition(" (")[0]: [it["place"] for it in one["differences"]] for one in json.loads(text)["sections"]}
+    apart = {load["title"].partition(" (")[0]: [it["place"] for it in load["differences"]] for load in json.loads(text)["sections"]}
     assert (apart["model 0"], apart["optimizer 0"], apart["other files"]) == (["kind"], [], [])  # FSDPNet and Net: whoever held what
     path = tmp_path / "fully" / "optimizer-rank-00001-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")

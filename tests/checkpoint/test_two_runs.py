@@ -19,8 +19,8 @@ def begin(folder: Path) -> Accelerator:
 
 
 def test_a_number_that_another_run_has_used_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one, other = begin(tmp_path), begin(tmp_path)
-    saved = [Path(run.save_state()).name for run in (one, other, other, one)]
+    entry, other = begin(tmp_path), begin(tmp_path)
+    saved = [Path(run.save_state()).name for run in (entry, other, other, entry)]
     assert saved == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"]
     assert sum("was saved by another run since this one began" in record.message for record in caplog.records) == 2
 

@@ -83,9 +83,9 @@ def values(model):
     return {name: tensor.clone() if isinstance(tensor, torch.Tensor) else tensor for name, tensor in model.state_dict().items()}
 
 
-def equal(one, two):
-    return one.keys() == two.keys() and all(
-        torch.equal(one[name], two[name]) if isinstance(one[name], torch.Tensor) else one[name] == two[name] for name in one
+def equal(entry, two):
+    return entry.keys() == two.keys() and all(
+        torch.equal(entry[name], two[name]) if isinstance(entry[name], torch.Tensor) else entry[name] == two[name] for name in entry
     )
 
 

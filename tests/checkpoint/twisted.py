@@ -70,12 +70,12 @@ def reshape(folder: Path, place: Place, shape: list[int], dtype: str = "F32") ->
     name, (key,) = place
     header, data = _parted((folder / name).read_bytes())
     made, rest, end = bytearray(), {}, 0
-    for one, said in header.items():
-        if one == "__metadata__":
-            rest[one] = said
+    for entry, said in header.items():
+        if entry == "__metadata__":
+            rest[entry] = said
             continue
         start, stop = said["data_offsets"]
-        if one == key:
+        if entry == key:
             count = 1
             for size in shape:
                 count *= size
@@ -84,7 +84,7 @@ def reshape(folder: Path, place: Place, shape: list[int], dtype: str = "F32") ->
         else:
             held = data[start:stop]
         made += held
-        rest[one] = {**said, "data_offsets": [end, end + len(held)]}
+        rest[entry] = {**said, "data_offsets": [end, end + len(held)]}
         end += len(held)
     put(folder, name, safetensors(rest, bytes(made)))
 

@@ -79,7 +79,7 @@ def test_checkpoints_are_listed_by_number_with_what_is_known_of_them(tmp_path: P
 
 def test_one_checkpoint_can_be_listed(tmp_path: Path, data: Any) -> None:
     specimens.save(tmp_path / "first")
-    assert [one["name"] for one in data("ls", tmp_path / "first")[0]["checkpoints"]] == ["first"]
+    assert [entry["name"] for entry in data("ls", tmp_path / "first")[0]["checkpoints"]] == ["first"]
 
 
 def test_a_file_that_is_short_is_seen_without_reading_and_one_that_is_damaged_by_reading(tmp_path: Path, data: Any) -> None:
@@ -88,8 +88,8 @@ def test_a_file_that_is_short_is_seen_without_reading_and_one_that_is_damaged_by
     os.truncate(short, short.stat().st_size - 1)
     flipped.write_bytes(flipped.read_bytes()[:-1] + b"\xff")
     quick, full = data("ls", tmp_path)[0]["checkpoints"], data("ls", "--verify", tmp_path)[0]["checkpoints"]
-    assert [one["whole"] for one in quick] == [False, True]
-    assert [one["whole"] for one in full] == [False, False]
+    assert [entry["whole"] for entry in quick] == [False, True]
+    assert [entry["whole"] for entry in full] == [False, False]
     assert str(short) in quick[0]["problems"][0]
     assert str(flipped) in full[1]["problems"][0]
 
@@ -121,15 +121,15 @@ def test_files_of_ranks_that_no_checkpoint_waits_for_are_listed(tmp_path: Path, 
     for path in (lost, half):
         path.write_bytes(b"")
     found = data("ls", tmp_path)[0]
-    assert {one["name"] for one in found["leftovers"]} == {lost.name, half.name}
-    assert [one["ranks"] for one in found["checkpoints"]] == [[0, 1], [0, 1]]
+    assert {entry["name"] for entry in found["leftovers"]} == {lost.name, half.name}
+    assert [entry["ranks"] for entry in found["checkpoints"]] == [[0, 1], [0, 1]]
 
 
 def test_a_checkpoint_that_a_crash_took_from_its_place_is_listed_by_its_name(tmp_path: Path, data: Any) -> None:
     specimens.numbered(tmp_path, 1, 2)
     (tmp_path / "checkpoint_2").rename(tmp_path / ".checkpoint_2.was-01234567")
     found = data("ls", tmp_path)[0]["checkpoints"]
-    assert [one["name"] for one in found] == ["checkpoint_1", "checkpoint_2"]
+    assert [entry["name"] for entry in found] == ["checkpoint_1", "checkpoint_2"]
     assert ".checkpoint_2.was-01234567" in found[1]["note"]
     assert found[1]["whole"]
 
@@ -140,7 +140,7 @@ def test_folders_that_are_no_checkpoints_are_named_with_the_reason(tmp_path: Pat
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "random_states_0.pkl").write_bytes(b"")
     (tmp_path / "checkpoint_2" / MANIFEST).write_bytes(b"{}")
-    found = {one["name"]: one["why"] for one in data("ls", tmp_path)[0]["others"]}
+    found = {entry["name"]: entry["why"] for entry in data("ls", tmp_path)[0]["others"]}
     assert sorted(found) == ["checkpoint_2", "other", "plots"]
     assert "no manifest of a Slipstream checkpoint" in found["checkpoint_2"]
     assert "Accelerate" in found["other"]
@@ -231,7 +231,7 @@ def test_a_folder_in_which_nothing_was_verified_is_not_taken_for_a_whole_one(tmp
 def test_the_folder_of_a_project_stands_for_its_checkpoints(tmp_path: Path, run: Run, data: Any) -> None:
     specimens.numbered(tmp_path / "checkpoints", 1)
     (tmp_path / "logs").mkdir()
-    assert [one["name"] for one in data("ls", tmp_path)[0]["checkpoints"]] == ["checkpoint_1"]
+    assert [entry["name"] for entry in data("ls", tmp_path)[0]["checkpoints"]] == ["checkpoint_1"]
     assert run("verify", tmp_path) == run("verify", tmp_path / "checkpoints")
     assert f"such as {tmp_path / 'checkpoints' / 'checkpoint_1'}" in run("show", tmp_path)[2]
 
@@ -293,7 +293,7 @@ def test_differences_are_found_where_they_are(tmp_path: Path, data: Any) -> None
     )  # fmt: skip
     found = data("diff", tmp_path / "one", tmp_path / "two")
     assert found["equal"] is False
-    sections = {one["title"]: {apart["place"]: apart for apart in one["differences"]} for one in found["sections"]}
+    sections = {entry["title"]: {apart["place"]: apart for apart in entry["differences"]} for entry in found["sections"]}
     assert sections["receipt"]["seed"] == {"place": "seed", "one": "7", "other": "8"}
     weights = sections["model 0 (Net)"]
     assert sorted(weights) == ["a", "b", "d", "s", "w"]
@@ -313,7 +313,7 @@ def test_states_are_compared_by_the_places_that_users_know(tmp_path: Path, data:
     specimens.save(tmp_path / "one", 3)
     specimens.save(tmp_path / "two", 4, seed=3)
     found = data("diff", tmp_path / "one", tmp_path / "two")
-    places = {one["title"]: [apart["place"] for apart in one["differences"]] for one in found["sections"] if one["differences"]}
+    places = {entry["title"]: [apart["place"] for apart in entry["differences"]] for entry in found["sections"] if entry["differences"]}
     assert places == {
         "facts": ["step"],
         "optimizer 0": ["state[0].step", "state[1].step"],
@@ -371,14 +371,14 @@ ELEMENTS: dict[str, tuple[torch.dtype, list[float], list[float], float | None]] 
 
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_every_type_of_elements_is_compared(name: str) -> None:
-    dtype, one, other, largest = ELEMENTS[name]
-    pieces = [[bytes(torch.tensor(values, dtype=dtype).view(torch.uint8).numpy())] for values in (one, other)]
+    dtype, entry, other, largest = ELEMENTS[name]
+    pieces = [[bytes(torch.tensor(values, dtype=dtype).view(torch.uint8).numpy())] for values in (entry, other)]
     assert compare_tensors(name, *pieces) == TensorDifference(2, 1, largest)
 
 
 def test_nan_is_a_change_that_no_number_describes() -> None:
-    one, other = (numpy.float32(values).tobytes() for values in ([1, 2, numpy.nan], [numpy.nan, 2.5, numpy.nan]))
-    assert compare_tensors("F32", [one], [other]) == TensorDifference(3, 2, 0.5, special=True)
+    entry, other = (numpy.float32(values).tobytes() for values in ([1, 2, numpy.nan], [numpy.nan, 2.5, numpy.nan]))
+    assert compare_tensors("F32", [entry], [other]) == TensorDifference(3, 2, 0.5, special=True)
 
 
 # -- what is given wrongly ----------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_the_default_place_is_that_of_the_launcher(tmp_path: Path) -> None:
 )
 def test_a_bad_setting_is_refused_and_nothing_is_written(settings: list[str], why: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    assert why in refused(*(part for one in settings for part in ("--set", one)), "--config_file", str(path))
+    assert why in refused(*(part for setting in settings for part in ("--set", setting)), "--config_file", str(path))
     assert not path.exists()
 
 

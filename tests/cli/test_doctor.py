@@ -36,7 +36,7 @@ def _meet(*others: tuple[MachineInfo, float], of: int, seconds: float = 10.0) ->
         port = listener.getsockname()[1]
         main = threads.submit(host_meeting, listener, _machine(0, of), seconds=seconds)
         rest = [threads.submit(join_meeting, "127.0.0.1", port, machine, seconds=seconds, clock=_ahead(skew)) for machine, skew in others]
-        return [main.result(timeout=30), *(one.result(timeout=30) for one in rest)]
+        return [main.result(timeout=30), *(entry.result(timeout=30) for entry in rest)]
 
 
 def test_machines_meet_and_everyone_hears_the_same() -> None:
@@ -48,10 +48,10 @@ def test_machines_meet_and_everyone_hears_the_same() -> None:
 
 
 def test_two_machines_with_one_rank_are_both_told() -> None:
-    main, one, other = _meet((_machine(1, 3), 0.0), (replace(_machine(1, 3), host="twin"), 0.0), of=3, seconds=2.0)
+    main, entry, other = _meet((_machine(1, 3), 0.0), (replace(_machine(1, 3), host="twin"), 0.0), of=3, seconds=2.0)
     assert any("both have machine_rank 1" in problem for problem in main.problems)
     assert any("machine_rank 2 did not come" in problem for problem in main.problems)
-    assert any("both have machine_rank 1" in problem for problem in (*one.problems, *other.problems))
+    assert any("both have machine_rank 1" in problem for problem in (*entry.problems, *other.problems))
 
 
 def test_machines_that_were_told_different_numbers_do_not_meet() -> None:

@@ -123,28 +123,30 @@ def test_on_one_machine_the_questions_do_not_apply() -> None:
     ("skew", "level"), [(0.02, "ok"), (-0.9, "ok"), (3.0, "warning"), (-3.0, "warning"), (20.0, "error"), (-3600.0, "error")]
 )
 def test_clocks_that_are_apart(skew: float, level: str) -> None:
-    finding = next(one for one in check_meeting(MeetingResult(machines=(_machine(0), _machine(1, skew)))) if one.name == "clocks")
+    finding = next(entry for entry in check_meeting(MeetingResult(machines=(_machine(0), _machine(1, skew)))) if entry.name == "clocks")
     assert finding.level == level
     assert level == "ok" or "chronyd" in finding.remedy
 
 
 def test_the_two_clocks_farthest_apart_are_named() -> None:
     machines = (_machine(0), _machine(1, skew=-2.0), _machine(2, skew=2.0))
-    finding = next(one for one in check_meeting(MeetingResult(machines=machines)) if one.name == "clocks")
+    finding = next(machine for machine in check_meeting(MeetingResult(machines=machines)) if machine.name == "clocks")
     assert "machine 2 (node2) is ahead of machine 1 (node1)" in finding.text
     assert finding.text.startswith("4.000 s")
 
 
 def test_a_slow_network_is_not_blamed_on_the_clocks() -> None:
     finding = next(
-        one for one in check_meeting(MeetingResult(machines=(_machine(0), _machine(1, skew=1.2, round_trip=1.0)))) if one.name == "clocks"
+        entry
+        for entry in check_meeting(MeetingResult(machines=(_machine(0), _machine(1, skew=1.2, round_trip=1.0))))
+        if entry.name == "clocks"
     )
     assert finding.level == "ok"
 
 
 def test_different_versions_are_an_error_that_names_the_machines() -> None:
     findings = list(check_meeting(MeetingResult(machines=(_machine(0), _machine(1, torch="2.12.0")))))
-    finding = next(one for one in findings if one.name == "same versions")
+    finding = next(finding for finding in findings if finding.name == "same versions")
     assert finding.level == "error"
     assert "machine 0: 2.13.0, machine 1: 2.12.0" in finding.text
 

@@ -73,10 +73,10 @@ def test_json_has_the_same_figures_in_bytes(folder, capsys):
     data = json.loads(out)
     assert code == 0
     assert [row["dtype"] for row in data["inference"]] == ["float32", "bfloat16"]
-    one = data["inference"][0]
-    assert one["weights"] == 4 * 10_592
-    assert one["cache"] == 2 * 2 * 32 * 4 * (4 * 16)
-    assert one["total"] == one["weights"] + one["cache"] + one["activations"]
+    entry = data["inference"][0]
+    assert entry["weights"] == 4 * 10_592
+    assert entry["cache"] == 2 * 2 * 32 * 4 * (4 * 16)
+    assert entry["total"] == entry["weights"] + entry["cache"] + entry["activations"]
     mixed = data["training"][1]
     assert mixed["precision"] == "bfloat16 mixed"
     assert (mixed["weights"], mixed["gradients"], mixed["optimizer"]) == (4 * 10_592, 4 * 10_592, 8 * 10_592)
@@ -190,7 +190,7 @@ def test_mistakes_are_messages_that_say_what_to_write(tmp_path, folder, capsys, 
     (tmp_path / "odd.json").write_text(json.dumps({**LLAMA, "num_attention_heads": 0}))
     arguments, what, remedy = MISTAKES[name]
     places = {"tmp": tmp_path, "folder": folder}
-    code, out, err = asked(capsys, *(one.format(**places) for one in arguments))
+    code, out, err = asked(capsys, *(argument.format(**places) for argument in arguments))
     assert code in (1, 2)
     assert out == ""
     assert what.format(**places) in err

@@ -40,7 +40,7 @@ def test_it_says_where_the_page_is_and_ctrl_c_ends_it_with_a_page_open(run: RunF
         assert line.startswith("Watching 1 run at http://127.0.0.1:")
         url = line.split()[4]
         with urllib.request.urlopen(f"{url}api/runs", timeout=30) as answer:
-            assert [one["name"] for one in json.load(answer)] == ["first"]
+            assert [entry["name"] for entry in json.load(answer)] == ["first"]
         with urllib.request.urlopen(f"{url}api/events", timeout=30) as stream:
             assert stream.readline() == b"retry: 1000\n"
             process.send_signal(signal.SIGINT)

@@ -163,7 +163,7 @@ def test_a_key_that_asks_for_a_feature_that_is_not_there_is_an_error(changes: di
 )
 def test_a_file_that_contradicts_itself_is_an_error_that_names_both_keys(changes: dict[str, Any], named: list[str], tmp_path: Path) -> None:
     text = complaint(tmp_path, {**SEVERAL, **changes})
-    assert all(one in text for one in named)
+    assert all(entry in text for entry in named)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from slipstream.config.resolved_config import device_ids
 def test_a_contradiction_names_both_sides(flags: dict[str, object], environ: dict[str, str], named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(flags=flags, environ=environ)
-    assert all(one in str(caught.value) for one in named), str(caught.value)
+    assert all(entry in str(caught.value) for entry in named), str(caught.value)
     assert len(str(caught.value).splitlines()) == 2
 
 

@@ -57,7 +57,7 @@ def test_the_stronger_of_two_sources_wins(option: Option, stronger: str, weaker:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("option", [one for one in IN_FILE if one.default not in (None, "")], ids=lambda option: option.name)
+@pytest.mark.parametrize("option", [entry for entry in IN_FILE if entry.default not in (None, "")], ids=lambda option: option.name)
 def test_every_source_is_stronger_than_the_default_even_when_it_says_the_same(option: Option, kind: str, tmp_path: Path) -> None:
     config = resolved(option.name, {kind: option.default}, tmp_path / "c.yaml")
     assert (config.value(option.name), config.origin(option.name).kind) == (option.default, kind)

@@ -49,8 +49,8 @@ def ranks_of(make: Callable[[], DataLoader[Any]], world_size: int, **options: An
 def rounds(loaders: list[PreparedLoader]) -> Iterator[tuple[list[Any], Any]]:
     """Batches of all ranks side by side, and how they were shared; the ranks have to agree on everything that they tell."""
     for batches in zip(*loaders, strict=True):
-        told = [(one.shares, one.end_of_dataloader, one.batches_left, one.remainder) for one in loaders]
-        assert all(one == told[0] for one in told), "the ranks know the same of a batch"
+        told = [(loader.shares, loader.end_of_dataloader, loader.batches_left, loader.remainder) for loader in loaders]
+        assert all(entry == told[0] for entry in told), "the ranks know the same of a batch"
         yield list(batches), loaders[0].shares
 
 
@@ -65,7 +65,7 @@ def real_samples(batches: list[Any], shares: Any) -> list[Any]:
 def chunks(order: list[Any], size: int, drop_last: bool = False) -> list[list[Any]]:
     """What one process with that batch size reads."""
     found = [order[start : start + size] for start in range(0, len(order), size)]
-    return [one for one in found if len(one) == size or not drop_last]
+    return [entry for entry in found if len(entry) == size or not drop_last]
 
 
 def keep(batch: list[Any]) -> list[Any]:

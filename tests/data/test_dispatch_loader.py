@@ -116,15 +116,15 @@ def test_global_batches_are_those_of_one_process(ranks: Any, world: int) -> None
     results = ranks(world).run(run, timeout=60)
     for case, (_, length, batch, drop_last, even, _) in enumerate(CASES):
         size = batch * world
-        plain = [one.tolist() for one in DataLoader(Mapped(range(length)), batch_size=size, drop_last=drop_last)]
+        plain = [index.tolist() for index in DataLoader(Mapped(range(length)), batch_size=size, drop_last=drop_last)]
         got = together([result[case][0] for result in results])
-        assert [one for one, _, _, _ in got] == plain
+        assert [entry for entry, _, _, _ in got] == plain
         assert [end for _, _, end, _ in got] == [False] * (len(plain) - 1) + [True] * bool(plain)
         assert {result[case][1:] for result in results} == {(batch, size)}
-        for one, shares, end, remainder in got:
-            assert (shares is None) == (len(one) == size)
+        for entry, shares, end, remainder in got:
+            assert (shares is None) == (len(entry) == size)
             assert shares is None or world == 1 or shares.weighed == (not even)
-            assert not end or remainder == len(one) % size
+            assert not end or remainder == len(entry) % size
 
 
 def test_a_short_last_batch_is_completed_from_the_start_of_the_pass(ranks: Any) -> None:
@@ -143,7 +143,7 @@ def test_only_rank_0_reads_and_each_item_once(ranks: Any, kind: Any) -> None:
         return passed(prepared(made, even_batches=False)), getattr(dataset, "touched", None)
 
     results = ranks(3).run(run)
-    assert [item for one, _, _, _ in together([result for result, _ in results]) for item in one] == list(range(10))
+    assert [item for entry, _, _, _ in together([result for result, _ in results]) for item in entry] == list(range(10))
     # Rank 0 alone has the samples; where positions can be read again, a rank that would have none is kept busy with a batch
     assert [touched for _, touched in results] == [10 if kind is Stream else 12, None, None]
 
@@ -199,7 +199,7 @@ def test_the_script_may_cut_batches_itself(ranks: Any, split: bool) -> None:
 
     def run() -> Any:
         made = [DataLoader(kind(range(8)), batch_size=4 if split else 2) for kind in (Stream, Mapped)]
-        return [[listed(batch) for batch in prepared(one, slice_fn=interleaved, split_batches=split)] for one in made]
+        return [[listed(batch) for batch in prepared(entry, slice_fn=interleaved, split_batches=split)] for entry in made]
 
     assert ranks(2).run(run) == [[[[0, 2], [4, 6]]] * 2, [[[1, 3], [5, 7]]] * 2]
 
@@ -213,12 +213,12 @@ def test_batches_that_are_ready_made(ranks: Any, kind: Any) -> None:
 
     results = ranks(2).run(run)
     dealt, cut = (together([result[case] for result in results]) for case in range(2))
-    assert [(one, shares and shares.real) for one, shares, _, _ in dealt] == [
+    assert [(entry, shares and shares.real) for entry, shares, _, _ in dealt] == [
         ([0, 1, 10, 11], None),
         ([20, 21, 30], (2, 1)),
         ([40, 41], (2, 0)),
     ]
-    assert [one for one, _, _, _ in cut] == [batch.tolist() for batch in batches]
+    assert [entry for entry, _, _, _ in cut] == [batch.tolist() for batch in batches]
 
 
 def test_a_batch_sampler_of_the_scripts_own_and_a_shuffled_order(ranks: Any) -> None:
@@ -239,9 +239,9 @@ def test_a_batch_sampler_of_the_scripts_own_and_a_shuffled_order(ranks: Any) -> 
     orders = []
     for world in (1, 2, 3):
         results = ranks(world).run(run)
-        assert [item for one, _, _, _ in together([result[0] for result in results]) for item in one] == list(range(11))
+        assert [item for entry, _, _, _ in together([result[0] for result in results]) for item in entry] == list(range(11))
         assert {result[1] for result in results} == {len(results[0][0])}
-        orders.append([[one for one, _, _, _ in together([result[number] for result in results])] for number in (2, 3)])
+        orders.append([[entry for entry, _, _, _ in together([result[number] for result in results])] for number in (2, 3)])
     assert orders[0] == orders[1] == orders[2]
     assert orders[0][0] != orders[0][1]
 
@@ -254,7 +254,7 @@ def test_workers_of_rank_0(ranks: Any, kind: Any) -> None:
 
     results = ranks(2).run(run)
     whole = together([result[0] for result in results])
-    assert [item for one, _, _, _ in whole for item in one] == list(range(11))
+    assert [item for entry, _, _, _ in whole for item in entry] == list(range(11))
     assert together([result[1] for result in results]) == whole
     assert together([result[2] for result in results]) == whole[1:]
 
@@ -281,7 +281,7 @@ def test_seeking_reads_nothing_that_comes_before_but_what_completes_the_last_bat
 
     results = ranks(2).run(run)
     for case in range(2):
-        read = [item for one, _, _, _ in together([result[case][0] for result in results]) for item in one]
+        read = [item for entry, _, _, _ in together([result[case][0] for result in results]) for item in entry]
         assert [int(torch.tensor(item)) for item in read] == list(range(90, 101))
         assert results[0][case][1] <= 11 + 3
         assert results[1][case][1] == 0
@@ -352,7 +352,7 @@ def test_reading_leaves_the_random_state_of_rank_0_alone(ranks: Any) -> None:
     (first, alone), (_, other) = ranks(2).run(run)
     assert alone
     assert other
-    assert len({item for one, *_ in first[0] for item in one}) == 4
+    assert len({item for entry, *_ in first[0] for item in entry}) == 4
 
 
 def test_the_effective_batch_decides_about_batches_and_steps(ranks: Any) -> None:
@@ -399,7 +399,7 @@ def test_lists_of_samples_are_cut_between_samples(ranks: Any, kind: Any) -> None
     def run() -> Any:
         (alone,) = prepared(DataLoader(kind(images), batch_size=4, collate_fn=list), split_batches=True)
         ((inputs, targets),) = prepared(DataLoader(kind(pairs), batch_size=4, collate_fn=zipped), split_batches=True)
-        return [[image.shape for image in alone], [image[0, 0, 0].item() for image in inputs], [len(one["boxes"]) for one in targets]]
+        return [[image.shape for image in alone], [image[0, 0, 0].item() for image in inputs], [len(target["boxes"]) for target in targets]]
 
     assert ranks(2).run(run) == [[[(3, 2, 2)] * 2, [0.0, 1.0], [0, 1]], [[(3, 2, 2)] * 2, [2.0, 3.0], [2, 3]]]
 

@@ -53,7 +53,7 @@ def test_updates_are_of_the_same_samples_on_any_number_of_processes(split: bool)
         steps = loaders[0].steps_per_update
         assert steps is not None
         assert loaders[0].total_batch_size * steps == 12
-        batches = [real_samples(*one) for one in rounds(loaders)]
+        batches = [real_samples(*entry) for entry in rounds(loaders)]
         return [sorted(sum(batches[start : start + steps], [])) for start in range(0, len(batches), steps)]
 
     expected = updates(1, 12)
@@ -108,9 +108,9 @@ def test_with_drop_last_short_updates_are_dropped_on_any_number_of_processes(kin
 
     for world in (1,) if kind == "stream" else (1, 2, 3):
         loaders = ranks_of(make, world, effective_batch_size=24)
-        read = [(real_samples(*one), loaders[0].end_of_dataloader) for one in rounds(loaders)]
+        read = [(real_samples(*entry), loaders[0].end_of_dataloader) for entry in rounds(loaders)]
         assert sum((batch for batch, _ in read), []) == list(range(whole))
-        assert [len(one) for one in loaders] == [len(read)] * world
+        assert [len(loader) for loader in loaders] == [len(read)] * world
         assert [end for _, end in read] == [False] * (len(read) - 1) + [True] * bool(read)
         assert len(read) * loaders[0].total_batch_size == whole
 

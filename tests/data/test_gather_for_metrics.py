@@ -36,7 +36,7 @@ def evaluate(count: int, batch_size: int, *, drop_last: bool, kind: str, even: b
     for batch in loader:
         texts = [str(number) for number in batch.tolist()]
         inner = accelerator.prepare(DataLoader([1, 2, 3], batch_size=2 * accelerator.num_processes))
-        nested = [accelerator.gather_for_metrics(one).tolist() for one in inner]
+        nested = [accelerator.gather_for_metrics(entry).tolist() for entry in inner]
         assert sum(nested, []) == [1, 2, 3], "a loader inside of the loop has its own end"
         told = accelerator.gather_for_metrics({"numbers": batch, "texts": texts, "loss": batch.float().mean()})
         left, right = accelerator.gather_for_metrics((texts, [text * 2 for text in texts]))

@@ -267,9 +267,9 @@ def test_look_at_a_loaded_position(kind: str, options: dict[str, Any]) -> None:
     assert next(iter(later)) == epochs[1][3]
     again = prepared(KINDS[kind](), seed=99, **options)
     again.load_state_dict(copy.deepcopy(loader.state_dict()))
-    for one in (later, again):
-        assert list(one) == epochs[1][3:]
-        assert list(one) == epochs[2]
+    for entry in (later, again):
+        assert list(entry) == epochs[1][3:]
+        assert list(entry) == epochs[2]
 
 
 def test_reading_on_from_a_loaded_position() -> None:

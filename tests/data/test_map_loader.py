@@ -43,7 +43,7 @@ def test_ranks_together_read_what_one_process_would(
     assert [batch for batch, _, _ in read] == expected
     assert [left for _, left, _ in read] == list(range(len(expected)))[::-1]
     assert [end for _, _, end in read] == [left == 0 for left in range(len(expected))[::-1]]
-    assert [len(one) for one in loaders] == [len(expected)] * world
+    assert [len(loader) for loader in loaders] == [len(expected)] * world
     assert loaders[0].remainder == (0 if drop_last else length % total)
     assert loaders[0].total_batch_size == total
     assert loaders[0].batch_size == each
@@ -91,8 +91,8 @@ def test_ready_made_batches_count_their_samples(ranks: Any, even: bool) -> None:
         loader = prepare_data_loader(DataLoader(parts, batch_size=None), even_batches=even)  # type: ignore[arg-type]
         return [(batch.tolist(), loader.shares, loader.end_of_dataloader) for batch in loader], loader.total_batch_size, loader.remainder
 
-    one, (first, second) = ranks(1).run(run)[0], ranks(2).run(run)
-    assert [shares and shares.real for _, shares, _ in one[0]] == [None, (3,), (2,)]
+    entry, (first, second) = ranks(1).run(run)[0], ranks(2).run(run)
+    assert [shares and shares.real for _, shares, _ in entry[0]] == [None, (3,), (2,)]
     assert [batch for batch, _, _ in first[0]] == [[0, 1, 2, 3], [7, 8]]
     assert [batch for batch, _, _ in second[0]] == [[4, 5, 6], [0, 1, 2, 3]]
     told = [BatchShares((4, 3), (4, 3), not even, 8), BatchShares((2, 4), (2, 0), not even, 8)]
@@ -178,13 +178,13 @@ def test_torchs_batch_sampler_given_by_hand_is_one_of_samples() -> None:
 
 def test_uneven_ranks_read_what_there_is_and_nothing_more() -> None:
     loaders = ranks_of(lambda: loader_of(9, 2), 4)
-    for one in loaders:
-        one.uneven = True
-    assert [list(one) for one in loaders] == [[[0, 1], [8]], [[2, 3]], [[4, 5]], [[6, 7]]]
-    assert all(one.end_of_dataloader for one in loaders)
-    for one in loaders:
-        one.uneven = False
-    assert [len(list(one)) for one in loaders] == [2, 2, 2, 2]
+    for loader in loaders:
+        loader.uneven = True
+    assert [list(loader) for loader in loaders] == [[[0, 1], [8]], [[2, 3]], [[4, 5]], [[6, 7]]]
+    assert all(loader.end_of_dataloader for loader in loaders)
+    for loader in loaders:
+        loader.uneven = False
+    assert [len(list(loader)) for loader in loaders] == [2, 2, 2, 2]
 
 
 # -- what ends an iteration, and which epoch is next -----------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_loaders_nest() -> None:
 def test_a_loader_nests_in_itself() -> None:
     state = GradientState()
     loader = prepared(loader_of(6, shuffle=True), gradient_state=state)
-    expected = [list(one) for one in [prepared(loader_of(6, shuffle=True))] * 5]
+    expected = [list(entry) for entry in [prepared(loader_of(6, shuffle=True))] * 5]
     outer = []
     for number, batch in enumerate(loader):
         outer.append(batch)
@@ -291,7 +291,7 @@ def numbers(state: dict[str, Any]) -> list[int]:
 
 def test_a_position_is_resumed_at_any_number_of_ranks_without_reading() -> None:
     data = Counted(26)
-    whole = [list(one) for one in [prepared(DataLoader(data, batch_size=12, shuffle=True, collate_fn=keep))] * 3]
+    whole = [list(entry) for entry in [prepared(DataLoader(data, batch_size=12, shuffle=True, collate_fn=keep))] * 3]
     for cut in range(4):
         saved = prepared(DataLoader(data, batch_size=6, shuffle=True, collate_fn=keep), 0, 2)
         list(saved)
@@ -302,8 +302,8 @@ def test_a_position_is_resumed_at_any_number_of_ranks_without_reading() -> None:
                 state = saved.state_dict()
         for world in (1, 2, 3, 4):
             loaders = ranks_of(lambda: DataLoader(data, batch_size=12 // world, shuffle=True, collate_fn=keep), world, seed=99)  # noqa: B023
-            for one in loaders:
-                one.load_state_dict(state, resume=True)
+            for loader in loaders:
+                loader.load_state_dict(state, resume=True)
             data.read = 0
             assert len(loaders[0]) == 3, "that of a whole pass"
             rest = [real_samples(batches, shares) for batches, shares in rounds(loaders)]
@@ -519,7 +519,7 @@ def test_workers_read_the_same_batches_in_every_epoch(stay: bool) -> None:
 def test_workers_that_stay_read_every_pass_and_draw_other_numbers_on_every_rank() -> None:
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_workers": True, "collate_fn": keep, "in_order": False}
     loaders = ranks_of(lambda: DataLoader(Drawing(), **options), 2)
-    read = [[list(one) for one in loaders] for _ in range(2)]
+    read = [[list(loader) for loader in loaders] for _ in range(2)]
     for epoch in read:
         assert [[[sample for sample, _ in batch] for batch in rank] for rank in epoch] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     drawn = [number for epoch in read for rank in epoch for batch in rank for _, number in batch]

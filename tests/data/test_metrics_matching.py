@@ -104,7 +104,7 @@ def test_rows_of_a_rank_without_samples_are_left_out_whatever_their_number(ranks
         with Heard() as texts:
             for batch in accelerator.prepare(DataLoader(range(9), batch_size=4)):
                 even += accelerator.gather_for_metrics(batch[batch % 2 == 0]).tolist()
-                rows += accelerator.gather_for_metrics(torch.cat([one.repeat(int(one) % 3 + 1) for one in batch])).tolist()
+                rows += accelerator.gather_for_metrics(torch.cat([entry.repeat(int(entry) % 3 + 1) for entry in batch])).tolist()
         return even, rows, texts
 
     rows = [number for number in range(9) for _ in range(number % 3 + 1)]
@@ -117,7 +117,7 @@ def busy(loader: Any) -> int:
 
 
 def detections(batch: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    return [{"id": one.reshape(1), "boxes": torch.full((int(one) % 3, 4), float(one))} for one in batch]
+    return [{"id": entry.reshape(1), "boxes": torch.full((int(entry) % 3, 4), float(entry))} for entry in batch]
 
 
 @pytest.mark.parametrize(("world", "even"), [(1, True), (2, True), (2, False), (3, False)])
@@ -132,10 +132,10 @@ def test_a_list_with_one_entry_per_sample_is_joined_as_a_list(ranks: Any, world:
                 for record in accelerator.gather_for_metrics(detections(batch)):
                     assert record["boxes"].tolist() == [[float(record["id"])] * 4] * (int(record["id"]) % 3)
                     dicts.append(int(record["id"]))
-                told = accelerator.gather_for_metrics({"out": [one.repeat(2, 5) for one in batch], "ids": batch, "loss": batch.sum()})
-                plain += [int(one[0, 0]) for one in told["out"]] if size > 2 else told["ids"].tolist()
+                told = accelerator.gather_for_metrics({"out": [entry.repeat(2, 5) for entry in batch], "ids": batch, "loss": batch.sum()})
+                plain += [int(entry[0, 0]) for entry in told["out"]] if size > 2 else told["ids"].tolist()
                 assert len(told["loss"]) == busy(loader)
-                texts, records = accelerator.gather_for_metrics(([str(one) for one in batch.tolist()], detections(batch)))
+                texts, records = accelerator.gather_for_metrics(([str(entry) for entry in batch.tolist()], detections(batch)))
                 assert texts == [str(int(record["id"])) for record in records]
                 inner += [int(record["id"]) for record in records]
             for batch in loader:
@@ -166,7 +166,7 @@ def test_lists_of_a_short_batch_are_joined_as_those_before(ranks: Any) -> None:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
         found = []
         for batch in accelerator.prepare(DataLoader(range(6), batch_size=2)):
-            found.append([one.tolist() for one in accelerator.gather_for_metrics(list(batch))])
+            found.append([entry.tolist() for entry in accelerator.gather_for_metrics(list(batch))])
         return found
 
     assert ranks(2).run(run) == [[[0, 1, 2, 3], [4, 5]]] * 2

@@ -41,8 +41,8 @@ def test_every_sample_comes_back_once_and_in_order(kind: str, length: int, size:
     for batches, _ in rounds(loaders):
         for rank, batch in enumerate(batches):
             kept[rank].append(batch)
-        arranges = [find_batch_order(one) for one in loaders]
-        assert len({None if one is None else one.total for one in arranges}) == 1, "every rank knows the same"
+        arranges = [find_batch_order(loader) for loader in loaders]
+        assert len({None if arrange is None else arrange.total for arrange in arranges}) == 1, "every rank knows the same"
         seen += joined(arranges[0], list(batches))
     expected = list(range(length - length % (size * world))) if drop_last else list(range(length))
     assert seen == expected
@@ -94,6 +94,6 @@ def test_a_pass_that_was_left_has_no_arrangement_and_does_not_forget_the_one_bef
 
 @pytest.mark.parametrize("even", [True, False])
 def test_a_pass_that_skipped_has_an_arrangement_of_the_rest(even: bool) -> None:
-    loaders = [one.skipping(1) for one in ranks_of(lambda: loader_of("size", 11, 2, False), 2, even_batches=even)]
-    kept = [[sample for batch in one for sample in batch] for one in loaders]
+    loaders = [rank.skipping(1) for rank in ranks_of(lambda: loader_of("size", 11, 2, False), 2, even_batches=even)]
+    kept = [[sample for batch in loader for sample in batch] for loader in loaders]
     assert joined(find_pass_order(loaders[0]), kept) == list(range(4, 11))

@@ -100,11 +100,11 @@ def epochs(make: Callable[[], Any], world: int, size: int, number: int = 2, **op
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_the_global_batches_do_not_depend_on_the_number_of_ranks(kind: str) -> None:
     make = SAMPLERS[kind]
-    one = epochs(make, 1, 12)
+    epoch = epochs(make, 1, 12)
     random.seed(99)  # and not on the script's own random state
     torch.manual_seed(99)
-    assert one == epochs(make, 2, 6) == epochs(make, 3, 4) == epochs(make, 4, 3, even_batches=False)
-    assert kind in ("sequential", "list") or one[0] != one[1], "every epoch has its own order"
+    assert epoch == epochs(make, 2, 6) == epochs(make, 3, 4) == epochs(make, 4, 3, even_batches=False)
+    assert kind in ("sequential", "list") or epoch[0] != epoch[1], "every epoch has its own order"
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
@@ -156,7 +156,7 @@ def test_endless_samplers_are_drawn_one_batch_ahead_and_no_further() -> None:
     single = prepared(loader_of(Endless(), size=4))
     for number, (first, second, both) in enumerate(islice(zip(*loaders, single, strict=True), 20)):
         assert first + second == both
-        assert [one.drawn for one in samplers] == [4 * (number + 2)] * 2
+        assert [sampler.drawn for sampler in samplers] == [4 * (number + 2)] * 2
         assert loaders[0].batches_left is None
         assert not loaders[0].end_of_dataloader
     with pytest.raises(TypeError):
@@ -254,7 +254,7 @@ class Reusing(Sampler[list[int]]):
 @pytest.mark.parametrize("split", [False, True])
 def test_a_batch_sampler_may_fill_its_list_again(world: int, split: bool) -> None:
     loaders = ranks_of(lambda: DataLoader(range(9), batch_sampler=Reusing(), collate_fn=keep), world, split_batches=split)
-    assert sum((real_samples(*one) for one in rounds(loaders)), []) == list(range(9))
+    assert sum((real_samples(*entry) for entry in rounds(loaders)), []) == list(range(9))
 
 
 @pytest.mark.parametrize("kind", [numpy.array, torch.tensor, list])
@@ -263,5 +263,5 @@ def test_batches_of_positions_may_be_arrays(kind: Any, split: bool) -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(range(7), batch_sampler=[kind([0, 1, 2, 3]), kind([4, 5, 6])], collate_fn=keep)  # type: ignore[list-item]
 
-    read = [real_samples(*one) for one in rounds(ranks_of(make, 2, split_batches=split))]
+    read = [real_samples(*entry) for entry in rounds(ranks_of(make, 2, split_batches=split))]
     assert [[int(position) for position in batch] for batch in read] == ([[0, 1, 2, 3], [4, 5, 6]] if split else [list(range(7))])

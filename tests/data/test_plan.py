@@ -47,7 +47,7 @@ def test_ranks_together_read_the_batches_of_one_process(
     assert [len(rank) for rank in told] == [plan.count(max(0, length - start))] * world == [len(expected)] * world
     for number, (together, batch) in enumerate(zip(zip(*told, strict=True), expected, strict=True)):
         pieces, (shares, *same), ends = zip(*together, strict=True)
-        assert all(one == shares for one in same)
+        assert all(entry == shares for entry in same)
         assert set(ends) == {number == len(expected) - 1}
         real = tuple(map(len, pieces)) if shares is None else shares.real
         assert [sample for piece, count in zip(pieces, real, strict=True) for sample in piece[:count]] == batch
@@ -158,10 +158,10 @@ def test_dealt_batches_go_round_the_ranks(lengths: list[int], world: int, policy
             if rank >= len(round_):
                 assert piece == (batches[(rank - len(round_)) % min(world, len(batches))] if policy == "even" else batches[0])
             if shares is None:
-                assert {len(one) for one in round_} == {lengths[0]}
+                assert {len(entry) for entry in round_} == {lengths[0]}
                 assert len(round_) == world
                 continue
-            assert shares.real == tuple(len(one) for one in round_) + (0,) * (world - len(round_))
+            assert shares.real == tuple(len(entry) for entry in round_) + (0,) * (world - len(round_))
             assert shares.given[rank] == len(piece)
             assert shares.weighed == (policy != "even")
             assert shares.full == world * lengths[0]
@@ -179,7 +179,7 @@ def test_cut_batches_are_whole_again_when_the_pieces_are_joined(
     assert [len(rank) for rank in told] == [len(rest)] * world
     for number, (together, batch) in enumerate(zip(zip(*told, strict=True), rest, strict=True)):
         pieces, (shares, *same), ends = zip(*together, strict=True)
-        assert all(one == shares for one in same)
+        assert all(entry == shares for entry in same)
         assert set(ends) == {number == len(rest) - 1}
         real = tuple(map(len, pieces)) if shares is None else shares.real
         assert [sample for piece, count in zip(pieces, real, strict=True) for sample in piece[:count]] == batch

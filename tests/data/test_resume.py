@@ -220,7 +220,7 @@ MAPPED: dict[str, Callable[[], DataLoader[Any]]] = {
     "drop_last": lambda: DataLoader(DATA, batch_size=2, shuffle=True, drop_last=True, collate_fn=keep),
     "positions": lambda: DataLoader(DATA, batch_size=None, shuffle=True),
     "replacement": by_sampler(lambda: RandomSampler(DATA, replacement=True, num_samples=13)),
-    "weighted": by_sampler(lambda: WeightedRandomSampler([1.0 + one % 3 for one in DATA], 9)),
+    "weighted": by_sampler(lambda: WeightedRandomSampler([1.0 + entry % 3 for entry in DATA], 9)),
     "subset": by_sampler(lambda: SubsetRandomSampler(DATA[::2])),
     "a list": by_sampler(lambda: DATA[::-1]),
     "batches": by_batches(lambda: [[1, 2], [3], [4, 5, 6], [0], [7]]),
@@ -250,12 +250,12 @@ def saved_everywhere(loaders: list[Any]) -> tuple[list[list[Any]], list[tuple[in
     states = [(0, 0, copy.deepcopy(loaders[0].state_dict()))]
     for epoch in range(EPOCHS):
         batches: list[Any] = []
-        for one in rounds(loaders):
-            batches.append(whole(*one))
+        for entry in rounds(loaders):
+            batches.append(whole(*entry))
             states.append((epoch, len(batches), copy.deepcopy(loaders[0].state_dict())))
         epochs.append(batches)
         states.append((epoch + 1, 0, copy.deepcopy(loaders[0].state_dict())))
-    return epochs, [one for one in states if one[0] < EPOCHS]
+    return epochs, [state for state in states if state[0] < EPOCHS]
 
 
 def whole(batches: list[Any], shares: Any) -> list[Any]:
@@ -263,7 +263,7 @@ def whole(batches: list[Any], shares: Any) -> list[Any]:
 
 
 def rest(loaders: list[Any], count: int) -> list[list[Any]]:
-    return [[whole(*one) for one in rounds(loaders)] for _ in range(count)]
+    return [[whole(*entry) for entry in rounds(loaders)] for _ in range(count)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -274,16 +274,16 @@ def test_a_map_style_loader_goes_on_from_every_point(kind: str, world: int, capl
     for epoch, read, state in states:
         expected = [epochs[epoch][read:], *epochs[epoch + 1 :]]
         going_on = ranks_of(make, world, seed=1)
-        for one in going_on:
-            one.load_state_dict(copy.deepcopy(state))
+        for entry in going_on:
+            entry.load_state_dict(copy.deepcopy(state))
         assert kind.startswith("budget") or len(going_on[0]) == len(epochs[epoch])
         assert rest(going_on, EPOCHS - epoch) == expected, f"cut after {read} of epoch {epoch}, by itself"
         for how in ("manual", "auto"):
             skipping = ranks_of(make, world, seed=1, resume=how)
-            for one in skipping:
-                one.load_state_dict(copy.deepcopy(state))
+            for entry in skipping:
+                entry.load_state_dict(copy.deepcopy(state))
             assert state["batches"] == read
-            twins = [skip_first_batches(one, read) for one in skipping]
+            twins = [skip_first_batches(entry, read) for entry in skipping]
             assert rest(twins, 1) + rest(skipping, EPOCHS - epoch - 1) == expected, f"cut after {read} of epoch {epoch}, skipping, {how}"
     assert all("is empty" in record.message for record in caplog.records), "nothing else is to be warned of"
 
@@ -308,11 +308,11 @@ class Watches(Own):
 
     def __init__(self) -> None:
         super().__init__()
-        self.losses, self.given = {one: float(one) for one in DATA}, list[int]()
+        self.losses, self.given = {entry: float(entry) for entry in DATA}, list[int]()
 
     def __iter__(self) -> Iterator[int]:
         while len(self.given) < self.length:
-            chosen = max((one for one in DATA if one not in self.given), key=self.losses.__getitem__)
+            chosen = max((entry for entry in DATA if entry not in self.given), key=self.losses.__getitem__)
             self.given.append(chosen)
             yield chosen
         self.given = []
@@ -489,11 +489,11 @@ def test_two_loaders_that_are_read_side_by_side_both_keep_their_places() -> None
     both = loaders()
     for pair in zip(*both, strict=True):
         pairs.append(pair)
-        states.append(copy.deepcopy([one.state_dict() for one in both]))
+        states.append(copy.deepcopy([entry.state_dict() for entry in both]))
     for cut, saved in enumerate(states, 1):
         both = loaders()
-        for one, state in zip(both, saved, strict=True):
-            one.load_state_dict(state)
+        for entry, state in zip(both, saved, strict=True):
+            entry.load_state_dict(state)
         assert list(zip(*both, strict=True)) == pairs[cut:]
 
 
@@ -539,7 +539,7 @@ def flat(epochs: list[list[Any]]) -> list[list[Any]]:
 def loader_of(kind: str, length: int, size: int, drop_last: bool) -> DataLoader[Any]:
     rest: dict[str, Any] = {"batch_size": size, "drop_last": drop_last, "collate_fn": keep}
     if kind == "batches":
-        return DataLoader(range(length), batch_sampler=[[one, one + 1] for one in range(length - 1)], collate_fn=keep)
+        return DataLoader(range(length), batch_sampler=[[index, index + 1] for index in range(length - 1)], collate_fn=keep)
     if kind in STREAMS:
         return DataLoader(STREAMS[kind](range(length)), **rest)
     sampler = {"shuffle": lambda: RandomSampler(range(length)), "AtItsPlace": AtItsPlace, "DrawsWhileRead": DrawsWhileRead}[kind]()
@@ -547,7 +547,7 @@ def loader_of(kind: str, length: int, size: int, drop_last: bool) -> DataLoader[
 
 
 def pass_of(loaders: list[Any]) -> list[list[Any]]:
-    return [whole(*one) for one in rounds(loaders)]
+    return [whole(*entry) for entry in rounds(loaders)]
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "stream", "stateful", "batches", "AtItsPlace", "DrawsWhileRead"])
@@ -563,8 +563,8 @@ def test_the_samples_that_are_left_are_those_that_were_not_read(kind: str, old: 
             return ranks_of(lambda: loader_of(kind, length, size, drop_last), ranks, even_batches=even, **options)
 
         saved, read, states = make(*old), list[Any](), []
-        for one in rounds(saved):
-            read.append(whole(*one))
+        for entry in rounds(saved):
+            read.append(whole(*entry))
             states.append(copy.deepcopy(saved[0].state_dict()))
         oracle = make(*new)
         straight, later = pass_of(oracle), pass_of(oracle)
@@ -590,7 +590,7 @@ def test_the_samples_that_are_left_are_those_that_were_not_read(kind: str, old: 
 def test_skipping_what_a_script_counted_on_another_number_of_processes_goes_to_the_position() -> None:
     """After 3 batches of 2 x 2 samples, 3 batches are skipped by a script that knows nothing of samples."""
     saved = ranks_of(lambda: DataLoader(range(23), batch_size=2, shuffle=True, collate_fn=keep), 2)
-    iterators = [iter(one) for one in saved]
+    iterators = [iter(entry) for entry in saved]
     for _ in range(3):
         for iterator in iterators:
             next(iterator)
@@ -764,9 +764,9 @@ def resumed_everywhere(make: Callable[[], DataLoader[Any]], world: int, *, every
         expected = [epochs[epoch][read:], *epochs[epoch + 1 :]]
         for how in ("auto", "manual"):
             loaders = ranks_of(make, world, seed=1, resume=how, **options)
-            for one in loaders:
-                one.load_state_dict(copy.deepcopy(state))
-            first = loaders if how == "auto" else [skip_first_batches(one, read) for one in loaders]
+            for loader in loaders:
+                loader.load_state_dict(copy.deepcopy(state))
+            first = loaders if how == "auto" else [skip_first_batches(loader, read) for loader in loaders]
             found.append((read, loaders[0], rest(first, 1) + rest(loaders, EPOCHS - epoch - 1)))
             assert found[-1][-1] == expected, f"cut after {read} of epoch {epoch}"
     return found
@@ -1130,6 +1130,6 @@ def test_the_digest_of_an_order_is_equal_exactly_if_the_order_is() -> None:
         DataLoader(Stream(DATA), batch_size=2),
         DataLoader(Stream(DATA), batch_size=2, num_workers=2),
     ]
-    digests = [digest(one) for one in other] + [digest(mapped, seed=8), digest(mapped, even_batches=True)]
+    digests = [digest(entry) for entry in other] + [digest(mapped, seed=8), digest(mapped, even_batches=True)]
     assert len(set(digests)) == len(digests)
     assert digest(make()) == digest(make(), seed=8), "a seed means nothing where nothing is drawn"

@@ -54,14 +54,14 @@ def test_a_prepared_loader_starts_later_and_reads_nothing_before(length: int, si
         return DataLoader(data, batch_size=size, collate_fn=keep, **how)
 
     twins, loaders = ranks_of(make, world), ranks_of(make, world)
-    epochs = [[real_samples(*one) for one in rounds(twins)] for _ in range(3)]
-    later = [skip_first_batches(one, skipped) for one in loaders]
+    epochs = [[real_samples(*entry) for entry in rounds(twins)] for _ in range(3)]
+    later = [skip_first_batches(loader, skipped) for loader in loaders]
     data.read.clear()
     batches = list(rounds(later))
-    assert [real_samples(*one) for one in batches] == epochs[0][skipped:]
+    assert [real_samples(*batch) for batch in batches] == epochs[0][skipped:]
     assert data.read == [sample for together, _ in batches for batch in together for sample in batch]
-    assert [real_samples(*one) for one in rounds(loaders)] == epochs[1], "both count the same epochs"
-    assert [real_samples(*one) for one in rounds(later)] == epochs[2], "it skips once"
+    assert [real_samples(*entry) for entry in rounds(loaders)] == epochs[1], "both count the same epochs"
+    assert [real_samples(*entry) for entry in rounds(later)] == epochs[2], "it skips once"
 
 
 def test_the_length_is_what_is_left_until_the_first_pass_is_over() -> None:
@@ -163,8 +163,8 @@ def test_a_plain_loader_seeks_in_the_order_of_its_own(kind: str) -> None:
     assert data.read
     assert len(data.read) == sum(torch.as_tensor(batch).numel() for batch in first), "what is skipped is not read"
     again = [first, list(later)]
-    assert [[torch.as_tensor(batch).tolist() for batch in one] for one in again] == [
-        [torch.as_tensor(batch).tolist() for batch in one] for one in (whole[0][2:], whole[1])
+    assert [[torch.as_tensor(batch).tolist() for batch in entry] for entry in again] == [
+        [torch.as_tensor(batch).tolist() for batch in entry] for entry in (whole[0][2:], whole[1])
     ]
     assert type(skip_first_batches(loader)) is DataLoader
 

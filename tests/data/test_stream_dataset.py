@@ -248,7 +248,7 @@ def test_cutting_takes_samples_of_tensors_arrays_and_lists() -> None:
     assert got["x"].tolist() == [[2, 3], [4, 5]]
     assert got["n"].tolist() == [1, 2]
     assert got["text"] == ["b", "c"]
-    assert [one.tolist() for one in got["ragged"]] == [[0, 1], [0, 1, 2]]
+    assert [entry.tolist() for entry in got["ragged"]] == [[0, 1], [0, 1, 2]]
     assert (got["scale"], got["name"]) == (0.5, "abcd")
 
 

@@ -160,13 +160,13 @@ def test_global_batches_are_those_of_one_process(length: int, batch: int, world:
     size = batch * world
     make = lambda: DataLoader(Stream(range(length)), batch_size=size if split else batch, drop_last=drop_last)  # noqa: E731
     got = simulated(make, world, even_batches=even, split_batches=split)
-    plain = [one.tolist() for one in DataLoader(Stream(range(length)), batch_size=size, drop_last=drop_last)]
-    assert [one for one, _, _, _ in got] == plain
+    plain = [index.tolist() for index in DataLoader(Stream(range(length)), batch_size=size, drop_last=drop_last)]
+    assert [entry for entry, _, _, _ in got] == plain
     assert [end for _, _, end, _ in got] == [False] * (len(plain) - 1) + [True] * bool(plain)
     if plain:
         assert got[-1][3] == len(plain[-1]) % size
-        assert all(shares is None for one, shares, _, _ in got if len(one) == size)
-        assert all(shares is not None and shares.weighed == (not even) for one, shares, _, _ in got if len(one) < size)
+        assert all(shares is None for entry, shares, _, _ in got if len(entry) == size)
+        assert all(shares is not None and shares.weighed == (not even) for entry, shares, _, _ in got if len(entry) < size)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -184,7 +184,7 @@ def test_ranks_in_processes_take_turns(ranks: Any, world: int) -> None:
         assert {result[case][2] for result in results} == {"whole" if world == 1 else "turns"}
         for number in range(2):
             got = together([result[case][number] for result in results])
-            assert [one for one, _, _, _ in got] == expected
+            assert [entry for entry, _, _, _ in got] == expected
 
 
 def test_a_stream_that_draws_random_numbers_is_the_same_on_every_number_of_processes(ranks: Any) -> None:
@@ -203,8 +203,8 @@ def test_a_stream_that_draws_random_numbers_is_the_same_on_every_number_of_proce
     found = []
     for world in WORLDS:
         results = ranks(world).run(run)
-        found.append([[one for one, _, _, _ in together([result[epoch] for result in results])] for epoch in range(2)])
-    assert all(one == found[0] for one in found)
+        found.append([[entry for entry, _, _, _ in together([result[epoch] for result in results])] for epoch in range(2)])
+    assert all(entry == found[0] for entry in found)
     assert sorted(item[0] for batch in found[0][0] for item in batch) == list(range(30))
     assert found[0][0] != found[0][1], "another epoch is another order"
 
@@ -221,7 +221,7 @@ def test_workers_of_all_ranks_read_the_same_though_each_collates_for_itself(rank
 
     results = ranks(3).run(run)
     assert [way for _, way in results] == ["turns"] * 3
-    read = [item for one, _, _, _ in together([result for result, _ in results]) for item in one]
+    read = [item for entry, _, _, _ in together([result for result, _ in results]) for item in entry]
     assert sorted(item[0] for item in read) == sorted([*range(22)] * 2), "two workers, each with the whole stream, as plain torch does"
 
 
@@ -232,20 +232,20 @@ def test_items_that_share_themselves_out_between_workers_are_read_once(ranks: An
 
     for number in range(2):
         results = [result[number] for result in ranks(2).run(run)]
-        assert sorted(item for one, _, _, _ in together(results) for item in one) == list(range(23))
+        assert sorted(item for result, _, _, _ in together(results) for item in result) == list(range(23))
 
 
 def test_texts_ragged_items_and_batches_that_are_ready_made() -> None:
     items = [{"text": "a" * number, "ids": torch.arange(number)} for number in range(7)]
     got = simulated(lambda: DataLoader(Stream(items), batch_size=2, collate_fn=list), 2)
-    assert [sample["text"] for one, _, _, _ in got for sample in one] == ["a" * number for number in range(7)]
+    assert [sample["text"] for entry, _, _, _ in got for sample in entry] == ["a" * number for number in range(7)]
     batches = [torch.arange(size) + 10 * number for number, size in enumerate([2, 2, 2, 1, 2])]
     for even in (True, False):
         got = simulated(lambda: DataLoader(Stream(batches), batch_size=None), 2, even_batches=even)
-        assert [one for one, _, _, _ in got] == [[0, 1, 10, 11], [20, 21, 30], [40, 41]]
+        assert [entry for entry, _, _, _ in got] == [[0, 1, 10, 11], [20, 21, 30], [40, 41]]
         assert [shares and shares.real for _, shares, _, _ in got] == [None, (2, 1), (2, 0)]
     got = simulated(lambda: DataLoader(Stream(batches), batch_size=None), 2, split_batches=True)
-    assert [one for one, _, _, _ in got] == [batch.tolist() for batch in batches]
+    assert [entry for entry, _, _, _ in got] == [batch.tolist() for batch in batches]
 
 
 def test_every_pass_is_another_epoch_and_the_dataset_is_told() -> None:
@@ -307,7 +307,7 @@ def test_skipping_with_workers_finds_the_same_batches() -> None:
     make = lambda: DataLoader(ByWorker(range(23)), batch_size=2, num_workers=2)  # noqa: E731
     whole = simulated(make, 2)
     later = together([passed(skip_first_batches(prepared(make(), rank, 2), 3)) for rank in range(2)])
-    assert [one for one, _, _, _ in later] == [one for one, _, _, _ in whole[3:]]
+    assert [entry for entry, _, _, _ in later] == [entry for entry, _, _, _ in whole[3:]]
 
 
 def test_a_saved_position_goes_on_at_another_number_of_processes() -> None:
@@ -323,7 +323,7 @@ def test_a_saved_position_goes_on_at_another_number_of_processes() -> None:
     state["left"] = 0
     alone = prepared(DataLoader(Seekable(range(24)), batch_size=3), 0, 1)
     alone.load_state_dict(state)
-    assert [item for one, *_ in passed(alone) for item in one] == list(range(12, 24))
+    assert [item for entry, *_ in passed(alone) for item in entry] == list(range(12, 24))
 
 
 # -- a part of its own ------------------------------------------------------------------------------------------------
@@ -360,10 +360,10 @@ def test_parts_that_end_at_different_times_are_read_once_and_end_together(ranks:
         for number in range(2):
             got = together([result[case][number] for result in results])
             wanted = [item for part in parts for item in (part[: len(part) // 2 * 2] if drop_last else part)]
-            assert sorted(item for one, _, _, _ in got for item in one) == sorted(wanted)
+            assert sorted(item for entry, _, _, _ in got for item in entry) == sorted(wanted)
             assert [end for _, _, end, _ in got] == [False] * (len(got) - 1) + [True] * bool(got)
-            for one, shares, _, _ in got:
-                assert (shares is None) == (len(one) == 2 * world)
+            for entry, shares, _, _ in got:
+                assert (shares is None) == (len(entry) == 2 * world)
                 if shares is not None:
                     assert shares.weighed
                     assert shares.full == 2 * world
@@ -403,7 +403,7 @@ def test_shards_are_read_once_over_all_ranks(ranks: Any) -> None:
     for world in (2, 3, 4):
         results = ranks(world).run(run)
         got = together([result for result, _, _, _ in results])
-        assert sorted(item for one, _, _, _ in got for item in one) == sorted(sum(shards, []))
+        assert sorted(item for entry, _, _, _ in got for item in entry) == sorted(sum(shards, []))
         assert [way for _, way, _, _ in results] == ["own"] * world
         assert sum(read for _, _, read, _ in results) == len(sum(shards, []))
         assert [read for _, _, _, read in results] == [0] * world
@@ -411,7 +411,7 @@ def test_shards_are_read_once_over_all_ranks(ranks: Any) -> None:
 
 def test_too_few_shards_are_read_by_turns_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     got = simulated(lambda: DataLoader(Sharded([[1, 2, 3], [4, 5]]), batch_size=1), 3)
-    assert [one for one, _, _, _ in got] == [[1, 2, 3], [4, 5]]
+    assert [entry for entry, _, _, _ in got] == [[1, 2, 3], [4, 5]]
     assert "it has num_shards=2 for 3 processes" in caplog.text
 
 
@@ -426,7 +426,7 @@ def test_a_pipeline_of_torch_is_shared_out_with_its_workers(ranks: Any) -> None:
     results = ranks(2).run(run)
     for number in range(2):
         got = together([result[number] for result in results])
-        assert sorted(item for one, _, _, _ in got for item in one) == list(range(21))
+        assert sorted(item for entry, _, _, _ in got for item in entry) == list(range(21))
 
 
 def test_a_rank_that_leaves_the_loop_alone_is_named(ranks: Any) -> None:
@@ -490,7 +490,7 @@ def test_a_part_of_its_own_goes_on_where_it_was_left(ranks: Any, world: int) -> 
     results = ranks(world).run(run)
     for case in range(2):
         whole, later = (together([result[case][number] for result in results]) for number in range(2))
-        assert [one for one, _, _, _ in later] == [one for one, _, _, _ in whole[2:]]
+        assert [entry for entry, _, _, _ in later] == [entry for entry, _, _, _ in whole[2:]]
 
 
 def test_the_way_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -532,7 +532,7 @@ def test_the_stream_of_hugging_face_datasets(ranks: Any, tmp_path: Any) -> None:
         results = ranks(world).run(run, os.fspath(tmp_path / "cache"), timeout=60)
         for case in range(3):
             got = together([result[case][0] for result in results])
-            assert sorted(item for one, _, _, _ in got for item in one) == wanted
+            assert sorted(item for entry, _, _, _ in got for item in entry) == wanted
             assert {result[case][1] for result in results} == {"own"}
 
 
@@ -568,13 +568,13 @@ def test_a_state_of_the_dataset_is_saved_and_leads_back_without_reading(world: i
         iterator.close()  # type: ignore[attr-defined]
         assert state.get("dataset") == (None if cut == 0 else {"at": 2 * world * cut})
         resumed = [make(rank) for rank in range(world)]
-        for one in resumed:
-            one.load_state_dict(state)
-        assert together([passed(one) for one in resumed]) == whole[cut:]
+        for entry in resumed:
+            entry.load_state_dict(state)
+        assert together([passed(entry) for entry in resumed]) == whole[cut:]
         read = resumed[0].original.dataset.read  # type: ignore[attr-defined]
         heads = 0 if world == 1 or not cut else 2 * world  # compared, and kept to complete the last batch
         assert read == 203 - 2 * world * cut + heads
-        assert together([passed(one) for one in resumed]) == simulated(lambda: DataLoader(Keeping(range(203)), batch_size=2), world)
+        assert together([passed(entry) for entry in resumed]) == simulated(lambda: DataLoader(Keeping(range(203)), batch_size=2), world)
 
 
 def test_a_stream_of_hugging_face_datasets_goes_on_where_it_was_saved() -> None:
@@ -607,7 +607,7 @@ def test_a_position_is_in_samples_whatever_the_number_of_ranks(ranks: Any, worke
         return [(batch.tolist(), built.shares) for batch in built]
 
     read = list(zip(*ranks(3).run(run), strict=True))
-    real = [batch[: shares.real[rank] if shares else None] for one in read for rank, (batch, shares) in enumerate(one)]
+    real = [batch[: shares.real[rank] if shares else None] for entry in read for rank, (batch, shares) in enumerate(entry)]
     assert sum(real, []) == list(range(8, 14))
 
 
@@ -644,10 +644,10 @@ class Counting(IterableDataset[Any]):
 def test_a_stream_with_workers_that_stay_nests_in_itself() -> None:
     loader = alone(DataLoader(Counting(), batch_size=1, num_workers=1, persistent_workers=True))
     inner: list[list[int]] = []
-    outer = [(batch.item(), inner.append([one.item() for one in loader]))[0] for batch in loader]
+    outer = [(batch.item(), inner.append([entry.item() for entry in loader]))[0] for batch in loader]
     assert outer == [0, 1, 2, 3]
     assert inner == [outer] * 4
-    assert [one.item() for one in loader] == outer
+    assert [entry.item() for entry in loader] == outer
 
 
 class Scaled(DataLoader[Any]):

@@ -25,7 +25,7 @@ class Shards(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         shards = [range(first, first + 5) for first in (0, 5, 10, 15)]
         turned = shards[self.epoch :] + shards[: self.epoch]
-        yield from [one for shard in turned for one in shard][self.skipped :]
+        yield from [entry for shard in turned for entry in shard][self.skipped :]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

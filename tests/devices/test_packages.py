@@ -25,9 +25,9 @@ _VERSIONS = st.builds(
 
 
 @given(_VERSIONS, _VERSIONS)
-def test_versions_sort_as_the_reference_sorts_them(one: str, other: str) -> None:
-    left, right = parse_version(one), parse_version(other)
-    assert (left < right, left == right) == (Version(one) < Version(other), Version(one) == Version(other))
+def test_versions_sort_as_the_reference_sorts_them(text: str, other: str) -> None:
+    left, right = parse_version(text), parse_version(other)
+    assert (left < right, left == right) == (Version(text) < Version(other), Version(text) == Version(other))
 
 
 @given(_VERSIONS)

@@ -140,10 +140,10 @@ def test_plugins_are_seeded_and_their_absence_is_not_an_import() -> None:
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
 def test_a_fingerprint_follows_its_kind(kind: str) -> None:
     set_seed(3)
-    before = {one: fingerprint([one]) for one in ("python", "numpy", "torch")}
+    before = {name: fingerprint([name]) for name in ("python", "numpy", "torch")}
     {"python": random.random, "numpy": numpy.random.random, "torch": lambda: torch.rand(1)}[kind]()
-    after = {one: fingerprint([one]) for one in before}
-    assert [one for one in before if before[one] != after[one]] == [kind]
+    after = {entry: fingerprint([entry]) for entry in before}
+    assert [entry for entry in before if before[entry] != after[entry]] == [kind]
 
 
 def test_a_fingerprint_sees_device_states() -> None:

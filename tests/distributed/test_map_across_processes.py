@@ -65,7 +65,7 @@ def test_results_are_those_of_a_loop_on_one_process(ranks: Any, size: int) -> No
         return sorted(rows.read)
 
     read = ranks(size).run(run)
-    assert sorted(position for one in read for position in one) == list(range(20)), "only claimed items are read"
+    assert sorted(position for entry in read for position in entry) == list(range(20)), "only claimed items are read"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -93,7 +93,7 @@ def test_a_loop_gets_items_and_gather_puts_its_lists_in_order(ranks: Any, size: 
         assert state.gather(part) == words
         return kept
 
-    assert sorted(word for one in ranks(size).run(run) for word in one) == sorted(chr(97 + n % 26) * (n % 7 + 1) for n in range(40))
+    assert sorted(word for rank in ranks(size).run(run) for word in rank) == sorted(chr(97 + n % 26) * (n % 7 + 1) for n in range(40))
 
 
 def test_one_process_opens_no_group_and_needs_no_store() -> None:
@@ -132,7 +132,7 @@ def test_a_failure_on_one_rank_is_told_on_all_and_names_the_item(ranks: Any, tmp
             return type(error).__name__, str(error), getattr(error, "__notes__", []), state.map_across_processes(square, range(5))
 
     told = ranks(3).run(run, str(tmp_path / "results.jsonl"))
-    failed = [one for one in told if one[0] == "ValueError"]
+    failed = [entry for entry in told if entry[0] == "ValueError"]
     assert len(failed) == 1
     if sys.version_info >= (3, 11):
         assert "at item 13" in failed[0][2][0]
@@ -148,7 +148,7 @@ def test_a_failure_on_one_rank_is_told_on_all_and_names_the_item(ranks: Any, tmp
         return PartialState().map_across_processes(lambda number: done.append(number) or number, range(40), checkpoint=path), done
 
     results = ranks(2).run(again, str(tmp_path / "results.jsonl"))
-    assert [one for one, _ in results] == [list(range(40))] * 2
+    assert [result for result, _ in results] == [list(range(40))] * 2
     handed = [number for _, done in results for number in done]
     assert 13 in handed
     assert len(handed) == len(set(handed)) < 40
@@ -198,20 +198,20 @@ def test_what_the_processes_disagree_on_is_told_on_all(ranks: Any, tmp_path: Pat
         )
 
     (tmp_path / "file").write_text("")
-    zero, one = ranks(2).run(run, str(tmp_path))
+    zero, entry = ranks(2).run(run, str(tmp_path))
     assert zero[0].startswith("MismatchError: map_across_processes was given different inputs")
-    assert "item 2 is 0 on rank 0 and 1 on rank 1" in one[0]
+    assert "item 2 is 0 on rank 0 and 1 on rank 1" in entry[0]
     assert "different inputs: 3 items on rank 0, 4 on rank 1" in zero[1]
-    assert "different batch_size: 2 on rank 0, 3 on rank 1" in one[2]
+    assert "different batch_size: 2 on rank 0, 3 on rank 1" in entry[2]
     assert zero[3].startswith("ZeroDivisionError")
-    assert one[3].startswith("PeerLostError"), "a consequence, which the launcher's summary does not take for the cause"
-    assert "failed on rank 0: ZeroDivisionError" in one[3]
+    assert entry[3].startswith("PeerLostError"), "a consequence, which the launcher's summary does not take for the cause"
+    assert "failed on rank 0: ZeroDivisionError" in entry[3]
     assert "key gave 'x' for item 0" in zero[4]
-    assert "item 0" in one[4]
+    assert "item 0" in entry[4]
     assert "different checkpoint" in zero[5]
     assert zero[6].startswith("CheckpointError")
-    assert one[6].startswith("CheckpointError")
-    assert zero[7] == one[7] == [1, 4]
+    assert entry[6].startswith("CheckpointError")
+    assert zero[7] == entry[7] == [1, 4]
 
 
 def test_a_dataset_that_has_changed_is_refused(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_items_that_nobody_worked_on_are_told_once(ranks: Any, capsys: pytest.Ca
         with state.split_between_processes(range(3), balance="dynamic"):
             pass
 
-    told = "".join(one.output for one in ranks(2).outcomes(run))
+    told = "".join(outcome.output for outcome in ranks(2).outcomes(run))
     run()
     for text, left in ((told, 10), (capsys.readouterr().err, 11)):
         assert text.count(f"nobody has worked on {left} of 12 items") == 1
@@ -341,9 +341,9 @@ def test_an_exception_in_the_block_reaches_the_others(ranks: Any) -> None:
                 if state.process_index == 1:
                     raise KeyError(number)
 
-    one, other = ranks(2).outcomes(run)
-    assert isinstance(one.error, PeerLostError)
-    assert "rank 1 failed at item" in str(one.error)
+    outcome, other = ranks(2).outcomes(run)
+    assert isinstance(outcome.error, PeerLostError)
+    assert "rank 1 failed at item" in str(outcome.error)
     assert isinstance(other.error, KeyError)
 
 

@@ -68,7 +68,7 @@ def test_without_a_terminal_nothing_is_written() -> None:
 
 
 def test_bars_come_after_about_a_second() -> None:
-    assert {inspect.signature(one).parameters["after"].default for one in (bar, waiting)} == {1.0}
+    assert {inspect.signature(entry).parameters["after"].default for entry in (bar, waiting)} == {1.0}
 
 
 def test_a_notebook_is_a_place_to_show_bars(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Counting]:
 
 def told(bars: list[Counting]) -> list[str]:
     """What was shown, in order; each counted to its end, but for headers, which a bar leaves out."""
-    for one in bars:
-        assert one.total is not None
-        assert one.total <= one.done <= 1.02 * one.total, (one.desc, one.done, one.total)
-    return [one.desc for one in bars]
+    for shown in bars:
+        assert shown.total is not None
+        assert shown.total <= shown.done <= 1.02 * shown.total, (shown.desc, shown.done, shown.total)
+    return [shown.desc for shown in bars]
 
 
 def test_saving_and_loading_count_every_byte(bars: list[Counting], tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_saving_and_loading_count_every_byte(bars: list[Counting], tmp_path: Pat
     accelerator.save_model(model, tmp_path / "pickled", safe_serialization=False)
     merge_weights(tmp_path / "plain", tmp_path / "whole")
     assert told(bars) == ["saving", "saving", "merging"]
-    assert all(one.unit == "B" for one in bars)
+    assert all(bar.unit == "B" for bar in bars)
 
 
 def test_quantising_counts_layers(bars: list[Counting]) -> None:

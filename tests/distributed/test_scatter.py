@@ -39,7 +39,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return tensor[::2] if tensor.dim() and draw(st.booleans()) else tensor
 
 
-arrays = tensors().map(lambda one: (one.real if one.is_complex() else one).float().numpy())
+arrays = tensors().map(lambda tensor: (tensor.real if tensor.is_complex() else tensor).float().numpy())
 plain = st.text(max_size=50) | st.integers() | st.floats(allow_nan=False) | st.none() | st.binary(max_size=20)
 leaves = tensors() | plain | st.lists(st.text(max_size=30), max_size=5) | arrays
 
@@ -67,8 +67,8 @@ def assert_same(got: Any, wanted: Any) -> None:
             assert_same(got[key], wanted[key])
     elif isinstance(wanted, (list, tuple)):
         assert len(got) == len(wanted)
-        for one, other in zip(got, wanted, strict=True):
-            assert_same(one, other)
+        for entry, other in zip(got, wanted, strict=True):
+            assert_same(entry, other)
     else:
         assert got == wanted
 
@@ -100,7 +100,7 @@ def test_classes_of_containers_are_kept(ranks: Any) -> None:
         named: Any = Match(torch.arange(3), ["a"], 7)  # type: ignore[arg-type]
         record: Any = BatchShares(torch.ones(2, 2), "one", True, 4)  # type: ignore[arg-type]
         got = dealt([(named, record, OrderedDict(b=torch.tensor(1), a="x"), [], {}, ())] * 2)
-        return [type(one).__name__ for one in got], got[0].a.tolist(), got[1].given.sum().item(), got[1].real, list(got[2]), got[3:]
+        return [type(entry).__name__ for entry in got], got[0].a.tolist(), got[1].given.sum().item(), got[1].real, list(got[2]), got[3:]
 
     names = ["Match", "Shares", "OrderedDict", "list", "dict", "tuple"]
     assert ranks(2).run(run) == [(names, [0, 1, 2], 4.0, "one", ["b", "a"], ([], {}, ()))] * 2

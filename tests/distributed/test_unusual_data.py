@@ -46,13 +46,13 @@ def test_types_that_a_backend_cannot_add_are_reduced_through_one_that_it_can(ran
     waves = [complex(1 + me, 2 - me) for me in range(world)]
     per_size = [sum(shorts), max(shorts), min(shorts), sum(waves), sum(waves) / world, sum(waves).conjugate(), world == 1]
     for results in ranks(world).run(run):
-        *tensors, number, one = results
+        *tensors, number, entry = results
         for result, (size, wanted) in zip(tensors, [(size, wanted) for size in SIZES for wanted in per_size], strict=True):
             assert result.shape == (size,)
             assert set(result.tolist()) == {wanted}
         assert {str(result.dtype) for result in tensors} == {"torch.int16", "torch.complex64", "torch.bool"}
         assert number == sum(1j * (me + 1) for me in range(world))
-        assert one.tolist() == [[world]]
+        assert entry.tolist() == [[world]]
 
 
 REFUSED = [

@@ -93,7 +93,7 @@ def test_a_key_has_to_give_numbers(value: Any) -> None:
 
 
 def test_numbers_of_libraries_are_costs_too() -> None:
-    assert [check_cost(one, 0) for one in (True, np.int64(3), torch.tensor(2.5))] == [1.0, 3.0, 2.5]
+    assert [check_cost(entry, 0) for entry in (True, np.int64(3), torch.tensor(2.5))] == [1.0, 3.0, 2.5]
 
 
 # -- items ------------------------------------------------------------------------------------------------------------
@@ -155,16 +155,16 @@ PLAIN = st.recursive(
 
 
 @given(st.lists(PLAIN, max_size=4), st.lists(PLAIN, max_size=4))
-def test_plain_inputs_have_the_same_fingerprint_only_if_they_are_the_same(one: list[Any], other: list[Any]) -> None:
-    same = repr(one) == repr(other)  # 1 == 1.0 == True, and -0.0 == 0.0: a function may treat them differently
-    assert (WorkItems(one).fingerprint() == WorkItems(other).fingerprint()) >= same
-    if one != other:
-        assert WorkItems(one).fingerprint() != WorkItems(other).fingerprint()
+def test_plain_inputs_have_the_same_fingerprint_only_if_they_are_the_same(entries: list[Any], other: list[Any]) -> None:
+    same = repr(entries) == repr(other)  # 1 == 1.0 == True, and -0.0 == 0.0: a function may treat them differently
+    assert (WorkItems(entries).fingerprint() == WorkItems(other).fingerprint()) >= same
+    if entries != other:
+        assert WorkItems(entries).fingerprint() != WorkItems(other).fingerprint()
 
 
 def test_arrays_count_by_what_is_in_them() -> None:
     base = torch.arange(6, dtype=torch.float32)
-    prints = [WorkItems(one).fingerprint() for one in (base, base + 1, base.double(), base.reshape(2, 3), base.numpy(), base.clone())]
+    prints = [WorkItems(entry).fingerprint() for entry in (base, base + 1, base.double(), base.reshape(2, 3), base.numpy(), base.clone())]
     assert len(set(prints[:5])) == 5
     assert prints[5] == prints[0]
     assert fingerprint(torch.ones(2)) == fingerprint(torch.ones(2)) != fingerprint(torch.zeros(2))

@@ -71,9 +71,9 @@ class Counting(Disk):
         self._before("_rename", old)
         super()._rename(old, new)
 
-    def _exchange(self, one: Path, other: Path) -> bool:
-        self._before("_exchange", one)
-        return self._exchanges and super()._exchange(one, other)
+    def _exchange(self, path: Path, other: Path) -> bool:
+        self._before("_exchange", path)
+        return self._exchanges and super()._exchange(path, other)
 
     def _link(self, old: Path, new: Path) -> None:
         self._before("_link", old)

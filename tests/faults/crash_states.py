@@ -94,7 +94,7 @@ class Trace(Disk):
     def _know(self, number: int, path: Path) -> None:
         known: dict[str, int] = {}
         self._folders[number] = known
-        for entry in sorted(os.scandir(path), key=lambda one: one.name):
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
             known[entry.name] = next(self._numbers)
             if entry.is_dir(follow_symlinks=False):
                 self._know(known[entry.name], Path(entry.path))
@@ -114,11 +114,11 @@ class Trace(Disk):
 
     def _record(self, what: str, *names: Name) -> None:
         self.changes.append(Change(what, names))
-        for one in names:
-            if one.after:
-                self._folders[one.folder][one.name] = one.after
+        for name in names:
+            if name.after:
+                self._folders[name.folder][name.name] = name.after
             else:
-                del self._folders[one.folder][one.name]
+                del self._folders[name.folder][name.name]
 
     def _open(self, path: Path, flags: int, mode: int = 0o666) -> int:
         fd = super()._open(path, flags, mode)
@@ -159,10 +159,10 @@ class Trace(Disk):
         (folder, name, inode), (new_folder, new_name, replaced) = self._at(old), self._at(new)
         self._record("rename", Name(folder, name, inode, 0), Name(new_folder, new_name, replaced, inode))
 
-    def _exchange(self, one: Path, other: Path) -> bool:
-        if not self._exchanges or not super()._exchange(one, other):
+    def _exchange(self, path: Path, other: Path) -> bool:
+        if not self._exchanges or not super()._exchange(path, other):
             return False
-        (folder, name, inode), (other_folder, other_name, other_inode) = self._at(one), self._at(other)
+        (folder, name, inode), (other_folder, other_name, other_inode) = self._at(path), self._at(other)
         self._record("exchange", Name(folder, name, inode, other_inode), Name(other_folder, other_name, other_inode, inode))
         return True
 
@@ -223,7 +223,7 @@ def _pending(trace: Trace, after: int) -> _Pending:
     synced: dict[int, int] = {change.inode: index for index, change in enumerate(changes) if change.what.startswith("sync")}
     for index, change in enumerate(changes):
         if change.names:
-            certain = any(synced.get(one.folder, -1) > index for one in change.names)
+            certain = any(synced.get(name.folder, -1) > index for name in change.names)
             pending.certain.add(index) if certain else pending.uncertain.append(index)
     written: dict[int, list[int]] = {}
     for index, change in enumerate(changes):
@@ -259,13 +259,15 @@ def _choices(pending: _Pending, most: int, chance: random.Random) -> Iterator[tu
     loose = pending.uncertain
     variants = [dict(zip(pending.files, content, strict=True)) for content in itertools.product(*pending.files.values())]
     if len(variants) << len(loose) <= most:
-        subsets: list[set[int]] = [set(one) for size in range(len(loose) + 1) for one in itertools.combinations(loose, size)]
+        subsets: list[set[int]] = [
+            set(combination) for size in range(len(loose) + 1) for combination in itertools.combinations(loose, size)
+        ]
         yield from itertools.product(subsets, variants)
         return
     telling = [set(loose[:size]) for size in range(len(loose), -1, -1)]
-    telling += [set(loose) - {one} for one in loose] + [{one} for one in loose]
+    telling += [set(loose) - {entry} for entry in loose] + [{entry} for entry in loose]
     for number in range(most):
-        subset = telling[number] if number < len(telling) else {one for one in loose if chance.random() < 0.7}
+        subset = telling[number] if number < len(telling) else {entry for entry in loose if chance.random() < 0.7}
         yield subset, variants[number % len(variants)] if number < len(telling) else chance.choice(variants)
 
 
@@ -274,12 +276,12 @@ def _tree(trace: Trace, pending: _Pending, chosen: set[int], contents: dict[int,
     folders = {number: dict(names) for number, names in trace.folders.items()}
     for index in sorted(pending.certain | chosen):
         names = trace.changes[index].names
-        if any(folders.setdefault(one.folder, {}).get(one.name, 0) != one.before for one in names):
+        if any(folders.setdefault(name.folder, {}).get(name.name, 0) != name.before for name in names):
             return None
-        for one in names:
-            folders[one.folder].pop(one.name, None)
-            if one.after:
-                folders[one.folder][one.name] = one.after
+        for name in names:
+            folders[name.folder].pop(name.name, None)
+            if name.after:
+                folders[name.folder][name.name] = name.after
         if trace.changes[index].what == "mkdir":
             folders.setdefault(names[0].after, {})
     return _grow(1, folders, {**trace.files, **contents})

@@ -392,12 +392,12 @@ class Chain:
                 found[rank] = json.loads(Path(self.folder, f"found-{rank}").read_text())
         if len(found) < self.case.ranks:
             return self._trouble(f"only ranks {sorted(found)} came to their first save")
-        steps = {(one["run"], one["step"]) for one in found.values()}
+        steps = {(entry["run"], entry["step"]) for entry in found.values()}
         if there and (len(steps) > 1 or steps != {self.history[-1]}):
             return self._trouble(f"{steps} was loaded, and {self.history[-1]} was committed last")
-        for rank, one in found.items():
+        for rank, entry in found.items():
             last = self.surely.get(rank)
-            if not one["random"] and last is not None and last >= self.history[-1]:
+            if not entry["random"] and last is not None and last >= self.history[-1]:
                 self._trouble(
                     f"the random state of rank {rank} at {self.history[-1]} is not there, although it had returned from that save"
                 )
@@ -417,7 +417,7 @@ class Chain:
             visible = sorted(committed(self.case, run).values())
         except (CheckpointError, AssertionError) as error:
             return self._trouble(f"a visible checkpoint is broken: {error}")
-        newer = [one for one in visible if not self.history or one > self.history[-1]]
+        newer = [entry for entry in visible if not self.history or entry > self.history[-1]]
         if len(newer) > 1 + self.case.behind:
             self._trouble(f"{newer} were never reported")
         self.history += newer
@@ -473,7 +473,7 @@ def table(chains: list[Chain]) -> str:
     for chain in chains:
         tally = chain.tally
         numbers = [tally.kills, tally.torn, tally.saves, tally.looks, len(tally.troubles)]
-        count = [one + other for one, other in zip(count, numbers, strict=True)]
+        count = [entry + other for entry, other in zip(count, numbers, strict=True)]
         rows.append((str(chain.case), *map(str, numbers)))  # type: ignore[arg-type]
     rows.append((f"all {len(chains)} cases", *map(str, count)))  # type: ignore[arg-type]
     widths = [max(len(row[column]) for row in rows) for column in range(6)]

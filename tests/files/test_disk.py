@@ -69,7 +69,7 @@ class Stubborn(Disk):
 
 
 def cut(content: bytes, where: list[int]) -> list[memoryview]:
-    edges = [0, *sorted(min(one, len(content)) for one in where), len(content)]
+    edges = [0, *sorted(min(entry, len(content)) for entry in where), len(content)]
     return [memoryview(content)[start:end] for start, end in zip(edges, edges[1:], strict=False)]
 
 

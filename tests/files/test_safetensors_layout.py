@@ -44,7 +44,7 @@ def test_a_planned_file_is_read_as_planned_and_by_the_original(tensors: dict[str
     found = reading(file)
     assert found.entries == layout.entries
     assert (found.metadata, found.data_start, found.size) == (metadata, layout.data_start, layout.size)
-    theirs = {name: (one["dtype"], tuple(one["shape"]), len(one["data"])) for name, one in deserialize(file)}
+    theirs = {name: (entry["dtype"], tuple(entry["shape"]), len(entry["data"])) for name, entry in deserialize(file)}
     assert theirs == {name: (dtype, shape, math.prod(shape) * ITEM_SIZE[dtype]) for name, dtype, shape in items}
 
 

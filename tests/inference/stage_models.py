@@ -22,8 +22,10 @@ def same(found: Any, expected: Any) -> bool:
     """Whether two outputs have the same leaves, up to the last bits of float64."""
     pairs = zip(pytree.flatten(found), pytree.flatten(expected), strict=True)
     return all(
-        one.shape == other.shape and torch.allclose(one, other, rtol=1e-12, atol=1e-12) if isinstance(other, torch.Tensor) else one == other
-        for one, other in pairs
+        pair.shape == other.shape and torch.allclose(pair, other, rtol=1e-12, atol=1e-12)
+        if isinstance(other, torch.Tensor)
+        else pair == other
+        for pair, other in pairs
     )
 
 

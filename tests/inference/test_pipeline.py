@@ -23,12 +23,12 @@ def test_the_output_is_that_of_the_plain_model(ranks, world):
     def run() -> tuple[list[bool], int, int]:
         plain = fixed(Tower())
         model = prepare_pippy(copy.deepcopy(plain), example_args=(torch.ones(6, 4, dtype=torch.float64),), gather_output=True)
-        held = sum(one.nbytes for one in model.parameters() if not one.is_meta)
+        held = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
         found = []
         for rows in (6, 1, 5, 7, 30):
             given = torch.randn(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
             found.append(same(model(given), plain(given)))
-        return found, held, sum(one.nbytes for one in plain.parameters())
+        return found, held, sum(parameter.nbytes for parameter in plain.parameters())
 
     results = ranks(world).run(run)
     assert all(found == [True] * 5 for found, _, _ in results)
@@ -48,11 +48,11 @@ def test_without_gather_output_the_last_process_has_the_output_and_the_others_no
 def test_weights_of_other_stages_are_freed(ranks):
     def run() -> list[str]:
         model = fixed(Tower())
-        weights = {name: weakref.ref(one) for name, one in model.named_parameters() if name.endswith("weight")}
+        weights = {name: weakref.ref(parameter) for name, parameter in model.named_parameters() if name.endswith("weight")}
         model = prepare_pippy(model, ["layers.4"], example_args=(torch.ones(4, 4).double(),))
         model(torch.ones(4, 4).double())
         gc.collect()
-        return [name for name, one in weights.items() if one() is not None]
+        return [name for name, weight in weights.items() if weight() is not None]
 
     first, second = ranks(2).run(run)
     assert first == ["first.weight", "layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.weight"]
@@ -89,7 +89,7 @@ def test_a_list_of_split_points_begins_stages_there(ranks):
     def run() -> tuple[list[str], list[str], bool]:
         plain = fixed(Tower())
         model = prepare_pippy(copy.deepcopy(plain), ["layers.1", "head"], example_args=(torch.ones(4, 4).double(),), gather_output=True)
-        held = [name for name, one in model.named_parameters() if not one.is_meta and name.endswith("weight")]
+        held = [name for name, parameter in model.named_parameters() if not parameter.is_meta and name.endswith("weight")]
         return held, model.hf_split_points, same(model(torch.ones(4, 4).double()), plain(torch.ones(4, 4).double()))
 
     held = [["first.weight", "layers.0.weight"], [f"layers.{number}.weight" for number in range(1, 6)], ["head.weight"]]
@@ -107,7 +107,7 @@ def test_a_tied_weight_of_a_transformers_model_is_in_both_stages(ranks):
         given = {"input_ids": torch.arange(35).view(5, 7), "attention_mask": mask, "use_cache": False}
         model = prepare_pippy(copy.deepcopy(plain), example_kwargs=given, gather_output=True)
         output = model(**given)
-        blocks = [name for name, one in model.named_modules() if name.count(".") == 2 and not one.ln_1.weight.is_meta]
+        blocks = [name for name, module in model.named_modules() if name.count(".") == 2 and not module.ln_1.weight.is_meta]
         return same(output.logits, plain(**given).logits), blocks, model.lm_head.weight.is_meta
 
     first, second = ranks(2).outcomes(run)
@@ -164,7 +164,7 @@ def test_a_pipeline_of_ones_own_steps(ranks):
         output = pippy_forward(pipeline.step, 2, False, given)
         last = same(output, model(given)) if PartialState().is_last_process else output is None
         shared = pippy_forward(pipeline.step, 2, True, given)
-        return last, same(shared, model(given)), sum(one.is_meta for one in model.parameters())
+        return last, same(shared, model(given)), sum(parameter.is_meta for parameter in model.parameters())
 
     assert ranks(2).run(run) == [(True, True, 0)] * 2
 

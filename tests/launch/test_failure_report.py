@@ -84,7 +84,7 @@ failures = st.builds(
 )
 
 
-@given(st.lists(failures, min_size=1, max_size=12, unique_by=lambda one: one.rank))
+@given(st.lists(failures, min_size=1, max_size=12, unique_by=lambda failure: failure.rank))
 def test_the_first_failure_is_told_last_and_once(some):
     first = first_failure(some)
     text = render_report([some], world_size=64)
@@ -95,7 +95,7 @@ def test_the_first_failure_is_told_last_and_once(some):
 
 @given(st.lists(failures, min_size=1, max_size=5))
 def test_failures_travel_as_json(some):
-    assert [WorkerFailure.from_json(json.loads(json.dumps(one.to_json()))) for one in some] == some
+    assert [WorkerFailure.from_json(json.loads(json.dumps(entry.to_json()))) for entry in some] == some
 
 
 def test_the_report_of_an_exception():

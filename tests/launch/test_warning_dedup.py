@@ -154,8 +154,8 @@ def test_what_python_prints_is_json_on_lines_of_its_own():
     lines = done.stderr.split("\n")
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert [line.strip() for line in lines if line and not line.startswith("{")] == ["50%", "waiting ...", "99%"]
-    assert [one["message"].partition(":")[0] for one in found] == ["UserWarning", "Exception in thread mine", "Exception ignored in"]
-    assert ["exception" in one and one["exception"].splitlines()[-1] for one in found] == [
+    assert [entry["message"].partition(":")[0] for entry in found] == ["UserWarning", "Exception in thread mine", "Exception ignored in"]
+    assert ["exception" in entry and entry["exception"].splitlines()[-1] for entry in found] == [
         False,
         "ZeroDivisionError: division by zero",
         "ValueError: deleted",
@@ -224,7 +224,7 @@ def test_with_a_folder_every_rank_has_files_and_without_one_nothing_is_lost(tmp_
     assert [outlet.files for outlet in outlets] == files
     assert [outlet.is_shown for outlet in outlets] == shown
     assert folder.not_shown() == not_shown
-    assert [outlet.log is not None for outlet in outlets] == [log_dir and one > 0 for one in files]
+    assert [outlet.log is not None for outlet in outlets] == [log_dir and file > 0 for file in files]
     (outlets[0].claims / "something").touch()
     folder.remove()
     assert not outlets[0].claims.exists()

@@ -76,11 +76,11 @@ def test_the_others_finish_what_a_killed_worker_leaves(command, script, tmp_path
     assert "what it had not finished goes to the others" in finished.err
     found = results(tmp_path)
     assert sorted(found) == [rank for rank in range(4) if rank != lost]
-    for one in found.values():
-        assert [number for number, _ in one] == list(range(COUNT)), "every item exactly once, in order"
-        assert one == next(iter(found.values())), "the same on every process that is left"
+    for entry in found.values():
+        assert [number for number, _ in entry] == list(range(COUNT)), "every item exactly once, in order"
+        assert entry == next(iter(found.values())), "the same on every process that is left"
     assert len(worked(tmp_path)) <= COUNT + 10, "only what was not finished is worked on again"
-    assert {by for _, by in one} == set(range(4)), "and what the lost one had finished counts"
+    assert {by for _, by in entry} == set(range(4)), "and what the lost one had finished counts"
 
 
 def test_with_restarts_all_come_back_and_nothing_finished_is_done_again(command, script, tmp_path):

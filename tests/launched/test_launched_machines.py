@@ -63,21 +63,21 @@ def test_a_failure_on_one_machine_restarts_all_of_them(command, script):
     train, port = script(WORK), free_port()
     launchers = [command(*machine(rank, port), "--max_restarts", "1", train, "kill") for rank in range(2)]
     finished = [launcher.finish() for launcher in launchers]
-    assert [one.code for one in finished] == [0, 0], finished
-    for index, one in enumerate(finished):
+    assert [entry.code for entry in finished] == [0, 0], finished
+    for index, entry in enumerate(finished):
         here = f"on {os.uname().nodename}, 4 in all, attempt"
         expected = [f"rank {rank} {here} {attempt}" for attempt in (0, 1) for rank in (2 * index, 2 * index + 1)]
-        assert sorted(one.out.splitlines(), key=lambda line: line[-1] + line) == expected
-        assert "rank 3 of 4" in one.err
-        assert "was ended by SIGKILL" in one.err
+        assert sorted(entry.out.splitlines(), key=lambda line: line[-1] + line) == expected
+        assert "rank 3 of 4" in entry.err
+        assert "was ended by SIGKILL" in entry.err
 
 
 def test_without_restarts_every_launcher_tells_the_same_first_failure(command, script):
     train, port = script(WORK), free_port()
     launchers = [command(*machine(rank, port), train, "kill") for rank in range(2)]
     finished = [launcher.finish() for launcher in launchers]
-    assert [one.code for one in finished] == [137, 137]
-    assert len({one.err.rpartition("slipstream: ")[2] for one in finished}) == 1
+    assert [entry.code for entry in finished] == [137, 137]
+    assert len({entry.err.rpartition("slipstream: ")[2] for entry in finished}) == 1
     assert finished[0].err.rpartition("slipstream: ")[2].startswith("rank 3 of 4")
 
 
@@ -85,20 +85,20 @@ def test_a_machine_rank_that_is_taken_is_named(command, script):
     train, port = script(""), free_port()
     launchers = [command(*machine(rank, port, machines=3, processes=3), train) for rank in (0, 1, 1)]
     finished = [launcher.finish() for launcher in launchers]
-    assert [one.code for one in finished] == [2, 2, 2]
+    assert [entry.code for entry in finished] == [2, 2, 2]
     pids = [launcher.process.pid for launcher in launchers[1:]]
-    for one in finished:
-        assert "Two launchers have machine_rank=1" in one.err
-        assert all(f"pid {pid}" in one.err for pid in pids)
+    for entry in finished:
+        assert "Two launchers have machine_rank=1" in entry.err
+        assert all(f"pid {pid}" in entry.err for pid in pids)
 
 
 def test_launchers_that_disagree_are_refused(command, script):
     train, port = script(""), free_port()
     launchers = [command(*machine(rank, port, processes=2 + 2 * rank), train) for rank in range(2)]
     finished = [launcher.finish() for launcher in launchers]
-    assert [one.code for one in finished] == [2, 2]
-    for one in finished:
-        assert "num_processes=2 on machine 0, num_processes=4 on machine 1" in one.err
+    assert [entry.code for entry in finished] == [2, 2]
+    for entry in finished:
+        assert "num_processes=2 on machine 0, num_processes=4 on machine 1" in entry.err
 
 
 def test_machines_that_never_come_are_named(launch, script):
@@ -122,8 +122,8 @@ def test_torchs_own_rendezvous(command, script):
     flags = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--rdzv_backend", "c10d", "--rdzv_conf", f"endpoint=127.0.0.1:{port}"]
     launchers = [command(*flags, "--machine_rank", str(rank), train, MASTER_ADDR="x") for rank in range(2)]
     finished = [launcher.finish() for launcher in launchers]
-    assert [one.code for one in finished] == [0, 0], finished
-    assert sorted(one.out.split(" on ")[0] for one in finished) == ["rank 0", "rank 1"]
+    assert [entry.code for entry in finished] == [0, 0], finished
+    assert sorted(entry.out.split(" on ")[0] for entry in finished) == ["rank 0", "rank 1"]
 
 
 @dataclass
@@ -182,9 +182,9 @@ def on_both(hosts: Hosts, command: Callable[..., Running], script: Callable[...,
 @pytest.mark.netns
 def test_two_hosts_work_together(hosts, on_both):
     finished = [launcher.finish() for launcher in on_both()]
-    assert [one.code for one in finished] == [0, 0], finished
-    assert [one.out for one in finished] == [f"rank {rank} on {hosts.names[rank]}, 2 in all, attempt 0\n" for rank in range(2)]
-    assert [one.err for one in finished] == ["", ""]
+    assert [entry.code for entry in finished] == [0, 0], finished
+    assert [entry.out for entry in finished] == [f"rank {rank} on {hosts.names[rank]}, 2 in all, attempt 0\n" for rank in range(2)]
+    assert [entry.err for entry in finished] == ["", ""]
 
 
 @pytest.mark.netns
@@ -193,7 +193,7 @@ def test_the_collectives_of_the_library_cross_hosts(hosts, command, script):
     flags = [machine(rank, "29512", address=hosts.addresses[0], processes=2) for rank in range(2)]
     launchers = [command(*flags[rank], check, prefix=hosts.prefix(rank)) for rank in range(2)]
     finished = [launcher.finish() for launcher in launchers]
-    assert [one.out for one in finished] == [f"rank {rank}: {list(hosts.names)} 10001 True 1\n" for rank in range(2)], finished
+    assert [entry.out for entry in finished] == [f"rank {rank}: {list(hosts.names)} 10001 True 1\n" for rank in range(2)], finished
 
 
 @pytest.mark.netns
@@ -204,7 +204,7 @@ def test_a_host_that_is_cut_off_is_named_by_both_sides(hosts, on_both):
     cut = time.monotonic()
     finished = [launcher.finish() for launcher in launchers]
     assert time.monotonic() - cut < 30
-    assert [one.code for one in finished] == [1, 1]
+    assert [entry.code for entry in finished] == [1, 1]
     assert f"rank 1 of 2 (host {hosts.names[1]}) was lost." in finished[0].err
     assert f"Nothing was heard of machine 1 (host {hosts.names[1]})" in finished[0].err
     assert f"machine 0 ({hosts.names[0]}, {hosts.addresses[0]}, port 29511) cannot be reached any more" in finished[1].err

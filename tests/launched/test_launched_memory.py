@@ -34,7 +34,7 @@ def test_the_rank_is_told_with_what_was_alive(launch, script, tmp_path):
     assert [path.name for path in folder.glob("*")] == ["memory-rank1.json"], finished.err
     found = json.loads((folder / "memory-rank1.json").read_text())
     assert found["rank"] == 1
-    assert ["weight", 500 * 400 * 4] in [[one["name"], one["bytes"]] for one in found["alive"]]
+    assert ["weight", 500 * 400 * 4] in [[entry["name"], entry["bytes"]] for entry in found["alive"]]
     assert "[RANK 1] memory ran out: " in finished.err
     assert finished.err.count("Traceback") == 1
     assert finished.err.count("can't allocate memory") == 1

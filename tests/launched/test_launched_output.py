@@ -85,10 +85,10 @@ def test_json_lines_stay_whole_and_the_cause_comes_last_and_once(launch, warn, t
     finished = launch(*TWO, "--log_format", "json", "--log_dir", "logs", warn(FAIL), MY_API_KEY="topsecret123")
     assert finished.code == 1, finished
     records = [json.loads(line) for line in finished.err.splitlines()]
-    said = "\n".join(json.dumps(one) for one in records)
+    said = "\n".join(json.dumps(record) for record in records)
     assert list(counts(said, *SAID).values()) == [1, 2, 2, 2, 1, 1, 2], finished.err
-    assert sorted(one["rank"] for one in records if one["message"] == "plain line\nof two, key [redacted]") == [0, 1]
-    assert "the real cause" not in "".join(json.dumps(one) for one in records[:-1])
+    assert sorted(record["rank"] for record in records if record["message"] == "plain line\nof two, key [redacted]") == [0, 1]
+    assert "the real cause" not in "".join(json.dumps(record) for record in records[:-1])
     assert "failed with exit code 1: ValueError: the real cause" in records[-1]["message"].splitlines()[0]
     assert records[-1]["exception"].splitlines()[-1] == "ValueError: the real cause"
     assert (records[-1]["rank"], records[-1]["level"]) == (1, "ERROR")
@@ -97,8 +97,8 @@ def test_json_lines_stay_whole_and_the_cause_comes_last_and_once(launch, warn, t
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
     for rank in ("0", "1"):
         own = [json.loads(line) for line in (folder / rank / "stderr.log").read_text().splitlines()]
-        assert sum("from all" in one["message"] for one in own) == 1
-        assert {one["rank"] for one in own} == {int(rank)}
+        assert sum("from all" in entry["message"] for entry in own) == 1
+        assert {entry["rank"] for entry in own} == {int(rank)}
     assert own[-1]["exception"].splitlines()[-1] == "ValueError: the real cause"
     assert records[-1]["message"].endswith(f"Its output: {folder / '1' / 'stderr.log'}")
 

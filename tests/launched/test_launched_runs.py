@@ -100,7 +100,7 @@ def test_four_launches_at_once_all_succeed(command, script):
     train = script("import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('met')")
     launches = [command("--cpu", "--num_processes", "2", train) for _ in range(4)]
     finished = [launch.finish() for launch in launches]
-    assert [(one.code, one.out, one.err) for one in finished] == [(0, "met\nmet\n", "")] * 4
+    assert [(entry.code, entry.out, entry.err) for entry in finished] == [(0, "met\nmet\n", "")] * 4
 
 
 HOLD = """

@@ -110,16 +110,18 @@ def read_comet(folder: Path) -> dict[str, Any]:
     (archive,) = (folder / ".cometml-runs").glob("*.zip")
     with zipfile.ZipFile(archive) as file:
         messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
-    metrics = [one["payload"]["metric"] for one in messages if one["type"] == "metric_msg"]
-    parameters = [one["payload"].get("param") or one["payload"]["params"] for one in messages if one["type"] == "parameter_msg"]
-    settings = {one["paramName"]: one["paramValue"] for one in parameters}
-    files = [one["payload"]["additional_params"] for one in messages if one["type"] == "file_upload"]
+    metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
+    parameters = [
+        message["payload"].get("param") or message["payload"]["params"] for message in messages if message["type"] == "parameter_msg"
+    ]
+    settings = {parameter["paramName"]: parameter["paramValue"] for parameter in parameters}
+    files = [message["payload"]["additional_params"] for message in messages if message["type"] == "file_upload"]
     return {
-        "loss": [[one["step"], one["metricValue"]] for one in metrics if one["metricName"] == "loss"],
-        "accuracy": [[one["step"], one["metricValue"]] for one in metrics if one["metricName"] == "eval/accuracy"],
+        "loss": [[metric["step"], metric["metricValue"]] for metric in metrics if metric["metricName"] == "loss"],
+        "accuracy": [[metric["step"], metric["metricValue"]] for metric in metrics if metric["metricName"] == "eval/accuracy"],
         "settings": [settings["lr"], settings["nested|sizes"]],
-        "pictures": sum(one.get("figName") in ("sample.png", "grey.png") and one["step"] == 7 for one in files),
-        "tables": sum(one.get("fileName") == "answers-7.csv" for one in files),
+        "pictures": sum(file.get("figName") in ("sample.png", "grey.png") and file["step"] == 7 for file in files),
+        "tables": sum(file.get("fileName") == "answers-7.csv" for file in files),
     }
 
 
@@ -128,12 +130,12 @@ def read_mlflow(folder: Path) -> dict[str, Any]:
 
     client = MlflowClient()
     experiment = client.get_experiment_by_name("demo")
-    (one,) = client.search_runs([experiment.experiment_id])
-    identity = one.info.run_id
+    (run,) = client.search_runs([experiment.experiment_id])
+    identity = run.info.run_id
     return {
         "loss": [[value.step, value.value] for value in client.get_metric_history(identity, "loss")],
         "accuracy": [[value.step, value.value] for value in client.get_metric_history(identity, "eval/accuracy")],
-        "settings": [one.data.params["lr"], one.data.params["nested/sizes"]],
+        "settings": [run.data.params["lr"], run.data.params["nested/sizes"]],
         "pictures": len(client.list_artifacts(identity, "images")),
         "tables": sum(file.path == "answers.json" for file in client.list_artifacts(identity)),
     }
@@ -161,7 +163,7 @@ LINES = (("loss", "train"), ("accuracy", "eval"))
 def read_trackio(folder: Path) -> dict[str, Any]:
     base = sqlite3.connect(folder / "trackio" / "demo.db")
     rows = [(step, json.loads(values)) for step, values in base.execute("select step, metrics from metrics order by id")]
-    (config,) = (json.loads(one) for (one,) in base.execute("select config from configs"))
+    (config,) = (json.loads(entry) for (entry,) in base.execute("select config from configs"))
     base.close()
     return {
         "loss": [[step, values["loss"]] for step, values in rows if "loss" in values],
@@ -180,13 +182,13 @@ def read_swanlab(folder: Path) -> dict[str, Any]:
     (place,) = (folder / "swanlog").glob("run-*")
     reader = DataStoreReader()
     reader.open(next(place.glob("*.swanlab")))
-    records = [Record.FromString(one) for one in reader]
+    records = [Record.FromString(entry) for entry in reader]
     reader.close()
-    scalars = [one.scalar for one in records if one.WhichOneof("record_type") == "scalar"]
+    scalars = [record.scalar for record in records if record.WhichOneof("record_type") == "scalar"]
     config = yaml.safe_load((place / "files" / "config.yaml").read_text())
     return {
-        "loss": [[one.step, one.value.number] for one in scalars if one.key == "loss"],
-        "accuracy": [[one.step, one.value.number] for one in scalars if one.key == "eval/accuracy"],
+        "loss": [[scalar.step, scalar.value.number] for scalar in scalars if scalar.key == "loss"],
+        "accuracy": [[scalar.step, scalar.value.number] for scalar in scalars if scalar.key == "eval/accuracy"],
         "settings": [config["lr"]["value"], config["nested"]["value"]["sizes"]],
         "pictures": len(list((place / "media" / "image").glob("007-*"))),
         "tables": None,
@@ -216,12 +218,12 @@ def read_aim(folder: Path) -> dict[str, Any]:
 
     repo = Repo(str(folder))
     (identity,) = repo.list_all_runs()
-    one = Run(identity, repo=repo, system_tracking_interval=None, capture_terminal_logs=False)
-    frames = {metric.name: metric.dataframe() for metric in one.metrics() if not metric.name.startswith("__")}
+    run = Run(identity, repo=repo, system_tracking_interval=None, capture_terminal_logs=False)
+    frames = {metric.name: metric.dataframe() for metric in run.metrics() if not metric.name.startswith("__")}
     points = {name: [list(row) for row in frame[["step", "value"]].itertuples(index=False)] for name, frame in frames.items()}
-    settings = one["hparams"]
-    pictures = [one.get_image_sequence(name, Context({"picture": 0})) for name in ("sample", "grey")]
-    one.close()
+    settings = run["hparams"]
+    pictures = [run.get_image_sequence(name, Context({"picture": 0})) for name in ("sample", "grey")]
+    run.close()
     return {
         "loss": points["loss"],
         "accuracy": points["eval/accuracy"],

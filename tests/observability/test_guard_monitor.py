@@ -152,7 +152,7 @@ def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogC
     said = [step for step in range(5000) if voice.say(GuardFinding("spike", step, 0, "it jumped", "look"))]
     assert said == [0, 100, 1100]
     assert voice.say(GuardFinding("drift", 7, None, "apart", "look", {"ranks": [1]}))
-    assert [(one["guard"], one["step"]) for one in told] == [("spike", 0), ("spike", 100), ("spike", 1100), ("drift", 7)]
+    assert [(entry["guard"], entry["step"]) for entry in told] == [("spike", 0), ("spike", 100), ("spike", 1100), ("drift", 7)]
     assert told[3] == {"kind": "guard", "guard": "drift", "step": 7, "rank": None, "text": "apart", "remedy": "look", "ranks": [1]}
     lines = [record.getMessage() for record in caplog.records]
     assert lines[1] == "step 100, rank 0: it jumped. What to do: look. (Found 99 times more since it was said last.)"
@@ -184,7 +184,7 @@ def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(rank
             accelerator.wait_for_everyone()
         held = not guards.voice.said
         ledger.finish()
-        return held, [(one.step, one.rank) for one in guards.voice.said]
+        return held, [(entry.step, entry.rank) for entry in guards.voice.said]
 
     first, second = ranks(2).outcomes(run)
     assert first.value == (True, [(8, 1)]), "the other is a consequence"
@@ -236,12 +236,12 @@ def test_the_main_process_does_not_wait_forever_for_ranks_that_tell_nothing() ->
     while not guards.voice.said and looks < 100:
         guards.examine(window([1.0], first=2 + looks))
         looks += 1
-    assert ([one.step for one in guards.voice.said], looks) == ([1], 6)
+    assert ([entry.step for entry in guards.voice.said], looks) == ([1], 6)
     guards.examine(window([math.nan], first=300))
     guards.interval({"seconds": 1.0, "first": 0, "last": 299, "steps": 300, "phases": {}, "slowest": [300]})
     assert len(guards.voice.said) == 1
     guards.interval({"seconds": 1.0, "first": 300, "last": 300, "steps": 1, "phases": {}, "slowest": [1]})
-    assert [one.step for one in guards.voice.said] == [1, 300]
+    assert [entry.step for entry in guards.voice.said] == [1, 300]
 
 
 # -- times ------------------------------------------------------------------------------------------------------------

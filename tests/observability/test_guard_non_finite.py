@@ -44,12 +44,12 @@ def train(
         skipped.append(accelerator.optimizer_step_was_skipped)
         rates.append(scheduler.get_last_lr()[0])
     state = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values()]
-    weights = [one.detach().clone() for one in accelerator.unwrap_model(net).parameters()]
+    weights = [parameter.detach().clone() for parameter in accelerator.unwrap_model(net).parameters()]
     return {"tensors": weights + state, "skipped": skipped, "rates": rates, "updates": optimizer.updates}
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(torch.equal(first, second) for first, second in zip(one["tensors"], other["tensors"], strict=True))
+def same(entry: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(torch.equal(first, second) for first, second in zip(entry["tensors"], other["tensors"], strict=True))
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -67,9 +67,11 @@ def test_an_update_that_is_left_out_is_as_if_the_batch_had_not_been_there(clip: 
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    plain = [one.detach() for one in net.parameters()] + [v for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
+    plain = [parameter.detach() for parameter in net.parameters()] + [
+        v for entry in optimizer.state_dict()["state"].values() for v in entry.values()
+    ]
 
-    assert all(torch.equal(one, other) for one, other in zip(skipped["tensors"], plain, strict=True))
+    assert all(torch.equal(entry, other) for entry, other in zip(skipped["tensors"], plain, strict=True))
     assert skipped["skipped"] == [False, False, True, False, False, False]
     assert skipped["rates"][-1] == scheduler.get_last_lr()[0]
     assert skipped["rates"][1] == skipped["rates"][2], "the scheduler does not move"
@@ -94,7 +96,7 @@ def test_every_rank_leaves_the_update_out_and_names_the_rank_and_the_parameter(r
         assert equal
         assert same_rate
         assert skipped == [False] * 3 + [True] + [False] * 2
-        assert [(one.step, one.rank, one.details["parameter"], one.details["ranks"]) for one in said] == [(3, 1, "0.weight", [1])]
+        assert [(entry.step, entry.rank, entry.details["parameter"], entry.details["ranks"]) for entry in said] == [(3, 1, "0.weight", [1])]
         assert "step 3, rank 1: the gradient of 0.weight is nan on rank 1" in message
         assert "set_detect_anomaly" in message
 
@@ -107,8 +109,8 @@ def test_averages_are_those_of_ddp_bit_for_bit(ranks: Any) -> None:
             net = accelerator.prepare(network(torch.float32))
             for number in range(3):
                 accelerator.backward(net(batch(number, accelerator.process_index, torch.float32)).square().mean())
-            results.append([one.grad.clone() for one in net.parameters()])
-        return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+            results.append([parameter.grad.clone() for parameter in net.parameters()])
+        return all(torch.equal(result, other) for result, other in zip(*results, strict=True))
 
     assert ranks(3).run(run) == [True] * 3
 
@@ -118,7 +120,7 @@ def test_a_window_of_accumulation_is_left_out_as_a_whole(ranks: Any) -> None:
         accelerator, guards = guarded(GuardKwargs(on_nan="skip", **QUIET), gradient_accumulation_steps=2)
         skipped = train(accelerator, passes=[2], bad_rank=1, name="2.bias")
         without = train(Accelerator(cpu=True, gradient_accumulation_steps=2), leave_out=[2, 3])
-        return same(skipped, without), skipped["skipped"], [(one.rank, one.details["parameter"]) for one in guards.voice.said]
+        return same(skipped, without), skipped["skipped"], [(entry.rank, entry.details["parameter"]) for entry in guards.voice.said]
 
     for equal, skipped, said in ranks(2).run(run):
         assert equal
@@ -139,7 +141,7 @@ def test_without_averaging_each_rank_decides_for_itself(ranks: Any) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 local.step()
-        return optimizer.updates, [one.rank for one in guards.voice.said], [one.sum().item() for one in net.parameters()]
+        return optimizer.updates, [entry.rank for entry in guards.voice.said], [parameter.sum().item() for parameter in net.parameters()]
 
     (first, said, weights), (second, told, others) = ranks(2).run(run)
     assert (first, said) == (4, [])
@@ -196,7 +198,7 @@ def test_sharded_models_are_left_out_alike_and_never_compared_as_replicas(ranks:
             net.weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
             optimizer.step()
             skipped.append(accelerator.optimizer_step_was_skipped)
-        return skipped, optimizer.updates, [(one.rank, one.details["parameter"]) for one in guards.voice.said], len(guards._drifts)
+        return skipped, optimizer.updates, [(entry.rank, entry.details["parameter"]) for entry in guards.voice.said], len(guards._drifts)
 
     assert ranks(2).run(run) == [([True, True, False], 1, [(0, "weight")], 0)] * 2
 
@@ -213,7 +215,7 @@ def test_ranks_that_are_done_are_not_asked(ranks: Any) -> None:
                 accelerator.backward(net(batch(number, rank)).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-        return optimizer.updates, [(one.step, one.rank) for one in guards.voice.said], bool(torch.isfinite(net[0].weight).all())
+        return optimizer.updates, [(entry.step, entry.rank) for entry in guards.voice.said], bool(torch.isfinite(net[0].weight).all())
 
     assert ranks(2).run(run) == [(1, [(1, None)], True), (1, [(1, 1)], True)]
 

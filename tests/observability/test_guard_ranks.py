@@ -76,7 +76,7 @@ def test_replicas_that_drift_apart_are_told_with_the_parameter_and_the_rank(rank
                     net[2].weight[0, 1] += 1e-12
             accelerator.wait_for_everyone()
             guards.examine(window([]))
-            said.append([(one.kind, one.step, one.rank, one.text) for one in guards.voice.said])
+            said.append([(entry.kind, entry.step, entry.rank, entry.text) for entry in guards.voice.said])
         return said
 
     main, other = ranks(2).run(run)

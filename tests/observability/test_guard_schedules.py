@@ -37,7 +37,7 @@ def test_a_rate_that_ended_early_is_told_with_the_reason() -> None:
     found = scheduled(linear, per_update=4, updates=400)
     assert "came to 0 between update 98 and 105, and training goes on (the scheduler has moved 504 times in 126 updates)" in found[0].text
     assert "it moves 4 times per update, once for each process" in found[0].remedy
-    [finding, *_] = scheduled(lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 100, eta_min=0.01), 1, 200)
+    [finding, *_] = scheduled(lambda entry: torch.optim.lr_scheduler.CosineAnnealingLR(entry, 100, eta_min=0.01), 1, 200)
     assert "rises again, to 0.0242 by now: its schedule of 100 steps was over between update 98 and 105" in finding.text
     assert "as long as training" in finding.remedy
 
@@ -46,13 +46,13 @@ def test_a_rate_that_ended_early_is_told_with_the_reason() -> None:
     "make",
     [
         linear,
-        lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 400),
-        lambda one: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(one, 50),
-        lambda one: torch.optim.lr_scheduler.CyclicLR(one, 0.0, 0.1, step_size_up=50),
-        lambda one: torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=401),
-        lambda one: torch.optim.lr_scheduler.StepLR(one, 100),
-        lambda one: torch.optim.lr_scheduler.ConstantLR(one, 0.5, 10),
-        lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda move: 0.0),
+        lambda entry: torch.optim.lr_scheduler.CosineAnnealingLR(entry, 400),
+        lambda entry: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(entry, 50),
+        lambda entry: torch.optim.lr_scheduler.CyclicLR(entry, 0.0, 0.1, step_size_up=50),
+        lambda entry: torch.optim.lr_scheduler.OneCycleLR(entry, 0.1, total_steps=401),
+        lambda entry: torch.optim.lr_scheduler.StepLR(entry, 100),
+        lambda entry: torch.optim.lr_scheduler.ConstantLR(entry, 0.5, 10),
+        lambda entry: torch.optim.lr_scheduler.LambdaLR(entry, lambda move: 0.0),
     ],
 )
 def test_rates_that_last_are_no_finding(make: Any) -> None:

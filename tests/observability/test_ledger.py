@@ -277,11 +277,11 @@ def test_several_optimizers_and_several_calls_of_a_model_make_one_step() -> None
     clock, accelerator = Clock(), Accelerator(cpu=True)
     ledger = ledger_of(accelerator, clock)
     first, second = Net(clock, 3, 5), Net(clock, 4, 6)
-    first, second, one, two, reader = accelerator.prepare(
+    first, second, entry, two, reader = accelerator.prepare(
         first, second, Sgd(first.parameters(), clock, 7), Sgd(second.parameters(), clock, 8), loader(clock, 4, 1)
     )
     for batch in reader:
-        for net, optimizer in ((first, one), (second, two)):
+        for net, optimizer in ((first, entry), (second, two)):
             accelerator.backward((net(batch) + net(batch)).sum())
             optimizer.step()
             optimizer.zero_grad()

@@ -66,7 +66,7 @@ def test_every_step_is_joined_once_whoever_tells_when(told: list[tuple[int, int]
         values = everything[rank, :, 0]
         known = values[~numpy.isnan(values)]
         assert (known == rank + 1).all()
-        told_of_rank = sum(count for one, count in told if one == rank)
+        told_of_rank = sum(count for entry, count in told if entry == rank)
         assert len(known) == told_of_rank, "nothing is lost or counted twice"
     assert joiner.late == 0
 
@@ -335,14 +335,14 @@ def test_the_slow_rank_is_named_and_what_the_others_wait_is_not_their_backward(r
     assert main["phases"]["forward"][slow] == pytest.approx(results[slow]["forward"], rel=1e-5)
     for result in results:
         found, seen = result["exposed"][1:], result["stopwatch"][1:]  # a pass over a loader begins with a collective
-        assert all(one <= other for one, other in zip(found, seen, strict=True)), "it begins after the last gradient"
+        assert all(entry <= other for entry, other in zip(found, seen, strict=True)), "it begins after the last gradient"
         if result["rank"] != slow:
-            assert median(one / other for one, other in zip(found, seen, strict=True)) > 0.9
+            assert median(entry / other for entry, other in zip(found, seen, strict=True)) > 0.9
             waited = main["phases"]["waiting"][result["rank"]]
             assert waited > 0.5 * slept, "in real ranks other things are waited for as well"
             assert result["backward"] < slept
     wait = sum(main["phases"]["waiting"])
-    assert all(one >= 0.0 for values in main["phases"].values() for one in values)
+    assert all(value >= 0.0 for values in main["phases"].values() for value in values)
     assert main["phases"]["waiting"][slow] < 0.5 * wait
 
 

@@ -63,7 +63,7 @@ def test_a_line_says_exactly_what_was_logged(tmp_path_factory: pytest.TempPathFa
     tracker.log(values, step=2**40)
     (line,) = lines_of(tracker)[1:]
     tracker.finish()
-    expected = {name: str(one) if isinstance(one, float) and not math.isfinite(one) else one for name, one in values.items()}
+    expected = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
     assert line["values"] == expected
     assert line["step"] == 2**40
 
@@ -196,10 +196,10 @@ def test_pictures_of_every_kind_become_the_same_bytes() -> None:
         "PIL": Image.fromarray(wanted),
         "figure": Figure(wanted),
     }
-    for kind, one in kinds.items():
-        assert numpy.array_equal(to_image(one)[:, :, :3], wanted), kind
-    assert [one.shape for one in to_images(torch.zeros(2, 3, 6, 5))] == [(6, 5, 3)] * 2
-    assert [one.shape for one in to_images([wanted, Image.new("L", (4, 2))])] == [(6, 5, 3), (2, 4, 1)]
+    for kind, entry in kinds.items():
+        assert numpy.array_equal(to_image(entry)[:, :, :3], wanted), kind
+    assert [image.shape for image in to_images(torch.zeros(2, 3, 6, 5))] == [(6, 5, 3)] * 2
+    assert [image.shape for image in to_images([wanted, Image.new("L", (4, 2))])] == [(6, 5, 3), (2, 4, 1)]
     assert to_image(torch.tensor([[True, False]])).tolist() == [[[255], [0]]]
     assert to_image(numpy.array([[math.nan, -1.0, 1.2]])).tolist() == [[[0], [0], [255]]]
     assert to_image(torch.full((1, 2, 2), 0.5, dtype=torch.bfloat16)).tolist() == [[[128], [128]], [[128], [128]]]

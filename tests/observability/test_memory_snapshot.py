@@ -41,8 +41,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MemoryWat
         return made[-1]
 
     yield watch
-    for one in made:
-        one.close()
+    for entry in made:
+        entry.close()
 
 
 def test_memory_counts_once_whoever_looks_at_it_and_alike_tensors_are_counted_together() -> None:
@@ -52,7 +52,7 @@ def test_memory_counts_once_whoever_looks_at_it_and_alike_tensors_are_counted_to
     views = [base[1:], base.T, base.view(-1)]
     alike = [torch.zeros(4321) for _ in range(3)]
     after = memory_snapshot(10_000)
-    new = {(one.shape, one.dtype): (one.count, one.bytes) for one in after.alive if one.shape in {(1234, 7), (4321,)}}
+    new = {(entry.shape, entry.dtype): (entry.count, entry.bytes) for entry in after.alive if entry.shape in {(1234, 7), (4321,)}}
     assert new == {((1234, 7), "float32"): (1, base.nbytes), ((4321,), "float32"): (3, 3 * alike[0].nbytes)}
     assert after.total - before.total == base.nbytes + 3 * alike[0].nbytes
     assert after.tensors - before.tensors == 4
@@ -65,7 +65,7 @@ def test_tensors_without_memory_of_their_own_are_no_trouble() -> None:
         torch.eye(3).to_sparse(),
         torch.empty(0),
     ]
-    shapes = {one.shape for one in memory_snapshot(10_000).alive}
+    shapes = {entry.shape for entry in memory_snapshot(10_000).alive}
     assert not shapes & {(2**40,), (0,)}
     assert len(odd) == 3
 
@@ -76,21 +76,21 @@ def test_parameters_gradients_and_states_have_names() -> None:
     model(torch.ones(2, 50)).sum().backward()
     optimizer.step()
     snapshot = memory_snapshot(10_000, names=named_tensors([model], [optimizer]))
-    assert {(one.kind, one.name, one.bytes) for one in snapshot.alive if one.name and one.shape == (50, 50)} == {
+    assert {(entry.kind, entry.name, entry.bytes) for entry in snapshot.alive if entry.name and entry.shape == (50, 50)} == {
         ("parameter", "0.weight", 10_000),
         ("gradient", "0.weight", 10_000),
         ("optimizer state", "exp_avg of 0.weight", 10_000),
         ("optimizer state", "exp_avg_sq of 0.weight", 10_000),
     }
     assert snapshot.by_kind["gradient"] == sum(parameter.nbytes for parameter in model.parameters())
-    assert "1.running_mean" in {one.name for one in snapshot.alive if one.kind == "buffer"}
+    assert "1.running_mean" in {entry.name for entry in snapshot.alive if entry.kind == "buffer"}
 
 
 def test_a_long_list_is_cut_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
     held = [torch.zeros(900 + number) for number in range(20)]
     snapshot = memory_snapshot(5)
     assert len(snapshot.alive) == 5
-    assert snapshot.more + sum(one.count for one in snapshot.alive) == snapshot.tensors >= len(held)
+    assert snapshot.more + sum(entry.count for entry in snapshot.alive) == snapshot.tensors >= len(held)
     assert json.loads(snapshot.write(tmp_path / "deep" / "memory.json").read_text())["total"] == snapshot.total
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["memory.json"]
     with pytest.raises(ConfigError, match="from 1"):
@@ -108,10 +108,10 @@ def test_a_snapshot_keeps_nothing_alive_and_a_watch_neither(watched: Callable[..
     owner = Owner()
     watched(owner.names)
     kept = memory_snapshot(10_000)
-    assert "weight of the owner" in {one.name for one in kept.alive}
+    assert "weight of the owner" in {entry.name for entry in kept.alive}
     del owner
     gc.collect()
-    assert (3210,) not in {one.shape for one in memory_snapshot(10_000).alive}
+    assert (3210,) not in {entry.shape for entry in memory_snapshot(10_000).alive}
 
 
 def test_the_hook_is_there_once_and_goes_with_the_last_watch(watched: Callable[..., MemoryWatch]) -> None:
@@ -217,7 +217,7 @@ def test_a_process_that_ends_for_want_of_memory_leaves_what_was_alive(tmp_path: 
     assert "Traceback (most recent call last):" in done.stderr
     assert "can't allocate memory" in done.stderr
     found = json.loads((tmp_path / "memory-rank0.json").read_text())
-    names = {one["name"] or tuple(one["shape"]): one["bytes"] for one in found["alive"]}
+    names = {entry["name"] or tuple(entry["shape"]): entry["bytes"] for entry in found["alive"]}
     assert names["weight"] == 500 * 400 * 4
     assert names[(300, 1000)] == 300 * 1000 * 4  # of the frame that failed
     assert "parameter weight" in done.stderr

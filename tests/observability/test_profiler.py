@@ -160,7 +160,7 @@ def test_the_last_rank_merges_the_traces_of_each_block_and_nobody_waits(ranks: A
         named = {event["name"]: event for event in merged["traceEvents"]}
         assert f"block {number}" in named
         assert f"block {1 - number}" not in named
-    hosts = {one["host"] for one in merged["slipstream"]["ranks"]}
+    hosts = {entry["host"] for entry in merged["slipstream"]["ranks"]}
     assert "one clock" in merged["slipstream"]["clocks"]
     assert len(hosts) == 1
     names = processes(tmp_path / MERGED_TRACE)
@@ -190,7 +190,7 @@ def test_ranks_are_kept_apart_and_laid_over_each_other_in_time(tmp_path: Path) -
     path = merge_traces(tmp_path)
     merged = json.loads(path.read_text())
     events = merged["traceEvents"]
-    assert [one["rank"] for one in merged["slipstream"]["ranks"]] == [0, 2, 10]
+    assert [entry["rank"] for entry in merged["slipstream"]["ranks"]] == [0, 2, 10]
     assert "one, two" in merged["slipstream"]["clocks"]
     assert merged["baseTimeNanoseconds"] == 5_000_000
     ops = [event for event in events if event["name"].startswith("op")]
@@ -261,9 +261,11 @@ def test_the_rows_are_sorted_and_their_shares_are_of_all() -> None:
     everything = top_operators(profiler, 1000)
     assert top.operators == everything.operators[:3]
     assert top.others == len(everything.operators) - 3
-    assert [one.self_time for one in everything.operators] == sorted((one.self_time for one in everything.operators), reverse=True)
-    assert sum(one.share for one in everything.operators) == pytest.approx(1.0)
-    assert all(one.memory is None for one in top.operators)
-    assert {"aten::mm", "aten::cumsum"} <= {one.name for one in everything.operators}
+    assert [operator.self_time for operator in everything.operators] == sorted(
+        (operator.self_time for operator in everything.operators), reverse=True
+    )
+    assert sum(operator.share for operator in everything.operators) == pytest.approx(1.0)
+    assert all(operator.memory is None for operator in top.operators)
+    assert {"aten::mm", "aten::cumsum"} <= {operator.name for operator in everything.operators}
     with pytest.raises(ConfigError, match="from 1"):
         top_operators(profiler, 0)

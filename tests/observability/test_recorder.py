@@ -50,10 +50,10 @@ def test_a_run_with_a_project_dir_keeps_everything_in_its_folder(tmp_path: Path,
     accelerator.end_training()
     assert accelerator.run_dir is None
     folder = tmp_path / "runs" / "first"
-    assert {one.name for one in folder.iterdir()} >= {
+    assert {path.name for path in folder.iterdir()} >= {
         "run.json", "config.json", "environment.json", "metrics.jsonl", "ledger.jsonl", "events.jsonl", "report.html",
     }  # fmt: skip
-    assert b"hunter2" not in b"".join(one.read_bytes() for one in folder.iterdir() if one.is_file())
+    assert b"hunter2" not in b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
     config = json.loads((folder / "config.json").read_text())
     assert config["settings"] == {"lr": 0.1, "api_key": "[redacted]", "sizes": [0, 1, 2]}
     assert config["options"]["cpu"] == {"value": True, "origin": "from AcceleratorState(cpu=...)"}
@@ -80,8 +80,8 @@ def test_the_steps_of_a_run_that_goes_on_go_on(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path / "saved")
         accelerator.end_training()
     folder = tmp_path / "runs" / "again"
-    assert [(one["first"], one["last"]) for one in lines(folder / "ledger.jsonl") if one["steps"]] == [(0, 3), (4, 7)]
-    assert [one["step"] for one in lines(folder / "events.jsonl") if one["kind"] in ("checkpoint", "restore")] == [4, 4, 8]
+    assert [(line["first"], line["last"]) for line in lines(folder / "ledger.jsonl") if line["steps"]] == [(0, 3), (4, 7)]
+    assert [line["step"] for line in lines(folder / "events.jsonl") if line["kind"] in ("checkpoint", "restore")] == [4, 4, 8]
 
 
 def test_a_script_that_names_no_run_has_a_folder_all_the_same(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_arguments_that_are_wrong_make_no_folder_and_leave_a_run_alone(tmp_path:
     assert not list(tmp_path.iterdir())
     accelerator.init_trackers("demo", init_kwargs={"local": {"name": "first"}})
     folder = tmp_path / "runs" / "first"
-    before = {one.name: one.read_bytes() for one in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(StateError, match="run already"):
         accelerator.init_trackers("demo")
-    assert {one.name: one.read_bytes() for one in folder.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert accelerator.run_dir == folder
     accelerator.end_training()
     assert [event["kind"] for event in lines(folder / "events.jsonl")] == ["start", "end"]

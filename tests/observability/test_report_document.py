@@ -36,12 +36,13 @@ def data_of(document: str) -> Any:
 
 def numbers(packed: str) -> list[float]:
     kind = {"f8:": "d", "f4:": "f", "i4:": "i"}[packed[:3]]
-    return [one for (one,) in struct.iter_unpack(f"<{kind}", base64.b64decode(packed[3:]))]
+    return [entry for (entry,) in struct.iter_unpack(f"<{kind}", base64.b64decode(packed[3:]))]
 
 
 def view(name: str = "first", **series: list[float | None]) -> dict[str, Any]:
     made = {
-        key: {"steps": list(range(len(one))), "times": [100.5 + at for at in range(len(one))], "values": one} for key, one in series.items()
+        key: {"steps": list(range(len(curve))), "times": [100.5 + at for at in range(len(curve))], "values": curve}
+        for key, curve in series.items()
     }
     return {"name": name, "series": made}
 
@@ -83,8 +84,8 @@ def test_numbers_arrive_as_they_were(values):
     found = data_of(render_page([view(loss=values)]))["views"][0]["series"]["loss"]
     assert numbers(found["steps"]) == list(range(len(values)))
     assert numbers(found["times"]) == [100.5 + at for at in range(len(values))]
-    for one, other in zip(values, numbers(found["values"]), strict=True):
-        assert math.isnan(other) if one is None else other == one
+    for value, other in zip(values, numbers(found["values"]), strict=True):
+        assert math.isnan(other) if value is None else other == value
 
 
 def test_steps_that_are_no_whole_numbers_stay_what_they_are():
@@ -95,7 +96,7 @@ def test_steps_that_are_no_whole_numbers_stay_what_they_are():
 
 def test_runs_of_one_name_are_told_apart():
     same = [{"name": "first", "path": f"projects/{project}/runs/first"} for project in ("cats", "dogs", "dogs")]
-    assert [one["label"] for one in data_of(render_page(same))["views"]] == ["cats/first", "dogs/first", "dogs/first (2)"]
+    assert [entry["label"] for entry in data_of(render_page(same))["views"]] == ["cats/first", "dogs/first", "dogs/first (2)"]
 
 
 def test_the_page_of_one_run_lies_in_its_folder_and_that_of_several_here(run, tmp_path, monkeypatch):
@@ -106,7 +107,7 @@ def test_the_page_of_one_run_lies_in_its_folder_and_that_of_several_here(run, tm
     assert len(data_of(Path("report.html").read_text())["views"]) == 2
     assert write([run.path, tmp_path], tmp_path / "other.html") == tmp_path / "other.html"
     assert len(data_of((tmp_path / "other.html").read_text())["views"]) == 2
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["other.html", "report.html", "runs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.html", "report.html", "runs"]
 
 
 def test_only_a_report_is_ever_replaced(run, tmp_path):
@@ -115,11 +116,11 @@ def test_only_a_report_is_ever_replaced(run, tmp_path):
     with pytest.raises(ConfigError, match="no report of slipstream"):
         write(run.path, other)
     assert other.read_text() == "<!doctype html> notes of mine"
-    before = {one: one.read_bytes() for one in run.path.iterdir()}
+    before = {path: path.read_bytes() for path in run.path.iterdir()}
     for name in ("metrics.jsonl", "new.html", "deep/new.html"):
         with pytest.raises(ConfigError, match="the folder of a run"):
             write(run.path, run.path / name)
-    assert {one: one.read_bytes() for one in run.path.iterdir()} == before
+    assert {path: path.read_bytes() for path in run.path.iterdir()} == before
     assert write(run.path) == write(run.path)
 
 
@@ -129,7 +130,7 @@ def test_damaged_runs_are_left_out_and_told(run, tmp_path, capsys):
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().err.startswith(f"Left out: {tmp_path / 'runs' / 'broken'}")
     found = data_of((tmp_path / "page.html").read_text())
-    assert [one["name"] for one in found["views"]] == ["first"]
+    assert [entry["name"] for entry in found["views"]] == ["first"]
     assert [Path(path).name for path, _ in found["left_out"]] == ["broken"]
 
 
@@ -138,7 +139,7 @@ def test_the_page_goes_to_the_standard_output(run, capsys, monkeypatch, tmp_path
     assert main(["report", str(run.path), "-o", "-"]) == 0
     assert data_of(capsys.readouterr().out)["views"][0]["name"] == "first"
     assert main(["report", str(run.path), "-o", "-", "--open"]) != 0
-    assert [one.name for one in tmp_path.iterdir()] == ["runs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_a_curve_keeps_as_many_points_as_one_says(run):

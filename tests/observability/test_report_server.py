@@ -98,7 +98,7 @@ def test_page_runs_and_views_are_served(run: RunFolder, tmp_path: Path) -> None:
         assert "script-src 'sha256-" in answer.headers["Content-Security-Policy"]
         assert "unsafe" not in answer.headers["Content-Security-Policy"]
         runs = json.loads(ask(server, "/api/runs")[1])
-        assert [(one["name"], one["project"], one["state"]) for one in runs] == [("first", "spirals", "running")]
+        assert [(run["name"], run["project"], run["state"]) for run in runs] == [("first", "spirals", "running")]
         answer, body = ask(server, "/api/view?run=first&points=100")
         view = json.loads(body)
         assert answer.headers["Content-Type"] == "application/json"
@@ -231,7 +231,7 @@ def test_another_host_is_answered_by_its_addresses_and_its_name(run: RunFolder, 
 
 
 def test_nothing_but_reading(run: RunFolder, tmp_path: Path) -> None:
-    before = sorted((one, one.stat().st_mtime_ns) for one in run.path.rglob("*"))
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.path.rglob("*"))
     with serving(tmp_path) as server:
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
             answer, _ = ask(server, "/api/runs", method)
@@ -240,7 +240,7 @@ def test_nothing_but_reading(run: RunFolder, tmp_path: Path) -> None:
             answer, body = ask(server, path, "HEAD")
             assert (answer.status, body) == (200, b"")
         assert ask(server, "/", "BREW")[0].status == 501
-    assert sorted((one, one.stat().st_mtime_ns) for one in run.path.rglob("*")) == before
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.path.rglob("*")) == before
 
 
 # -- the news -------------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_a_line_that_is_appended_comes_as_an_event_to_every_listener(run: RunFol
     with serving(tmp_path) as server:
         at = json.loads(ask(server, "/api/view?run=first")[1])["at"]
         streams = [Stream(server), Stream(server)]
-        assert [one["name"] for one in streams[0].next("runs")] == ["first"]
+        assert [entry["name"] for entry in streams[0].next("runs")] == ["first"]
         streams[1].next("runs")
         log(run, 3000, loss=0.25, rate="inf")
         run.event("checkpoint", "saved", step=3000)
@@ -268,7 +268,7 @@ def test_a_line_that_is_appended_comes_as_an_event_to_every_listener(run: RunFol
             assert seen["series"]["loss"] == {"steps": [3000], "times": [3100.0], "values": [0.25], "count": 3001}
             assert seen["series"]["rate"]["values"] == [None]
             assert seen["ledger"][0]["phases"] == {"data": [0.5]}
-            assert [one["kind"] for one in seen["events"]] == ["checkpoint"]
+            assert [entry["kind"] for entry in seen["events"]] == ["checkpoint"]
             stream.close()
         view = json.loads(ask(server, "/api/view?run=first")[1])
         assert view["series"]["loss"]["count"] == 3001
@@ -280,7 +280,7 @@ def test_a_run_that_begins_later_is_shown_by_itself(run: RunFolder, tmp_path: Pa
         stream.next("runs")
         (tmp_path / "runs" / "no run").mkdir()
         second = RunFolder.create(tmp_path, "second", project="spirals")
-        assert [one["name"] for one in stream.next("runs")] == ["second", "first"]
+        assert [entry["name"] for entry in stream.next("runs")] == ["second", "first"]
         log(second, 1, loss=1.0)
         assert stream.next("update", lambda news: news["run"] == "second" and news["series"])["series"]["loss"]["values"] == [1.0]
         second.end("finished")
@@ -299,14 +299,14 @@ def test_runs_that_are_deleted_or_renamed_are_forgotten(tmp_path: Path) -> None:
     paths[1].rename(paths[1].with_name("renamed"))
     named.rename(tmp_path / "aside")
     watch.look()
-    assert [one.key for one in watch.runs()] == ["third", "renamed"]
+    assert [run.key for run in watch.runs()] == ["third", "renamed"]
     data = listener.next(0)
     assert data is not None
     assert data.startswith(b"event: runs\n")
-    assert [one["name"] for one in json.loads(data.split(b"data: ")[1])] == ["third", "renamed"]
+    assert [load["name"] for load in json.loads(data.split(b"data: ")[1])] == ["third", "renamed"]
     (tmp_path / "aside").rename(named)
     watch.look()
-    assert [one.key for one in watch.runs()] == ["third", "renamed", "named"], "a run that was named may come back"
+    assert [run.key for run in watch.runs()] == ["third", "renamed", "named"], "a run that was named may come back"
     watch.stop()
 
 
@@ -347,7 +347,7 @@ def test_folders_that_only_look_like_runs_do_not_stop_the_looking(tmp_path: Path
     (tmp_path / "runs" / "outside").symlink_to(tmp_path)
     RunFolder.create(tmp_path, "second", project="spirals")
     watch.look()
-    assert [one.key for one in watch.runs()] == ["first", "second"]
+    assert [run.key for run in watch.runs()] == ["first", "second"]
 
 
 def test_an_error_while_looking_is_told_once_and_looking_goes_on(
@@ -429,7 +429,7 @@ def test_more_news_than_a_message_holds_asks_pages_to_load_again(tmp_path: Path)
     listener = watch.listen()
     assert listener is not None
     with open(run.path / "ledger.jsonl", "a") as file:
-        file.writelines(json.dumps({"time": float(one), "seconds": 1.0, "phases": {"data": [0.5]}}) + "\n" for one in range(500))
+        file.writelines(json.dumps({"time": float(index), "seconds": 1.0, "phases": {"data": [0.5]}}) + "\n" for index in range(500))
     watch.look()
     data = listener.next(0)
     assert data
@@ -501,8 +501,8 @@ def test_closing_ends_streams_idle_connections_and_threads(run: RunFolder, tmp_p
         silent = socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
     assert stream.next("update", lambda news: False) is None
     assert set(threading.enumerate()) == before
-    for one in (stream, idle, silent):
-        one.close()
+    for entry in (stream, idle, silent):
+        entry.close()
 
 
 def test_no_more_connections_than_there_may_be(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +539,7 @@ def test_a_folder_without_runs_is_waited_at_and_one_that_is_not_there_is_refused
         stream = Stream(server)
         assert stream.next("runs") == []
         RunFolder.create(tmp_path, "first", project="spirals")
-        assert [one["name"] for one in stream.next("runs")] == ["first"]
+        assert [entry["name"] for entry in stream.next("runs")] == ["first"]
         stream.close()
     with pytest.raises(ConfigError, match="does not exist"):
         ReportServer([tmp_path / "other"], port=0)
@@ -549,8 +549,8 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for project in ("a", "b", "x/b"):
         RunFolder.create(tmp_path / project, "first", project=project)
     watch = RunWatcher([tmp_path / "a", tmp_path / "b", tmp_path / "x" / "b", tmp_path / "a" / "runs" / "first"])
-    assert [one.key for one in watch.runs()] == ["first", "first (b)", "first (b 2)"]
-    assert [json.loads(one.view())["info"]["project"] for one in watch.runs()] == ["a", "b", "x/b"]
+    assert [run.key for run in watch.runs()] == ["first", "first (b)", "first (b 2)"]
+    assert [json.loads(run.view())["info"]["project"] for run in watch.runs()] == ["a", "b", "x/b"]
 
 
 def test_a_folder_with_very_many_runs_shows_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,8 +558,8 @@ def test_a_folder_with_very_many_runs_shows_the_newest(tmp_path: Path, monkeypat
     for name in "abcd":
         RunFolder.create(tmp_path, name, project="p")
     watch = RunWatcher([tmp_path, tmp_path / "runs" / "a"])
-    assert [one.key for one in watch.runs()] == ["c", "d", "a"]
-    assert {one.name for one in watch.left_out} == {"b"}
+    assert [run.key for run in watch.runs()] == ["c", "d", "a"]
+    assert {entry.name for entry in watch.left_out} == {"b"}
     RunFolder.create(tmp_path, "e", project="p")
     watch.look()
-    assert [one.key for one in watch.runs()] == ["c", "d", "a", "e"]
+    assert [run.key for run in watch.runs()] == ["c", "d", "a", "e"]

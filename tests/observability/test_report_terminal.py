@@ -22,18 +22,20 @@ from slipstream.observability.run_dir.folder import RunFolder
 
 def add(folder: RunFolder, name: str, *records: dict[str, Any]) -> None:
     with open(folder.path / name, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(one) + "\n" for one in records)
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     folder = RunFolder.create(tmp_path, "first", project="spirals")
     add(
-        folder, "metrics.jsonl", *({"step": one, "time": 1.0, "values": {"train/loss": 1 / (one + 1), "rate": 0.125}} for one in range(100))
+        folder,
+        "metrics.jsonl",
+        *({"step": index, "time": 1.0, "values": {"train/loss": 1 / (index + 1), "rate": 0.125}} for index in range(100)),
     )
     interval = {"seconds": 1.0, "steps": 5, "samples": 320, "tokens": 4096, "slowest": [1, 4], "mfu": 0.25}
     phases = {"forward": [0.2, 0.3], "backward": [0.3, 0.6], "waiting": [0.5, None], "strange\x1b": [0.0, 0.1]}
-    add(folder, "ledger.jsonl", *({"time": float(one), "last": one * 5, **interval, "phases": phases} for one in range(20)))
+    add(folder, "ledger.jsonl", *({"time": float(index), "last": index * 5, **interval, "phases": phases} for index in range(20)))
     folder.event("guard", "the loss is not a number \x1b[2J", step=7, rank=1)
     folder.event("checkpoint", "not a warning")
     return folder
@@ -170,11 +172,11 @@ def test_a_curve_of_any_numbers_fills_its_place(ys: list[float | None], width: i
     assert len(lines) == height
     assert {len(line) for line in lines} == {width}
     empty = not "".join(lines).strip(" \u2800")
-    assert empty == all(one is None for one in ys)
+    assert empty == all(y is None for y in ys)
 
 
 def test_a_rising_curve_rises() -> None:
-    lines = draw_curve(range(100), [float(one) for one in range(100)], 10, 3)
+    lines = draw_curve(range(100), [float(index) for index in range(100)], 10, 3)
     assert [line.strip("\u2800") != "" for line in lines] == [True] * 3
     assert lines[0].endswith("⠊") or lines[0].endswith("⠋") or lines[0].endswith("⠉")
     assert lines[0].startswith("\u2800")

@@ -137,8 +137,8 @@ def test_a_process_that_is_gone_is_told_from_one_that_lives(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"UTC, killed\)"):
         RunFolder.create(tmp_path, "first", project="p")
     unknown = ({"host": "elsewhere"}, {"pid_namespace": 1}, {"pid": "x"}, {"pid": -1}, {"pid": 10**30}, {"pid": True})
-    assert not any(is_gone({"attempts": [{**attempt, "pid": child.pid, **one}]}) for one in unknown)
-    assert not any(is_gone({"attempts": one}) for one in (None, [], [None], "x", {}))
+    assert not any(is_gone({"attempts": [{**attempt, "pid": child.pid, **entry}]}) for entry in unknown)
+    assert not any(is_gone({"attempts": entry}) for entry in (None, [], [None], "x", {}))
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_line_torn_at_any_byte_loses_itself_alone(tmp_path: Path) -> None:
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         before = lines(path)
-        assert [one["step"] for one in before] == list(range(whole[:cut].count(b"\n")))
+        assert [entry["step"] for entry in before] == list(range(whole[:cut].count(b"\n")))
         after = JsonLinesWriter(path)
         after.append({"step": 99})
         after.close()

@@ -22,7 +22,7 @@ PHASES = ("data", "forward", "backward", "communication", "waiting", "optimizer"
 
 def write(folder: Path, name: str, *records: Any, end: str = "\n") -> None:
     with open(folder / name, "a", encoding="utf-8") as file:
-        file.write("\n".join(one if isinstance(one, str) else json.dumps(one) for one in records) + end)
+        file.write("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records) + end)
 
 
 def values(step: int | None, **named: Any) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def test_nothing_is_read_twice_and_a_refresh_without_news_says_so(tmp_path: Path
     assert not run.refresh()
     write(tmp_path, "events.jsonl", {"time": 1.0, "kind": "start", "text": "one process"})
     assert run.refresh()
-    assert [one["kind"] for one in run.fresh_events] == ["start"]
+    assert [event["kind"] for event in run.fresh_events] == ["start"]
     assert not run.refresh()
     assert run.fresh_events == []
     assert len(run.events) == 1
@@ -199,7 +199,7 @@ def test_a_file_that_was_replaced_or_shortened_or_written_over_is_read_anew(tmp_
     assert list(run.series["loss"].values) == [3.0]
     file.write_text("".join(json.dumps(values(step, other=4.0)) + "\n" for step in range(9)))
     assert run.refresh()
-    assert {name: list(one.values) for name, one in run.series.items()} == {"other": [4.0] * 9}
+    assert {name: list(curve.values) for name, curve in run.series.items()} == {"other": [4.0] * 9}
     assert run.beginnings == 3
     file.unlink()
     assert not run.refresh()
@@ -267,14 +267,14 @@ def test_a_long_ledger_becomes_short_and_loses_nothing() -> None:
             ledger.add(normalize_interval(interval(second)))
         found = ledger.list
         assert len(found) <= 16
-        assert [sum(one[name] for one in found) for name in ("seconds", "steps", "flops")] == [count, count * 3, count * 2]
-        assert sum(one["samples"] or 0 for one in found) == count // 2 * 48
-        assert sum(one["phases"]["data"][0] for one in found) == count * 0.125
-        assert sum(one["phases"]["other"][1] or 0 for one in found) == max(0, count - 50) * 0.25
+        assert [sum(entry[name] for entry in found) for name in ("seconds", "steps", "flops")] == [count, count * 3, count * 2]
+        assert sum(entry["samples"] or 0 for entry in found) == count // 2 * 48
+        assert sum(entry["phases"]["data"][0] for entry in found) == count * 0.125
+        assert sum(entry["phases"]["other"][1] or 0 for entry in found) == max(0, count - 50) * 0.25
         assert (found[0]["first"], found[-1]["last"], found[-1]["time"]) == (0, count * 3 - 1, count - 1.0)
-        assert all(one["last"] + 1 == other["first"] for one, other in zip(found, found[1:], strict=False))
+        assert all(entry["last"] + 1 == other["first"] for entry, other in zip(found, found[1:], strict=False))
         assert found[-1]["memory"] == {"host": [count - 1, 7], "device": None}
-        assert sum(one["mfu"] * one["seconds"] for one in found) == pytest.approx(min(count, 100) * 0.5 + max(0, count - 100) * 0.25)
+        assert sum(entry["mfu"] * entry["seconds"] for entry in found) == pytest.approx(min(count, 100) * 0.5 + max(0, count - 100) * 0.25)
 
 
 def test_a_ledger_of_many_ranks_takes_no_more_memory_than_one_of_few() -> None:
@@ -282,16 +282,16 @@ def test_a_ledger_of_many_ranks_takes_no_more_memory_than_one_of_few() -> None:
     for second in range(80):
         ledger.add(normalize_interval({"time": second, "seconds": 1.0, "phases": dict.fromkeys(PHASES, [0.1] * 1000)}))
     assert len(ledger.list) * len(PHASES) * 1000 < 100_000
-    assert sum(one["seconds"] for one in ledger.list) == 80
+    assert sum(entry["seconds"] for entry in ledger.list) == 80
 
 
 def test_events_pictures_texts_and_names_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_MOST_EVENTS", 20)
     monkeypatch.setattr(reader, "_MOST_SERIES", 5)
     monkeypatch.setattr(reader, "_MOST_IMAGES", 8)
-    write(tmp_path, "events.jsonl", *({"time": one, "kind": "warning", "text": "x" * 5000} for one in range(100)))
-    write(tmp_path, "metrics.jsonl", *(values(1, **{f"m{one}": 1.0}) for one in range(9)))
-    write(tmp_path, "metrics.jsonl", *({"step": one, "time": 1.0, "images": {"a": [f"media/{one}.png"]}} for one in range(50)))
+    write(tmp_path, "events.jsonl", *({"time": index, "kind": "warning", "text": "x" * 5000} for index in range(100)))
+    write(tmp_path, "metrics.jsonl", *(values(1, **{f"m{index}": 1.0}) for index in range(9)))
+    write(tmp_path, "metrics.jsonl", *({"step": index, "time": 1.0, "images": {"a": [f"media/{index}.png"]}} for index in range(50)))
     run = read(tmp_path)
     assert len(run.events) <= 20
     assert (run.events[0]["time"], run.events[-1]["time"]) == (0, 99)
@@ -331,7 +331,7 @@ def test_a_view_has_all_that_the_folder_says(tmp_path: Path) -> None:
     assert (loss["steps"][0], loss["steps"][-1], loss["values"][0], loss["values"][-1]) == (0, 4999, 1.0, 0.0002)
     assert (view["ledger"]["phases"], view["ledger"]["slowest"], view["ledger"]["steps"]) == ({"data": [[0.5, None]]}, [[1, 3]], [4])
     assert view["tables"]["t"] == {"step": 1, "time": 1.0, "columns": ["a"], "rows": [[1], [None]], "count": 2}
-    assert [one["kind"] for one in view["events"]] == ["start"]
+    assert [entry["kind"] for entry in view["events"]] == ["start"]
     folder.end("finished")
     run = read(folder.path)
     assert run.info["state"] == "finished"
@@ -352,7 +352,7 @@ def test_run_json_is_read_again_when_it_is_replaced(tmp_path: Path) -> None:
 def test_points_are_kept_in_arrays(tmp_path: Path) -> None:
     write(tmp_path, "metrics.jsonl", values(1, loss=1.0))
     series = read(tmp_path).series["loss"]
-    assert all(isinstance(one, array) and one.typecode == "d" for one in (series.steps, series.times, series.values))
+    assert all(isinstance(entry, array) and entry.typecode == "d" for entry in (series.steps, series.times, series.values))
 
 
 def test_a_run_that_writes_no_more_is_silent_and_slow_ones_are_given_time(tmp_path: Path) -> None:

@@ -19,15 +19,15 @@ VALUES = st.lists(st.one_of(st.floats(-1e300, 1e300), st.sampled_from([nan, inf,
 def test_first_last_smallest_and_largest_stay_in_order_and_within_the_count(
     ys: list[float], count: int, gaps: bool, data: st.DataObject
 ) -> None:
-    ys = ys if gaps else [one if isfinite(one) else 0.0 for one in ys]
+    ys = ys if gaps else [y if isfinite(y) else 0.0 for y in ys]
     xs = sorted(data.draw(st.lists(st.integers(0, 1000), min_size=len(ys), max_size=len(ys))))
     few_xs, few_ys = thin_curve(xs, array("d", ys), count)
     assert len(few_xs) == len(few_ys) <= max(count, MIN_POINTS)
-    assert all(one <= other for one, other in pairwise(few_xs))
+    assert all(x <= other for x, other in pairwise(few_xs))
     assert (few_xs[0], few_xs[-1]) == (xs[0], xs[-1])
     assert repr(few_ys[0]) == repr(float(ys[0]))
     assert repr(few_ys[-1]) == repr(float(ys[-1]))
-    numbers, few_numbers = [one for one in ys if isfinite(one)], [one for one in few_ys if isfinite(one)]
+    numbers, few_numbers = [y for y in ys if isfinite(y)], [y for y in few_ys if isfinite(y)]
     if numbers:
         assert (min(numbers), max(numbers)) == (min(few_numbers), max(few_numbers))
     assert len(numbers) == len(ys) or len(few_numbers) < len(few_ys), "a gap stays a gap"
@@ -41,9 +41,9 @@ def test_every_bucket_keeps_its_extremes(ys: list[float], count: int, start: int
     places = list(select_points(ys, start, stop, count))
     assert places == sorted(set(places))
     assert all(start <= place < stop for place in places)
-    for one, other in pairwise(places):  # what lies between two points that stay is within the range of their neighbourhood
-        between = [value for value in ys[one + 1 : other] if isfinite(value)]
-        around = [ys[place] for place in places if isfinite(ys[place]) and abs(place - one) <= 2 * (stop - start) // (count // 5) + 2]
+    for entry, other in pairwise(places):  # what lies between two points that stay is within the range of their neighbourhood
+        between = [value for value in ys[entry + 1 : other] if isfinite(value)]
+        around = [ys[place] for place in places if isfinite(ys[place]) and abs(place - entry) <= 2 * (stop - start) // (count // 5) + 2]
         assert not between or (min(around) <= min(between) and max(between) <= max(around))
 
 
@@ -65,7 +65,7 @@ def test_known_blocks_change_the_speed_and_nothing_that_is_promised(
         ys[seed.randrange(length)] = seed.choice([nan, inf, -inf])
     blocks = BlockExtremes()
     blocks.follow(ys[:known])
-    start, stop = sorted(min(one, length) for one in bounds)
+    start, stop = sorted(min(bound, length) for bound in bounds)
     places = list(select_points(ys, start, stop, count, blocks))
     assert places == sorted(set(places))
     assert len(places) <= count
@@ -93,7 +93,7 @@ def test_a_few_points_are_all_kept_as_they_are() -> None:
 def test_a_window_has_a_neighbour_on_each_side() -> None:
     xs = range(0, 1000, 10)
     assert visible_range(xs, None, None) == (0, 100)
-    assert [xs[one] for one in range(*visible_range(xs, 95, 125))] == [90, 100, 110, 120, 130]
+    assert [xs[index] for index in range(*visible_range(xs, 95, 125))] == [90, 100, 110, 120, 130]
     assert list(thin_curve(xs, list(map(float, xs)), 50, 100, 100)[0]) == [90, 100, 110]
     assert list(thin_curve(xs, list(map(float, xs)), 50, 5000, 6000)[0]) == []
     assert list(thin_curve(xs, list(map(float, xs)), 50, -20, -10)[0]) == []

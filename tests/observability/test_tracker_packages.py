@@ -31,7 +31,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in kept:
             names = next(several for several in TOGETHER if name in several)
-            names = tuple(one for one in names if installed(one))
+            names = tuple(name for name in names if installed(name))
             folder = tmp_path_factory.mktemp("trackers")
             done = subprocess.run(
                 [sys.executable, str(CHILD), str(folder), *names], capture_output=True, text=True, timeout=110, check=False, cwd=folder
@@ -53,7 +53,7 @@ def test_a_package_keeps_values_at_their_steps_settings_pictures_and_tables(name
     assert "failed" not in found, found["failed"]
     assert found["loss"] == [[3, 1.5], [7, 1.25]]
     assert found["accuracy"] == [[3, 0.5]]
-    assert [str(one) for one in found["settings"]] == ["0.1", "[1, 2]"]
+    assert [str(entry) for entry in found["settings"]] == ["0.1", "[1, 2]"]
     assert found["pictures"] == 2
     assert found["tables"] == (1 if name in KEEP_TABLES else None)
     refused, *more = found["said"]

@@ -102,7 +102,7 @@ def test_blocks_that_are_alike_are_compiled_once(backend: Counting) -> None:
     model, x = Model(depth=12), X.clone().requires_grad_()  # as what comes out of a block does
     keys, expected = list(model.state_dict()), model(x)
     compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True, use_regional_compilation=True))
-    assert [is_compiled_module(one) for one in (model, model.head, *model.blocks)] == [False, False] + [True] * 12
+    assert [is_compiled_module(block) for block in (model, model.head, *model.blocks)] == [False, False] + [True] * 12
     assert has_compiled_regions(model)
     assert list(model.state_dict()) == keys
     assert torch.equal(model(x), expected)
@@ -269,7 +269,7 @@ def test_regions_that_were_compiled_by_hand_are_settled_too(backend: Counting) -
     outer = torch.compile(nn.Sequential(model), backend=backend)
     settled = compile_in_place(outer)
     assert list(settled.state_dict()) == [f"0.{key}" for key in keys]
-    assert [is_compiled_module(one) for one in (settled, model, *model.blocks, model.head)] == [True, False, True, True, True, True]
+    assert [is_compiled_module(block) for block in (settled, model, *model.blocks, model.head)] == [True, False, True, True, True, True]
     assert [type(block) for block in model.blocks] == [Block] * 3
     assert torch.equal(settled(X), expected)
 
@@ -305,8 +305,8 @@ def test_hooks_of_the_wrapper_go_with_the_model(backend: Counting) -> None:
 def test_hooks_in_both_places_are_refused(backend: Counting) -> None:
     model = Block()
     compiled = torch.compile(model, backend=backend)
-    for one in (model, compiled):
-        one.register_forward_hook(lambda *_: None)
+    for entry in (model, compiled):
+        entry.register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="before torch.compile"):
         compile_in_place(compiled)
 

@@ -89,10 +89,10 @@ def script(ranks: Any, tmp_path: Path) -> Script:
 TEXTS = ("completions", "written", "traces")
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+def same(entry: dict[str, Any], other: dict[str, Any]) -> None:
     """Asserts that two results are the same, numbers up to rounding."""
-    assert {name: one.get(name) for name in TEXTS} == {name: other.get(name) for name in TEXTS}
-    numbers, others = ({name: value for name, value in result.items() if name not in TEXTS} for result in (one, other))
+    assert {name: entry.get(name) for name in TEXTS} == {name: other.get(name) for name in TEXTS}
+    numbers, others = ({name: value for name, value in result.items() if name not in TEXTS} for result in (entry, other))
     torch.testing.assert_close(others, numbers, rtol=1e-6, atol=1e-9)
 
 
@@ -130,9 +130,9 @@ def said(ran: Ran) -> list[str]:
 @pytest.mark.parametrize("name", ALIKE)
 def test_alike(script: Script, name: str) -> None:
     """Two processes make of a script what one process with the whole batch makes of it, and nothing is said without a reason."""
-    one, two = (script(name, world, *ALIKE[name](world)) for world in (1, 2))
-    same(one.result, two.result)
-    assert said(one) == []
+    entry, two = (script(name, world, *ALIKE[name](world)) for world in (1, 2))
+    same(entry.result, two.result)
+    assert said(entry) == []
     assert [TOLD.get(name, message) in message for message in said(two)] == [True] * (name in TOLD)
 
 
@@ -148,11 +148,11 @@ COUNTED_BEFORE = {
 @pytest.mark.parametrize("name", COUNTED_BEFORE)
 def test_schedule(script: Script, name: str) -> None:
     """A script that counts its schedule before `prepare` runs as it was written; on two processes it is told what to write instead."""
-    one, two = (script(name, world, *batch(world)) for world in (1, 2))
-    assert one.messages == []
+    entry, two = (script(name, world, *batch(world)) for world in (1, 2))
+    assert entry.messages == []
     (message,) = two.messages
     assert COUNTED_BEFORE[name] in message
-    for metrics in (one.result["metrics"], two.result["metrics"]):
+    for metrics in (entry.result["metrics"], two.result["metrics"]):
         assert {measured["seen"] for measured in (metrics.values() if isinstance(metrics, dict) else metrics)} == {13}
 
 
@@ -184,25 +184,25 @@ def test_vision(script: Script) -> None:
 
 def test_folds(script: Script) -> None:
     """A test loader that is not prepared is read by every process, and none of its rows is dropped."""
-    one, two = (script("folds_shape", world, *batch(world), RULE) for world in (1, 2))
-    assert (one.result.pop("rows"), two.result.pop("rows")) == (13, 26)
-    same(one.result, two.result)
-    assert one.messages == two.messages == []
+    entry, two = (script("folds_shape", world, *batch(world), RULE) for world in (1, 2))
+    assert (entry.result.pop("rows"), two.result.pop("rows")) == (13, 26)
+    same(entry.result, two.result)
+    assert entry.messages == two.messages == []
 
 
 def test_profile(script: Script) -> None:
     """`profile` around an epoch changes nothing, gives a table, and leaves a trace of every process."""
-    one, two = (script("profiler_shape", world, *batch(world), "--output_trace_dir", f"traces_{world}", RULE).result for world in (1, 2))
-    assert (one.pop("traces"), two.pop("traces")) == (["profile_0.json"], ["profile_0.json", "profile_1.json"])
-    same(one, two)
-    assert one["found"] == [True, True]
+    entry, two = (script("profiler_shape", world, *batch(world), "--output_trace_dir", f"traces_{world}", RULE).result for world in (1, 2))
+    assert (entry.pop("traces"), two.pop("traces")) == (["profile_0.json"], ["profile_0.json", "profile_1.json"])
+    same(entry, two)
+    assert entry["found"] == [True, True]
 
 
 def test_tokens(script: Script) -> None:
     """A script that divides by the tokens of all processes means the same on two; with accumulation by hand it is told what to change."""
-    one, two = (script("tokens_shape", world, *batch(world, 4), "--gradient_accumulation_steps", "2") for world in (1, 2))
-    same(one.result, two.result)
-    for ran in (one, two):
+    entry, two = (script("tokens_shape", world, *batch(world, 4), "--gradient_accumulation_steps", "2") for world in (1, 2))
+    same(entry.result, two.result)
+    for ran in (entry, two):
         (message,) = ran.messages
         assert "leave out a factor of 2 that makes up for it" in message
 
@@ -210,17 +210,17 @@ def test_tokens(script: Script) -> None:
 @pytest.mark.parametrize("even", ["yes", "no"])
 def test_join(script: Script, even: str) -> None:
     """In `join_uneven_inputs` too, a sample of a short last batch counts as much as any other."""
-    one, two = (script("join_shape", world, *batch(world), "--even_batches", even) for world in (1, 2))
-    torch.testing.assert_close(two.result["weights"], one.result["weights"])
-    assert one.messages == two.messages == []
+    entry, two = (script("join_shape", world, *batch(world), "--even_batches", even) for world in (1, 2))
+    torch.testing.assert_close(two.result["weights"], entry.result["weights"])
+    assert entry.messages == two.messages == []
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "power_sgd"])
 def test_comm_hook(script: Script, hook: str) -> None:
     """A communication hook that compresses gradients trains nearly the same model."""
-    one, two = (script("comm_hook_shape", world, *batch(world), "--ddp_comm_hook", hook, RULE) for world in (1, 2))
-    torch.testing.assert_close(two.result["weights"], one.result["weights"], rtol=0.05, atol=0.05)
-    assert one.messages == two.messages == []
+    entry, two = (script("comm_hook_shape", world, *batch(world), "--ddp_comm_hook", hook, RULE) for world in (1, 2))
+    torch.testing.assert_close(two.result["weights"], entry.result["weights"], rtol=0.05, atol=0.05)
+    assert entry.messages == two.messages == []
 
 
 def test_local_sgd(script: Script) -> None:

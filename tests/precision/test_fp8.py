@@ -70,8 +70,8 @@ def test_it_trains_close_to_float32_and_computes_around_in_bfloat16() -> None:
     seen = []
     model[2].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     x = torch.randn(32, 16)
-    for one in (reference, model):
-        one(x).float().pow(2).mean().backward()
+    for entry in (reference, model):
+        entry(x).float().pow(2).mean().backward()
     assert seen == [policy.compute] == [torch.bfloat16]
     assert {parameter.grad.dtype for parameter in model.parameters()} == {policy.reduce} == {torch.float32}
     weight, expected = model[1].weight.grad, reference[1].weight.grad

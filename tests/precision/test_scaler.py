@@ -30,13 +30,13 @@ def parameter(value: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.full((2,), value))
 
 
-def loss_of(one: nn.Parameter, factor: float = 1.0) -> torch.Tensor:
-    return (one * factor).sum()
+def loss_of(parameter: nn.Parameter, factor: float = 1.0) -> torch.Tensor:
+    return (parameter * factor).sum()
 
 
-def one_update(scaler: LossScaler, optimizer: torch.optim.Optimizer, one: nn.Parameter, factor: float = 1.0) -> bool:
+def one_update(scaler: LossScaler, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, factor: float = 1.0) -> bool:
     optimizer.zero_grad()
-    scaler.scale(loss_of(one, factor)).backward()
+    scaler.scale(loss_of(parameter, factor)).backward()
     return scaler.step(optimizer)
 
 
@@ -55,8 +55,8 @@ FACTORS = st.sampled_from([0.25, 1.0, 3.0, OVERFLOW])
 )
 def test_two_optimizers_of_one_scale_do_what_plain_torch_does(plan: list[Iteration], kinds: tuple[str, str]) -> None:
     ours, theirs = [parameter(1.0), parameter(2.0)], [parameter(1.0), parameter(2.0)]
-    our_optimizers = [OPTIMIZERS[kind]([one]) for kind, one in zip(kinds, ours, strict=True)]
-    their_optimizers = [OPTIMIZERS[kind]([one]) for kind, one in zip(kinds, theirs, strict=True)]
+    our_optimizers = [OPTIMIZERS[kind]([our]) for kind, our in zip(kinds, ours, strict=True)]
+    their_optimizers = [OPTIMIZERS[kind]([their]) for kind, their in zip(kinds, theirs, strict=True)]
     scaler, oracle = LossScaler("cpu", OPTIONS), torch_scaler()
     for first, second, first_clips, second_clips in plan:
         for optimizer in (*our_optimizers, *their_optimizers):
@@ -83,34 +83,34 @@ def test_two_optimizers_of_one_scale_do_what_plain_torch_does(plan: list[Iterati
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_an_overflow_leaves_the_parameters_alone_and_halves_the_scale(kind: str) -> None:
-    one = parameter()
-    optimizer, scaler = OPTIMIZERS[kind]([one]), LossScaler("cpu", OPTIONS)
-    assert one_update(scaler, optimizer, one, OVERFLOW) is False
-    assert one.tolist() == [1.0, 1.0]
+    entry = parameter()
+    optimizer, scaler = OPTIMIZERS[kind]([entry]), LossScaler("cpu", OPTIONS)
+    assert one_update(scaler, optimizer, entry, OVERFLOW) is False
+    assert entry.tolist() == [1.0, 1.0]
     assert scaler.get_scale() == 32.0
-    assert one_update(scaler, optimizer, one) is True
-    assert one.tolist() != [1.0, 1.0]
+    assert one_update(scaler, optimizer, entry) is True
+    assert entry.tolist() != [1.0, 1.0]
 
 
 def test_accumulated_gradients_have_one_scale() -> None:
-    one = parameter()
-    optimizer, scaler = OPTIMIZERS["sgd"]([one]), LossScaler("cpu", OPTIONS)
+    entry = parameter()
+    optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     for _ in range(3):
-        scaler.scale(loss_of(one)).backward()
+        scaler.scale(loss_of(entry)).backward()
         assert not scaler.due
     scaler.step(optimizer)
-    torch.testing.assert_close(one.detach(), torch.full((2,), 1.0 - 0.1 * 3))
+    torch.testing.assert_close(entry.detach(), torch.full((2,), 1.0 - 0.1 * 3))
 
 
 def test_the_scale_moves_when_the_next_loss_comes_and_not_before() -> None:
-    one, other = parameter(), parameter()
-    first, second = OPTIMIZERS["sgd"]([one]), OPTIMIZERS["sgd"]([other])
+    entry, other = parameter(), parameter()
+    first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["sgd"]([other])
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
-    scaler.scale(loss_of(one) + loss_of(other)).backward()
+    scaler.scale(loss_of(entry) + loss_of(other)).backward()
     scaler.step(first)
     assert scaler.due
     scaler.step(second)
-    torch.testing.assert_close(other.detach(), one.detach())
+    torch.testing.assert_close(other.detach(), entry.detach())
     assert scaler.flush(want_ratio=True) == 2.0
     assert not scaler.due
     assert scaler.flush(want_ratio=True) == 1.0
@@ -118,10 +118,10 @@ def test_the_scale_moves_when_the_next_loss_comes_and_not_before() -> None:
 
 
 def test_gradients_that_wait_can_be_brought_to_the_new_scale() -> None:
-    one, other = parameter(), parameter()
-    first, second = OPTIMIZERS["sgd"]([one]), OPTIMIZERS["sgd"]([other])
+    entry, other = parameter(), parameter()
+    first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["sgd"]([other])
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
-    scaler.scale(loss_of(one) + loss_of(other)).backward()
+    scaler.scale(loss_of(entry) + loss_of(other)).backward()
     scaler.step(first)
     other.grad *= scaler.flush(want_ratio=True)
     scaler.scale(loss_of(other)).backward()
@@ -130,116 +130,116 @@ def test_gradients_that_wait_can_be_brought_to_the_new_scale() -> None:
 
 
 def test_a_loss_between_clipping_and_stepping_changes_nothing() -> None:
-    one, other = parameter(), parameter()
-    first, second = OPTIMIZERS["sgd"]([one]), OPTIMIZERS["sgd"]([other])
+    entry, other = parameter(), parameter()
+    first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["sgd"]([other])
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
     for update in (1, 2):
         first.zero_grad()
         second.zero_grad()
-        scaler.scale(loss_of(one)).backward()
+        scaler.scale(loss_of(entry)).backward()
         scaler.unscale(first)
         scaler.scale(loss_of(other)).backward()
         scaler.unscale(first)
-        assert one.grad.tolist() == [1.0, 1.0]
+        assert entry.grad.tolist() == [1.0, 1.0]
         assert scaler.step(first)
         assert scaler.step(second)
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(entry, other)
         assert scaler.get_scale() == 64.0 * 2**update
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_step_that_was_given_up_after_clipping_does_not_spoil_the_next(set_to_none: bool) -> None:
-    one = parameter()
-    optimizer, scaler = OPTIMIZERS["sgd"]([one]), LossScaler("cpu", OPTIONS)
-    scaler.scale(loss_of(one, 100.0)).backward()
+    entry = parameter()
+    optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
+    scaler.scale(loss_of(entry, 100.0)).backward()
     scaler.unscale(optimizer)
     for _ in range(2):
         optimizer.zero_grad(set_to_none=set_to_none)
         scaler.cleared(optimizer)
-        scaler.scale(loss_of(one)).backward()
+        scaler.scale(loss_of(entry)).backward()
         scaler.unscale(optimizer)
-        assert one.grad.tolist() == [1.0, 1.0]
-    nn.utils.clip_grad_norm_(one, 100.0)
+        assert entry.grad.tolist() == [1.0, 1.0]
+    nn.utils.clip_grad_norm_(entry, 100.0)
     assert scaler.step(optimizer)
-    torch.testing.assert_close(one.detach(), torch.full((2,), 0.9))
+    torch.testing.assert_close(entry.detach(), torch.full((2,), 0.9))
 
 
 def test_an_optimizer_that_gave_up_does_not_hold_the_scale_of_another() -> None:
-    one, other = parameter(), parameter()
-    first, second = OPTIMIZERS["sgd"]([one]), OPTIMIZERS["sgd"]([other])
+    entry, other = parameter(), parameter()
+    first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["sgd"]([other])
     scaler = LossScaler("cpu", GradScalerKwargs(init_scale=64.0, growth_interval=1))
-    scaler.scale(loss_of(one) + loss_of(other)).backward()
+    scaler.scale(loss_of(entry) + loss_of(other)).backward()
     scaler.unscale(second)
     second.zero_grad()
     scaler.step(first)
     for _ in range(3):
-        assert one_update(scaler, first, one)
+        assert one_update(scaler, first, entry)
     assert scaler.get_scale() == 64.0 * 2**4
 
 
 def test_what_cannot_be_told_apart_is_an_error() -> None:
-    one, other = parameter(), parameter()
-    first, second = OPTIMIZERS["sgd"]([one]), OPTIMIZERS["adam"]([other])
+    entry, other = parameter(), parameter()
+    first, second = OPTIMIZERS["sgd"]([entry]), OPTIMIZERS["adam"]([other])
     scaler = LossScaler("cpu", OPTIONS)
-    scaler.scale(loss_of(one) + loss_of(other)).backward()
+    scaler.scale(loss_of(entry) + loss_of(other)).backward()
     scaler.unscale(second)
     scaler.step(first)
     first.zero_grad()
-    scaler.scale(loss_of(one)).backward()
+    scaler.scale(loss_of(entry)).backward()
     with pytest.raises(StateError, match="AdamW"):
         scaler.step(first)
     assert scaler.step(second)
     assert scaler.step(first)
-    assert one.grad.tolist() == [1.0, 1.0]
+    assert entry.grad.tolist() == [1.0, 1.0]
 
 
 def test_unscaling_after_the_step_changes_nothing() -> None:
-    one = parameter()
-    optimizer, scaler = OPTIMIZERS["sgd"]([one]), LossScaler("cpu", OPTIONS)
-    one_update(scaler, optimizer, one)
+    entry = parameter()
+    optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
+    one_update(scaler, optimizer, entry)
     scaler.unscale(optimizer)
-    assert one.grad.tolist() == [1.0, 1.0]
+    assert entry.grad.tolist() == [1.0, 1.0]
 
 
 def test_stepping_without_gradients_is_as_in_plain_torch() -> None:
-    one = parameter()
-    optimizer, scaler = OPTIMIZERS["sgd"]([one]), LossScaler("cpu", OPTIONS)
+    entry = parameter()
+    optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
     scaler.unscale(optimizer)
     assert scaler.step(optimizer)
     assert not scaler.due
-    assert one.tolist() == [1.0, 1.0]
+    assert entry.tolist() == [1.0, 1.0]
 
 
 def test_a_second_step_of_one_backward_is_refused() -> None:
-    one = parameter()
-    optimizer, scaler = OPTIMIZERS["sgd"]([one]), LossScaler("cpu", OPTIONS)
-    one_update(scaler, optimizer, one)
+    entry = parameter()
+    optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
+    one_update(scaler, optimizer, entry)
     with pytest.raises(StateError, match="twice"):
         scaler.step(optimizer)
 
 
 def test_a_backward_past_the_scaler_is_refused() -> None:
-    one = parameter()
-    loss_of(one).backward()
+    entry = parameter()
+    loss_of(entry).backward()
     for call in (LossScaler("cpu").step, LossScaler("cpu").unscale):
         with pytest.raises(StateError, match=r"accelerator\.backward"):
-            call(OPTIMIZERS["sgd"]([one]))
+            call(OPTIMIZERS["sgd"]([entry]))
 
 
 def test_a_closure_is_refused_in_fp16_and_used_elsewhere() -> None:
-    one = parameter()
-    optimizer = torch.optim.LBFGS([one], lr=0.1, max_iter=1)
+    entry = parameter()
+    optimizer = torch.optim.LBFGS([entry], lr=0.1, max_iter=1)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of(one * one)
+        loss = loss_of(entry * entry)
         loss.backward()
         return loss
 
     with pytest.raises(ConfigError, match="closure"):
         LossScaler("cpu").step(optimizer, closure)
     assert NoScaler().step(optimizer, closure) is True
-    assert one.tolist() != [1.0, 1.0]
+    assert entry.tolist() != [1.0, 1.0]
 
 
 def test_what_is_no_torch_optimizer_is_refused() -> None:
@@ -256,12 +256,12 @@ def test_what_is_no_torch_optimizer_is_refused() -> None:
 
 
 def test_nothing_is_left_on_the_optimizer_and_it_is_not_kept() -> None:
-    one = parameter()
-    optimizer, scaler = OPTIMIZERS["sgd"]([one]), LossScaler("cpu", OPTIONS)
-    one_update(scaler, optimizer, one)
+    entry = parameter()
+    optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
+    one_update(scaler, optimizer, entry)
     seen: list[int] = []
     handle = optimizer.register_step_post_hook(lambda *_: seen.append(1))
-    one_update(scaler, optimizer, one)
+    one_update(scaler, optimizer, entry)
     handle.remove()
     assert seen == [1]
     alive = weakref.ref(optimizer)
@@ -271,20 +271,20 @@ def test_nothing_is_left_on_the_optimizer_and_it_is_not_kept() -> None:
 
 
 def test_the_state_is_plain_and_goes_on() -> None:
-    one = parameter()
-    optimizer, scaler = OPTIMIZERS["sgd"]([one]), LossScaler("cpu", OPTIONS)
-    one_update(scaler, optimizer, one, OVERFLOW)
-    one_update(scaler, optimizer, one)
+    entry = parameter()
+    optimizer, scaler = OPTIMIZERS["sgd"]([entry]), LossScaler("cpu", OPTIONS)
+    one_update(scaler, optimizer, entry, OVERFLOW)
+    one_update(scaler, optimizer, entry)
     state = scaler.state_dict()
     assert {type(value) for value in state.values()} <= {int, float}
     assert state["scale"] == 32.0
     fresh = LossScaler("cpu")
     fresh.load_state_dict(state)
     assert fresh.state_dict() == state
-    one_update(scaler, optimizer, one)
+    one_update(scaler, optimizer, entry)
     scaler.load_state_dict(state)
     assert scaler.state_dict() == state
-    assert one_update(scaler, optimizer, one)
+    assert one_update(scaler, optimizer, entry)
 
 
 def test_a_state_of_another_precision_is_told() -> None:
@@ -296,15 +296,15 @@ def test_a_state_of_another_precision_is_told() -> None:
 
 
 def test_the_null_object_does_what_plain_torch_does() -> None:
-    one = parameter()
-    optimizer, scaler = OPTIMIZERS["sgd"]([one]), NoScaler()
-    loss = loss_of(one)
+    entry = parameter()
+    optimizer, scaler = OPTIMIZERS["sgd"]([entry]), NoScaler()
+    loss = loss_of(entry)
     assert scaler.scale(loss) is loss
     loss.backward()
     scaler.unscale(optimizer)
-    assert one.grad.tolist() == [1.0, 1.0]
+    assert entry.grad.tolist() == [1.0, 1.0]
     assert scaler.step(optimizer) is True
-    torch.testing.assert_close(one.detach(), torch.full((2,), 0.9))
+    torch.testing.assert_close(entry.detach(), torch.full((2,), 0.9))
     assert (scaler.scales, scaler.due, scaler.flush(want_ratio=True), scaler.get_scale()) == (False, False, 1.0, 1.0)
 
 

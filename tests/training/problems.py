@@ -42,8 +42,8 @@ def train_plain(batches: Sequence[Sequence[int]], data: torch.utils.data.TensorD
     return weights(net)
 
 
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-9, atol=1e-11)
+def close(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(tensor, other, rtol=1e-9, atol=1e-11)
 
 
 class Net(torch.nn.Module):

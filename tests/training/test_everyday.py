@@ -64,7 +64,7 @@ def test_several_losses_and_parts_of_a_model_are_averaged_too(ranks: Any, world:
     bodies = (two_losses, two_forwards, parts)
     expected = [plain(body, steps) for body in bodies for steps in (1, 3)]
     for found in ranks(world).run(lambda: [ours(body, steps) for body in bodies for steps in (1, 3)]):
-        assert all(close(one, other) for one, other in zip(found, expected, strict=True))
+        assert all(close(entry, other) for entry, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -90,7 +90,7 @@ def test_whatever_name_the_model_is_trained_by(ranks: Any, world: int) -> None:
 
     expected = plain(lambda net, x, backward: backward(net(x).square().mean()), 3)
     for outcome in ranks(world).run(run):
-        assert all(close(one, expected) for one in outcome)
+        assert all(close(entry, expected) for entry in outcome)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -153,7 +153,7 @@ def test_reducing_in_every_batch_changes_nothing(ranks: Any, world: int) -> None
         net(torch.cat(rows)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert all(close(one, weights(net)) for one, _ in found)
+    assert all(close(entry, weights(net)) for entry, _ in found)
 
 
 def updates(accelerator: Accelerator, net: Any, loader: Any, pieces: int = 1) -> list[int]:
@@ -216,7 +216,7 @@ def test_a_model_that_is_not_named_follows_the_one_that_is(ranks: Any, world: in
             optimizer.step()
             optimizer.zero_grad()
     for found in ranks(world).run(run):
-        assert all(close(one, weights(net)) for one, net in zip(found, nets, strict=True))
+        assert all(close(entry, weights(net)) for entry, net in zip(found, nets, strict=True))
 
 
 def test_what_would_be_wrong_is_refused(ranks: Any) -> None:

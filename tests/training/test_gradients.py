@@ -133,7 +133,7 @@ def test_a_loss_with_its_weight_gives_the_gradient_of_one_big_batch(ranks: Any, 
             optimizer.step()
         expected.append(weights(net))
     for outcome in ranks(world).run(run):
-        assert all(close(one, other) for one, other in zip(outcome, expected, strict=True))
+        assert all(close(entry, other) for entry, other in zip(outcome, expected, strict=True))
 
 
 def test_weights_outside_of_accumulate_and_on_several_losses(ranks: Any) -> None:
@@ -209,10 +209,10 @@ def test_updates_happen_where_windows_close(steps: int, batches: int, sync: bool
                     optimizer.zero_grad()
     flow = list(values.flatten().tolist()) * 2
     if sync:
-        windows = [one for epoch in range(2) for one in _cut(flow[epoch * batches : (epoch + 1) * batches], steps)]
+        windows = [entry for epoch in range(2) for entry in _cut(flow[epoch * batches : (epoch + 1) * batches], steps)]
     else:
-        windows = [one for one in _cut(flow, steps) if len(one) == steps]
-    assert seen == pytest.approx([sum(one) / len(one) for one in windows], abs=1e-3)
+        windows = [entry for entry in _cut(flow, steps) if len(entry) == steps]
+    assert seen == pytest.approx([sum(window) / len(window) for window in windows], abs=1e-3)
 
 
 def _cut(values: list[float], size: int) -> list[list[float]]:
@@ -259,8 +259,8 @@ def test_several_models_have_windows_of_their_own(ranks: Any, world: int) -> Non
         for which, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
             kept[which].append(torch.autograd.grad(_adversarial_loss(judge, maker, x, which), list(net.parameters())))
             if len(kept[which]) == 2:
-                for parameter, one, two in zip(net.parameters(), *kept[which], strict=True):
-                    parameter.grad = (one + two) / 2
+                for parameter, entry, two in zip(net.parameters(), *kept[which], strict=True):
+                    parameter.grad = (entry + two) / 2
                 optimizer.step()
                 kept[which] = []
     for found in ranks(world).run(run):

@@ -42,7 +42,7 @@ class Loop:
 
     def step(self, number: int, rank: int | None = None, rows: int = 2) -> None:
         rank = self.accelerator.process_index if rank is None else rank
-        x, y = (one.to(self.dtype) for one in batch(number, rank, rows))
+        x, y = (entry.to(self.dtype) for entry in batch(number, rank, rows))
         with self.accelerator.accumulate(self.net):
             difference = ((self.net(x).to(self.dtype) - y) ** 2).flatten()
             if self.way == "sum":
@@ -80,13 +80,13 @@ class Loop:
         self.optimizer.updates, self.optimizer.step_was_skipped = saved["updates"]
 
     def outcome(self) -> Any:
-        weights = [one.detach().clone() for one in self.accelerator.unwrap_model(self.net).parameters()]
+        weights = [parameter.detach().clone() for parameter in self.accelerator.unwrap_model(self.net).parameters()]
         scaler = self.parts.precision.scaler
         return weights, scaler.get_scale(), scaler.state_dict(), self.optimizer.updates, self.norms
 
 
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True)) and one[1:-1] == other[1:-1]
+def same(value: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(value[0], other[0], strict=True)) and value[1:-1] == other[1:-1]
 
 
 WAYS = ("mean", "sum", "overflow")
@@ -108,7 +108,7 @@ def cut_everywhere(batches: int) -> list[str]:
         for number in range(batches):
             straight.step(number)
             saved.append(straight.save())
-        if way == "overflow" and not any(one["updates"][1] for one in saved):
+        if way == "overflow" and not any(entry["updates"][1] for entry in saved):
             wrong.append("no step was skipped: the case says nothing")
         for cut in range(batches + 1):
             resumed = loop_of(way)
@@ -150,9 +150,9 @@ def test_gradients_that_a_script_adds_up_by_itself_are_saved_until_an_optimizer_
     loop.accelerator.backward(((loop.net(x) - y) ** 2).mean())
     saved, again = loop.save(), Loop(steps=1)
     again.load(saved)
-    for one in (loop, again):
-        one.accelerator.backward(((one.net(x) - y) ** 2).mean())
-        one.optimizer.step()
+    for entry in (loop, again):
+        entry.accelerator.backward(((entry.net(x) - y) ** 2).mean())
+        entry.optimizer.step()
     assert same(loop.outcome(), again.outcome())
 
 
@@ -178,7 +178,7 @@ def test_a_scale_that_is_due_reaches_gradients_of_other_windows_before_they_are_
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in nets]
         for net in nets:
             torch.nn.init.ones_(net.weight)
-        first, second, one, other = accelerator.prepare(*nets, *optimizers)
+        first, second, entry, other = accelerator.prepare(*nets, *optimizers)
 
         def step(net: Any, optimizer: Any) -> None:
             with accelerator.accumulate(net):
@@ -186,13 +186,13 @@ def test_a_scale_that_is_due_reaches_gradients_of_other_windows_before_they_are_
                 optimizer.step()
                 optimizer.zero_grad()
 
-        step(first, one)
+        step(first, entry)
         step(second, other)
         step(second, other)  # an update: the scale is due
         if saves:
             accelerator._parts.stepper.loop_state()
             assert accelerator.scaler.state_dict()["scale"] == 8.0
-        step(first, one)
+        step(first, entry)
         return nets[0].weight.detach()
 
     assert torch.equal(run(True), run(False))
@@ -273,7 +273,7 @@ def test_an_open_window_goes_on_with_another_number_of_ranks(ranks: Any, way: st
 
     def go_on() -> Any:
         loop = Loop(way, steps=3)
-        state, gradients = redistribute_loop_state([(one["loop"], one["gradients"]) for one in saved], saved_by=old, world_size=new)
+        state, gradients = redistribute_loop_state([(entry["loop"], entry["gradients"]) for entry in saved], saved_by=old, world_size=new)
         loop.load({**saved[0], "loop": state, "gradients": gradients})
         loop.step(1)
         loop.step(2)
@@ -330,7 +330,7 @@ def test_updates_are_the_same_after_a_change_of_processes_at_any_batch(ranks: An
             loop, parts = Epoch(new[1]), [states[cut] for states in saved]
             ratio = parts[0]["batch"] / loop.loader.total_batch_size
             state, gradients = redistribute_loop_state(
-                [(one["loop"], one["gradients"]) for one in parts], saved_by=old[0], world_size=new[0], batch_ratio=ratio
+                [(part["loop"], part["gradients"]) for part in parts], saved_by=old[0], world_size=new[0], batch_ratio=ratio
             )
             loop.load({**parts[0], "loop": state, "gradients": gradients})
             loop.loader.load_state_dict(parts[0]["loader"])
@@ -408,14 +408,14 @@ def test_what_belongs_to_another_loop_is_refused_before_anything_changes(state: 
     loop = Loop()
     loop.step(0)
     stepper = loop.parts.stepper
-    before, there = stepper.loop_state(), {name: one.clone() for name, one in stepper.open_gradients().items()}
+    before, there = stepper.loop_state(), {name: gradient.clone() for name, gradient in stepper.open_gradients().items()}
     with pytest.raises(ConfigError, match=words):
         stepper.check(state, gradients)
     restore = (lambda: stepper.restore(state)) if gradients is None else (lambda: stepper.set_gradients(gradients))
     with pytest.raises(ConfigError, match=words):
         restore()
     assert stepper.loop_state() == before
-    assert all(torch.equal(one, there[name]) for name, one in stepper.open_gradients().items())
+    assert all(torch.equal(gradient, there[name]) for name, gradient in stepper.open_gradients().items())
 
 
 def test_a_state_of_clipping_that_cannot_be_one_is_refused() -> None:

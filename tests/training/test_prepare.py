@@ -35,7 +35,7 @@ def test_every_order_in_one_call_or_several() -> None:
         assert found[4] == "anything"
     accelerator = Accelerator(cpu=True)
     net, optimizer, loader, scheduler, _ = objects()
-    scheduler, loader, optimizer = (accelerator.prepare(one) for one in (scheduler, loader, optimizer))
+    scheduler, loader, optimizer = (accelerator.prepare(entry) for entry in (scheduler, loader, optimizer))
     net = accelerator.prepare(net)
     for x, y, _ in loader:
         accelerator.backward(mean_loss(net, x, y))
@@ -274,6 +274,6 @@ def test_free_memory_lets_everything_go() -> None:
         with accelerator.accumulate(net):
             accelerator.backward(mean_loss(net, x, y))
             optimizer.step()
-    seen = [weakref.ref(one) for one in (net, optimizer, loader, scheduler)]
+    seen = [weakref.ref(entry) for entry in (net, optimizer, loader, scheduler)]
     net, optimizer, loader, scheduler = accelerator.free_memory(net, optimizer, loader, scheduler)
     assert [reference() for reference in seen] == [None] * 4

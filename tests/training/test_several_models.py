@@ -55,11 +55,11 @@ def joint_ours(way: str, steps: int) -> torch.Tensor:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     nets = [Net(4, 1), Net(7, 2)]
     optimizer = torch.optim.SGD([parameter for net in nets for parameter in net.parameters()], lr=0.1)
-    one, two, optimizer = accelerator.prepare(*nets, optimizer)
+    entry, two, optimizer = accelerator.prepare(*nets, optimizer)
     for x in data(6):
         x = mine(x, accelerator)
-        with accelerator.accumulate(one, two):
-            first, second = WAYS[way](one, x), WAYS[way](two, x)
+        with accelerator.accumulate(entry, two):
+            first, second = WAYS[way](entry, x), WAYS[way](two, x)
             accelerator.backward(first.square().mean(), retain_graph=True)
             accelerator.backward((first * second).mean())
             optimizer.step()
@@ -136,16 +136,16 @@ def test_weights_of_two_models_in_one_block(ranks: Any, world: int, block: bool)
 
     def run() -> list[float]:
         accelerator = Accelerator(cpu=True)
-        one, two = accelerator.prepare(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
+        entry, two = accelerator.prepare(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
         x = torch.ones(4, 1)
         if block:
-            with accelerator.accumulate(one, two):
-                accelerator.backward(one(x).sum(), weight=4)
+            with accelerator.accumulate(entry, two):
+                accelerator.backward(entry(x).sum(), weight=4)
                 accelerator.backward(two(x).sum(), weight=4)
         else:
-            accelerator.backward(one(x).sum(), weight=4)
+            accelerator.backward(entry(x).sum(), weight=4)
             accelerator.backward(two(x).sum(), weight=4)
-        return [accelerator.unwrap_model(net).weight.grad.item() for net in (one, two)]
+        return [accelerator.unwrap_model(net).weight.grad.item() for net in (entry, two)]
 
     assert ranks(world).run(run) == [[1.0, 1.0]] * world
 
@@ -383,11 +383,11 @@ def test_a_loose_loss_leaves_other_windows_alone() -> None:
     """A model trained without `accumulate` does not close the window of one that is."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     nets = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
-    one, two = accelerator.prepare(*nets)
+    entry, two = accelerator.prepare(*nets)
     found = []
     for _ in range(4):
-        with accelerator.accumulate(one):
-            accelerator.backward(one(torch.ones(1, 1)).sum())
+        with accelerator.accumulate(entry):
+            accelerator.backward(entry(torch.ones(1, 1)).sum())
             found.append(accelerator.sync_gradients)
         with pytest.warns(UserWarning, match="outside of") if len(found) == 1 else nullcontext():
             accelerator.backward(two(torch.ones(1, 1)).sum())
@@ -405,10 +405,10 @@ def test_a_parameter_of_two_models(weighs: bool) -> None:
     decoder.weight = encoder.weight
     torch.nn.init.ones_(encoder.weight)
     data = DataLoader(TensorDataset(torch.tensor([[1.0], [1.0], [10.0]])), batch_size=2)
-    one, two, loader = accelerator.prepare(encoder, decoder, data)
+    entry, two, loader = accelerator.prepare(encoder, decoder, data)
     for (x,) in loader:
-        with accelerator.accumulate(one, two):
-            out = two(one(x))
+        with accelerator.accumulate(entry, two):
+            out = two(entry(x))
             accelerator.backward(out.sum(), weight=len(x)) if weighs else accelerator.backward(out.mean())
     assert encoder.weight.grad.item() == pytest.approx(8.0)
 
@@ -419,13 +419,13 @@ def test_a_mean_and_a_weight_in_one_block(ranks: Any, world: int) -> None:
 
     def run() -> list[float]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        one, two = accelerator.prepare(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
+        entry, two = accelerator.prepare(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
         for number in (1.0, 3.0):
             x = torch.full((2, 1), number)
-            with accelerator.accumulate(one, two):
-                accelerator.backward(one(x).mean())
+            with accelerator.accumulate(entry, two):
+                accelerator.backward(entry(x).mean())
                 accelerator.backward(two(x).sum(), weight=2)
-        return [accelerator.unwrap_model(net).weight.grad.item() for net in (one, two)]
+        return [accelerator.unwrap_model(net).weight.grad.item() for net in (entry, two)]
 
     assert ranks(world).run(run) == [[2.0, 2.0]] * world
 
@@ -433,11 +433,11 @@ def test_a_mean_and_a_weight_in_one_block(ranks: Any, world: int) -> None:
 def test_a_block_that_does_not_begin() -> None:
     """Models at different places of their windows: an error, and the loop's state is as outside of a block."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    one, two, loader = accelerator.prepare(*(torch.nn.Linear(1, 1) for _ in range(2)), DataLoader(torch.ones(3, 1)))
+    entry, two, loader = accelerator.prepare(*(torch.nn.Linear(1, 1) for _ in range(2)), DataLoader(torch.ones(3, 1)))
     for _ in loader:
-        with accelerator.accumulate(one):
+        with accelerator.accumulate(entry):
             pass
-        with pytest.raises(StateError, match="different places of their windows"), accelerator.accumulate(one, two):
+        with pytest.raises(StateError, match="different places of their windows"), accelerator.accumulate(entry, two):
             pass
         assert accelerator.gradient_state.batch is None
         break

@@ -361,10 +361,10 @@ def test_loaders_in_turns(ranks: Any) -> None:
     def run() -> list[Any]:
         accelerator, net, optimizer, first = prepared(rows(1, 2, 3), steps=1)
         second = accelerator.prepare(DataLoader(rows(101, 102, 103, 104)))
-        one, two = iter(first), iter(second)
+        entry, two = iter(first), iter(second)
         found = []
         for _ in range(2):
-            for batches in (one, two):
+            for batches in (entry, two):
                 (x,) = next(batches)
                 found.append(train(accelerator, net, optimizer, x))
         return found

@@ -139,20 +139,22 @@ class CheckpointsMixin:
         >>> Accelerator(cpu=True).register_for_checkpointing(torch.nn.Linear(2, 1))
         """
         registry = self._parts.registry
-        for one in objects:
-            missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(one, name, None))]
+        for thing in objects:
+            missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(thing, name, None))]
             if missing:
-                raise ConfigError(f"register_for_checkpointing got a {type(one).__name__} without {' and '.join(missing)}: give it both")
-            if isinstance(one, type):
-                raise ConfigError(f"register_for_checkpointing got the class {one.__name__}: register an object of it, {one.__name__}(...)")
+                raise ConfigError(f"register_for_checkpointing got a {type(thing).__name__} without {' and '.join(missing)}: give it both")
+            if isinstance(thing, type):
+                raise ConfigError(
+                    f"register_for_checkpointing got the class {thing.__name__}: register an object of it, {thing.__name__}(...)"
+                )
             known = [*registry.loaders, *registry.optimizers, *registry.schedulers]
             inner = [*(prepared.optimizer for prepared in registry.optimizers), *(prepared.scheduler for prepared in registry.schedulers)]
-            if any(one is other for other in (*known, *inner)) or _is_model(one, self._parts):
-                kind = type(one).__name__
+            if any(thing is other for other in (*known, *inner)) or _is_model(thing, self._parts):
+                kind = type(thing).__name__
                 raise ConfigError(f"register_for_checkpointing got a {kind} that is prepared: it is saved with the rest already")
-        for one in objects:
-            if not any(one is known for known in self._saver.objects):
-                self._saver.objects.append(one)
+        for thing in objects:
+            if not any(thing is known for known in self._saver.objects):
+                self._saver.objects.append(thing)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Calls `hook(models, weights, folder)` before a checkpoint is written: what it writes into the folder belongs to it, and
@@ -225,8 +227,8 @@ def _mapping(load_kwargs: Any) -> dict[str, Any]:
     return load_kwargs or {}
 
 
-def _is_model(one: Any, parts: Components) -> bool:
-    return isinstance(one, torch.nn.Module) and parts.stepper.find(one) is not None
+def _is_model(value: Any, parts: Components) -> bool:
+    return isinstance(value, torch.nn.Module) and parts.stepper.find(value) is not None
 
 
 def _is_number(value: Any) -> bool:

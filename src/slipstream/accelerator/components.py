@@ -175,7 +175,7 @@ class PreparedObjects:
 
     def find_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
         """The prepared form of an optimizer, newest first."""
-        return next((one for one in reversed(self.optimizers) if optimizer is one or optimizer is one.optimizer), None)
+        return next((entry for entry in reversed(self.optimizers) if optimizer is entry or optimizer is entry.optimizer), None)
 
     def forget(self) -> None:
         """Drops everything: nothing here keeps it alive afterwards."""
@@ -399,7 +399,11 @@ def check_arguments(given: Mapping[str, Any], constructor: Any) -> None:
 def changed_arguments(given: Mapping[str, Any], constructor: Any) -> dict[str, Any]:
     """The arguments of a call that differ from their defaults, for the record of the run."""
     parameters = inspect.signature(constructor).parameters
-    changed = {name: given[name] for name, one in parameters.items() if name not in ("self", "options") and given[name] is not one.default}
+    changed = {
+        name: given[name]
+        for name, parameter in parameters.items()
+        if name not in ("self", "options") and given[name] is not parameter.default
+    }
     return {**changed, **given["options"]}
 
 
@@ -434,7 +438,7 @@ def check_rng_types(rng_types: Iterable[str | RNGType] | None) -> list[str]:
     """
     if isinstance(rng_types, str):
         raise ConfigError(f"Accelerator(rng_types={rng_types!r}): write a list, [{rng_types!r}]")
-    kinds = [str(getattr(one, "value", one)) for one in rng_types or ()]
+    kinds = [str(getattr(kind, "value", kind)) for kind in rng_types or ()]
     known = (*rng.default_kinds(), *(kind.value for kind in RNGType))
     for kind in kinds:
         if kind not in known:

@@ -63,13 +63,13 @@ class PreparationMixin:
         places = _places(device_placement, len(args))
         _check_objects(args, self._parts.place.world_size)
         if device_map is not None:
-            dispatch_for_prepare([one for one in args if isinstance(one, torch.nn.Module)], device_map, offload_folder)
+            dispatch_for_prepare([argument for argument in args if isinstance(argument, torch.nn.Module)], device_map, offload_folder)
         elif offload_folder is not None:
             raise ConfigError(f"prepare(offload_folder={str(offload_folder)!r}) needs device_map beside it, which says what goes there.")
         results: list[Any] = list(args)
         loaders_before = len(self._parts.registry.loaders)
-        kinds = [_kind(one) for one in args]
-        positions = {kind: [index for index, one in enumerate(kinds) if one == kind] for kind in _PREPARE_ORDER}
+        kinds = [_kind(argument) for argument in args]
+        positions = {kind: [index for index, entry in enumerate(kinds) if entry == kind] for kind in _PREPARE_ORDER}
         for index in positions["model"]:
             results[index] = self.prepare_model(args[index], places[index])
         for index in positions["optimizer"]:
@@ -253,7 +253,7 @@ class PreparationMixin:
             loader.uneven = even_batches is False
         stepper.joined = self._parts.place.world_size > 1
         try:
-            with join_models([one for one in joinables if isinstance(one, torch.nn.Module)]):
+            with join_models([joinable for joinable in joinables if isinstance(joinable, torch.nn.Module)]):
                 yield
         finally:
             stepper.joined = False
@@ -290,45 +290,46 @@ def _present_device(model: torch.nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters() if parameter.device.type != "meta"), torch.device(CPU.type))
 
 
-def _kind(one: Any) -> str:
-    if isinstance(one, torch.nn.Module):
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.nn.Module):
         return "model"
-    if isinstance(one, torch.optim.Optimizer):
+    if isinstance(value, torch.optim.Optimizer):
         return "optimizer"
-    if isinstance(one, DataLoader):
+    if isinstance(value, DataLoader):
         return "loader"
-    is_scheduler = isinstance(one, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler) or (
-        callable(getattr(one, "step", None)) and isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer)
+    is_scheduler = isinstance(value, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler) or (
+        callable(getattr(value, "step", None)) and isinstance(getattr(value, "optimizer", None), torch.optim.Optimizer)
     )
     return "scheduler" if is_scheduler else "other"
 
 
 def _check_objects(objects: Sequence[Any], world_size: int) -> None:
-    for one in objects:
-        if world_size > 1 and _kind(one) == "other" and hasattr(one, "__iter__") and hasattr(one, "dataset"):
+    for thing in objects:
+        if world_size > 1 and _kind(thing) == "other" and hasattr(thing, "__iter__") and hasattr(thing, "dataset"):
             warnings.warn(
-                f"prepare gives the {type(one).__name__} back as it is, since it is no DataLoader: every process reads all of it, unless "
+                f"prepare gives the {type(thing).__name__} back as it is, since it is no DataLoader: every process reads all of it, unless "
                 "it shares its data out by itself",
                 stacklevel=3,
             )
-        if isinstance(one, type) and issubclass(one, torch.nn.Module | torch.optim.Optimizer | DataLoader):
-            raise ConfigError(f"prepare was given the class {one.__name__}, not an object of it: write {one.__name__}(...)")
-        if isinstance(one, (list, tuple, dict)):
-            inside = list(one.values()) if isinstance(one, dict) else one
+        if isinstance(thing, type) and issubclass(thing, torch.nn.Module | torch.optim.Optimizer | DataLoader):
+            raise ConfigError(f"prepare was given the class {thing.__name__}, not an object of it: write {thing.__name__}(...)")
+        if isinstance(thing, (list, tuple, dict)):
+            inside = list(thing.values()) if isinstance(thing, dict) else thing
             found = next((item for item in inside if _kind(item) != "other"), None)
             if found is not None:
                 raise ConfigError(
-                    f"prepare was given a {type(one).__name__} with a {type(found).__name__} in it, which would come back unprepared: "
+                    f"prepare was given a {type(thing).__name__} with a {type(found).__name__} in it, which would come back unprepared: "
                     "pass the objects themselves, e.g. prepare(*objects)"
                 )
     seen: dict[int, torch.optim.Optimizer] = {}
-    for one in objects:
-        if not isinstance(one, torch.optim.Optimizer):
+    for thing in objects:
+        if not isinstance(thing, torch.optim.Optimizer):
             continue
-        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
-            if seen.setdefault(id(parameter), one) is not one:
+        for parameter in (parameter for group in thing.param_groups for parameter in group["params"]):
+            if seen.setdefault(id(parameter), thing) is not thing:
                 raise ConfigError(
-                    f"prepare was given two optimizers ({type(seen[id(parameter)]).__name__}, {type(one).__name__}) that share a parameter "
+                    f"prepare was given two optimizers ({type(seen[id(parameter)]).__name__}, {type(thing).__name__}) that share a "
+                    "parameter "
                     f"of shape {tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
                 )
 

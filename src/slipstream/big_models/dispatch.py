@@ -134,17 +134,17 @@ class Dispatcher:
         self._check_plain(tensors)
         blocks = self._blocks(tensors)
         names = [part.name or "the model" for part in blocks]
-        least = [sum(one.nbytes for one in block if one.target is None) for block in blocks.values()]
+        least = [sum(entry.nbytes for entry in block if entry.target is None) for block in blocks.values()]
         if must_hold:  # what is read around them is known only later
             _checked_limit(limit, must_hold, names, least)
         self._write(blocks, tensors)
-        loader = self._loader([one for one in tensors if one.away], limit)
-        taken = [loader.size_of(one.name for one in block) for block in blocks.values()]
+        loader = self._loader([tensor for tensor in tensors if tensor.away], limit)
+        taken = [loader.size_of(entry.name for entry in block) for block in blocks.values()]
         loader.store.limit = _checked_limit(limit, must_hold, names, taken)
         self._settle_all(tensors)
         self._attach(blocks, loader, _tied_tensors(tensors))
-        record_dispatch(loader, [[place.name for place in one.places] for one in tensors if one.away], self._temporary)
-        if any(one.away for one in tensors):
+        record_dispatch(loader, [[place.name for place in tensor.places] for tensor in tensors if tensor.away], self._temporary)
+        if any(tensor.away for tensor in tensors):
             self._model._apply = functools.partial(_refuse_move, self._model)  # type: ignore[method-assign]
 
     @torch.inference_mode(False)
@@ -153,15 +153,15 @@ class Dispatcher:
         self._settle_all(self._tensors())
 
     def _settle_all(self, tensors: Sequence[_DispatchedTensor]) -> None:
-        staying = self._loader([one for one in tensors if not one.away], None)
+        staying = self._loader([tensor for tensor in tensors if not tensor.away], None)
         if self._earlier:
             remove_dispatch_hooks(self._model)
-        for one in tensors:
-            if not one.away:
-                self._settle(one, staying)
-            elif len(one.places) > 1:  # hooks leave one stand-in in each of their blocks
-                first = one.places[0]
-                for place in one.places[1:]:
+        for tensor in tensors:
+            if not tensor.away:
+                self._settle(tensor, staying)
+            elif len(tensor.places) > 1:  # hooks leave one stand-in in each of their blocks
+                first = tensor.places[0]
+                for place in tensor.places[1:]:
                     place.store[place.key] = first.store[first.key]
 
     # -- finding out ----------------------------------------------------------------------------------------------------------
@@ -176,12 +176,12 @@ class Dispatcher:
         # Buffers of a skeleton have values too, those with which modules begin: not what was saved.
         nothing_loaded = not self._given.index and not self._given.own
         named = self._model.named_parameters(remove_duplicate=False)
-        self._is_skeleton = nothing_loaded and any(one.is_meta for name, one in named if name not in self._earlier)
+        self._is_skeleton = nothing_loaded and any(entry.is_meta for name, entry in named if name not in self._earlier)
         if self._given.folder is not None and (self._given.folder / INDEX_NAME).is_file():
             self._beside = _read_index(self._given.folder)
-        for one in found:
-            self._find_values(one)
-        if nowhere := [one.name for one in found if one.has_no_values]:
+        for entry in found:
+            self._find_values(entry)
+        if nowhere := [entry.name for entry in found if entry.has_no_values]:
             raise ConfigError(missing_values_message(nowhere))
         return found
 
@@ -193,41 +193,42 @@ class Dispatcher:
     def _hold_what_never_runs(self, tensors: Iterable[_DispatchedTensor]) -> None:
         """Weights of modules that nobody calls, a ParameterList for one, cannot come when they run."""
         reached = {id(place.tensor) for part in self._parts for place in find_slots(self._modules[part.name], part.whole)}
-        if left := [one for one in tensors if one.away and not any(id(place.tensor) in reached for place in one.places)]:
-            for one in left:
-                one.away = False
+        if left := [tensor for tensor in tensors if tensor.away and not any(id(place.tensor) in reached for place in tensor.places)]:
+            for entry in left:
+                entry.away = False
             get_logger(__name__).warning(
-                f"{', '.join(one.name for one in left[:_SHOWN])} stay in memory ({convert_bytes(sum(one.nbytes for one in left))}): they "
+                f"{', '.join(entry.name for entry in left[:_SHOWN])} stay in memory "
+                f"({convert_bytes(sum(entry.nbytes for entry in left))}): they "
                 "belong to modules that are never called by themselves. Give the module that uses them one device in device_map."
             )
 
-    def _find_values(self, one: _DispatchedTensor) -> None:
-        names = [place.name for place in one.places]
+    def _find_values(self, dispatched_tensor: _DispatchedTensor) -> None:
+        names = [place.name for place in dispatched_tensor.places]
         targets = [self._targets[name] for name in names]
-        one.target = next((target for target in targets if target is not None), None)
-        if not one.away:
-            staying = [target for place, target in zip(one.places, targets, strict=True) if not self._leaves(place)]
-            one.target = next((target for target in staying if target is not None), self._targets.main)
-        held = one.places[0].tensor
+        dispatched_tensor.target = next((target for target in targets if target is not None), None)
+        if not dispatched_tensor.away:
+            staying = [target for place, target in zip(dispatched_tensor.places, targets, strict=True) if not self._leaves(place)]
+            dispatched_tensor.target = next((target for target in staying if target is not None), self._targets.main)
+        held = dispatched_tensor.places[0].tensor
         unknown = held.is_meta or (self._is_skeleton and not isinstance(held, nn.Parameter))
-        one.entry = _first_known(self._given.index, names) if one.away or held.is_meta else None
-        if one.entry is None:
-            one.value = _first_known(self._given.state, names) if unknown else held.detach()
-        if one.has_no_values and (known := _first_known(self._earlier, names)) is not None:
-            one.entry, one.value = known.entry, known.value() if known.entry is None else None
+        dispatched_tensor.entry = _first_known(self._given.index, names) if dispatched_tensor.away or held.is_meta else None
+        if dispatched_tensor.entry is None:
+            dispatched_tensor.value = _first_known(self._given.state, names) if unknown else held.detach()
+        if dispatched_tensor.has_no_values and (known := _first_known(self._earlier, names)) is not None:
+            dispatched_tensor.entry, dispatched_tensor.value = known.entry, known.value() if known.entry is None else None
             self._temporary += known.folders
-        if one.has_no_values:
-            one.entry = _first_known(self._given.own, names) or _first_known(self._beside, names)
-        if one.has_no_values and not held.is_meta:
-            one.value = held.detach()
+        if dispatched_tensor.has_no_values:
+            dispatched_tensor.entry = _first_known(self._given.own, names) or _first_known(self._beside, names)
+        if dispatched_tensor.has_no_values and not held.is_meta:
+            dispatched_tensor.value = held.detach()
 
     def _blocks(self, tensors: Iterable[_DispatchedTensor]) -> dict[OffloadBlock, list[_DispatchedTensor]]:
         """The offloaded tensors of each part. One that is tied across parts belongs to all of them."""
-        by_tensor = {id(place.tensor): one for one in tensors if one.away for place in one.places}
+        by_tensor = {id(place.tensor): tensor for tensor in tensors if tensor.away for place in tensor.places}
         found: dict[OffloadBlock, list[_DispatchedTensor]] = {}
         for part in self._parts:
             ids = dict.fromkeys(id(place.tensor) for place in find_slots(self._modules[part.name], part.whole))
-            found[part] = list({id(one): one for key in ids if (one := by_tensor.get(key)) is not None}.values())
+            found[part] = list({id(entry): entry for key in ids if (entry := by_tensor.get(key)) is not None}.values())
         return found
 
     # -- doing ----------------------------------------------------------------------------------------------------------------
@@ -238,17 +239,17 @@ class Dispatcher:
         files: list[dict[str, _DispatchedTensor]] = []
         room = 0
         for block in blocks.values():
-            new = [one for one in block if one.target is None and one.value is not None and id(one) not in seen]
+            new = [entry for entry in block if entry.target is None and entry.value is not None and id(entry) not in seen]
             seen.update(map(id, new))
-            size = sum(one.nbytes for one in new)
+            size = sum(entry.nbytes for entry in new)
             if not files or size > room:
                 files.append({})
                 room = _SMALL_FILE
-            files[-1].update({one.name: one for one in new})
+            files[-1].update({entry.name: entry for entry in new})
             room -= size
         if not seen:
             return
-        total = sum(one.nbytes for file in files for one in file.values())
+        total = sum(entry.nbytes for file in files for entry in file.values())
         if self._folder is None:
             self._temporary.append(TemporaryFolder(Path(tempfile.mkdtemp(prefix="slipstream-offload-"))))
             self._folder = self._temporary[-1].path
@@ -257,55 +258,62 @@ class Dispatcher:
                 "Give offload_dir to choose another disk."
             )
         else:  # a model that takes its weights from here later has their buffers too
-            files[-1].update({one.name: one for one in tensors if self._goes_along(one)})
-        values = [{name: OffloadValue(one.value, one.value.dtype) for name, one in file.items() if one.value is not None} for file in files]
+            files[-1].update({tensor.name: tensor for tensor in tensors if self._goes_along(tensor)})
+        values = [
+            {name: OffloadValue(entry.value, entry.value.dtype) for name, entry in file.items() if entry.value is not None}
+            for file in files
+        ]
         index = write_offload_files(self._folder, values, argument="offload_dir")
         if self._given.folder is not None:
             save_offload_index(index, self._folder)
-        for name, one in ((name, one) for file in files for name, one in file.items() if one.away):
-            one.entry = {**index[name], "safetensors_file": str(self._folder.absolute() / index[name]["safetensors_file"])}
-            one.value = None
+        for name, entry in ((name, entry) for file in files for name, entry in file.items() if entry.away):
+            entry.entry = {**index[name], "safetensors_file": str(self._folder.absolute() / index[name]["safetensors_file"])}
+            entry.value = None
 
     def _check_plain(self, tensors: Iterable[_DispatchedTensor]) -> None:
         """An error if something is to go to the disk that is more than its elements."""
-        for one in tensors:
-            value: Any = one.value if one.away and one.target is None else None
+        for tensor in tensors:
+            value: Any = tensor.value if tensor.away and tensor.target is None else None
             if value is not None and is_traceable_wrapper_subclass(value):
                 raise ConfigError(
-                    f"{one.name} is a {type(value).__name__}: quantised weights, and others that are made of several tensors, cannot go "
+                    f"{tensor.name} is a {type(value).__name__}: quantised weights, and others that are made of several tensors, cannot go "
                     "to the disk. Give its module another device in device_map, or offload the plain model."
                 )
 
-    def _goes_along(self, one: _DispatchedTensor) -> bool:
+    def _goes_along(self, dispatched_tensor: _DispatchedTensor) -> bool:
         """Whether it is a buffer of a module on the disk that stays in memory, and would be saved."""
-        if one.away or one.value is None or any(place.store is place.owner._parameters for place in one.places):
+        if (
+            dispatched_tensor.away
+            or dispatched_tensor.value is None
+            or any(place.store is place.owner._parameters for place in dispatched_tensor.places)
+        ):
             return False
-        return all(place.persistent and self._targets[place.name] is None for place in one.places)
+        return all(place.persistent and self._targets[place.name] is None for place in dispatched_tensor.places)
 
     def _loader(self, tensors: Iterable[_DispatchedTensor], limit: int | None) -> OffloadedWeightsLoader:
         state: dict[str, torch.Tensor] = {}
         index: dict[str, Mapping[str, Any]] = {}
-        for one in tensors:
-            for place in one.places:
-                if one.entry is not None:
-                    index[place.name] = one.entry
-                elif one.away and one.value is not None:
-                    state[place.name] = one.value = one.value.to(HOST)
+        for tensor in tensors:
+            for place in tensor.places:
+                if tensor.entry is not None:
+                    index[place.name] = tensor.entry
+                elif tensor.away and tensor.value is not None:
+                    state[place.name] = tensor.value = tensor.value.to(HOST)
         loader = OffloadedWeightsLoader(state, self._folder, index, limit=limit)
-        for other in {id(one.loader): one.loader for one in self._earlier.values() if one.loader is not None}.values():
+        for other in {id(entry.loader): entry.loader for entry in self._earlier.values() if entry.loader is not None}.values():
             loader.use_files_of(other)
         return loader
 
-    def _settle(self, one: _DispatchedTensor, loader: OffloadedWeightsLoader) -> None:
+    def _settle(self, dispatched_tensor: _DispatchedTensor, loader: OffloadedWeightsLoader) -> None:
         """A tensor that stays in memory goes to its device; what came from a file or from the caller takes the place of its stand-in."""
-        held = one.places[0].tensor
-        value = one.value if one.entry is None else loader[one.name]
+        held = dispatched_tensor.places[0].tensor
+        value = dispatched_tensor.value if dispatched_tensor.entry is None else loader[dispatched_tensor.name]
         assert value is not None
-        assert one.target is not None
-        if not held.is_meta and value.device == one.target and value.data_ptr() == held.data_ptr():
+        assert dispatched_tensor.target is not None
+        if not held.is_meta and value.device == dispatched_tensor.target and value.data_ptr() == held.data_ptr():
             return
-        made = wrap_like(held, value.to(one.target, held.dtype))
-        for place in one.places:
+        made = wrap_like(held, value.to(dispatched_tensor.target, held.dtype))
+        for place in dispatched_tensor.places:
             place.store[place.key] = made
 
     def _attach(
@@ -384,8 +392,8 @@ def _checked_limit(limit: int | None, must_hold: bool, names: Sequence[str], siz
 
 
 def _tied_tensors(tensors: Iterable[_DispatchedTensor]) -> dict[int, dict[torch.device, torch.Tensor]]:
-    shared = (one for one in tensors if len(one.places) > 1)
-    return {one.value.data_ptr(): {} for one in shared if one.value is not None}
+    shared = (tensor for tensor in tensors if len(tensor.places) > 1)
+    return {entry.value.data_ptr(): {} for entry in shared if entry.value is not None}
 
 
 def _refuse_move(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -541,7 +549,7 @@ def cpu_offload_with_hook(
 def _checked_index(offload_index: Mapping[str, Mapping[str, Any]] | None) -> Mapping[str, Mapping[str, Any]]:
     if offload_index is None:
         return {}
-    if not isinstance(offload_index, Mapping) or not all(isinstance(one, Mapping) for one in offload_index.values()):
+    if not isinstance(offload_index, Mapping) or not all(isinstance(entry, Mapping) for entry in offload_index.values()):
         raise ConfigError(
             f"offload_index is a {type(offload_index).__name__}. Write a dict: name of a weight to where it is, "
             'as {"safetensors_file": "model.safetensors", "weight_name": "head.weight"}.'
@@ -567,10 +575,10 @@ def _limit(given: int | str | None, device_map: Mapping[str, Any]) -> int | None
 def _execution_device(model: nn.Module, given: Any) -> torch.device:
     if given is not None:
         return resolve_device(given, "execution_device")
-    first = next((one for one in model.parameters() if not one.is_meta), None)
+    first = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
     if first is None:  # of a model that is spread: where it runs
         known = (getattr(hook, "execution_device", None) for module in model.modules() for hook in get_hooks(module))
-        return resolve_device(next((one for one in known if one is not None), HOST), "execution_device")
+        return resolve_device(next((entry for entry in known if entry is not None), HOST), "execution_device")
     return first.device
 
 
@@ -606,7 +614,7 @@ def _find_blocks(model: nn.Module, targets: ResolvedDeviceMap, limit: int | None
 
 def _warn_encoders(modules: Mapping[str, nn.Module], parts: Collection[OffloadBlock]) -> None:
     """Whose results are others for padding, as weights of their layers come one after the other."""
-    inner = [name for name, one in modules.items() if isinstance(one, nn.TransformerEncoder) and one.use_nested_tensor]
+    inner = [name for name, module in modules.items() if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor]
     if divided := [name for name in inner if any(part.name.startswith(f"{name}.") for part in parts)]:
         get_logger(__name__).warning(
             f"The layers of {divided[0]} get their weights one after the other: outputs at padded positions are not set to zero, as the "

@@ -124,8 +124,8 @@ class _TensorMover(TorchFunctionMode):
         if func in _FACTORIES and self.device.type == "meta":
             return self._promised(func, args, kwargs)
         if self.promises and func not in _SHAPE_QUERIES:
-            for one in tree_leaves((args, kwargs)):
-                self._keep(one)
+            for leaf in tree_leaves((args, kwargs)):
+                self._keep(leaf)
         return func(*args, **kwargs)
 
     def _promised(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -150,7 +150,7 @@ class _TensorMover(TorchFunctionMode):
 
     def keep_promises(self) -> None:
         """Make all that is left: someone has kept it, outside of any parameter or buffer."""
-        for tensor in [one() for one, _ in self.promises.values()]:
+        for tensor in [promise() for promise, _ in self.promises.values()]:
             self._keep(tensor)
 
     def parameter(self, module: nn.Module, name: str, parameter: Any) -> Any:
@@ -182,7 +182,7 @@ class _TensorMover(TorchFunctionMode):
 def _elements(args: Any, kwargs: dict[str, Any]) -> int:
     """How many elements a factory function is asked for; 0 where that is not plain to see."""
     size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list) else args)
-    return math.prod(size) if all(isinstance(one, int) for one in size) else 0
+    return math.prod(size) if all(isinstance(entry, int) for entry in size) else 0
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:

@@ -57,7 +57,7 @@ def layer_major(
     stores = find_weight_stores(model)
     if not stores:
         get_logger(__name__).info(f"{type(model).__name__} has no offloaded blocks: layer_major runs the calls one after the other.")
-        return [function(one) for one in items]
+        return [function(item) for item in items]
     if any(store.turns is not None for store in stores):
         raise StateError("layer_major was called while another layer_major runs the same model. Put all inputs into one call.")
     turns = LayerMajorRunner(lambda number: function(items[number]), len(items), min(lanes or len(items), len(items)))
@@ -78,8 +78,8 @@ def find_weight_stores(model: torch.nn.Module) -> list[WeightStore]:
     found: dict[int, WeightStore] = {}
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
-        for one in getattr(hook, "hooks", [hook]):
-            weights = getattr(one, "weights_map", None)
+        for entry in getattr(hook, "hooks", [hook]):
+            weights = getattr(entry, "weights_map", None)
             store = getattr(getattr(weights, "dataset", weights), "store", None)
             if isinstance(store, WeightStore):
                 found[id(store)] = store
@@ -170,7 +170,7 @@ class LayerMajorRunner:
         if not self._waiting:
             self._over.set()
             return
-        lane = min(self._waiting, key=lambda one: (one.block < self._at, one.block))
+        lane = min(self._waiting, key=lambda entry: (entry.block < self._at, entry.block))
         self._at = lane.block
         self._waiting.remove(lane)
         lane.turn.set()

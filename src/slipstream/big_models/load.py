@@ -80,7 +80,7 @@ class WeightLoadOptions:
         """The type that a tensor is to have: that of the model, if nothing else was said."""
         if self.dtype is None or not (value.is_floating_point() and held.is_floating_point()):
             return held.dtype
-        kept = any(f".{one}." in f".{name}." for name in names for one in self.keep)
+        kept = any(f".{entry}." in f".{name}." for name in names for entry in self.keep)
         return torch.float32 if kept else self.dtype
 
 
@@ -168,9 +168,11 @@ def _open_files(source: WeightSource, where: str) -> list[WeightFile]:
     files = [source.open(name, verify=False) for name in source.files]
     homes: dict[str, str] = {}
     for name, file in zip(source.files, files, strict=True):
-        for one in file.tensors:
-            if homes.setdefault(one, name) != name:
-                raise CheckpointError(f"{where} has {one!r} in two files, {homes[one]} and {name}. Save it again, or remove one of them.")
+        for tensor in file.tensors:
+            if homes.setdefault(tensor, name) != name:
+                raise CheckpointError(
+                    f"{where} has {tensor!r} in two files, {homes[tensor]} and {name}. Save it again, or remove one of them."
+                )
     return files
 
 
@@ -276,9 +278,9 @@ def _release_pages(step: _TensorLoad) -> None:
     layout = step.origin.file.layout if step.origin else None
     if step.origin is None or layout is None or not isinstance(step.origin.file.buffer, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
         return
-    one = layout.entries[step.origin.name]
-    start = -(-(layout.data_start + one.start) // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (layout.data_start + one.end) // mmap.PAGESIZE * mmap.PAGESIZE
+    entry = layout.entries[step.origin.name]
+    start = -(-(layout.data_start + entry.start) // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (layout.data_start + entry.end) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > start:
         step.origin.file.buffer.madvise(mmap.MADV_DONTNEED, start, end - start)
 
@@ -367,7 +369,7 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Mapping
     if path.is_dir():
         raise ConfigError(f"checkpoint_file={str(path)!r} is a folder. Write the path of one file; load_checkpoint_in_model takes folders.")
     source = find_weights(path)
-    tensors = {name: tensor for one in source.files for name, tensor in source.open(one, verify=False).tensors.items()}
+    tensors = {name: tensor for file in source.files for name, tensor in source.open(file, verify=False).tensors.items()}
     if device_map is None:
         return tensors
     targets = ResolvedDeviceMap(_checked_mapping(device_map))

@@ -26,7 +26,7 @@ def is_dispatched(model: torch.nn.Module) -> bool:
     False
     """
     maps = [getattr(module, "hf_device_map", None) for module in model.modules()]
-    return any(isinstance(one, Mapping) and (len(set(map(str, one.values()))) > 1 or "disk" in one.values()) for one in maps)
+    return any(isinstance(entry, Mapping) and (len(set(map(str, entry.values()))) > 1 or "disk" in entry.values()) for entry in maps)
 
 
 def dispatch_for_prepare(models: Sequence[torch.nn.Module], device_map: Any, offload_folder: Any) -> None:

@@ -86,7 +86,7 @@ def find_skipped_modules(model: nn.Module, config: QuantizationConfig) -> list[s
     kept = config.keep_in_fp32_modules or []
     known = [name for name, _ in model.named_modules()]
     for field, names in (("skip_modules", config.skip_modules or []), ("keep_in_fp32_modules", kept)):
-        if unknown := [one for one in names if not any(is_within_any(name, [one]) for name in known)]:
+        if unknown := [entry for entry in names if not any(is_within_any(name, [entry]) for name in known)]:
             raise ConfigError(f"{field} names {unknown[0]!r}, and the model has no such module. It has: {', '.join(known[1:9])}, ...")
     return [*skipped, *kept]
 
@@ -189,7 +189,7 @@ def _checked_config(model: Any, config: Any) -> QuantizationConfig:
             f"This {type(model).__name__} is dispatched, and weights that are away are not quantised. Quantise the plain model, or bring "
             'its weights into memory first: dispatch_model(model, {"": "cpu"}).'
         )
-    odd = next((name for name, one in model.named_parameters() if type(one) not in (nn.Parameter, torch.Tensor)), None)
+    odd = next((name for name, parameter in model.named_parameters() if type(parameter) not in (nn.Parameter, torch.Tensor)), None)
     if odd is not None:
         raise ConfigError(
             f"{odd} is a {type(model.get_parameter(odd)).__name__}: this model is quantised already. Start from plain weights."
@@ -208,7 +208,7 @@ def _why_none(layers: Mapping[str, nn.Linear], refused: Mapping[str, str], names
 
 
 def _demand_weights(model: nn.Module, location: Any) -> None:
-    absent = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
+    absent = [name for name, parameter in (*model.named_parameters(), *model.named_buffers()) if parameter.is_meta]
     if not absent:
         return
     if location is None:

@@ -73,7 +73,7 @@ def read_random_states(value: Any, where: str, said: list[str]) -> AccelerateRan
         elif name == "torch_manual_seed":
             states["torch"] = _of_host(state, where)
         elif kind and any(family.type == kind[1] and family is not CPU for family in FAMILIES):
-            states[kind[1]] = [_of_torch(one, where) for one in (state if isinstance(state, (list, tuple)) else [state])]
+            states[kind[1]] = [_of_torch(entry, where) for entry in (state if isinstance(state, (list, tuple)) else [state])]
         elif name != "step":
             said.append(f"{where} has a random state {name!r:.80}, for which there is no place here; it was left out")
     step = value.get("step", 0)
@@ -239,7 +239,7 @@ class _FolderReader:
         samplers = {number: found for number, name in self._numbered("sampler", ".bin") if (found := self._sampler(name))}
         loaders = {number: found for number, name in self._numbered("dl_state_dict", ".bin") if (found := self._loader(name))}
         custom = self._numbered("custom_checkpoint", ".pkl", first=0)
-        objects = {number: one[0] for number, name in custom if (one := self._object(name))}
+        objects = {number: entry[0] for number, name in custom if (entry := self._object(name))}
         unread = {number for number, _ in custom} - set(objects)
         states, step, world = self._ranks(ranks)
         self._summarise(models, loaders)
@@ -353,7 +353,9 @@ class _FolderReader:
         buffer = self._buffer(name)
         layout = read_layout(lambda offset, count: buffer[offset : offset + count], len(buffer), self._where(name))
         at = layout.data_start
-        return {one.name: from_buffer(buffer, one.dtype, one.shape, at + one.start, at + one.end) for one in layout.entries.values()}
+        return {
+            entry.name: from_buffer(buffer, entry.dtype, entry.shape, at + entry.start, at + entry.end) for entry in layout.entries.values()
+        }
 
     def _sharded(self, index: str, suffix: str) -> dict[str, Any]:
         where = self._where(index)
@@ -454,7 +456,7 @@ def _check_optimizer(state: dict[str, Any]) -> str | None:
     numbers = {number for group in groups for number in group["params"] if type(number) is int}
     if len(numbers) != sum(len(group["params"]) for group in groups):
         return "does not number its parameters, each once; states that go by names are those of sharded models"
-    if not all(type(number) is int and number in numbers and isinstance(one, dict) for number, one in states.items()):
+    if not all(type(number) is int and number in numbers and isinstance(state, dict) for number, state in states.items()):
         return "has a state of a parameter that is in none of its groups"
     return None
 
@@ -479,5 +481,7 @@ def _position(state: Any) -> dict[str, int] | None:
         return None
     workers = main.get("_worker_snapshots")
     holders = [main, *(workers.values() if isinstance(workers, dict) else ())]
-    dataset = any(isinstance(one, dict) and (one.get("dataset_state") or one.get("fetcher_state")) is not None for one in holders)
+    dataset = any(
+        isinstance(holder, dict) and (holder.get("dataset_state") or holder.get("fetcher_state")) is not None for holder in holders
+    )
     return {"batches": batches, "finished": int(bool(state.get("_iterator_finished"))), "dataset": int(dataset)}

@@ -74,9 +74,9 @@ def make_receipt(
         "gradient_accumulation_steps": accumulation,
         "mixed_precision": precision,
         "seed": seed,
-        "loaders": [dict(one) for one in loaders],
-        "optimizers": [dict(one) for one in optimizers],
-        "schedulers": [dict(one) for one in schedulers],
+        "loaders": [dict(loader) for loader in loaders],
+        "optimizers": [dict(optimizer) for optimizer in optimizers],
+        "schedulers": [dict(scheduler) for scheduler in schedulers],
         "versions": package_versions(),
     }
 
@@ -106,7 +106,7 @@ def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> li
 def _listed(receipt: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     """A list of a receipt; one that was made by a later version may look otherwise."""
     value = receipt.get(name)
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
 
 
 def _loaders(saved: list[Mapping[str, Any]], present: list[Mapping[str, Any]]) -> list[str]:
@@ -406,15 +406,15 @@ def capture_snapshot(
     return Snapshot(
         facts,
         own,
-        models=tuple(_model(parts.stepper.models[number], number, one, pieces) for number, one in weights.items()),
+        models=tuple(_model(parts.stepper.models[number], number, weight, pieces) for number, weight in weights.items()),
         optimizers=tuple(
             _part(numbered_name("optimizer", number), optimizer.state_dict(), f"the state of {type(optimizer.optimizer).__name__}", pieces)
             for number, optimizer in enumerate(parts.registry.optimizers)
         ),
         training=_training(parts),
         objects=tuple(
-            _part(f"custom_checkpoint_{number}", one.state_dict(), f"registered object {number} ({type(one).__name__})", pieces)
-            for number, one in enumerate(objects)
+            _part(f"custom_checkpoint_{number}", thing.state_dict(), f"registered object {number} ({type(thing).__name__})", pieces)
+            for number, thing in enumerate(objects)
         ),
         pieces=tuple(pieces or ()),
     )
@@ -468,7 +468,7 @@ def _training(parts: Components) -> StatePart:
     registry = parts.registry
     state = {
         "step": count_updates(parts),
-        "optimizers": [{"updates": one.updates, "skipped": one.step_was_skipped} for one in registry.optimizers],
+        "optimizers": [{"updates": optimizer.updates, "skipped": optimizer.step_was_skipped} for optimizer in registry.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in registry.schedulers],
         "scaler": parts.precision.scaler.state_dict(),
         "clipping": parts.clipper.state(),
@@ -505,20 +505,20 @@ def current_receipt(parts: Components) -> dict[str, Any]:
         loaders=[getattr(loader, "describe", dict)() for loader in registry.loaders],
         optimizers=[
             {
-                "kind": type(one.optimizer).__name__,
-                "updates": one.updates,
-                "lr": [_plain_number(group.get("lr")) for group in one.param_groups],
-                "settings": _plain_settings(one.optimizer.defaults, _IMPLEMENTATION_SETTINGS),
+                "kind": type(optimizer.optimizer).__name__,
+                "updates": optimizer.updates,
+                "lr": [_plain_number(group.get("lr")) for group in optimizer.param_groups],
+                "settings": _plain_settings(optimizer.optimizer.defaults, _IMPLEMENTATION_SETTINGS),
             }
-            for one in registry.optimizers
+            for optimizer in registry.optimizers
         ],
         schedulers=[
             {
-                "kind": type(one.scheduler).__name__,
-                "position": _plain_number(getattr(one.scheduler, "last_epoch", None)),
-                "settings": _plain_settings(one.scheduler.state_dict(), _POSITIONS),
+                "kind": type(scheduler.scheduler).__name__,
+                "position": _plain_number(getattr(scheduler.scheduler, "last_epoch", None)),
+                "settings": _plain_settings(scheduler.scheduler.state_dict(), _POSITIONS),
             }
-            for one in registry.schedulers
+            for scheduler in registry.schedulers
         ],
     )
 
@@ -529,7 +529,7 @@ def _plain_settings(settings: Mapping[str, Any], left_out: frozenset[str]) -> di
     for name, value in settings.items():
         if name.startswith("_") or name in left_out:
             continue
-        values = [_plain_number(one) for one in value] if isinstance(value, (list, tuple)) else _plain_number(value)
+        values = [_plain_number(entry) for entry in value] if isinstance(value, (list, tuple)) else _plain_number(value)
         if values is not None and not (isinstance(values, list) and None in values):
             found[name] = values
     return found

@@ -214,7 +214,7 @@ def _move_foreign_files(old: Path, new: Path, below: str, ours: set[str], disk: 
         if name in ours and not is_folder:
             continue
         taken = os.path.lexists(new / name)
-        if is_folder and (any(one.startswith(f"{name}/") for one in ours) or (taken and (new / name).is_dir())):
+        if is_folder and (any(our.startswith(f"{name}/") for our in ours) or (taken and (new / name).is_dir())):
             if not taken:
                 disk.make_folder(new / name)
             inner_moved, inner_left = _move_foreign_files(old, new, f"{name}/", ours, disk)
@@ -233,11 +233,11 @@ def _move_foreign_files(old: Path, new: Path, below: str, ours: set[str], disk: 
     return moved, left
 
 
-def _has_same_bytes(one: Path, other: Path) -> bool:
+def _has_same_bytes(path: Path, other: Path) -> bool:
     """Whether two files hold the same bytes."""
-    if one.is_symlink() or other.is_symlink() or not one.is_file() or not other.is_file():
+    if path.is_symlink() or other.is_symlink() or not path.is_file() or not other.is_file():
         return False
-    return filecmp.cmp(one, other, shallow=False)
+    return filecmp.cmp(path, other, shallow=False)
 
 
 def _files_of(old: Path, new: Path) -> set[str]:

@@ -26,10 +26,10 @@ __all__ = ["rebuild"]
 _DEEPEST: Final = 200
 _FLOATS: Final = frozenset({"nan", "inf", "-inf"})
 _FACTORIES: Final[Mapping[str | None, Any]] = MappingProxyType(
-    {None: None, **{one.__name__: one for one in (int, float, str, bool, bytes, list, dict, set, tuple)}}
+    {None: None, **{entry.__name__: entry for entry in (int, float, str, bool, bytes, list, dict, set, tuple)}}
 )
 _DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
-    {dtype_name(one): one for one in (*TORCH_DTYPES.values(), *BYTE_VIEWED_DTYPES.values())}
+    {dtype_name(entry): entry for entry in (*TORCH_DTYPES.values(), *BYTE_VIEWED_DTYPES.values())}
 )
 _NUMPY_DTYPE: Final = re.compile(r"[<>|=][biufcSUmM][0-9]{1,6}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?", re.ASCII)
 _LARGEST_CHARACTER: Final = 0x10FFFF

@@ -105,7 +105,7 @@ class FolderSurvey:
     @property
     def lost_latest(self) -> bool:
         """Whether `latest` names something that is not there."""
-        return self.latest is not None and self.latest not in {one.name for one in self.checkpoints}
+        return self.latest is not None and self.latest not in {checkpoint.name for checkpoint in self.checkpoints}
 
 
 def check_folder(given: str) -> Path:
@@ -147,23 +147,25 @@ def survey_folder(given: str, folder: Path) -> FolderSurvey:
     return FolderSurvey(
         given,
         folder,
-        checkpoints=[one for one in looks if one.manifest is not None],
-        others=[one for one in looks if one.manifest is None],
-        leftovers=sorted(_leftovers(folder, {one.manifest.stamp for one in looks if one.manifest}), key=lambda one: _in_order(one.name)),
+        checkpoints=[look for look in looks if look.manifest is not None],
+        others=[look for look in looks if look.manifest is None],
+        leftovers=sorted(
+            _leftovers(folder, {look.manifest.stamp for look in looks if look.manifest}), key=lambda leftover: _in_order(leftover.name)
+        ),
         latest=_latest(folder),
     )
 
 
-def size_problems(one: CheckpointSummary) -> list[str]:
+def size_problems(checkpoint_summary: CheckpointSummary) -> list[str]:
     """What is wrong with the files of a checkpoint as far as their sizes say, each with the name of the file."""
-    assert one.manifest is not None
+    assert checkpoint_summary.manifest is not None
     wrong: list[str] = []
     try:
-        with ConfinedFolder(one.folder) as opened:
-            for name, entry in one.manifest.files.items():
+        with ConfinedFolder(checkpoint_summary.folder) as opened:
+            for name, entry in checkpoint_summary.manifest.files.items():
                 try:
                     if (there := opened.size(name)) != entry.size:
-                        wrong.append(f"{one.folder / name} has {there:,} bytes, and the manifest says {entry.size:,}")
+                        wrong.append(f"{checkpoint_summary.folder / name} has {there:,} bytes, and the manifest says {entry.size:,}")
                 except CheckpointError as error:
                     wrong.append(str(error))
     except CheckpointError as error:
@@ -209,7 +211,7 @@ def _leftovers(folder: Path, stamps: set[str]) -> Iterator[Leftover]:
             continue
         yield Leftover(name, found["name"], what, _size(folder / name), living.get(found["name"], ""))
     for name, who in living.items():
-        if not any((found := _LEFT.fullmatch(one)) and found["name"] == name for one in names):
+        if not any((found := _LEFT.fullmatch(entry)) and found["name"] == name for entry in names):
             yield Leftover(f".{name}.lock", name, "a save that begins or ends", 0, who)
 
 
@@ -242,7 +244,7 @@ def _size(path: Path) -> int:
 def _suggest_nearby(path: Path) -> str:
     parent = path.parent
     inside = parent.iterdir() if os.access(parent, os.R_OK | os.X_OK) and parent.is_dir() else ()
-    near = sorted((one.name for one in inside if one.is_dir() and not one.name.startswith(".")), key=_in_order)
+    near = sorted((entry.name for entry in inside if entry.is_dir() and not entry.name.startswith(".")), key=_in_order)
     if not near:
         return "Give a folder that save_state made, or the folder around such ones."
     return f"In {parent} there are {', '.join(near[:8])}{', ...' if len(near) > 8 else ''}."
@@ -258,9 +260,9 @@ def split_duplicates(given: Sequence[str]) -> tuple[list[str], list[str]]:
     seen: set[str] = set()
     kept: list[str] = []
     again: list[str] = []
-    for one in given:
-        place = one.rstrip("/") if is_url(one) else os.path.realpath(os.path.expanduser(local_path(one)))
-        (again if place in seen else kept).append(one)
+    for entry in given:
+        place = entry.rstrip("/") if is_url(entry) else os.path.realpath(os.path.expanduser(local_path(entry)))
+        (again if place in seen else kept).append(entry)
         seen.add(place)
     return kept, again
 
@@ -292,7 +294,7 @@ def survey_location(given: str) -> FolderSurvey:
 def _local_survey(given: str) -> FolderSurvey:
     """A folder with nothing but `checkpoints` in it is that of a project: those are meant."""
     found = survey_folder(given, check_folder(local_path(given)))
-    if not found.single and not found.checkpoints and any(one.name == "checkpoints" for one in found.others):
+    if not found.single and not found.checkpoints and any(other.name == "checkpoints" for other in found.others):
         inner = survey_folder(f"{given.rstrip('/')}/checkpoints", found.folder / "checkpoints")
         if not inner.single:
             return inner
@@ -300,15 +302,15 @@ def _local_survey(given: str) -> FolderSurvey:
 
 
 @contextmanager
-def open_readable(one: CheckpointSummary) -> Iterator[CheckpointSummary]:
+def open_readable(checkpoint_summary: CheckpointSummary) -> Iterator[CheckpointSummary]:
     """The same checkpoint with files that can be opened: those behind a URL are copied for the time of the block."""
-    if one.url is None:
-        yield one
+    if checkpoint_summary.url is None:
+        yield checkpoint_summary
         return
     from slipstream.checkpoint.remote import fetch
 
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        yield summarize_checkpoint(fetch(one.url, Path(folder, "copy")), one.name)
+        yield summarize_checkpoint(fetch(checkpoint_summary.url, Path(folder, "copy")), checkpoint_summary.name)
 
 
 def find_single_checkpoint(given: str) -> CheckpointSummary:
@@ -321,7 +323,7 @@ def find_single_checkpoint(given: str) -> CheckpointSummary:
     shown = display_name(found.given)
     if not found.checkpoints:
         raise ConfigError(f"{summarize_checkpoint(found.folder).why[:1000]}.\nGive a folder that save_state made.")
-    names = [one.name for one in found.checkpoints]
+    names = [checkpoint.name for checkpoint in found.checkpoints]
     raise ConfigError(
         f"{shown} holds {len(names)} checkpoints and is none itself.\n"
         f"Name one of them, such as {shown.rstrip('/')}/{names[-1]}; `slipstream checkpoint ls {shown}` lists them."
@@ -429,7 +431,7 @@ def read_state_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> tupl
             data = opened.read(name, strict_json.LARGEST)
             return strict_json.parse(data, str(folder / name), deepest=_DEEPEST), _join_pieces(folder, pieces, {})
     file = LazyTensorFile(folder, name)
-    return file.tree(), _join_pieces(folder, pieces, {one.name: StoredTensor(file, one) for one in file.layout.entries.values()})
+    return file.tree(), _join_pieces(folder, pieces, {entry.name: StoredTensor(file, entry) for entry in file.layout.entries.values()})
 
 
 def read_model_tensors(folder: Path, model: ModelEntry) -> dict[str, StoredTensor]:
@@ -453,7 +455,7 @@ def _join_pieces(folder: Path, names: Iterable[str], found: dict[str, StoredTens
             held.setdefault(key, []).append((file, file.layout.entries[key], place))
     for key, pieces in held.items():
         (file, entry, place), shown = pieces[0], key[:100]
-        if key in found or len({(one.dtype, its.shape) for _, one, its in pieces}) > 1:
+        if key in found or len({(piece.dtype, its.shape) for _, piece, its in pieces}) > 1:
             raise CheckpointError(f"{file.path}: the pieces of {shown!r} are not of one tensor, or it is whole elsewhere")
         try:
             list(cover_box((its.box for _, _, its in pieces), whole_box(place.shape)))
@@ -507,24 +509,24 @@ Advance = Callable[[int], object]
 """Is told of bytes that were read."""
 
 
-def bytes_to_read(one: CheckpointSummary) -> int:
+def bytes_to_read(checkpoint_summary: CheckpointSummary) -> int:
     """How much `find_problems` reads, for a progress bar; files of ranks count too."""
-    total = one.size
-    for path in one.ranks().values():
+    total = checkpoint_summary.size
+    for path in checkpoint_summary.ranks().values():
         total += path.lstat().st_size if not path.is_symlink() else 0
     return total
 
 
-def find_problems(one: CheckpointSummary, advance: Advance) -> Iterator[str]:
+def find_problems(checkpoint_summary: CheckpointSummary, advance: Advance) -> Iterator[str]:
     """What is wrong with a checkpoint, after every byte of it was read; `advance` is told how many at a time."""
-    manifest = one.manifest
+    manifest = checkpoint_summary.manifest
     assert manifest is not None
     damaged: set[str] = set()
     for name, entry in manifest.files.items():
-        if why := _find_damage(one.folder, name, entry, advance):
+        if why := _find_damage(checkpoint_summary.folder, name, entry, advance):
             damaged.add(name)
             yield why
-    late = one.ranks()
+    late = checkpoint_summary.ranks()
     for rank, path in sorted(late.items()):
         found = RankFile.of(path.name[path.name.index("rank_") :])
         assert found is not None
@@ -534,13 +536,13 @@ def find_problems(one: CheckpointSummary, advance: Advance) -> Iterator[str]:
             yield from _collect_problems(lambda path=path, rank=rank: _check_rank(path.parent, path.name, rank, manifest.stamp))  # type: ignore[misc]
     for rank, name in manifest.ranks.items():
         if name not in damaged:
-            yield from _collect_problems(lambda name=name, rank=rank: _check_rank(one.folder, name, rank, manifest.stamp))  # type: ignore[misc]
+            yield from _collect_problems(lambda name=name, rank=rank: _check_rank(checkpoint_summary.folder, name, rank, manifest.stamp))  # type: ignore[misc]
     for name in (*manifest.optimizers, *manifest.objects, *([manifest.training] if manifest.training else [])):
         if not damaged & {name, *manifest.pieces.get(name, ())}:
-            yield from _collect_problems(lambda name=name: _check_part(one.folder, name, manifest.pieces.get(name, ())))  # type: ignore[misc]
+            yield from _collect_problems(lambda name=name: _check_part(checkpoint_summary.folder, name, manifest.pieces.get(name, ())))  # type: ignore[misc]
     for number, model in enumerate(manifest.models):
         if not damaged & {*model.files, *model.pieces, model.extra, model.index}:
-            yield from _collect_problems(lambda number=number: _check_model(one, number))  # type: ignore[misc]
+            yield from _collect_problems(lambda number=number: _check_model(checkpoint_summary, number))  # type: ignore[misc]
 
 
 def _collect_problems(check: Callable[[], None]) -> Iterator[str]:
@@ -580,7 +582,7 @@ def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) ->
 
 def _check_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> None:
     tree, tensors = read_state_part(folder, name, pieces)
-    missing = next((one for one in tensor_names(tree) if one not in tensors), None)
+    missing = next((name for name in tensor_names(tree) if name not in tensors), None)
     if missing is not None:
         raise CheckpointError(f"{folder / name} refers to a tensor {missing[:100]!r} that is not in it")
 
@@ -592,17 +594,17 @@ def _check_rank(folder: Path, name: str, rank: int, stamp: str) -> None:
         raise CheckpointError(f"{folder / name} does not belong to rank {rank} of this save")
 
 
-def _check_model(one: CheckpointSummary, number: int) -> None:
-    assert one.manifest is not None
-    model = one.manifest.models[number]
-    stored = read_model_tensors(one.folder, model)
-    resolve_aliases(stored, model.aliases, str(one.folder / MANIFEST))
+def _check_model(checkpoint_summary: CheckpointSummary, number: int) -> None:
+    assert checkpoint_summary.manifest is not None
+    model = checkpoint_summary.manifest.models[number]
+    stored = read_model_tensors(checkpoint_summary.folder, model)
+    resolve_aliases(stored, model.aliases, str(checkpoint_summary.folder / MANIFEST))
     if model.extra is not None:
-        _check_part(one.folder, model.extra)
+        _check_part(checkpoint_summary.folder, model.extra)
     if model.index is None:
         return
-    where = str(one.folder / model.index)
-    with ConfinedFolder(one.folder) as opened:
+    where = str(checkpoint_summary.folder / model.index)
+    with ConfinedFolder(checkpoint_summary.folder) as opened:
         index = strict_json.parse(opened.read(model.index, strict_json.LARGEST), where)
     listed = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(listed, dict):

@@ -448,22 +448,22 @@ def _newest(folder: str, alone: bool, passed: Mapping[str, str], allow_pickle: b
     found_here = numbered_checkpoints(Path(folder))
     if found_here and is_accelerate_checkpoint(last := found_here[-1][1]):
         return convert_accelerate_state(read_accelerate_checkpoint(last, allow_pickle=allow_pickle), last)
-    found = open_newest(_Numbered(Path(folder)), folder, alone=alone, known={Path(one): why for one, why in passed.items()})
+    found = open_newest(_Numbered(Path(folder)), folder, alone=alone, known={Path(entry): why for entry, why in passed.items()})
     _warn_passed_over({path.name: why for path, why in found.passed_over.items()}, found.checkpoint.folder.name)
     return read_saved_state(found.checkpoint, str(found.checkpoint.folder))
 
 
 def _newest_remote(url: str) -> SavedState:
     passed: dict[str, str] = {}
-    for number, one in reversed(remote.list_numbered(url)):
+    for number, entry in reversed(remote.list_numbered(url)):
         holder, name = _TemporaryCopy(), f"checkpoint_{number}"
         try:
-            checkpoint = open_checkpoint(remote.fetch(one, holder.folder / name))
+            checkpoint = open_checkpoint(remote.fetch(entry, holder.folder / name))
         except CheckpointError as error:
             passed[name] = str(error)
             continue
         _warn_passed_over(passed, name)
-        return _with_copy(checkpoint, one, holder)
+        return _with_copy(checkpoint, entry, holder)
     if not passed:
         raise CheckpointError(f"there is no checkpoint in {redact(url)} yet: save_state() makes the first one")
     reasons = "\n".join(f"  {name}: {why}" for name, why in passed.items())

@@ -129,15 +129,15 @@ class Manifest:
             "receipt": dict(self.receipt),
             "models": [
                 {
-                    "number": one.number,
-                    "kind": one.kind,
-                    "files": list(one.files),
-                    "aliases": dict(one.aliases),
-                    "index": one.index,
-                    "extra": one.extra,
-                    **({"pieces": list(one.pieces)} if one.pieces else {}),
+                    "number": model.number,
+                    "kind": model.kind,
+                    "files": list(model.files),
+                    "aliases": dict(model.aliases),
+                    "index": model.index,
+                    "extra": model.extra,
+                    **({"pieces": list(model.pieces)} if model.pieces else {}),
                 }
-                for one in self.models
+                for model in self.models
             ],
             "optimizers": list(self.optimizers),
             "training": self.training,
@@ -200,7 +200,7 @@ class _ManifestReader:
         if any(name.casefold() == MANIFEST.casefold() for name in self._files):
             raise self._wrong("files", f"it lists {MANIFEST} itself")
         world = self._whole("world", self._body.get("world"), 1, _LARGEST_WORLD)
-        models = tuple(self._model(number, one) for number, one in enumerate(self._list("models")))
+        models = tuple(self._model(number, entry) for number, entry in enumerate(self._list("models")))
         if len({model.number for model in models}) != len(models):
             raise self._wrong("models", "two of them have the same number")
         return Manifest(
@@ -277,9 +277,9 @@ class _ManifestReader:
     def _optional_part(self, where: str, name: Any) -> str | None:
         return None if name is None else self._part(where, name)
 
-    def _model(self, number: int, one: Any) -> ModelEntry:
+    def _model(self, number: int, value: Any) -> ModelEntry:
         where = f"models[{number}]"
-        entry = self._mapping(where, one if one is not None else [])
+        entry = self._mapping(where, value if value is not None else [])
         files, aliases, kind = entry.get("files"), entry.get("aliases"), entry.get("kind")
         if not isinstance(files, list) or not isinstance(kind, str):
             raise self._wrong(where, "it has no list of files or no kind")

@@ -121,16 +121,18 @@ def _add_torch(files: AtomicFiles, weights: Weights, state: Mapping[str, Any], l
     for other, kept in weights.aliases.items():
         others.setdefault(kept, []).append(other)
     for name, group in zip(names, groups, strict=True):
-        held = {one: state[one] for kept in group for one in (kept, *others.get(kept, ()))}
+        held = {other: state[other] for kept in group for other in (kept, *others.get(kept, ()))}
         if name == names[0]:
             held |= weights.extra
         files.adopt(name, lambda path, held=held: torch.save(held, path))  # type: ignore[misc]
         shown.update(sum(weights.tensors[kept].nbytes for kept in group))
     if len(names) == 1:
         return set(names)
-    everywhere = {name: [one for kept in group for one in (kept, *others.get(kept, ()))] for name, group in zip(names, groups, strict=True)}
+    everywhere = {
+        name: [other for kept in group for other in (kept, *others.get(kept, ()))] for name, group in zip(names, groups, strict=True)
+    }
     everywhere[names[0]] += weights.extra
-    stored = {one: state[one] for group in everywhere.values() for one in group if isinstance(state[one], torch.Tensor)}
+    stored = {entry: state[entry] for group in everywhere.values() for entry in group if isinstance(state[entry], torch.Tensor)}
     data = index_bytes(everywhere, stored)
     files.add(f"{MODEL_NAME}.bin.index.json", [data], len(data))
     return {*names, f"{MODEL_NAME}.bin.index.json"}
@@ -201,7 +203,7 @@ def parse_dtype(given: Any) -> torch.dtype | None:
     >>> parse_dtype("bfloat16")
     torch.bfloat16
     """
-    known = {dtype_name(one): one for one in DTYPES if one.is_floating_point}
+    known = {dtype_name(entry): entry for entry in DTYPES if entry.is_floating_point}
     found = known.get(given.removeprefix("torch.")) if isinstance(given, str) else given
     if given is not None and found not in known.values():
         raise ConfigError(
@@ -331,7 +333,7 @@ def _target(output: Path, safe_serialization: bool) -> Path:
 
 def _check(source: WeightSource, target: Path, *, remove: bool) -> None:
     sources = [source.folder / name for name in source.files]
-    if target.exists() and any(one.exists() and one.samefile(target) for one in sources):
+    if target.exists() and any(source.exists() and source.samefile(target) for source in sources):
         raise ConfigError(f"output={str(target)!r} is one of the files that would be merged. Write to another folder.")
     if (target.parent / MANIFEST).exists():
         raise ConfigError(f"{target.parent} is a checkpoint of save_state, whose files are not to be changed. Write to another folder.")
@@ -345,7 +347,7 @@ def _check(source: WeightSource, target: Path, *, remove: bool) -> None:
 def _merge(files: AtomicFiles, source: WeightSource, target: Path, progress: Progress) -> str:
     tensors, aliases = _contents(source)
     told = {other: kept for other, kept in aliases.items() if other != "format"}
-    header, layout = plan_layout([(one.name, DTYPES[one.dtype], one.shape) for one in tensors], {"format": "pt", **told})
+    header, layout = plan_layout([(tensor.name, DTYPES[tensor.dtype], tensor.shape) for tensor in tensors], {"format": "pt", **told})
     checksum = files.add(target.name, _pieces(source, tensors, header, layout.size, progress), layout.size).checksum
     if source.extra is not None:
         data = source.read_bytes(source.extra)
@@ -373,22 +375,24 @@ def _contents(source: WeightSource) -> tuple[list[_CopiedTensor], dict[str, str]
                 entry = file.layout.entries[key]
                 span = (file.layout.data_start + entry.start, file.layout.data_start + entry.end)
             found[key] = _CopiedTensor(key, name, tensor.dtype, tuple(tensor.shape), span)
-    return sorted(found.values(), key=lambda one: file_order_key(math.prod(one.shape) * one.dtype.itemsize, one.dtype.itemsize)), aliases
+    return sorted(
+        found.values(), key=lambda entry: file_order_key(math.prod(entry.shape) * entry.dtype.itemsize, entry.dtype.itemsize)
+    ), aliases
 
 
 def _pieces(source: WeightSource, tensors: list[_CopiedTensor], header: bytes, total: int, progress: Progress) -> Iterator[Any]:
     yield header
     done, opened, fd, held = len(header), "", -1, None
     try:
-        for one in tensors:
-            if one.file != opened:
+        for tensor in tensors:
+            if tensor.file != opened:
                 fd, held = _closed(fd), None
-                opened = one.file
-                if one.span is None:
-                    held = source.open(one.file, verify=False)
+                opened = tensor.file
+                if tensor.span is None:
+                    held = source.open(tensor.file, verify=False)
                 else:
-                    fd = source.descriptor(one.file)
-            pieces = _read(fd, *one.span, source.folder / one.file) if one.span is not None else _chunk_bytes(held, one.name)
+                    fd = source.descriptor(tensor.file)
+            pieces = _read(fd, *tensor.span, source.folder / tensor.file) if tensor.span is not None else _chunk_bytes(held, tensor.name)
             for piece in pieces:
                 yield piece
                 done += len(piece)

@@ -32,7 +32,7 @@ __all__ = ["load", "save"]
 
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
-_JSON_BEGINS: Final = frozenset(bytes([one]) for one in b'{["-0123456789tfn \t\r\n')
+_JSON_BEGINS: Final = frozenset(bytes([entry]) for entry in b'{["-0123456789tfn \t\r\n')
 
 
 def save(

@@ -308,7 +308,9 @@ _STORAGES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
         "UntypedStorage": torch.uint8,
     }
 )
-_FACTORIES: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType({one.__name__: one for one in (int, float, str, list, dict, set)})
+_FACTORIES: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
+    {entry.__name__: entry for entry in (int, float, str, list, dict, set)}
+)
 _ARRAY_KIND = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)", re.ASCII)
 
 
@@ -396,9 +398,9 @@ class _Builder:
         if record.path == STORAGE:
             return record, 1
         # A name among the arguments is part of the call, which is known or not as a whole.
-        named = [type(one) is PickledName and one.path not in _ELEMENTS for one in record.arguments]
-        built, weight = self._several([None if name else one for one, name in zip(record.arguments, named, strict=True)], depth)
-        arguments = tuple(raw if name else one for raw, one, name in zip(record.arguments, built, named, strict=True))
+        named = [type(argument) is PickledName and argument.path not in _ELEMENTS for argument in record.arguments]
+        built, weight = self._several([None if name else argument for argument, name in zip(record.arguments, named, strict=True)], depth)
+        arguments = tuple(raw if name else entry for raw, entry, name in zip(record.arguments, built, named, strict=True))
         state, state_weight = self.build(record.state, depth)
         items, items_weight = self._several(record.items, depth)
         call = PickledCall(record.path, arguments, state, items)

@@ -262,18 +262,20 @@ def rotate(url: str, keep: RetentionPolicy, newest: str) -> list[str]:
     if keep.total_limit is None or _published_manifest(ObjectStore(newest)) is None:
         return []
     known = [
-        (number, one, manifest) for number, one in list_numbered(url) if (manifest := _published_manifest(ObjectStore(one))) is not None
+        (number, entry, manifest)
+        for number, entry in list_numbered(url)
+        if (manifest := _published_manifest(ObjectStore(entry))) is not None
     ]
     sign = 1 if keep.best_mode == "max" else -1
-    best = sorted((sign * manifest.metric, number, one) for number, one, manifest in known if manifest.metric is not None)
-    staying = {newest.rstrip("/"), *(one for _, one, _ in known[-keep.total_limit :])}
-    staying.update(one for _, _, one in best[len(best) - min(keep.keep_best, len(best)) :])
+    best = sorted((sign * manifest.metric, number, entry) for number, entry, manifest in known if manifest.metric is not None)
+    staying = {newest.rstrip("/"), *(entry for _, entry, _ in known[-keep.total_limit :])}
+    staying.update(entry for _, _, entry in best[len(best) - min(keep.keep_best, len(best)) :])
     gone = []
-    for _, one, manifest in known:
-        if one not in staying:
+    for _, entry, manifest in known:
+        if entry not in staying:
             try:
-                _remove(ObjectStore(one), manifest)
-                gone.append(one)
+                _remove(ObjectStore(entry), manifest)
+                gone.append(entry)
             except CheckpointError as problem:
                 get_logger(__name__).warning(f"A checkpoint that is no longer kept could not be removed: {problem}")
     return gone
@@ -323,13 +325,13 @@ def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
 
     models = tuple(
         dataclasses.replace(
-            one,
-            files=tuple(map(rename, one.files)),
-            index=optional(one.index),
-            extra=optional(one.extra),
-            pieces=tuple(map(rename, one.pieces)),
+            model,
+            files=tuple(map(rename, model.files)),
+            index=optional(model.index),
+            extra=optional(model.extra),
+            pieces=tuple(map(rename, model.pieces)),
         )
-        for one in manifest.models
+        for model in manifest.models
     )
     return dataclasses.replace(
         manifest,

@@ -45,18 +45,18 @@ def reshard_saved_state(parts: Components, objects: Sequence[Any], saved: SavedS
     return replace(
         saved,
         models={
-            number: _model(models[number].original, one, stand_ins, strict=strict) if number < len(models) else one
-            for number, one in saved.models.items()
+            number: _model(models[number].original, model, stand_ins, strict=strict) if number < len(models) else model
+            for number, model in saved.models.items()
         },
         optimizers=None
         if saved.optimizers is None
         else [
-            _optimizer(one, optimizers[place].param_groups, stand_ins) if place < len(optimizers) else one
-            for place, one in enumerate(saved.optimizers)
+            _optimizer(optimizer, optimizers[place].param_groups, stand_ins) if place < len(optimizers) else optimizer
+            for place, optimizer in enumerate(saved.optimizers)
         ],
         objects={
-            number: reshard(one, objects[number].state_dict(), stand_ins) if number < len(objects) else one
-            for number, one in saved.objects.items()
+            number: reshard(thing, objects[number].state_dict(), stand_ins) if number < len(objects) else thing
+            for number, thing in saved.objects.items()
         },
     )
 
@@ -79,9 +79,9 @@ def _model(model: torch.nn.Module, stored: SavedModel, stand_ins: TensorPlacehol
     return replace(stored, tensors=tensors, aliases=aliases)
 
 
-def _hold_same_part(one: Any, other: Any) -> bool:
+def _hold_same_part(value: Any, other: Any) -> bool:
     """Whether two targets hold the same part of a tensor on this rank."""
-    return is_sharded(one) == is_sharded(other) and (not is_sharded(one) or local_box(one) == local_box(other))
+    return is_sharded(value) == is_sharded(other) and (not is_sharded(value) or local_box(value) == local_box(other))
 
 
 def _optimizer(stored: Any, groups: Sequence[Mapping[str, Any]], stand_ins: TensorPlaceholders) -> Any:
@@ -214,12 +214,13 @@ def _restore_objects(saver: Saver, plan: RestorePlan) -> None:
 
 
 @contextmanager
-def _explain_refusal(where: str, what: str, one: Any) -> Iterator[None]:
+def _explain_refusal(where: str, what: str, value: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"{where} cannot be loaded: {what} ({type(one).__name__}) does not take its state ({type(error).__name__}: {str(error)[:300]})"
+            f"{where} cannot be loaded: {what} ({type(value).__name__}) does not take its state ({type(error).__name__}: "
+            f"{str(error)[:300]})"
         ) from error
 
 
@@ -246,9 +247,9 @@ def _counts_undo(optimizer: Any) -> Callable[[], object]:
     return undo
 
 
-def _state_undo(one: Any) -> Callable[[], object]:
-    kept = copy.deepcopy(one.state_dict())
-    return lambda: one.load_state_dict(kept)
+def _state_undo(value: Any) -> Callable[[], object]:
+    kept = copy.deepcopy(value.state_dict())
+    return lambda: value.load_state_dict(kept)
 
 
 # -- what cannot fail any more ----------------------------------------------------------------------------------------
@@ -419,7 +420,7 @@ def _check_counts(saver: Saver, saved: SavedState, wishes: Wishes) -> list[str]:
     ):
         if stored is None or len(stored) == len(present):
             continue
-        kinds = f" ({', '.join(_kind(one) for one in present)})" if present else ""
+        kinds = f" ({', '.join(_kind(entry) for entry in present)})" if present else ""
         difference = f"{saved.where} holds {_counted(len(stored), what)}, and this run has {len(present) or 'none'}{kinds}"
         same = f"{remedy} the same ones in the same order before load_state"
         if wishes.strict is True or (present and wishes.strict is None):
@@ -433,12 +434,12 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _kind(one: Any) -> str:
+def _kind(value: Any) -> str:
     """The class of the script's own object inside a prepared one."""
     for name in ("original", "scheduler", "optimizer"):
-        if name in vars(one):
-            return type(vars(one)[name]).__name__
-    return type(one).__name__
+        if name in vars(value):
+            return type(vars(value)[name]).__name__
+    return type(value).__name__
 
 
 def _check_models(saver: Saver, saved: SavedState, wishes: Wishes) -> None:
@@ -481,7 +482,7 @@ def _loop(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) -> tup
         return None, None, []
     if saved.world == world and own is not None:
         return own["loop"], own["gradients"], []
-    found = [one for rank in range(saved.world) if (one := saved.rank(rank)) is not None]
+    found = [entry for rank in range(saved.world) if (entry := saved.rank(rank)) is not None]
     if not found:
         return None, None, []
     is_open = any(not window["closing"] for window in found[0]["loop"]["windows"])
@@ -493,7 +494,7 @@ def _loop(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) -> tup
         return None, None, [_lost_batches_message(saved.where, [rank for rank in range(saved.world) if saved.rank(rank) is None])]
     ratio = _batch_ratio(saver, saved, world)
     loop, gradients = redistribute_loop_state(
-        [(one["loop"], one["gradients"]) for one in found], saved_by=saved.world, world_size=world, batch_ratio=ratio
+        [(entry["loop"], entry["gradients"]) for entry in found], saved_by=saved.world, world_size=world, batch_ratio=ratio
     )
     return loop, gradients, []
 
@@ -539,7 +540,7 @@ def _check_receipt(saver: Saver, saved: SavedState, wishes: Wishes) -> list[str]
     found = describe_changes(saved.receipt, current_receipt(saver.parts))
     if found and wishes.strict:
         raise CheckpointError(
-            f"{saved.where} comes from a run that means something else:\n" + "\n".join(f"  {one}" for one in found)
+            f"{saved.where} comes from a run that means something else:\n" + "\n".join(f"  {entry}" for entry in found)
             + "\nMake them agree, or leave out strict=True to go on with warnings."
         )
-    return [f"{saved.where}: {one}" for one in found]
+    return [f"{saved.where}: {entry}" for entry in found]

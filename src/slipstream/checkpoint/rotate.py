@@ -141,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _missing_manifest_error(folder: Path) -> str:
     if not folder.exists():
-        near = sorted(one.name for one in folder.parent.iterdir() if one.is_dir())[:8] if folder.parent.is_dir() else []
+        near = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())[:8] if folder.parent.is_dir() else []
         there = f"; in {folder.parent} there are {', '.join(near)}" if near else ""
         return f"there is no checkpoint at {folder}{there}"
     names = sorted(os.listdir(folder))
@@ -156,7 +156,7 @@ def rank_files(target: Path, stamp: str) -> dict[int, Path]:
     """Where the files of ranks are that were added to a checkpoint after its manifest was written; of two of one rank the later one."""
     try:
         inside = [(path, found) for path in target.iterdir() if (found := RankFile.of(path.name)) is not None]
-        inside.sort(key=lambda one: (one[0].lstat().st_mtime_ns, one[0].name))
+        inside.sort(key=lambda entry: (entry[0].lstat().st_mtime_ns, entry[0].name))
     except FileNotFoundError:
         raise CheckpointError(f"{target} was removed while it was being read") from None
     return {found.rank: path for path, found in [*inside, *pending_rank_files(target)] if found.stamp == stamp}

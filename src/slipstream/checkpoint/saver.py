@@ -333,8 +333,8 @@ class Saver:
         weights = model_state_dicts(self.parts)
         taken = list(weights)
         self._run_hooks(weights, folder)
-        left = {id(one) for one in weights}
-        return {number: one for number, one in enumerate(taken) if id(one) in left}
+        left = {id(weight) for weight in weights}
+        return {number: entry for number, entry in enumerate(taken) if id(entry) in left}
 
     def _own(self, target: str, options: SaveOptions) -> Callable[[], None]:
         if self.save_hooks:

@@ -61,7 +61,7 @@ _LONG: Final = 4096
 """Lists of so many numbers, such as the order of a data set, are kept as tensors."""
 _LONGEST_NAME: Final = 1000
 _FACTORIES: Final[Mapping[Any, str | None]] = MappingProxyType(
-    {None: None, **{one: one.__name__ for one in (int, float, str, bool, bytes, list, dict, set, tuple)}}
+    {None: None, **{entry: entry.__name__ for entry in (int, float, str, bool, bytes, list, dict, set, tuple)}}
 )
 _DTYPES: Final = frozenset([*TORCH_DTYPES.values(), *BYTE_VIEWED_DTYPES.values()])
 _HALF_CHARACTER: Final = re.compile("[\\ud800-\\udfff]")
@@ -113,7 +113,7 @@ def write_tree(
         return file, add(file, [data], len(data))
     file = f"{name}.safetensors"
     header, layout = plan_layout(
-        [(one, DTYPES[tensor.dtype], tuple(tensor.shape)) for one, tensor in tensors.items()], {"format": "pt", TREE: text}
+        [(entry, DTYPES[tensor.dtype], tuple(tensor.shape)) for entry, tensor in tensors.items()], {"format": "pt", TREE: text}
     )
     return file, add(file, chain([header], map(tensor_bytes, tensors.values())), layout.size)
 
@@ -227,7 +227,7 @@ class _Flattener:
         return {"$tuple": self._items(value, place, depth)}
 
     def of_size(self, value: torch.Size, place: _Place, depth: int) -> _Node:
-        return {"$size": [int(one) for one in value]}
+        return {"$size": [int(entry) for entry in value]}
 
     def of_ordered(self, value: OrderedDict[Any, Any], place: _Place, depth: int) -> _Node:
         node: dict[str, Any] = {"$ordered": self._pairs(value, place, depth)}

@@ -81,7 +81,7 @@ def whole_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def intersect(one: Box, other: Box) -> Box | None:
+def intersect(box: Box, other: Box) -> Box | None:
     """What two boxes of a tensor have in common; None if that is nothing.
 
     >>> intersect(Box((0, 0), (4, 4)), Box((2, 3), (4, 4)))
@@ -89,10 +89,10 @@ def intersect(one: Box, other: Box) -> Box | None:
     >>> intersect(Box((0,), (2,)), Box((2,), (2,))) is None
     True
     """
-    offset = tuple(map(max, one.offset, other.offset))
+    offset = tuple(map(max, box.offset, other.offset))
     ends = (
         min(start + length, begin + long)
-        for start, length, begin, long in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+        for start, length, begin, long in zip(box.offset, box.shape, other.offset, other.shape, strict=True)
     )
     shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
     return Box(offset, shape) if all(length > 0 for length in shape) else None
@@ -155,7 +155,9 @@ def _read_position(entry: TensorEntry, said: Any, where: str) -> PiecePosition:
 
 
 def _counts(value: Any) -> tuple[int, ...] | None:
-    if not isinstance(value, list) or not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one <= _LARGEST for one in value):
+    if not isinstance(value, list) or not all(
+        isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry <= _LARGEST for entry in value
+    ):
         return None
     return tuple(value)
 
@@ -169,6 +171,6 @@ def cover_box(boxes: Iterable[Box], wanted: Box) -> Iterator[tuple[int, Box]]:
     found = [(number, part) for number, box in enumerate(boxes) if (part := intersect(box, wanted)) is not None]
     if sum(part.volume for _, part in found) != wanted.volume:
         raise ValueError("the pieces are not the whole")
-    if any(intersect(one, other) for place, (_, one) in enumerate(found) for _, other in found[:place]):
+    if any(intersect(entry, other) for place, (_, entry) in enumerate(found) for _, other in found[:place]):
         raise ValueError("two pieces overlap")
     yield from found

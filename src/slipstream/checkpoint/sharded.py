@@ -220,7 +220,7 @@ class TensorPlaceholders:
     @property
     def fetched(self) -> int:
         """Bytes of pieces that were read so far."""
-        return sum(pieces.fetched for pieces in {id(one): one for one, _, _ in self._known.values()}.values())
+        return sum(pieces.fetched for pieces in {id(entry): entry for entry, _, _ in self._known.values()}.values())
 
     def read(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
         """A box of a tensor, or of what it stands for."""

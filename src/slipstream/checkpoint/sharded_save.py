@@ -124,12 +124,12 @@ def _announce(save: _ShardedSave) -> Any:
 
 def _agree_on_target(save: _ShardedSave, told: list[Any]) -> str:
     """The ticket of the stage that the writing rank has opened."""
-    target, ticket, iteration = next(one for one in told if one[1] is not None)
+    target, ticket, iteration = next(entry for entry in told if entry[1] is not None)
     if save.saver.folder is not None:  # the numbers of the writing rank count
         save.target, save.place = target, open_destination(target, save.saver.disk)
         save.saver.project.iteration = iteration + 1
-    elif any(one[0] != target for one in told):
-        given = ", ".join(f"rank {rank}: {one[0]!r}" for rank, one in enumerate(told))
+    elif any(entry[0] != target for entry in told):
+        given = ", ".join(f"rank {rank}: {entry[0]!r}" for rank, entry in enumerate(told))
         raise ConfigError(f"save_state was given different folders ({given}): state that is sharded over processes is one checkpoint")
     agreed: str = ticket
     return agreed
@@ -152,8 +152,8 @@ def _position(snapshot: Snapshot) -> Any:
 
 
 def _agree_on_position(save: _ShardedSave, told: list[Any]) -> None:
-    if any(one != told[0] for one in told):
-        found = "; ".join(f"rank {rank}: {one[0]} with {', '.join(one[1:]) or 'nothing'}" for rank, one in enumerate(told))
+    if any(entry != told[0] for entry in told):
+        found = "; ".join(f"rank {rank}: {entry[0]} with {', '.join(entry[1:]) or 'nothing'}" for rank, entry in enumerate(told))
         raise CheckpointError(
             f"{redact(save.target)} was not saved: the ranks are at different places of the run, or have different things to save "
             f"({found}). Call save_state at the same place on every rank, with the same hooks."
@@ -182,7 +182,7 @@ def _compose(save: _ShardedSave, snapshot: Snapshot) -> WrittenParts:
 def _commit(save: _ShardedSave, snapshot: Snapshot, draft: WrittenParts, shares: list[RankContribution]) -> None:
     saver, place = save.saver, save.place
     if saver.writes:
-        commit_manifest(save.open_stage, snapshot, draft, [one for one in shares if one.rank != draft.share.rank])
+        commit_manifest(save.open_stage, snapshot, draft, [share for share in shares if share.rank != draft.share.rank])
         place.collect(snapshot.facts.stamp)
         if saver.folder is not None:
             place.mark_latest()

@@ -251,7 +251,7 @@ def load_tensors(content: FileContent, where: str) -> LoadedTensorFile:
     layout = read_layout(lambda offset, count: view[offset : offset + count], view.nbytes, where)
     at = layout.data_start
     tensors = {
-        one.name: tensor_from_bytes(view[at + one.start : at + one.end], TORCH_DTYPES[one.dtype], one.shape)
-        for one in layout.entries.values()
+        entry.name: tensor_from_bytes(view[at + entry.start : at + entry.end], TORCH_DTYPES[entry.dtype], entry.shape)
+        for entry in layout.entries.values()
     }
     return LoadedTensorFile(layout, tensors)

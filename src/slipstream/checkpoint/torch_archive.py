@@ -151,19 +151,19 @@ def _spans(data: memoryview, listed: list[_CentralEntry], end_of_data: int, wher
     spans: dict[str, tuple[int, int]] = {}
     root = listed[0].name.split("/")[0] + "/" if listed else "/"
     free_from = 0
-    for one in sorted(listed, key=lambda entry: entry.header):
-        if one.header < free_from or one.header + _LOCAL.size > end_of_data:
-            raise _broken(where, f"its entry {one.name!r} overlaps another, or lies outside")
-        signature, _, _, _, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(data, one.header)
-        name_at = one.header + _LOCAL.size
+    for item in sorted(listed, key=lambda entry: entry.header):
+        if item.header < free_from or item.header + _LOCAL.size > end_of_data:
+            raise _broken(where, f"its entry {item.name!r} overlaps another, or lies outside")
+        signature, _, _, _, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(data, item.header)
+        name_at = item.header + _LOCAL.size
         start = name_at + name_length + extra_length
-        free_from = start + one.size
-        if signature != b"PK\3\4" or free_from > end_of_data or bytes(data[name_at : name_at + name_length]) != one.name.encode():
-            raise _broken(where, f"its entry {one.name!r} ({one.size} bytes) is not where the table of contents says")
-        if one.checksum and zlib.crc32(data[start:free_from]) != one.checksum:  # torch can be told to leave them out: all are 0 then
-            raise _broken(where, f"the checksum of its entry {one.name!r} does not fit")
-        name = one.name.removeprefix(root)
-        if name == one.name or name in spans:
-            raise _broken(where, f"its entry {one.name!r} is there twice, or not in the folder {root!r} with the others")
+        free_from = start + item.size
+        if signature != b"PK\3\4" or free_from > end_of_data or bytes(data[name_at : name_at + name_length]) != item.name.encode():
+            raise _broken(where, f"its entry {item.name!r} ({item.size} bytes) is not where the table of contents says")
+        if item.checksum and zlib.crc32(data[start:free_from]) != item.checksum:  # torch can be told to leave them out: all are 0 then
+            raise _broken(where, f"the checksum of its entry {item.name!r} does not fit")
+        name = item.name.removeprefix(root)
+        if name == item.name or name in spans:
+            raise _broken(where, f"its entry {item.name!r} is there twice, or not in the folder {root!r} with the others")
         spans[name] = (start, free_from)
     return spans

@@ -137,7 +137,8 @@ class WeightSource:
             layout = read_layout(lambda offset, count: memoryview(buffer)[offset : offset + count], len(buffer), where)
             start = layout.data_start
             tensors = {
-                one.name: from_buffer(buffer, one.dtype, one.shape, start + one.start, start + one.end) for one in layout.entries.values()
+                entry.name: from_buffer(buffer, entry.dtype, entry.shape, start + entry.start, start + entry.end)
+                for entry in layout.entries.values()
             }
             aliases = {other: kept for other, kept in layout.metadata.items() if kept in tensors and other not in tensors}
             return WeightFile(where, buffer, self._chosen(name, tensors), layout, aliases)
@@ -209,7 +210,9 @@ def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{where} holds a {type(state).__name__}, and the weights of a model are a mapping of names to tensors.")
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     inside = [
-        name for name, value in state.items() if isinstance(value, Mapping) and any(isinstance(one, torch.Tensor) for one in value.values())
+        name
+        for name, value in state.items()
+        if isinstance(value, Mapping) and any(isinstance(entry, torch.Tensor) for entry in value.values())
     ]
     if inside and not tensors:
         raise CheckpointError(
@@ -224,7 +227,7 @@ def find_weights(path: Path) -> WeightSource:
     if path.is_dir():
         return _in_folder(path)
     if not path.exists():
-        near = sorted(one.name for one in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+        near = sorted(entry.name for entry in path.parent.iterdir())[:8] if path.parent.is_dir() else []
         there = f" In {path.parent} there are: {', '.join(near)}." if near else ""
         if not near and not path.is_absolute() and len(path.parts) == 2:  # as models on a hub are named
             there = " If this names a model on a hub, download it first, and pass the folder: nothing is fetched from here."
@@ -243,7 +246,7 @@ def _links_within(folder: Path) -> Path | None:
 
 
 def _in_folder(folder: Path) -> WeightSource:
-    names = sorted(one.name for one in folder.iterdir() if one.is_file())
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
     if MANIFEST in names:
         return _in_checkpoint(folder)
     for name in _USUAL:
@@ -279,7 +282,7 @@ def _extra_beside(folder: Path, name: str) -> str | None:
     """`save_model` writes what is no tensor beside the weights."""
     base = name.partition(".")[0]
     names = [f"{base}_extra{suffix}" for suffix in (".json", _SAFE) if name.endswith((_SAFE, f"{_SAFE}{_INDEX}"))]
-    return next((one for one in names if (folder / one).is_file()), None)
+    return next((name for name in names if (folder / name).is_file()), None)
 
 
 def _indexed(folder: Path, index: str) -> WeightSource:

@@ -133,7 +133,7 @@ def _printable(name: str) -> str:
 
 
 def _listed(what: str, names: Iterable[str], others: Iterable[str]) -> Iterator[str]:
-    found, others = [_printable(one) for one in names], map(_printable, others)
+    found, others = [_printable(name) for name in names], map(_printable, others)
     if found:
         near = _closest_names(found[:_SHOWN], list(others)[:_MOST_NAMES_COMPARED])
         shown = ", ".join(f"{name} (near: {near[name]})" if name in near else name for name in found[:_SHOWN])
@@ -339,23 +339,23 @@ def arrange_state_dict(
 def _require_equal_aliases(state: OrderedDict[str, Any], name: str, others: list[str], *, strict: bool) -> None:
     """Names of one weight have one value; where the file has two, the first of them counts, and it is said."""
     for other in others:
-        one, two = state[name], state[other]
-        if one is two or _same(one, two):
+        entry, two = state[name], state[other]
+        if entry is two or _same(entry, two):
             continue
         problem = f"{name} and {other} are one weight in this model, and the file has two different values for them"
         if strict:
             raise CheckpointError(f"{problem}. Build a model in which they are not tied, or load with strict=False.")
         get_logger(__name__).warning(f"{problem}: that of {name} is taken.")
-        state[other] = one
+        state[other] = entry
 
 
-def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _same(tensor: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether they have the same bits, as far as this rank holds them: nan equals nan here."""
-    if is_sharded(one) and is_sharded(two):
-        return tuple(one.shape) == tuple(two.shape) and _same(one.to_local(), two.to_local())  # type: ignore[attr-defined]
-    if one.dtype != two.dtype or one.shape != two.shape or not one.numel():
-        return one.dtype == two.dtype and one.shape == two.shape
-    return memory_identity(one) == memory_identity(two) or torch.equal(pack_bytes(one), pack_bytes(two))
+    if is_sharded(tensor) and is_sharded(two):
+        return tuple(tensor.shape) == tuple(two.shape) and _same(tensor.to_local(), two.to_local())  # type: ignore[attr-defined]
+    if tensor.dtype != two.dtype or tensor.shape != two.shape or not tensor.numel():
+        return tensor.dtype == two.dtype and tensor.shape == two.shape
+    return memory_identity(tensor) == memory_identity(two) or torch.equal(pack_bytes(tensor), pack_bytes(two))
 
 
 def tensor_slots(model: torch.nn.Module) -> list[TensorSlots]:
@@ -384,7 +384,7 @@ def cast_weights(model: torch.nn.Module, names: Collection[str], dtype: torch.dt
     """Floating point weights of these names become `dtype`; in modules whose names are in `keep`, float32. They stay the same objects."""
     for tensor, where in tensor_slots(model):
         if tensor.is_floating_point() and any(name in names for name, _ in where):
-            kept = any(f".{one}." in f".{name}." for name, _ in where for one in keep)
+            kept = any(f".{entry}." in f".{name}." for name, _ in where for entry in keep)
             tensor.data = tensor.data.to(torch.float32 if kept else dtype)
 
 

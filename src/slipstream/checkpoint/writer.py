@@ -131,7 +131,7 @@ def _file(tensors: Mapping[str, torch.Tensor], places: Mapping[str, PiecePositio
 
 def merge_aliases(contributions: Sequence[RankContribution], base: str) -> dict[str, str]:
     """Names of tied weights. A rank that holds no element of a tensor cannot tell that it is tied, so all of them are asked."""
-    return {name: kept for one in contributions for name, kept in one.aliases.get(base, {}).items()}
+    return {name: kept for contribution in contributions for name, kept in contribution.aliases.get(base, {}).items()}
 
 
 def check_complete(parts: Sequence[PiecesPart], contributions: Sequence[RankContribution], where: str) -> None:
@@ -139,7 +139,7 @@ def check_complete(parts: Sequence[PiecesPart], contributions: Sequence[RankCont
     for part in parts:
         aliases = merge_aliases(contributions, part.base)
         wanted = sum(math.prod(shape) for name, shape in part.shapes.items() if name not in aliases)
-        counts = {one.rank: one.elements.get(part.base, 0) for one in contributions}
+        counts = {contribution.rank: contribution.elements.get(part.base, 0) for contribution in contributions}
         if sum(counts.values()) != wanted:
             told = ", ".join(f"rank {rank}: {count:,}" for rank, count in counts.items())
             raise CheckpointError(
@@ -150,7 +150,7 @@ def check_complete(parts: Sequence[PiecesPart], contributions: Sequence[RankCont
 
 def with_pieces(model: ModelEntry, base: str, contributions: Sequence[RankContribution]) -> ModelEntry:
     """The entry of a model with the pieces that ranks have stored."""
-    pieces = tuple(name for one in contributions for name in one.pieces.get(base, ()))
+    pieces = tuple(name for contribution in contributions for name in contribution.pieces.get(base, ()))
     return replace(model, aliases={**model.aliases, **merge_aliases(contributions, base)}, pieces=pieces)
 
 
@@ -248,12 +248,12 @@ def _write_all_parts(writer: _Writer, snapshot: Snapshot, max_shard_size: int | 
 
 def commit_manifest(stage: Stage, snapshot: Snapshot, draft: WrittenParts, others: Sequence[RankContribution] = ()) -> Manifest:
     """Commits what was written, by this process and by others."""
-    shares = sorted([draft.share, *others], key=lambda one: one.rank)
-    files = {name: entry for one in shares for name, entry in one.files.items()}
+    shares = sorted([draft.share, *others], key=lambda other: other.rank)
+    files = {name: entry for share in shares for name, entry in share.files.items()}
     adopt_hook_files(stage, files)
     check_complete(snapshot.pieces, shares, str(stage.folder))
     facts = snapshot.facts
-    sharded = {base: tuple(chain.from_iterable(one.pieces.get(base, ()) for one in shares)) for base in draft.share.pieces}
+    sharded = {base: tuple(chain.from_iterable(share.pieces.get(base, ()) for share in shares)) for base in draft.share.pieces}
     parts = {Path(name).stem: name for name in (*draft.optimizers, *draft.objects)}
     manifest = Manifest(
         stamp=facts.stamp,
@@ -268,7 +268,7 @@ def commit_manifest(stage: Stage, snapshot: Snapshot, draft: WrittenParts, other
         optimizers=draft.optimizers,
         training=draft.training,
         objects=draft.objects,
-        ranks={one.rank: one.own for one in shares},
+        ranks={share.rank: share.own for share in shares},
         pieces={parts[base]: names for base, names in sharded.items() if base in parts and names},
         metric=facts.metric,
         receipt=facts.receipt,
@@ -329,9 +329,9 @@ class _Writer:
         for chunk in chunks:
             digest.update(chunk)
         entry = FileEntry(size, digest.hexdigest())
-        for one in self._reusable:
-            source = one.files.get((entry.size, entry.checksum))
-            if source is not None and self.stage.reuse(name, one.folder / source, entry):
+        for item in self._reusable:
+            source = item.files.get((entry.size, entry.checksum))
+            if source is not None and self.stage.reuse(name, item.folder / source, entry):
                 self.files[name] = entry
                 self._advance(size)
                 return True
@@ -425,7 +425,7 @@ def _find_home(path: Path, found: RankFile, homes: Mapping[Path, str]) -> Path |
     least = int(meant[1]) if meant else 0
     alike = [home for home, stamp in homes.items() if stamp == found.stamp]
     later = [(number, home) for home in alike if (number := _number(home)) is None or number >= least]
-    return min(later, key=lambda one: one[0] or 0)[1] if later else None
+    return min(later, key=lambda entry: entry[0] or 0)[1] if later else None
 
 
 def _number(path: Path) -> int | None:

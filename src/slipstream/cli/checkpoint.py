@@ -93,8 +93,8 @@ def _list(places: tuple[str, ...], verify: bool, as_json: bool) -> None:
     """
     with _as_click_errors():
         surveys = _surveys(places)
-        with _progress([one for found in surveys for one in found.checkpoints], shown=verify) as advance:
-            found = [checkpoint_view.describe_survey(one, verify=verify, advance=advance) for one in surveys]
+        with _progress([checkpoint for found in surveys for checkpoint in found.checkpoints], shown=verify) as advance:
+            found = [checkpoint_view.describe_survey(survey, verify=verify, advance=advance) for survey in surveys]
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -122,18 +122,21 @@ def _verify(context: click.Context, places: tuple[str, ...]) -> None:
         if empty := [found.given for found in surveys if not found.checkpoints and not any(_claims(found))]:
             raise ConfigError(f"There is no checkpoint in {', '.join(map(display_name, empty))}.\nGive a folder that save_state made.")
         wrong = 0
-        with _progress([one for found in surveys for one in found.checkpoints]) as advance:
+        with _progress([checkpoint for found in surveys for checkpoint in found.checkpoints]) as advance:
             for found in surveys:
                 for problem in _claims(found):
                     wrong += 1
                     click.echo(escape_control(problem))
-                for one in found.checkpoints:
-                    problems = _problems(one, advance)
+                for checkpoint in found.checkpoints:
+                    problems = _problems(checkpoint, advance)
                     wrong += len(problems)
                     for problem in problems:
                         click.echo(escape_control(problem))
                     if not problems:
-                        click.echo(f"{escape_control(one.folder)}: whole ({format_size(one.size)}, step {one.manifest.step:,})")  # type: ignore[union-attr]
+                        click.echo(
+                            f"{escape_control(checkpoint.folder)}: whole ({format_size(checkpoint.size)}, step "
+                            f"{checkpoint.manifest.step:,})"
+                        )  # type: ignore[union-attr]
     if wrong:
         click.echo(f"{format_count(wrong, 'problem')}.", err=True)
         context.exit(1)
@@ -156,8 +159,8 @@ def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> N
       slipstream checkpoint show --tensors runs/checkpoint_3
       slipstream checkpoint show --json runs/checkpoint_3 | jq .receipt
     """
-    with _as_click_errors(), open_readable(find_single_checkpoint(place)) as one:
-        data = checkpoint_view.describe_checkpoint(one, display_name(place), tensors=tensors)
+    with _as_click_errors(), open_readable(find_single_checkpoint(place)) as entry:
+        data = checkpoint_view.describe_checkpoint(entry, display_name(place), tensors=tensors)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
@@ -172,7 +175,7 @@ def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> N
 @click.option("--all", "everything", is_flag=True, help="Show every difference, not the first 20 of a part.")
 @_JSON
 @click.pass_context
-def _diff(context: click.Context, one: str, other: str, everything: bool, as_json: bool) -> None:
+def _diff(context: click.Context, text: str, other: str, everything: bool, as_json: bool) -> None:
     """Compare two checkpoints: facts, receipt, weights, states.
 
     For each tensor that is not the same: the share of elements whose bits
@@ -188,9 +191,9 @@ def _diff(context: click.Context, one: str, other: str, everything: bool, as_jso
     from slipstream.cli import checkpoint_diff  # takes numpy, which the other commands do not need
 
     with _as_click_errors(_Refusal):
-        if split_duplicates([one, other])[1]:
-            raise ConfigError(f"{display_name(one)} and {display_name(other)} are the same folder.\nGive two different checkpoints.")
-        with open_readable(find_single_checkpoint(one)) as left, open_readable(find_single_checkpoint(other)) as right:
+        if split_duplicates([text, other])[1]:
+            raise ConfigError(f"{display_name(text)} and {display_name(other)} are the same folder.\nGive two different checkpoints.")
+        with open_readable(find_single_checkpoint(text)) as left, open_readable(find_single_checkpoint(other)) as right:
             sections = list(checkpoint_diff.compare_checkpoints(left, right))
     if as_json:
         click.echo(json.dumps(checkpoint_diff.sections_as_data(sections), indent=2))
@@ -202,23 +205,23 @@ def _diff(context: click.Context, one: str, other: str, everything: bool, as_jso
 
 def _surveys(places: Sequence[str]) -> list[FolderSurvey]:
     kept, again = split_duplicates(places)
-    for one in again:
-        click.echo(f"{escape_control(display_name(one))} was given twice, and is looked at once.", err=True)
-    return [survey_location(one) for one in kept]
+    for entry in again:
+        click.echo(f"{escape_control(display_name(entry))} was given twice, and is looked at once.", err=True)
+    return [survey_location(entry) for entry in kept]
 
 
 def _claims(found: FolderSurvey) -> Iterator[str]:
     """What should be a checkpoint and is none."""
-    for one in found.others:
-        if found.single or one.name.startswith("checkpoint_"):
-            yield one.why if str(one.folder) in one.why else f"{one.folder}: {one.why}"
+    for other in found.others:
+        if found.single or other.name.startswith("checkpoint_"):
+            yield other.why if str(other.folder) in other.why else f"{other.folder}: {other.why}"
     if found.lost_latest:
         yield f"{found.folder / 'latest'} names {found.latest!r}, and there is no such checkpoint"
 
 
-def _problems(one: CheckpointSummary, advance: Callable[[int], object]) -> list[str]:
+def _problems(checkpoint_summary: CheckpointSummary, advance: Callable[[int], object]) -> list[str]:
     try:
-        with open_readable(one) as local:
+        with open_readable(checkpoint_summary) as local:
             return list(inspect.find_problems(local, advance))
     except CheckpointError as error:
         return [str(error)]
@@ -227,7 +230,7 @@ def _problems(one: CheckpointSummary, advance: Callable[[int], object]) -> list[
 @contextmanager
 def _progress(looks: Sequence[CheckpointSummary], *, shown: bool = True) -> Iterator[Callable[[int], Any]]:
     """A bar of the bytes that are read."""
-    total = sum(inspect.bytes_to_read(one) for one in looks) if shown else None
+    total = sum(inspect.bytes_to_read(look) for look in looks) if shown else None
     with bar(total, "reading", "B", wanted=None if shown else False) as visible:
         yield visible.update
 

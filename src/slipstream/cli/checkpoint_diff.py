@@ -55,7 +55,7 @@ class TensorDifference:
         return self.changed / self.elements if self.elements else 0.0
 
 
-def compare_tensors(dtype: str, one: Iterable[bytes], other: Iterable[bytes]) -> TensorDifference:
+def compare_tensors(dtype: str, iterable: Iterable[bytes], other: Iterable[bytes]) -> TensorDifference:
     """The difference of two tensors given as pieces of the same lengths.
 
     >>> compare_tensors("F32", [numpy.float32([1, 2, 3]).tobytes()], [numpy.float32([1, 2, 5]).tobytes()])
@@ -66,7 +66,7 @@ def compare_tensors(dtype: str, one: Iterable[bytes], other: Iterable[bytes]) ->
     elements = changed = 0
     largest: float | None = None
     special = False
-    for left, right in zip(one, other, strict=True):
+    for left, right in zip(iterable, other, strict=True):
         if len(left) != len(right):
             raise ValueError(f"pieces of {len(left)} and {len(right)} bytes cannot be compared")
         elements += len(left) // width
@@ -133,45 +133,45 @@ class ValueDifference:
 
 
 def compare_trees(
-    one: tuple[Any, Mapping[str, StoredTensor]], other: tuple[Any, Mapping[str, StoredTensor]], ignored: frozenset[str] = frozenset()
+    entry: tuple[Any, Mapping[str, StoredTensor]], other: tuple[Any, Mapping[str, StoredTensor]], ignored: frozenset[str] = frozenset()
 ) -> Iterator[ValueDifference]:
     """Where two parts differ; places in `ignored` do not count."""
-    for apart in _TreeWalk(one[1], other[1]).nodes(one[0], other[0], ""):
+    for apart in _TreeWalk(entry[1], other[1]).nodes(entry[0], other[0], ""):
         if apart.place not in ignored:
             yield apart
 
 
-def compare_stored(place: str, one: StoredTensor, other: StoredTensor) -> ValueDifference | None:
+def compare_stored(place: str, stored_tensor: StoredTensor, other: StoredTensor) -> ValueDifference | None:
     """How two tensors differ; None if they are equal."""
-    if one.entry.dtype != other.entry.dtype or one.entry.shape != other.entry.shape:
-        return ValueDifference(place, one.described(), other.described())
-    difference = compare_tensors(one.entry.dtype, one.pieces(), other.pieces())
-    return ValueDifference(place, one.described(), other.described(), difference) if difference.changed else None
+    if stored_tensor.entry.dtype != other.entry.dtype or stored_tensor.entry.shape != other.entry.shape:
+        return ValueDifference(place, stored_tensor.described(), other.described())
+    difference = compare_tensors(stored_tensor.entry.dtype, stored_tensor.pieces(), other.pieces())
+    return ValueDifference(place, stored_tensor.described(), other.described(), difference) if difference.changed else None
 
 
 class _TreeWalk:
-    def __init__(self, one: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> None:
-        self._one = one
+    def __init__(self, entry: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> None:
+        self._one = entry
         self._other = other
 
-    def nodes(self, one: Any, other: Any, place: str) -> Iterator[ValueDifference]:
-        if one is _ABSENT or other is _ABSENT:
-            yield ValueDifference(place or "value", self._text(one, self._one), self._text(other, self._other))
+    def nodes(self, value: Any, other: Any, place: str) -> Iterator[ValueDifference]:
+        if value is _ABSENT or other is _ABSENT:
+            yield ValueDifference(place or "value", self._text(value, self._one), self._text(other, self._other))
             return
-        left, right = _children(one), _children(other)
-        if left is not None and right is not None and _tag(one) == _tag(other):
+        left, right = _children(value), _children(other)
+        if left is not None and right is not None and _tag(value) == _tag(other):
             for key in dict.fromkeys([*left, *right]):
                 yield from self.nodes(left.get(key, _ABSENT), right.get(key, _ABSENT), f"{place}{key}".lstrip("."))
-        elif _tag(one) in _TENSORS and _tag(one) == _tag(other):
-            yield from self._tensors(one, other, place or "value")
-        elif one != other or type(one) is not type(other):
-            yield ValueDifference(place or "value", self._text(one, self._one), self._text(other, self._other))
+        elif _tag(value) in _TENSORS and _tag(value) == _tag(other):
+            yield from self._tensors(value, other, place or "value")
+        elif value != other or type(value) is not type(other):
+            yield ValueDifference(place or "value", self._text(value, self._one), self._text(other, self._other))
 
-    def _tensors(self, one: dict[str, Any], other: dict[str, Any], place: str) -> Iterator[ValueDifference]:
-        tag = _tag(one)
-        left, right = self._one.get(str(one[tag])), self._other.get(str(other[tag]))
-        if left is None or right is None or {**one, tag: ""} != {**other, tag: ""}:
-            yield ValueDifference(place, self._text(one, self._one), self._text(other, self._other))
+    def _tensors(self, entry: dict[str, Any], other: dict[str, Any], place: str) -> Iterator[ValueDifference]:
+        tag = _tag(entry)
+        left, right = self._one.get(str(entry[tag])), self._other.get(str(other[tag]))
+        if left is None or right is None or {**entry, tag: ""} != {**other, tag: ""}:
+            yield ValueDifference(place, self._text(entry, self._one), self._text(other, self._other))
         elif (apart := compare_stored(place, left, right)) is not None:
             yield apart
 
@@ -230,20 +230,20 @@ class DiffSection:
     @property
     def changed(self) -> int:
         """How many tensors are not the same."""
-        return sum(one.difference is not None for one in self.apart)
+        return sum(entry.difference is not None for entry in self.apart)
 
 
-def compare_checkpoints(one: CheckpointSummary, other: CheckpointSummary) -> Iterator[DiffSection]:
+def compare_checkpoints(checkpoint_summary: CheckpointSummary, other: CheckpointSummary) -> Iterator[DiffSection]:
     """The parts of two checkpoints, each with what is different."""
-    a, b = one.manifest, other.manifest
+    a, b = checkpoint_summary.manifest, other.manifest
     assert a is not None
     assert b is not None
     yield DiffSection("facts", list(compare_trees((_facts(a), {}), (_facts(b), {}))))
     yield DiffSection("receipt", list(compare_trees((dict(a.receipt), {}), (dict(b.receipt), {}))))
     models_a, models_b = ({model.number: model for model in manifest.models} for manifest in (a, b))
     for key in sorted({*models_a, *models_b}):
-        yield _models(f"model {key}", (one, models_a.get(key)), (other, models_b.get(key)))
-    parts_a, parts_b = _parts(one, a), _parts(other, b)
+        yield _models(f"model {key}", (checkpoint_summary, models_a.get(key)), (other, models_b.get(key)))
+    parts_a, parts_b = _parts(checkpoint_summary, a), _parts(other, b)
     for title in dict.fromkeys([*parts_a, *parts_b]):
         yield _pair(title, parts_a.get(title), parts_b.get(title))
     yield _files(a, b)
@@ -254,9 +254,9 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _models(
-    title: str, one: tuple[CheckpointSummary, ModelEntry | None], other: tuple[CheckpointSummary, ModelEntry | None]
+    title: str, entry: tuple[CheckpointSummary, ModelEntry | None], other: tuple[CheckpointSummary, ModelEntry | None]
 ) -> DiffSection:
-    (look_a, a), (look_b, b) = one, other
+    (look_a, a), (look_b, b) = entry, other
     known = a or b
     section = DiffSection(f"{title} ({known.kind})" if known else title)
     if a is None or b is None:
@@ -290,11 +290,11 @@ def _tied(model: ModelEntry, name: str) -> str:
     return f"tied to {model.aliases[name]}" if name in model.aliases else "a tensor of its own"
 
 
-def _equal_files(one: CheckpointSummary, other: CheckpointSummary) -> set[tuple[str, str]]:
+def _equal_files(checkpoint_summary: CheckpointSummary, other: CheckpointSummary) -> set[tuple[str, str]]:
     """Pairs of files that their manifests say are the same."""
-    assert one.manifest is not None
+    assert checkpoint_summary.manifest is not None
     assert other.manifest is not None
-    known = {entry: name for name, entry in one.manifest.files.items()}
+    known = {entry: name for name, entry in checkpoint_summary.manifest.files.items()}
     return {(known[entry], name) for name, entry in other.manifest.files.items() if entry in known}
 
 
@@ -302,7 +302,7 @@ _PartFiles = tuple[Path, str, list[FileEntry], tuple[str, ...]]
 """Where the state is: its folder and file, what these files are like, and those of them that hold pieces."""
 
 
-def _parts(one: CheckpointSummary, manifest: Manifest) -> dict[str, _PartFiles]:
+def _parts(checkpoint_summary: CheckpointSummary, manifest: Manifest) -> dict[str, _PartFiles]:
     """The states in a checkpoint, by titles that two checkpoints have in common."""
     named = {f"optimizer {place}": name for place, name in enumerate(manifest.optimizers)}
     named |= {} if manifest.training is None else {"training": manifest.training}
@@ -312,22 +312,22 @@ def _parts(one: CheckpointSummary, manifest: Manifest) -> dict[str, _PartFiles]:
     found: dict[str, _PartFiles] = {}
     for title, name in named.items():
         pieces = manifest.pieces.get(name, ())
-        found[title] = (one.folder, name, [manifest.files[file] for file in (name, *pieces)], pieces)
-    for rank, path in sorted(one.ranks().items()):
+        found[title] = (checkpoint_summary.folder, name, [manifest.files[file] for file in (name, *pieces)], pieces)
+    for rank, path in sorted(checkpoint_summary.ranks().items()):
         said = RankFile.of(path.name[path.name.index("rank_") :])
         assert said is not None
         found.setdefault(f"rank {rank}", (path.parent, path.name, [FileEntry(-1, said.checksum)], ()))
     return found
 
 
-def _pair(title: str, one: _PartFiles | None, other: _PartFiles | None) -> DiffSection:
+def _pair(title: str, part_files: _PartFiles | None, other: _PartFiles | None) -> DiffSection:
     section = DiffSection(title)
-    if one is None or other is None:
-        section.apart.append(ValueDifference("file", None if one is None else one[1], None if other is None else other[1]))
+    if part_files is None or other is None:
+        section.apart.append(ValueDifference("file", None if part_files is None else part_files[1], None if other is None else other[1]))
         return section
-    if one[2] == other[2]:
+    if part_files[2] == other[2]:
         return section
-    left, right = read_state_part(one[0], one[1], one[3]), read_state_part(other[0], other[1], other[3])
+    left, right = read_state_part(part_files[0], part_files[1], part_files[3]), read_state_part(other[0], other[1], other[3])
     section.compared = len(left[1])
     section.apart += compare_trees(left, right, _OWN_STAMP if title.startswith("rank ") else frozenset())
     return section
@@ -336,7 +336,7 @@ def _pair(title: str, one: _PartFiles | None, other: _PartFiles | None) -> DiffS
 def _files(a: Manifest, b: Manifest) -> DiffSection:
     """Files of the script's own hooks."""
     section = DiffSection("other files")
-    left, right = ({name: entry for name, entry in one.files.items() if name not in _known(one)} for one in (a, b))
+    left, right = ({name: entry for name, entry in item.files.items() if name not in _known(item)} for item in (a, b))
     for name in dict.fromkeys([*left, *right]):
         if left.get(name) != right.get(name):
             section.apart.append(ValueDifference(name, _entry(left.get(name)), _entry(right.get(name))))
@@ -362,7 +362,8 @@ def sections_as_data(sections: list[DiffSection]) -> dict[str, Any]:
     return {
         "equal": not any(section.apart for section in sections),
         "sections": [
-            {"title": one.title, "tensors": one.compared, "differences": [_as_data(apart) for apart in one.apart]} for one in sections
+            {"title": section.title, "tensors": section.compared, "differences": [_as_data(apart) for apart in section.apart]}
+            for section in sections
         ],
     }
 

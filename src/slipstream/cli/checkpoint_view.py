@@ -46,81 +46,86 @@ def describe_survey(found: FolderSurvey, *, verify: bool, advance: Callable[[int
         "folder": found.given,
         "latest": found.latest,
         "latest_is_missing": found.lost_latest,
-        "checkpoints": [_describe_entry(one, found, verify, advance) for one in found.checkpoints],
-        "others": [{"name": one.name, "why": one.why} for one in found.others],
+        "checkpoints": [_describe_entry(checkpoint, found, verify, advance) for checkpoint in found.checkpoints],
+        "others": [{"name": other.name, "why": other.why} for other in found.others],
         "leftovers": [
-            {"name": one.name, "of": one.of, "what": one.what, "size": one.size, "saving_now": one.alive or None} for one in found.leftovers
+            {"name": leftover.name, "of": leftover.of, "what": leftover.what, "size": leftover.size, "saving_now": leftover.alive or None}
+            for leftover in found.leftovers
         ],
     }
 
 
-def _describe_entry(one: CheckpointSummary, found: FolderSurvey, verify: bool, advance: Callable[[int], object]) -> dict[str, Any]:
-    manifest = one.manifest
+def _describe_entry(
+    checkpoint_summary: CheckpointSummary, found: FolderSurvey, verify: bool, advance: Callable[[int], object]
+) -> dict[str, Any]:
+    manifest = checkpoint_summary.manifest
     assert manifest is not None
-    wrong, ranks = _checked(one, verify, advance)
+    wrong, ranks = _checked(checkpoint_summary, verify, advance)
     return {
-        "name": one.name,
-        "path": str(one.folder),
+        "name": checkpoint_summary.name,
+        "path": str(checkpoint_summary.folder),
         "step": manifest.step,
         "created": manifest.created,
-        "size": one.size,
+        "size": checkpoint_summary.size,
         "processes": manifest.world,
         "ranks": ranks,
         "metric": manifest.metric,
         "whole": None if wrong is None else not wrong,
         "verified": verify,
         "problems": wrong or [],
-        "latest": found.latest == one.name,
-        "note": one.note,
+        "latest": found.latest == checkpoint_summary.name,
+        "note": checkpoint_summary.note,
     }
 
 
-def _checked(one: CheckpointSummary, verify: bool, advance: Callable[[int], object]) -> tuple[list[str] | None, list[int] | None]:
+def _checked(
+    checkpoint_summary: CheckpointSummary, verify: bool, advance: Callable[[int], object]
+) -> tuple[list[str] | None, list[int] | None]:
     """Problems (None: nobody looked), and the ranks whose own files are there."""
-    assert one.manifest is not None
-    if one.url is not None and not verify:
+    assert checkpoint_summary.manifest is not None
+    if checkpoint_summary.url is not None and not verify:
         return None, None
     try:
-        with open_readable(one) as local:
-            ranks = sorted({*one.manifest.ranks, *local.ranks()})
+        with open_readable(checkpoint_summary) as local:
+            ranks = sorted({*checkpoint_summary.manifest.ranks, *local.ranks()})
             return list(find_problems(local, advance)) if verify else size_problems(local), ranks
     except CheckpointError as error:
-        return [str(error)], sorted(one.manifest.ranks)
+        return [str(error)], sorted(checkpoint_summary.manifest.ranks)
 
 
 def survey_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[str]:
     """The lines for one folder."""
     yield f"{escape_control(data['folder'])}: {format_count(len(data['checkpoints']), 'checkpoint')}"
     if data["checkpoints"]:
-        rows = [_TITLES, *(_survey_row(one, now) for one in data["checkpoints"])]
+        rows = [_TITLES, *(_survey_row(entry, now) for entry in data["checkpoints"])]
         yield from (f"  {line}" for line in format_columns(rows, right=(1, 4, 5, 6)))
-    for one in data["checkpoints"]:
-        yield from (f"  {escape_control(one['name'])}: {escape_control(problem)}" for problem in one["problems"])
-        if one["note"]:
-            yield f"  {escape_control(one['name'])}: {escape_control(one['note'])}"
-        missing = None if one["ranks"] is None else one["processes"] - len(one["ranks"])
+    for entry in data["checkpoints"]:
+        yield from (f"  {escape_control(entry['name'])}: {escape_control(problem)}" for problem in entry["problems"])
+        if entry["note"]:
+            yield f"  {escape_control(entry['name'])}: {escape_control(entry['note'])}"
+        missing = None if entry["ranks"] is None else entry["processes"] - len(entry["ranks"])
         if missing:
-            yield f"  {escape_control(one['name'])}: the random state of {format_count(missing, 'process', 'processes')} is not in it"
+            yield f"  {escape_control(entry['name'])}: the random state of {format_count(missing, 'process', 'processes')} is not in it"
     if data["latest_is_missing"]:
         yield f"  `latest` says {escape_control(data['latest'])}, and there is no such checkpoint"
-    for one in data["leftovers"]:
-        state = f"being saved by {one['saving_now']}" if one["saving_now"] else f"{one['what']}; the next save there tidies it up"
-        yield f"  {escape_control(one['name'])} ({format_size(one['size'])}): {escape_control(state)}"
-    for one in data["others"]:
-        yield f"  no checkpoint: {escape_control(one['why'])}"
+    for entry in data["leftovers"]:
+        state = f"being saved by {entry['saving_now']}" if entry["saving_now"] else f"{entry['what']}; the next save there tidies it up"
+        yield f"  {escape_control(entry['name'])} ({format_size(entry['size'])}): {escape_control(state)}"
+    for entry in data["others"]:
+        yield f"  no checkpoint: {escape_control(entry['why'])}"
 
 
-def _survey_row(one: dict[str, Any], now: datetime.datetime) -> tuple[str, ...]:
-    whole = {None: "not checked", True: "yes" if one["verified"] else "sizes fit", False: "NO"}[one["whole"]]
-    metric, latest = format_number(one["metric"]), "latest" if one["latest"] else ""
-    step, created = f"{one['step']:,}", one["created"]
+def _survey_row(entry: dict[str, Any], now: datetime.datetime) -> tuple[str, ...]:
+    whole = {None: "not checked", True: "yes" if entry["verified"] else "sizes fit", False: "NO"}[entry["whole"]]
+    metric, latest = format_number(entry["metric"]), "latest" if entry["latest"] else ""
+    step, created = f"{entry['step']:,}", entry["created"]
     return (
-        one["name"],
+        entry["name"],
         step,
         format_time(created),
         format_age(created, now),
-        format_size(one["size"]),
-        str(one["processes"]),
+        format_size(entry["size"]),
+        str(entry["processes"]),
         metric,
         whole,
         latest,
@@ -130,31 +135,31 @@ def _survey_row(one: dict[str, Any], now: datetime.datetime) -> tuple[str, ...]:
 _MANY = 24
 
 
-def describe_checkpoint(one: CheckpointSummary, shown: str, *, tensors: bool) -> dict[str, Any]:
+def describe_checkpoint(checkpoint_summary: CheckpointSummary, shown: str, *, tensors: bool) -> dict[str, Any]:
     """All that is known of a checkpoint, as plain data; with `tensors`, every tensor too."""
-    manifest = one.manifest
+    manifest = checkpoint_summary.manifest
     assert manifest is not None
-    ranks = sorted({*manifest.ranks, *one.ranks()})
+    ranks = sorted({*manifest.ranks, *checkpoint_summary.ranks()})
     kinds = [kind.get("kind") for kind in _mappings(manifest.receipt.get("optimizers"))]
     optimizers = [
-        {"kind": kinds[place] if place < len(kinds) else None, **_part(one, name, tensors, _groups)}
+        {"kind": kinds[place] if place < len(kinds) else None, **_part(checkpoint_summary, name, tensors, _groups)}
         for place, name in enumerate(manifest.optimizers)
     ]
     return {
         "folder": shown,
         **_facts(manifest),
-        "size": one.size,
+        "size": checkpoint_summary.size,
         "files": {name: entry.size for name, entry in manifest.files.items()},
-        "problems": size_problems(one),
+        "problems": size_problems(checkpoint_summary),
         "receipt": dict(manifest.receipt),
-        "models": [_model(one, model, tensors) for model in manifest.models],
+        "models": [_model(checkpoint_summary, model, tensors) for model in manifest.models],
         "optimizers": optimizers,
-        "training": None if manifest.training is None else _part(one, manifest.training, tensors, _keys),
-        "objects": [_part(one, name, tensors, _keys) for name in manifest.objects],
+        "training": None if manifest.training is None else _part(checkpoint_summary, manifest.training, tensors, _keys),
+        "objects": [_part(checkpoint_summary, name, tensors, _keys) for name in manifest.objects],
         "ranks": ranks,
         "ranks_missing": max(0, manifest.world - len(ranks)),
         "other_files": sorted(set(manifest.files) - set(_named(manifest))),
-        "note": one.note,
+        "note": checkpoint_summary.note,
     }
 
 
@@ -170,20 +175,20 @@ def _named(manifest: Manifest) -> Iterator[str]:
     yield from (*manifest.optimizers, *manifest.objects, *manifest.ranks.values(), *([manifest.training] if manifest.training else []))
 
 
-def _model(one: CheckpointSummary, model: ModelEntry, tensors: bool) -> dict[str, Any]:
+def _model(checkpoint_summary: CheckpointSummary, model: ModelEntry, tensors: bool) -> dict[str, Any]:
     files = [*model.files, *model.pieces]
     known = {"number": model.number, "kind": model.kind, "files": files, "aliases": dict(model.aliases), "extra": model.extra}
     try:
-        stored = read_model_tensors(one.folder, model)
+        stored = read_model_tensors(checkpoint_summary.folder, model)
     except CheckpointError as error:
         return {**known, "problem": str(error)}
     return {**known, **_counted(stored.values(), tensors)}
 
 
-def _part(one: CheckpointSummary, name: str, tensors: bool, more: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+def _part(checkpoint_summary: CheckpointSummary, name: str, tensors: bool, more: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     try:
-        assert one.manifest is not None
-        tree, stored = read_state_part(one.folder, name, one.manifest.pieces.get(name, ()))
+        assert checkpoint_summary.manifest is not None
+        tree, stored = read_state_part(checkpoint_summary.folder, name, checkpoint_summary.manifest.pieces.get(name, ()))
     except CheckpointError as error:
         return {"file": name, "problem": str(error)}
     return {"file": name, **more(tree), **_counted(stored.values(), tensors)}
@@ -194,11 +199,13 @@ def _counted(stored: Iterable[StoredTensor], listed: bool) -> dict[str, Any]:
     dtypes: dict[str, int] = {}
     tensors = elements = held = 0
     rows = []
-    for one in stored:
-        inside = math.prod(one.entry.shape)
-        tensors, elements, held = tensors + 1, elements + inside, held + one.size
-        dtypes[one.entry.dtype] = dtypes.get(one.entry.dtype, 0) + inside
-        rows.append({"name": one.entry.name, "dtype": one.entry.dtype, "shape": list(one.entry.shape), "file": ", ".join(one.files)})
+    for entry in stored:
+        inside = math.prod(entry.entry.shape)
+        tensors, elements, held = tensors + 1, elements + inside, held + entry.size
+        dtypes[entry.entry.dtype] = dtypes.get(entry.entry.dtype, 0) + inside
+        rows.append(
+            {"name": entry.entry.name, "dtype": entry.entry.dtype, "shape": list(entry.entry.shape), "file": ", ".join(entry.files)}
+        )
     return {"tensors": tensors, "elements": elements, "bytes": held, "dtypes": dtypes, **({"tensor_list": rows} if listed else {})}
 
 
@@ -220,7 +227,7 @@ def _keys(tree: Any) -> dict[str, Any]:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 # -- as text ------------------------------------------------------------------------------------------------------------
@@ -252,16 +259,16 @@ def checkpoint_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[s
         if len(model["aliases"]) > _MANY:
             yield f"  ... and {format_count(len(model['aliases']) - _MANY, 'more tied name')}"
         yield from _tensors(model)
-    for place, one in enumerate(data["optimizers"]):
-        rates = ", ".join(shorten(rate) for rate in one.get("learning_rates", []))
-        inside = f", {format_count(one['groups'], 'group')}, learning rate {rates}" if rates else ""
-        yield f"optimizer {place} ({escape_control(one['kind'] or 'kind unknown')}): {_content(one)}{inside}"
-        yield from _tensors(one)
-    for title, one in [("training", data["training"]), *((f"object {place}", one) for place, one in enumerate(data["objects"]))]:
-        if one is not None:
-            held = f": {', '.join(escape_control(key) for key in one['keys'][:_MANY])}" if one.get("keys") else ""
-            yield f"{title} ({escape_control(one['file'])}, {_content(one)}){held}"
-            yield from _tensors(one)
+    for place, entry in enumerate(data["optimizers"]):
+        rates = ", ".join(shorten(rate) for rate in entry.get("learning_rates", []))
+        inside = f", {format_count(entry['groups'], 'group')}, learning rate {rates}" if rates else ""
+        yield f"optimizer {place} ({escape_control(entry['kind'] or 'kind unknown')}): {_content(entry)}{inside}"
+        yield from _tensors(entry)
+    for title, entry in [("training", data["training"]), *((f"object {place}", entry) for place, entry in enumerate(data["objects"]))]:
+        if entry is not None:
+            held = f": {', '.join(escape_control(key) for key in entry['keys'][:_MANY])}" if entry.get("keys") else ""
+            yield f"{title} ({escape_control(entry['file'])}, {_content(entry)}){held}"
+            yield from _tensors(entry)
     for name in data["other_files"]:
         yield f"file {escape_control(name)}: {format_size(data['files'][name])}"
 
@@ -276,25 +283,25 @@ def _ranks(data: dict[str, Any]) -> str:
     return f"of rank {there or 'none'}" + (f"; those of {format_count(missing, 'process', 'processes')} are not in it" if missing else "")
 
 
-def _content(one: dict[str, Any], elements: str = "elements") -> str:
-    if "problem" in one:
-        return escape_control(one["problem"])
-    if not one["tensors"]:
+def _content(entry: dict[str, Any], elements: str = "elements") -> str:
+    if "problem" in entry:
+        return escape_control(entry["problem"])
+    if not entry["tensors"]:
         return "no tensors"
-    dtypes = ", ".join(sorted(one["dtypes"]))
-    return f"{format_count(one['tensors'], 'tensor')}, {one['elements']:,} {elements} ({dtypes}), {format_size(one['bytes'])}"
+    dtypes = ", ".join(sorted(entry["dtypes"]))
+    return f"{format_count(entry['tensors'], 'tensor')}, {entry['elements']:,} {elements} ({dtypes}), {format_size(entry['bytes'])}"
 
 
-def _tensors(one: dict[str, Any]) -> Iterator[str]:
-    for tensor in one.get("tensor_list", ()):
+def _tensors(entry: dict[str, Any]) -> Iterator[str]:
+    for tensor in entry.get("tensor_list", ()):
         yield f"  {tensor['dtype']:<8} {tensor['shape']!s:<20} {escape_control(tensor['name'])}"
 
 
 def _nested(value: Mapping[str, Any]) -> Iterator[str]:
     for name, held in value.items():
-        if isinstance(held, list) and any(isinstance(one, dict) for one in held):
-            for place, one in enumerate(held[:_MANY]):
-                yield f"{escape_control(name)}[{place}]  {_inline(one)}"
+        if isinstance(held, list) and any(isinstance(entry, dict) for entry in held):
+            for place, entry in enumerate(held[:_MANY]):
+                yield f"{escape_control(name)}[{place}]  {_inline(entry)}"
         else:
             yield f"{escape_control(name):<28} {_inline(held)}"
 

@@ -184,7 +184,7 @@ def join_meeting(address: str, port: int, me: MachineInfo, *, seconds: float, cl
         line.send({"skew": skew, "round_trip": round_trip})
         answer = line.receive(max(deadline - time.monotonic(), 0.0) + seconds + _PATIENCE)
         return MeetingResult(
-            machines=tuple(_parse_machine(one) for one in answer["machines"]), problems=tuple(map(str, answer["problems"]))
+            machines=tuple(_parse_machine(entry) for entry in answer["machines"]), problems=tuple(map(str, answer["problems"]))
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{address} port {port} answered, but not as machine 0 of this command does: {error}"

@@ -397,8 +397,8 @@ def _check_interface(facts: MachineFacts) -> DoctorFinding:
         return _chosen_interface(facts, facts.chosen_interface)
     if facts.num_machines == 1:
         return DoctorFinding("interface", "ok", "the loopback interface; one machine needs no other")
-    found = next((one for one in facts.interfaces if one.name == facts.route_interface), None)
-    others = [one.name for one in facts.interfaces if one.up and one.addresses and not one.loopback]
+    found = next((interface for interface in facts.interfaces if interface.name == facts.route_interface), None)
+    others = [interface.name for interface in facts.interfaces if interface.up and interface.addresses and not interface.loopback]
     remedy = f"export GLOO_SOCKET_IFNAME={others[0]} on this machine" if others else "connect this machine to the network of the others"
     if found is None:
         return DoctorFinding("interface", "error", f"no interface leads from here to {facts.main_process_ip}", remedy)
@@ -410,13 +410,15 @@ def _check_interface(facts: MachineFacts) -> DoctorFinding:
 
 
 def _chosen_interface(facts: MachineFacts, name: str) -> DoctorFinding:
-    wanted: list[Interface | None] = [next((one for one in facts.interfaces if one.name == part), None) for part in name.split(",")]
-    if any(one is None for one in wanted):
-        known = ", ".join(one.name for one in facts.interfaces)
+    wanted: list[Interface | None] = [
+        next((interface for interface in facts.interfaces if interface.name == part), None) for part in name.split(",")
+    ]
+    if any(entry is None for entry in wanted):
+        known = ", ".join(interface.name for interface in facts.interfaces)
         return DoctorFinding(
             "interface", "error", f"GLOO_SOCKET_IFNAME={name} names an interface that is not here", f"write one of: {known}"
         )
-    if not all(one.up for one in wanted if one):
+    if not all(entry.up for entry in wanted if entry):
         return DoctorFinding("interface", "error", f"GLOO_SOCKET_IFNAME={name}, and that interface is down", f"ip link set {name} up")
     return DoctorFinding("interface", "ok", f"gloo takes {name}, from GLOO_SOCKET_IFNAME")
 
@@ -531,7 +533,7 @@ def _check_devices(facts: MachineFacts) -> DoctorFinding:
             f"{text} that torch can use, for {_processes(facts)}: several would share one",
             f"--num_processes {len(facts.device_memory) * facts.num_machines}, or --cpu",
         )
-    free = ", ".join("unknown" if one.free is None else convert_bytes(one.free) for one in facts.device_memory)
+    free = ", ".join("unknown" if entry.free is None else convert_bytes(entry.free) for entry in facts.device_memory)
     return DoctorFinding("devices", "ok", f"{text}; free: {free}")
 
 

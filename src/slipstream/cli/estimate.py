@@ -50,7 +50,7 @@ class _Several(click.Option):
 def _names_types(word: str) -> bool:
     """Whether a word that follows a type is one more: a type, or nearly one; what follows may be the model."""
     try:
-        return bool([parse_weight_dtype(one) for one in word.split(",")])
+        return bool([parse_weight_dtype(entry) for entry in word.split(",")])
     except ConfigError:
         return False
 

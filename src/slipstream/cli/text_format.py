@@ -27,7 +27,7 @@ def escape_control(value: object) -> str:
     'model\\x1b[2J'
     """
     text = str(value)
-    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    return text if text.isprintable() else "".join(entry if entry.isprintable() else repr(entry)[1:-1] for entry in text)
 
 
 def shorten(value: object, longest: int = 60) -> str:
@@ -61,13 +61,13 @@ def format_size(count: int) -> str:
     return convert_bytes(count)
 
 
-def format_count(number: int, one: str, many: str | None = None) -> str:
+def format_count(number: int, text: str, many: str | None = None) -> str:
     """A number of things.
 
     >>> format_count(1, "file"), format_count(1200, "file"), format_count(2, "entry", "entries")
     ('1 file', '1,200 files', '2 entries')
     """
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {text if number == 1 else many or text + 's'}"
 
 
 def format_number(value: float | None) -> str:

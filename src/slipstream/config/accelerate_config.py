@@ -170,8 +170,8 @@ def _unavailable(what: str, name: str, path: str) -> ConfigError:
     return not_available(f"{what} (in {path})", feature)
 
 
-def _contradiction_error(path: str, one: str, other: str, advice: str) -> ConfigError:
-    return ConfigError(f"{one} contradicts {other} (both from {path}).\n{advice}")
+def _contradiction_error(path: str, text: str, other: str, advice: str) -> ConfigError:
+    return ConfigError(f"{text} contradicts {other} (both from {path}).\n{advice}")
 
 
 def _as_word(raw: Any) -> str:

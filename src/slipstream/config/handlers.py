@@ -22,11 +22,13 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """A deep copy of all fields."""
-        return {one.name: copy.deepcopy(getattr(self, one.name)) for one in fields(self)}
+        return {field_.name: copy.deepcopy(getattr(self, field_.name)) for field_ in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
-        usual = {one.name: one.default_factory() if one.default_factory is not MISSING else one.default for one in fields(self)}
+        usual = {
+            field_.name: field_.default_factory() if field_.default_factory is not MISSING else field_.default for field_ in fields(self)
+        }
         return {name: value for name, value in self.to_dict().items() if value != usual[name]}
 
 

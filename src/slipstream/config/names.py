@@ -40,7 +40,7 @@ class Feature:
     instead: str
 
     def claims(self, name: str) -> bool:
-        return any(name.startswith(one[:-1]) if one.endswith("*") else name == one for one in self.names)
+        return any(name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in self.names)
 
 
 _PLAIN: Final = "Leave it out: the processes then train replicas of the model."
@@ -157,12 +157,12 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     import difflib  # only here: names are right most of the time
 
     typed = _normalized(name)
-    scores = {one: difflib.SequenceMatcher(None, typed, _normalized(one)).ratio() for one in known}
+    scores = {entry: difflib.SequenceMatcher(None, typed, _normalized(entry)).ratio() for entry in known}
     best = max(scores.values(), default=0.0)
-    close = [one for one, score in scores.items() if score >= max(0.6, best - 0.1)]
+    close = [entry for entry, score in scores.items() if score >= max(0.6, best - 0.1)]
     if not close and len(typed) >= 3:
-        close = [one for one in scores if typed in _normalized(one)]
-    return sorted(close, key=lambda one: -scores[one])[:3]
+        close = [score for score in scores if typed in _normalized(score)]
+    return sorted(close, key=lambda entry: -scores[entry])[:3]
 
 
 def _normalized(name: str) -> str:
@@ -179,8 +179,8 @@ def unknown_name(name: str, origin: Origin, also: Iterable[str] = ()) -> ConfigE
         return not_available(place, feature)
     if bare in OPTIONS and not OPTIONS[bare].in_file:
         return ConfigError(f"{place} cannot be used here: it belongs to one command line.\nWrite it as a flag: --{bare}")
-    candidates = _candidates(origin.kind) | {one: one for one in also}
-    near = [candidates[one] for one in ([_ELSEWHERE[bare]] if bare in _ELSEWHERE else nearest(bare, candidates))]
+    candidates = _candidates(origin.kind) | {entry: entry for entry in also}
+    near = [candidates[entry] for entry in ([_ELSEWHERE[bare]] if bare in _ELSEWHERE else nearest(bare, candidates))]
     hint = f"Did you mean {' or '.join(near)}?" if near else _where_listed(origin.kind)
     return ConfigError(f"{place} is not an option of Slipstream.\n{hint}")
 
@@ -199,10 +199,10 @@ def _candidates(kind: Kind) -> dict[str, str]:
     """What a misspelt name may have meant, as it is compared, and how to write it in this kind of source."""
     options = OPTIONS.values()
     if kind == "environment":
-        return {one.removeprefix("SLIPSTREAM_").lower(): one for one in variable_names()}
+        return {name.removeprefix("SLIPSTREAM_").lower(): name for name in variable_names()}
     if kind == "flag":
-        return {flag.lstrip("-"): flag for one in options for flag in (flag_names(one)[0], *negative_flag_names(one)[:1])}
-    return {one.name: one.name for one in options if one.in_file}
+        return {flag.lstrip("-"): flag for option in options for flag in (flag_names(option)[0], *negative_flag_names(option)[:1])}
+    return {option.name: option.name for option in options if option.in_file}
 
 
 def _where_listed(kind: Kind) -> str:

@@ -85,9 +85,9 @@ def redact_values(name: str, value: Any) -> Any:
     {'lr': 0.1, 'hub': {'token': '[redacted]', 'tokenizer': 'mine'}, 'sizes': [1, 2]}
     """
     if isinstance(value, Mapping):
-        return {key: redact_values(f"{name}.{key}", one) for key, one in value.items()}
+        return {key: redact_values(f"{name}.{key}", entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [redact_values(name, one) for one in value]
+        return [redact_values(name, entry) for entry in value]
     return redact(name, value) if isinstance(value, str) else value
 
 
@@ -125,7 +125,7 @@ def _looks_random(word: str) -> bool:
     if word.startswith("/") and _entropy(word) < 4.6:  # a path
         return False
     kinds = [_kind(character) for character in word]
-    changes = sum(one != other for one, other in zip(kinds, kinds[1:], strict=False))
+    changes = sum(kind != other for kind, other in zip(kinds, kinds[1:], strict=False))
     return len(set(kinds) - {"other"}) >= 2 and changes >= 0.3 * len(word) and _entropy(word) >= 3.2
 
 

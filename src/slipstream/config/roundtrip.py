@@ -58,10 +58,10 @@ def pass_through_sources(option: Option, value: Value, folder: Path) -> dict[str
     given: dict[str, Value] = {**REQUIRED_WITH.get(option.name, {}), option.name: value}
     configs = {
         "constructor": resolve(constructor=given, environ={}),
-        "flag": resolve(flags={name: as_text(one) for name, one in given.items()}, environ={}),
+        "flag": resolve(flags={name: as_text(entry) for name, entry in given.items()}, environ={}),
     }
     if option.variable:
-        configs["environment"] = resolve(environ={f"SLIPSTREAM_{name.upper()}": as_text(one) for name, one in given.items()})
+        configs["environment"] = resolve(environ={f"SLIPSTREAM_{name.upper()}": as_text(entry) for name, entry in given.items()})
     if option.in_file:
         path = write_file(folder / f"{option.name}.yaml", given, overwrite=True)
         configs["file"] = resolve(config_file=path, environ={})

@@ -335,7 +335,7 @@ SECTIONS: Final[Mapping[str, type[Device] | type[Launch] | type[Compute] | type[
 
 def _options_of(section: str, declared: type) -> list[Option]:
     hints = get_type_hints(declared)
-    return [from_field(one.name, section, hints[one.name], one.default, one.metadata["option"]) for one in fields(declared)]
+    return [from_field(field_.name, section, hints[field_.name], field_.default, field_.metadata["option"]) for field_ in fields(declared)]
 
 
 OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(

@@ -254,15 +254,15 @@ def check_position(state: Any, *, kind: str, length: int | None, stride: int, ex
     """Raises a `ConfigError` unless this is a position of such a loader; `name` is that of its dataset, `length` that of a whole pass."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"a {type(state).__name__} is no state of a prepared loader: pass what its state_dict() gave")
-    missing = [one for one in _NUMBER_KEYS if one not in state]
+    missing = [entry for entry in _NUMBER_KEYS if entry not in state]
     if missing:
         raise ConfigError(f"this is no state of a prepared loader: it has no {', '.join(missing)}; pass what its state_dict() gave")
-    for one in (*_NUMBER_KEYS, *_FLAG_KEYS, "batch"):
-        value = state.get(one, 0)
-        largest = 2**64 if one == "seed" else _MAX_NUMBER
+    for entry in (*_NUMBER_KEYS, *_FLAG_KEYS, "batch"):
+        value = state.get(entry, 0)
+        largest = 2**64 if entry == "seed" else _MAX_NUMBER
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < largest:
             raise ConfigError(
-                f"the state of a loader of {name} has {one}={value!r}: it is a whole number from 0 (and below {largest}), so this state "
+                f"the state of a loader of {name} has {entry}={value!r}: it is a whole number from 0 (and below {largest}), so this state "
                 "was changed or damaged; pass what its state_dict() gave"
             )
     saved = state.get("kind", kind)
@@ -273,7 +273,7 @@ def check_position(state: Any, *, kind: str, length: int | None, stride: int, ex
             "else: load it "
             "into the loader that it was saved of (prepare the same loaders in the same order)"
         )
-    unknown = sorted(str(one) for one in set(state) - _KNOWN_KEYS - set(extras))
+    unknown = sorted(str(extra) for extra in set(state) - _KNOWN_KEYS - set(extras))
     if unknown:
         raise ConfigError(f"the state of a loader of {name} has {', '.join(unknown)[:200]}, which such a loader does not know")
     _check_length(state, length, stride, name)
@@ -300,7 +300,7 @@ def read_position(state: Mapping[str, Any], *, length: int | None, name: str) ->
             f"a loader of {name} had {before} samples (or batches) when its position was saved, and has {length} now: a shuffled order is "
             "another one, so in this epoch some samples may come twice and others never."
         )
-    extra = {one: value for one, value in state.items() if one not in _KNOWN_KEYS}
+    extra = {entry: value for entry, value in state.items() if entry not in _KNOWN_KEYS}
     left, ended, interrupted, untrained = (bool(state.get(flag, 0)) for flag in _FLAG_KEYS)
     return LoadedPosition(state["epoch"], state["batches"], state["samples"], left, ended, extra, interrupted, untrained)
 

@@ -154,7 +154,7 @@ def _describe_sampler(sampler: Any, dataset: Any) -> list[Any]:
     if _is_sequence(sampler):
         return ["listed", _hex_digest(sampler)]
     keeper = SamplerState(sampler, dataset)
-    return [[type(one).__qualname__, sorted(keeper.prints(one).items(), key=str)] for one in keeper.samplers] or [
+    return [[type(sampler).__qualname__, sorted(keeper.prints(sampler).items(), key=str)] for sampler in keeper.samplers] or [
         type(sampler).__qualname__
     ]
 
@@ -169,7 +169,7 @@ def _describe_selection(dataset: Any) -> list[Any]:
 
 
 def _hex_digest(values: Any) -> str:
-    if isinstance(values, (list, tuple, range)) and (isinstance(values, range) or all(type(one) is int for one in values)):
+    if isinstance(values, (list, tuple, range)) and (isinstance(values, range) or all(type(value) is int for value in values)):
         values = numpy.asarray(values, numpy.int64)
     return fingerprint([values]).hex()
 
@@ -203,12 +203,12 @@ def open_agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Call
     name = type(loader.original.dataset).__name__
     told = agree_or_raise(place.channel(), place.limits, found, operation="begin of a pass", condition=f"over a loader of {name}")
     for column, complaint in enumerate(_MISMATCH_MESSAGES):
-        values = [one[column] for one in told]
+        values = [entry[column] for entry in told]
         if len(set(values)) > 1:
             spelled = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values) if not isinstance(value, bytes))
             raise MismatchError(complaint.format(name=name, values=spelled, rank=place.rank))
-    lines = [one[-1] for one in told]
-    if first_time and len({one[-2] for one in told}) > 1:
+    lines = [entry[-1] for entry in told]
+    if first_time and len({entry[-2] for entry in told}) > 1:
         _warn_once("samples", _DIFFERENT_SAMPLES_MESSAGE.format(name=name), lines[0])
     if len(set(lines)) > 1:
         spelled = ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
@@ -242,7 +242,7 @@ def _digest_beginning(order: SampleOrder | Iterator[Any], start: int, block: int
 
 
 def _digest_values(values: Any) -> bytes:
-    if isinstance(values, (list, range)) and (isinstance(values, range) or all(type(one) is int for one in values)):
+    if isinstance(values, (list, range)) and (isinstance(values, range) or all(type(value) is int for value in values)):
         values = numpy.asarray(values)
     return fingerprint([values])
 
@@ -268,7 +268,7 @@ def _collect_samples(dataset: Any, selected: list[Any], samples: list[Any]) -> N
         for part in dataset.datasets[:_MAX_PARTS]:
             _collect_samples(part, selected, samples)
     elif type(dataset) is TensorDataset:
-        samples.extend(one[place] for one in dataset.tensors for place in (0, -1) if len(one))
+        samples.extend(tensor[place] for tensor in dataset.tensors for place in (0, -1) if len(tensor))
     elif type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "with_format") and len(dataset):
         stored = dataset.with_format(None)  # what is stored, without transforms
         samples.extend(_plain_sample(stored[place]) for place in (0, len(dataset) - 1))

@@ -410,7 +410,7 @@ class PreparedLoader(DataLoader[Any]):
         turn = passes[0] if passes else clock.left or self._read_ahead()
         if turn is None:
             return {"epoch": clock.next, "batches": 0, "samples": 0, "left": 0, "ended": 0, **rest, **self._place_state(None, 0)}
-        left = turn is clock.left or self.gradient_state.is_inside(lambda one: one._clock is clock)
+        left = turn is clock.left or self.gradient_state.is_inside(lambda entry: entry._clock is clock)
         ended = turn.ended and turn.done == turn.handed
         batches = turn.begun_at + turn.done
         samples = self._moved(turn)

@@ -432,10 +432,10 @@ class MapLoader(PreparedLoader):
             return
         channel = None if place.world_size == 1 else place.channel()
         while True:
-            one: Any = None
+            entry: Any = None
             try:
-                one = next(handed, None)
-                own: Any = 0 if one is None else count_samples(one[0])
+                entry = next(handed, None)
+                own: Any = 0 if entry is None else count_samples(entry[0])
             except Exception as error:  # handed on: every rank raises
                 own = error
             if channel is None:
@@ -445,9 +445,9 @@ class MapLoader(PreparedLoader):
             else:
                 name = f"batch {step} of pass {epoch} over {type(self.original.dataset).__name__}"
                 given = tuple(agree_or_raise(channel, place.limits, own, operation="next batch", condition=name))
-            if one is None:
+            if entry is None:
                 return
-            batch, dealt, end, left = one
+            batch, dealt, end, left = entry
             self._nominal = self._nominal or given[0]
             counted = [1] * len(given) if dealt is None else dealt.real
             real = tuple(size if counts else 0 for size, counts in zip(given, counted, strict=True))

@@ -212,7 +212,7 @@ class _CurrentResultOrder:
     @property
     def total(self) -> int:
         """Both totals in one number: the ranks have to agree on both."""
-        whole, batch = (0 if one is None else one.total for one in (self.whole, self.batch))
+        whole, batch = (0 if entry is None else entry.total for entry in (self.whole, self.batch))
         return (whole << 24) + batch
 
     @property
@@ -329,12 +329,12 @@ def gather_per_sample_lists(
     link = channel()
     found: _SampleLists = {}
     _find_sample_lists(data, (), found, [counts[link.rank] for counts in handed])
-    told = [dict(one) for one in agree_or_raise(link, limits, list(found.items()), operation="gather_for_metrics")]
+    told = [dict(entry) for entry in agree_or_raise(link, limits, list(found.items()), operation="gather_for_metrics")]
     site = call_site()
     listed: set[_TreePath] = set()
     for path in sorted(found, key=len):
         inside = any(path[: len(outer)] == outer for outer in listed)
-        if not inside and all(path in one for one in told) and _is_per_sample(path, told, handed, (site, path) in state.listed):
+        if not inside and all(path in entry for entry in told) and _is_per_sample(path, told, handed, (site, path) in state.listed):
             listed.add(path)
             state.listed.add((site, path))
     return gather(_mark_entries(data, (), listed) if listed else data)
@@ -365,8 +365,8 @@ def _looks_like_batches(entries: list[Any]) -> bool:
 
 
 def _is_per_sample(path: _TreePath, told: list[_SampleLists], handed: list[list[int]], before: bool) -> bool:
-    fitting = [place for place in range(len(handed)) if all(place in one[path][0] for one in told)]
-    certain = before or not all(one[path][1] for one in told)
+    fitting = [place for place in range(len(handed)) if all(place in entry[path][0] for entry in told)]
+    certain = before or not all(entry[path][1] for entry in told)
     return any(certain or len(set(handed[place])) > 1 for place in fitting)
 
 

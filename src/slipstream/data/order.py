@@ -60,7 +60,7 @@ def draw_order(
     if kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         count = len(sampler.data_source)
         return _ArrayOrder(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
-    holders = [one for one in list_samplers(sampler) if _has_generator(one)]
+    holders = [entry for entry in list_samplers(sampler) if _has_generator(entry)]
     if known_length(sampler) is None:
         return _begin_order(sampler, _GeneratorScope(holders, generator_seed, process_too=True), block, record, begun, stop)
     if len(sampler) > _MAX_LISTED and kind == "RandomSampler":
@@ -83,8 +83,8 @@ def torch_sampler_kind(sampler: Any) -> str | None:
     ('SequentialSampler', None)
     """
     bases = type(sampler).__mro__
-    iterates = next((one for one in bases if "__iter__" in vars(one)), object)
-    counts = next((one for one in bases if "__len__" in vars(one)), object)
+    iterates = next((base for base in bases if "__iter__" in vars(base)), object)
+    counts = next((base for base in bases if "__len__" in vars(base)), object)
     own = (
         iterates.__module__ in _TORCH_SAMPLER_MODULES
         and counts.__module__ in _TORCH_SAMPLER_MODULES
@@ -96,7 +96,7 @@ def torch_sampler_kind(sampler: Any) -> str | None:
 def list_samplers(sampler: Any) -> list[Any]:
     """A sampler, batch sampler or loader and the samplers inside it, outermost first."""
     found: list[Any] = []
-    while sampler is not None and not any(sampler is one for one in found):
+    while sampler is not None and not any(sampler is entry for entry in found):
         found.append(sampler)
         sampler = _inner_sampler(sampler)
     return found
@@ -109,20 +109,21 @@ def _inner_sampler(holder: Any) -> Any:
 
 def announce_epoch(objects: Iterable[Any], epoch: int) -> None:
     """Tells the epoch to those that want to know it."""
-    for one in objects:
-        tell = getattr(one, "set_epoch", None)
+    for thing in objects:
+        tell = getattr(thing, "set_epoch", None)
         if callable(tell):
             tell(epoch)
 
 
 def refuse_distributed_sampler(loader: Any) -> None:
     """A `DistributedSampler` shares out what is shared out here already."""
-    for one in list_samplers(loader):
-        if isinstance(one, DistributedSampler):
+    for sampler in list_samplers(loader):
+        if isinstance(sampler, DistributedSampler):
             raise ConfigError(
-                f"the DataLoader given to prepare has a {type(one).__name__} (for {one.num_replicas} processes): prepare shares the data "
+                f"the DataLoader given to prepare has a {type(sampler).__name__} (for {sampler.num_replicas} processes): prepare shares "
+                "the data "
                 f"between the processes itself, so each would read a part of a part. Write DataLoader(dataset, batch_size=..., "
-                f"shuffle={one.shuffle}) without the sampler; set_epoch works on the prepared loader."
+                f"shuffle={sampler.shuffle}) without the sampler; set_epoch works on the prepared loader."
             )
 
 
@@ -207,21 +208,21 @@ class _GeneratorScope:
     def __init__(self, holders: Sequence[Any], seed: int, *, process_too: bool = False) -> None:
         self.holders = holders
         self.ours = [
-            _generator_like(one.generator, derive_seed(seed, position) if position else seed) for position, one in enumerate(holders)
+            _generator_like(holder.generator, derive_seed(seed, position) if position else seed) for position, holder in enumerate(holders)
         ]
         self.theirs: list[Any] = []
         self.process: AbstractContextManager[None] = RandomStateScope(seed) if process_too else nullcontext()
 
     def __enter__(self) -> None:
-        self.theirs = [one.generator for one in self.holders]
-        for one, generator in zip(self.holders, self.ours, strict=True):
-            one.generator = generator
+        self.theirs = [holder.generator for holder in self.holders]
+        for holder, generator in zip(self.holders, self.ours, strict=True):
+            holder.generator = generator
         self.process.__enter__()
 
     def __exit__(self, *details: object) -> None:
         self.process.__exit__(None, None, None)
-        for one, generator in zip(self.holders, self.theirs, strict=True):
-            one.generator = generator
+        for holder, generator in zip(self.holders, self.theirs, strict=True):
+            holder.generator = generator
 
 
 def _torch_generator(seed: int, device: Any = None) -> torch.Generator:

@@ -521,8 +521,8 @@ def _has_rows(part: Any, rows: int) -> bool:
     if isinstance(part, (torch.Tensor, numpy.ndarray)):
         return bool(part.ndim) and part.shape[0] == rows
     if isinstance(part, (list, tuple)) and not pytree.is_namedtuple(part):
-        return len(part) == rows or (not is_items(part) and all(_has_rows(one, rows) for one in part))
-    return not pytree.is_node(part) or all(_has_rows(one, rows) for _, one in pytree.children(part))
+        return len(part) == rows or (not is_items(part) and all(_has_rows(entry, rows) for entry in part))
+    return not pytree.is_node(part) or all(_has_rows(child, rows) for _, child in pytree.children(part))
 
 
 def _check_rows(leaf: Any, length: int, rows: int) -> Any:

@@ -54,7 +54,7 @@ class SamplerState:
         self.units = units
         self._dataset = dataset
         self.samplers = _all_samplers(units)
-        self._initial = [None if _is_stateful(one) else self.prints(one) for one in self.samplers]
+        self._initial = [None if _is_stateful(sampler) else self.prints(sampler) for sampler in self.samplers]
 
     @property
     def stateful(self) -> bool:
@@ -63,7 +63,7 @@ class SamplerState:
 
     def snapshot(self) -> list[dict[str, Any]]:
         """The state of each sampler, outermost first: all of it, as it may change in any way from here on."""
-        return [self._snapshot(one) for one in self.samplers]
+        return [self._snapshot(sampler) for sampler in self.samplers]
 
     def _snapshot(self, sampler: Any) -> dict[str, Any]:
         name = type(sampler).__qualname__
@@ -75,12 +75,12 @@ class SamplerState:
     def told(self, snapshot: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
         """What is saved of a snapshot: attributes that are not as they were made, or not as they are in another snapshot."""
         found = []
-        for place, one in enumerate(snapshot):
-            saved = {key: value for key, value in one.items() if key != "prints"}
-            if "attributes" in one:
+        for place, entry in enumerate(snapshot):
+            saved = {key: value for key, value in entry.items() if key != "prints"}
+            if "attributes" in entry:
                 apart = [self._initial[place] or {}, *([other[place].get("prints", {})] if other is not None else [])]
-                kept = {name for name, value in one["prints"].items() if value is None or any(value != each.get(name) for each in apart)}
-                saved["attributes"] = {name: value for name, value in one["attributes"].items() if name in kept}
+                kept = {name for name, value in entry["prints"].items() if value is None or any(value != each.get(name) for each in apart)}
+                saved["attributes"] = {name: value for name, value in entry["attributes"].items() if name in kept}
             found.append(saved)
         return found
 
@@ -99,29 +99,31 @@ class SamplerState:
     def check(self, snapshot: Any) -> None:
         """Raises unless this is a state of samplers like these; changes nothing."""
         fits = isinstance(snapshot, list) and len(snapshot) == len(self.samplers)
-        for one, saved in zip(self.samplers, snapshot if fits else [], strict=False):
-            fits = fits and isinstance(saved, Mapping) and saved.get("type") == type(one).__qualname__
-            fits = fits and ("state" in saved) == _is_stateful(one) and isinstance(saved.get("attributes", {}), Mapping)
+        for sampler, saved in zip(self.samplers, snapshot if fits else [], strict=False):
+            fits = fits and isinstance(saved, Mapping) and saved.get("type") == type(sampler).__qualname__
+            fits = fits and ("state" in saved) == _is_stateful(sampler) and isinstance(saved.get("attributes", {}), Mapping)
         if not fits:
-            here = ", ".join(type(one).__qualname__ for one in self.samplers)
+            here = ", ".join(type(sampler).__qualname__ for sampler in self.samplers)
             there = (
-                [str(one.get("type")) if isinstance(one, Mapping) else str(one) for one in snapshot] if isinstance(snapshot, list) else []
+                [str(entry.get("type")) if isinstance(entry, Mapping) else str(entry) for entry in snapshot]
+                if isinstance(snapshot, list)
+                else []
             )
             raise ConfigError(
                 f"the state of a loader was saved with other samplers ({', '.join(there)[:200] or type(snapshot).__name__}) than it has "
                 f"now ({here}): prepare the loader with the same sampler"
             )
-        for one, saved in zip(self.samplers, snapshot, strict=True):
+        for sampler, saved in zip(self.samplers, snapshot, strict=True):
             for name, value in saved.get("attributes", {}).items():
-                _check_attribute(one, name, value)
+                _check_attribute(sampler, name, value)
 
     def restore(self, snapshot: Sequence[Mapping[str, Any]]) -> None:
         """Puts the state of each sampler back."""
-        for one, saved in zip(self.samplers, snapshot, strict=True):
+        for sampler, saved in zip(self.samplers, snapshot, strict=True):
             if "state" in saved:
-                one.load_state_dict(copy.deepcopy(saved["state"]))
+                sampler.load_state_dict(copy.deepcopy(saved["state"]))
             for name, value in saved.get("attributes", {}).items():
-                _restore_attribute(one, name, value)
+                _restore_attribute(sampler, name, value)
 
 
 _ABSENT = object()
@@ -132,13 +134,13 @@ def _all_samplers(units: Any) -> list[Any]:
     found: list[Any] = []
     waiting = list(list_samplers(units))
     while waiting:
-        one = waiting.pop(0)
-        if any(one is other for other in found) or len(found) > 20:
+        entry = waiting.pop(0)
+        if any(entry is other for other in found) or len(found) > 20:
             continue
-        if torch_sampler_kind(one) is None and (hasattr(one, "__dict__") or _is_stateful(one)):
-            found.append(one)
-        if not _is_stateful(one):  # which speaks for what is inside
-            waiting += [value for value in getattr(one, "__dict__", {}).values() if isinstance(value, Sampler)]
+        if torch_sampler_kind(entry) is None and (hasattr(entry, "__dict__") or _is_stateful(entry)):
+            found.append(entry)
+        if not _is_stateful(entry):  # which speaks for what is inside
+            waiting += [value for value in getattr(entry, "__dict__", {}).values() if isinstance(value, Sampler)]
     return found
 
 
@@ -186,7 +188,7 @@ def _is_plain(value: Any, depth: int) -> bool:
     if depth > 4 or type(value) not in _CONTAINER_TYPES or len(value) > _MAX_ITEMS:
         return False
     inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return all(_is_plain(one, depth + 1) for one in inside)
+    return all(_is_plain(entry, depth + 1) for entry in inside)
 
 
 def _encode_attribute(value: Any) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def _restore_attribute(sampler: Any, name: str, saved: Mapping[str, Any]) -> Non
     elif isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor) and present.shape == value.shape:
         present.data.copy_(value)
     else:
-        restored: Any = {"tuple": tuple, "deque": deque, "set": set}.get(kind, lambda one: one)(value)
+        restored: Any = {"tuple": tuple, "deque": deque, "set": set}.get(kind, lambda entry: entry)(value)
         vars(sampler)[name] = copy.deepcopy(restored)
 
 
@@ -465,7 +467,7 @@ class OrderRecord:
         if self._whole is not None:
             digest.add(self._whole[:position])
             return digest.text()
-        begin = max((one for one in self._digests if one <= position), default=None)
+        begin = max((digest for digest in self._digests if digest <= position), default=None)
         if begin is None:
             return None
         digest = _OrderDigest(self._digests[begin])
@@ -485,21 +487,21 @@ class OrderRecord:
         return {"digest": digest, "head": self._head or [], "next": following, "ended": self._ended}
 
 
-def _states_equal(one: Any, other: Any) -> bool:
+def _states_equal(entry: Any, other: Any) -> bool:
     """Whether two states hold the same."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_states_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_states_equal, one, other))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray):
-        return bool(numpy.array_equal(one, other))
-    return bool(one == other)
+    if isinstance(entry, dict) and isinstance(other, dict):
+        return entry.keys() == other.keys() and all(_states_equal(value, other[key]) for key, value in entry.items())
+    if isinstance(entry, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(entry) == len(other) and all(map(_states_equal, entry, other))
+    if isinstance(entry, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(entry, other)
+    if isinstance(entry, numpy.ndarray) or isinstance(other, numpy.ndarray):
+        return bool(numpy.array_equal(entry, other))
+    return bool(entry == other)
 
 
 def _plain_item(item: Any) -> Any:
     """A position, or a batch of positions, as plain data."""
     if isinstance(item, (torch.Tensor, numpy.ndarray, numpy.generic)):
         return item.tolist()
-    return [_plain_item(one) for one in item] if isinstance(item, (list, tuple)) else item
+    return [_plain_item(entry) for entry in item] if isinstance(item, (list, tuple)) else item

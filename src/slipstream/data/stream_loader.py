@@ -362,7 +362,7 @@ class StreamLoader(PreparedLoader):
     def _own_batches(self, epoch: int, messages: Iterator[GlobalBatch], start: int) -> Iterator[HandedBatch]:
         """Ranks tell each other how much they have; those that have run out go on with what counts nothing until all have."""
         if self.uneven:  # the script deals with ranks that end at different times: nobody has to know of the others
-            yield from ((one.batches[0], None, one.end, 0 if one.end else None) for one in messages)
+            yield from ((message.batches[0], None, message.end, 0 if message.end else None) for message in messages)
             return
         place = self.place
         channel, limits, ranks = place.channel, place.limits, place.world_size
@@ -381,7 +381,7 @@ class StreamLoader(PreparedLoader):
             count, more = (found.sizes[0], not found.end) if isinstance(found, GlobalBatch) else (0, False)
             own: Any = found if isinstance(found, Exception) else (count, more, held)
             told = agree_or_raise(channel(), limits, own, operation="next batch", condition=self._name(epoch, step))
-            real, given = tuple(one[0] for one in told), [one[2] for one in told]
+            real, given = tuple(entry[0] for entry in told), [entry[2] for entry in told]
             if not any(real):
                 return
             if step == 0:
@@ -391,7 +391,7 @@ class StreamLoader(PreparedLoader):
                 held = given[place.rank]
             shares = None if real == full else BatchShares(tuple(given), real, True, sum(full))
             previous = shares = previous if shares == previous else shares
-            end = not any(one[1] for one in told)
+            end = not any(entry[1] for entry in told)
             yield batch, shares, end, 0 if end else None
             if end:
                 return

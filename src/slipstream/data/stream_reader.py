@@ -447,7 +447,7 @@ class StreamSource:
         for message in messages:
             position += recipe.block
             turn = WorkerPosition(*message.turn)
-            place = next(place for place, one in enumerate(rota) if one.role == turn.role)
+            place = next(place for place, entry in enumerate(rota) if entry.role == turn.role)
             rota = (*rota[place + 1 :], *rota[:place], turn)
             self._rotas[epoch, position] = rota
             if len(self._rotas) > self._ahead:
@@ -477,10 +477,10 @@ class StreamSource:
         turns = (
             None
             if workers is None
-            else [WorkerPosition(one["role"], one["items"], decode_stream_position(one), one["over"]) for one in workers]
+            else [WorkerPosition(worker["role"], worker["items"], decode_stream_position(worker), worker["over"]) for worker in workers]
         )
         mark = decode_stream_position(state)
-        keeps = [one for one in (mark, *(turn.mark for turn in turns or [])) if one is not None and one.seeks]
+        keeps = [entry for entry in (mark, *(turn.mark for turn in turns or [])) if entry is not None and entry.seeks]
         if keeps and not callable(getattr(self.dataset, "load_state_dict", None)):
             raise ConfigError(
                 f"the state of a dataset was saved with this position, and {name} has no load_state_dict: give the loader the same dataset"

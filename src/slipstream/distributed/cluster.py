@@ -183,10 +183,10 @@ def _interleave(plain: list[str], values: tuple[str, ...]) -> list[str]:
 
 def _expand_range(ranges: str, hosts: str) -> list[str]:
     numbers: list[str] = []
-    for one in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", one.strip(), re.ASCII)
+    for span in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", span.strip(), re.ASCII)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f"{one!r} in the list of hosts {hosts!r} is not a number or an ascending range. Set MASTER_ADDR instead.")
+            raise ConfigError(f"{span!r} in the list of hosts {hosts!r} is not a number or an ascending range. Set MASTER_ADDR instead.")
         numbers += [str(value).zfill(len(match[1])) for value in range(int(match[1]), int(match[2] or match[1]) + 1)]
     return numbers
 
@@ -232,7 +232,7 @@ def detect(environ: Environ) -> Process:
     >>> me.rank, me.local_rank, me.one_machine
     (1, 1, True)
     """
-    cluster = next(one for one in CLUSTERS if one.detect(environ))
+    cluster = next(entry for entry in CLUSTERS if entry.detect(environ))
     process = cluster.process(environ)
     _check_leftovers(environ, process)
     return process

@@ -113,4 +113,4 @@ def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch
     >>> get_module_class_from_name(torch.nn.Sequential(torch.nn.ReLU()), "ReLU")
     <class 'torch.nn.modules.activation.ReLU'>
     """
-    return next((type(one) for one in module.modules() if type(one).__name__ == name), None)
+    return next((type(entry) for entry in module.modules() if type(entry).__name__ == name), None)

@@ -132,7 +132,7 @@ def _rebuild_tuple(node: tuple[Any, ...], values: list[Any]) -> Any:
 
 def _same_items(new: Any, values: list[Any]) -> bool:
     """Whether a constructor took the values for its items, and not for something else."""
-    return len(new) == len(values) and all(one is other for one, other in zip(new, values, strict=True))
+    return len(new) == len(values) and all(entry is other for entry, other in zip(new, values, strict=True))
 
 
 def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

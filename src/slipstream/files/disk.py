@@ -246,9 +246,9 @@ class Disk:
         """Give a file or folder another name, at once; a file of that name is replaced, and so is an empty folder by a folder."""
         self._rename(old, new)
 
-    def exchange(self, one: Path, other: Path) -> bool:
+    def exchange(self, path: Path, other: Path) -> bool:
         """Two names change places, at once; False where the system cannot."""
-        return self._exchange(one, other)
+        return self._exchange(path, other)
 
     def link(self, old: Path, new: Path) -> None:
         """A second name for the same file."""
@@ -358,14 +358,14 @@ class Disk:
     def _rename(self, old: Path, new: Path) -> None:
         os.rename(old, new)
 
-    def _exchange(self, one: Path, other: Path) -> bool:
+    def _exchange(self, path: Path, other: Path) -> bool:
         if sys.platform != "linux":
             return False
-        code = _renameat2(os.fsencode(one), os.fsencode(other), _EXCHANGE)
+        code = _renameat2(os.fsencode(path), os.fsencode(other), _EXCHANGE)
         if code in _CANNOT:
             return False
         if code:
-            raise OSError(code, os.strerror(code), str(one), None, str(other))
+            raise OSError(code, os.strerror(code), str(path), None, str(other))
         return True
 
     def _link(self, old: Path, new: Path) -> None:

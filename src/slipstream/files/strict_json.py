@@ -161,14 +161,14 @@ def _check_depth(value: Any, where: str, deepest: int) -> None:
         depth += 1
         if depth > deepest:
             raise _refusal(where, f"it is nested deeper than {deepest} levels")
-        level = [inner for one in level for inner in (one.values() if type(one) is dict else one) if type(inner) in _CONTAINERS]
+        level = [inner for entry in level for inner in (entry.values() if type(entry) is dict else entry) if type(inner) in _CONTAINERS]
 
 
 def _check_texts(value: Any, where: str) -> None:
     """Texts that no file can hold."""
     level = [value]
     while level:
-        level = [inner for one in level for inner in _describe_position(one, where)]
+        level = [inner for entry in level for inner in _describe_position(entry, where)]
 
 
 def _describe_position(value: Any, where: str) -> Iterator[Any]:

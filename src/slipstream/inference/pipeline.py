@@ -389,13 +389,13 @@ def _checked_split_points(model: torch.nn.Module, given: str | Sequence[str], co
 
 def _hint(name: str, known: Collection[str]) -> str:
     """What was meant, or what there is."""
-    same = [one for one in known if one and one.rpartition(".")[2] == name.rpartition(".")[2]]
+    same = [entry for entry in known if entry and entry.rpartition(".")[2] == name.rpartition(".")[2]]
     if same:
         return f"Did you mean {same[0]!r}?"
-    beside = [one for one in known if one and one.rpartition(".")[0] == name.rpartition(".")[0]]
-    there = beside if "." in name and beside else [one for one in known if one and "." not in one]
+    beside = [entry for entry in known if entry and entry.rpartition(".")[0] == name.rpartition(".")[0]]
+    there = beside if "." in name and beside else [entry for entry in known if entry and "." not in entry]
     shown = [*there[:3], "...", there[-1]] if len(there) > 5 else there
-    near = nearest(name, [one for one in known if one])
+    near = nearest(name, [entry for entry in known if entry])
     meant = f"Did you mean {near[0]!r}? " if near and not beside else ""
     return f"{meant}There are: {', '.join(shown) or 'no modules in it'}."
 

@@ -110,7 +110,7 @@ def _find_units(module: torch.nn.Module, prefix: str, whole: Collection[str]) ->
 
 
 def _has_module_list(module: torch.nn.Module) -> bool:
-    return any(isinstance(one, torch.nn.ModuleList) for one in module.modules())
+    return any(isinstance(entry, torch.nn.ModuleList) for entry in module.modules())
 
 
 def _may_divide(module: torch.nn.Module, whole: Collection[str]) -> bool:
@@ -133,8 +133,8 @@ def _with_remaining_tensors(model: torch.nn.Module, blocks: list[StageBlock]) ->
 
 
 def _tensor_sizes(module: torch.nn.Module) -> dict[Hashable, int]:
-    parameters = {parameter_identity(one): one.numel() * one.element_size() for one in module.parameters()}
-    return parameters | {id(one): one.numel() * one.element_size() for one in module.buffers()}
+    parameters = {parameter_identity(parameter): parameter.numel() * parameter.element_size() for parameter in module.parameters()}
+    return parameters | {id(buffer): buffer.numel() * buffer.element_size() for buffer in module.buffers()}
 
 
 # -- the cut ----------------------------------------------------------------------------------------------------------
@@ -168,15 +168,15 @@ def partition_evenly(blocks: Sequence[StageBlock], count: int, limits: Mapping[i
         sizes = ", ".join(f"{stage}: {size} bytes" for stage, size in sorted(limits.items()))
         total = sum(_union(blocks).values())
         raise ConfigError(
-            f"the model holds {total} bytes in {len(blocks)} blocks (the largest, {max(blocks, key=lambda one: one.size).name!r}, "
+            f"the model holds {total} bytes in {len(blocks)} blocks (the largest, {max(blocks, key=lambda block: block.size).name!r}, "
             f"{max(block.size for block in blocks)}), which do not fit into {count} stages within max_memory ({sizes}): raise it, or "
             "use more processes"
         )
     return list(found.starts)
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _count(number: int, text: str, many: str = "") -> str:
+    return f"{number} {text if number == 1 else many or text + 's'}"
 
 
 def _best_end(blocks: Sequence[StageBlock], before: list[_Partition | None], end: int, limit: int | None) -> _Partition | None:

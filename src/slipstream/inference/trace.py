@@ -91,7 +91,9 @@ class _FlatModel(torch.nn.Module):
         self._note = note  # not an attribute that changes: the tracer would put that back
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self._build([one.view(one.shape) if cut else one[0] for one, cut in zip(tensors, self._cut, strict=True)])
+        args, kwargs = self._build(
+            [tensor.view(tensor.shape) if cut else tensor[0] for tensor, cut in zip(tensors, self._cut, strict=True)]
+        )
         output = self.model(*args, **kwargs)
         self._note(output)
         return tuple(leaf.view(leaf.shape) for leaf in pytree.flatten(output) if isinstance(leaf, torch.Tensor))
@@ -222,8 +224,8 @@ def _fake_tensors(model: torch.nn.Module, device: torch.device) -> Iterator[Fake
 
 def _tensor_places(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     """Every tensor of a module with its name and where it is kept; shared ones under each of their names."""
-    for prefix, one in module.named_modules(remove_duplicate=False):
-        for tensors in (one._parameters, one._buffers):
+    for prefix, entry in module.named_modules(remove_duplicate=False):
+        for tensors in (entry._parameters, entry._buffers):
             for key, tensor in tensors.items():
                 if tensor is not None:
                     yield f"{prefix}.{key}".lstrip("."), tensors, key, tensor
@@ -428,7 +430,7 @@ def resolve_rows(model: torch.nn.Module, batch: PipelineBatch, device: torch.dev
     if not fitting:
         return batch  # none that is better: the tracer says why, or `check_rows` does
     if len(fitting) > 1 and not _can_run(model):
-        ways = zip(*(one.is_cut for one in fitting), strict=True)
+        ways = zip(*(entry.is_cut for entry in fitting), strict=True)
         names = [name for name, cut in zip(batch.labels(model), ways, strict=True) if len(set(cut)) > 1]
         raise ConfigError(
             f"it cannot be told whether {' and '.join(names)} has a row for each of the {batch.rows} entries of the batch: the model runs "
@@ -450,12 +452,12 @@ def _possible_readings(
 ) -> list[PipelineBatch]:
     """The readings that nothing speaks against; what speaks against the others is logged for those who want to know."""
     left = []
-    for one in tried:
-        why = objection(one)
+    for entry in tried:
+        why = objection(entry)
         if why is None:
-            left.append(one)
+            left.append(entry)
         else:
-            cut = [name for name, is_cut in zip(one.labels(model), one.is_cut, strict=True) if is_cut]
+            cut = [name for name, is_cut in zip(entry.labels(model), entry.is_cut, strict=True) if is_cut]
             get_logger(__name__).debug("not read with rows in %s alone: %s", ", ".join(cut), why)
     return left
 
@@ -524,9 +526,9 @@ def _row_difference(model: torch.nn.Module, batch: PipelineBatch) -> str | None:
     ]
     part = [tensor[-rows:] if cut else tensor for tensor, cut in zip(given, batch.is_cut, strict=True)]
     whole = _outputs(model, batch, given)
-    types = {one.dtype for one in (*tensors, *whole) if one.is_floating_point() or one.dtype is torch.int8}
+    types = {tensor.dtype for tensor in (*tensors, *whole) if tensor.is_floating_point() or tensor.dtype is torch.int8}
     close = 0.1 if torch.is_autocast_enabled(here.type) else max((_TOLERANCE.get(dtype, 0.1) for dtype in types), default=0.1)
-    apart = _describe_difference([one[-rows:] for one in whole], _outputs(model, batch, part), close)
+    apart = _describe_difference([entry[-rows:] for entry in whole], _outputs(model, batch, part), close)
     if apart is None or _describe_difference(whole, _outputs(model, batch, given), close) is not None:
         return None  # the same; or a model that gives something else each time
     return apart
@@ -549,12 +551,12 @@ def _outputs(model: torch.nn.Module, batch: PipelineBatch, tensors: Sequence[tor
 
 def _describe_difference(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], close: float) -> str | None:
     """How two outputs differ by more than rounding; None if they do not."""
-    for one, other in zip(whole, part, strict=True):
-        if one.shape != other.shape:
-            return f"shape {tuple(other.shape)} where {tuple(one.shape)} was expected"
-        if not one.is_floating_point() or not one.numel():
+    for entry, other in zip(whole, part, strict=True):
+        if entry.shape != other.shape:
+            return f"shape {tuple(other.shape)} where {tuple(entry.shape)} was expected"
+        if not entry.is_floating_point() or not entry.numel():
             continue
-        wide = one.double().nan_to_num(0.0, 0.0, 0.0)
+        wide = entry.double().nan_to_num(0.0, 0.0, 0.0)
         difference = float((wide - other.double().nan_to_num(0.0, 0.0, 0.0)).abs().max())
         if difference > close * max(float(wide.abs().max()), 1e-12):
             return f"apart by {difference:.3g}"

@@ -229,9 +229,14 @@ def render_log_record(machines: Sequence[Sequence[WorkerFailure]], *, world_size
 def _summarize(machines: Sequence[Sequence[WorkerFailure]], world_size: int, attempts: int) -> tuple[WorkerFailure, str, list[str]]:
     """The first failure, what is to be said of it in one line, and a line for each of the others."""
     first = first_failure_of_job(machines)
-    together = [one for failures in machines for one in failures if first.exit_code is one.exit_code is None and one.host == first.host]
-    rest = [one for failures in machines for one in failures if one is not first and one not in together]
-    headline = _headline(first, [one.rank for one in together] or [first.rank], world_size, attempts)
+    together = [
+        failure
+        for failures in machines
+        for failure in failures
+        if first.exit_code is failure.exit_code is None and failure.host == first.host
+    ]
+    rest = [failure for failures in machines for failure in failures if failure is not first and failure not in together]
+    headline = _headline(first, [entry.rank for entry in together] or [first.rank], world_size, attempts)
     return first, headline, _followers(first, rest)
 
 
@@ -243,7 +248,7 @@ def _followers(first: WorkerFailure, others: Sequence[WorkerFailure]) -> list[st
     lines: list[str] = []
     alike: dict[str, list[WorkerFailure]] = {}
     brief = len(others) > _MAX_LISTED
-    for failure in sorted(others, key=lambda one: one.rank):
+    for failure in sorted(others, key=lambda other: other.rank):
         alike.setdefault(_follower_line(first, failure, brief), []).append(failure)
     for text, group in alike.items():
         text = f"were {text[4:]}" if len(group) > 1 and text.startswith("was ") else text

@@ -345,7 +345,7 @@ def effective_handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
 def is_console_handler(handler: logging.Handler) -> bool:
     """Whether a handler prints to stdout or stderr."""
     stream: Any = getattr(handler, "stream", None) if isinstance(handler, logging.StreamHandler) else None
-    return stream is not None and any(stream is one for one in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__))
+    return stream is not None and any(stream is entry for entry in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__))
 
 
 def use_json_formatter(handlers: Iterable[logging.Handler], formatter: logging.Formatter) -> None:

@@ -186,7 +186,7 @@ def memory_snapshot(count: int = 50, *, names: Iterable[NamedTensor] | None = No
     runtime = current_or_none()
     watched = [] if runtime is None else [named for watch in runtime.memory_watches for named in watch.named()]
     blocks = _find_storages([*(names or ()), *watched])
-    rows = sorted(_group_alike(blocks), key=lambda one: (-one.bytes, one.name or ""))
+    rows = sorted(_group_alike(blocks), key=lambda block: (-block.bytes, block.name or ""))
     return MemorySnapshot(
         rank=0 if runtime is None else runtime.process.rank,
         host=socket.gethostname(),
@@ -196,7 +196,7 @@ def memory_snapshot(count: int = 50, *, names: Iterable[NamedTensor] | None = No
         by_device=_sum_by_key((block.device, block.bytes) for block in blocks),
         by_kind=_sum_by_key((block.kind, block.bytes) for block in blocks),
         alive=tuple(rows[:count]),
-        more=sum(one.count for one in rows[count:]),
+        more=sum(row.count for row in rows[count:]),
         process=int(psutil.Process().memory_info().rss),
         available=host_memory().available,
         allocators=allocator_statistics(),
@@ -228,9 +228,9 @@ def _find_storages(named: Iterable[NamedTensor]) -> list[_Storage]:
             if block is not None and name not in block.names:
                 block.kind = kind if not block.names else block.kind
                 block.names.append(name)
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor) and not is_traceable_wrapper_subclass(one):
-            _add_storage(found, one)
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and not is_traceable_wrapper_subclass(thing):
+            _add_storage(found, thing)
     return list(found.values())
 
 
@@ -287,8 +287,8 @@ def _plural(kind: str) -> str:
     return kind if kind.endswith("s") else f"{kind}s"
 
 
-def _describe(one: AliveTensors) -> str:
-    said = f"{one.kind} {one.name}" if one.name else one.kind
+def _describe(alive_tensors: AliveTensors) -> str:
+    said = f"{alive_tensors.kind} {alive_tensors.name}" if alive_tensors.name else alive_tensors.kind
     return said if len(said) <= _LONGEST else said[: _LONGEST - 3] + "..."
 
 
@@ -352,7 +352,7 @@ def watch_memory(names: _Names, folder: _Folder = lambda: None, tell: _OnSnapsho
     """
     watch = MemoryWatch(names, folder, tell)
     watches = current().memory_watches
-    watches[:] = [*(one for one in watches if one.has_owner), watch]
+    watches[:] = [*(watch for watch in watches if watch.has_owner), watch]
     if not isinstance(sys.excepthook, FailureHook):
         sys.excepthook = FailureHook(sys.excepthook)
     return watch
@@ -393,13 +393,13 @@ def summarize_alive() -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    one: BaseException | None = error
+    entry: BaseException | None = error
     for _ in range(_MAX_CHAIN):
-        if one is None:
+        if entry is None:
             return False
-        if should_reduce_batch_size(one):
+        if should_reduce_batch_size(entry):
             return True
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        entry = entry.__cause__ or (None if entry.__suppress_context__ else entry.__context__)
     return False
 
 

@@ -206,7 +206,7 @@ def _activity_names() -> str:
 def _parse_activity(given: Any) -> ProfilerActivity:
     if isinstance(given, ProfilerActivity):
         return given
-    found = next((one for name, one in ProfilerActivity.__members__.items() if name.lower() == str(given).lower()), None)
+    found = next((member for name, member in ProfilerActivity.__members__.items() if name.lower() == str(given).lower()), None)
     if found is None:
         raise ConfigError(f"ProfileKwargs(activities=[{given!r}]): torch's profiler does not know it; write some of {_activity_names()}")
     return found
@@ -215,7 +215,7 @@ def _parse_activity(given: Any) -> ProfilerActivity:
 def _check_supported(activity: ProfilerActivity) -> ProfilerActivity:
     here: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
     if activity not in here:
-        known = ", ".join(sorted(one.name.lower() for one in here))
+        known = ", ".join(sorted(entry.name.lower() for entry in here))
         raise ConfigError(
             f"ProfileKwargs(activities=[{activity.name.lower()!r}]): this installation of torch cannot record that; it can record {known}"
         )

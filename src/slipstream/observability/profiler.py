@@ -68,11 +68,14 @@ class TopOperators:
     def __str__(self) -> str:
         if not self.operators:
             return "no operator was recorded"
-        with_memory = any(one.memory is not None for one in self.operators)
+        with_memory = any(operator.memory is not None for operator in self.operators)
         titles = ["operator", "self time", "share", "calls", *(["memory"] if with_memory else [])]
-        rows = [[_shorten(one.name), _format_time(one.self_time), f"{one.share:.1%}", f"{one.calls:,}"] for one in self.operators]
+        rows = [
+            [_shorten(operator.name), _format_time(operator.self_time), f"{operator.share:.1%}", f"{operator.calls:,}"]
+            for operator in self.operators
+        ]
         if with_memory:
-            rows = [[*row, convert_bytes(one.memory or 0)] for row, one in zip(rows, self.operators, strict=True)]
+            rows = [[*row, convert_bytes(operator.memory or 0)] for row, operator in zip(rows, self.operators, strict=True)]
         more = f" (and {self.others:,} others)" if self.others else ""
         return "\n".join(
             [f"time of operators on the {self.where}: {_format_time(self.total)} in all{more}", *_align_columns([titles, *rows])]

@@ -124,9 +124,9 @@ class RunRecorder:
             run_id=None if process.run_id == "none" else process.run_id,
             restarted=process.attempt > 0,
             details={
-                "command": [redact_text(one) for one in sys.argv],
+                "command": [redact_text(entry) for entry in sys.argv],
                 "git": git_state(),
-                "versions": {one: version_of(one) for one in ("slipstream", "torch")} | {"python": sys.version.split()[0]},
+                "versions": {name: version_of(name) for name in ("slipstream", "torch")} | {"python": sys.version.split()[0]},
             },
             attempt={"world_size": process.world_size, "host": process.host},
         )
@@ -211,7 +211,7 @@ class RunRecorder:
 
     def _tensors(self) -> Iterable[NamedTensor]:
         models = [model.original for model in self._parts.stepper.models]
-        return named_tensors(models, [one.optimizer for one in self._parts.registry.optimizers])
+        return named_tensors(models, [optimizer.optimizer for optimizer in self._parts.registry.optimizers])
 
     def _place_of_snapshots(self) -> Path | None:
         """The folder of the run; other processes ask the main one's note."""
@@ -303,7 +303,7 @@ def absolute_place(given: str | None) -> str | None:
 
 def add_local_tracker(chosen: ChosenTrackers, project: ProjectConfiguration) -> ChosenTrackers:
     """The trackers of `log_with`, and the local one besides where the run has a folder."""
-    if project.project_dir is None or is_url(project.project_dir) or any(one.name == LocalTracker.name for one in chosen):
+    if project.project_dir is None or is_url(project.project_dir) or any(entry.name == LocalTracker.name for entry in chosen):
         return chosen
     return ChosenTrackers([*chosen, LocalTracker], chosen.optional)
 

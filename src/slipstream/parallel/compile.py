@@ -96,7 +96,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields; the backend by the name that torch knows it by."""
-        return {**{one.name: getattr(self, one.name) for one in dataclasses.fields(self)}, "backend": _torch_name(self.backend)}
+        return {**{field_.name: getattr(self, field_.name) for field_ in dataclasses.fields(self)}, "backend": _torch_name(self.backend)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of `torch.compile` that were set."""
@@ -272,7 +272,7 @@ def _torch_name(backend: Any) -> Any:
 def _check_backend(backend: Any) -> None:
     name = _torch_name(backend)
     if isinstance(name, str) and name not in (known := torch._dynamo.list_backends(exclude_tags=None)):
-        usual = ", ".join(one for one in known if one in ("eager", "aot_eager", *torch._dynamo.list_backends()))
+        usual = ", ".join(entry for entry in known if entry in ("eager", "aot_eager", *torch._dynamo.list_backends()))
         raise ConfigError(
             f"the backend {name!r} of TorchDynamoPlugin is none that torch {torch.__version__} has; write one of {usual}, "
             "or install the package that brings it and import it first"

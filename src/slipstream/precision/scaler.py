@@ -236,7 +236,7 @@ class LossScaler:
     def _start_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Its gradients are of a new backward with the present scale; torch's note of the last ones is cleared by an update alone."""
         if waiting := self._waiting():
-            others = " and ".join(type(one).__name__ for one in waiting)
+            others = " and ".join(type(entry).__name__ for entry in waiting)
             raise StateError(
                 f"{type(optimizer).__name__} is to step again, but gradients of {others} were divided by the loss scale (by clipping) "
                 "and not used: in fp16 call its step() or zero_grad() first"
@@ -275,7 +275,7 @@ def _gradient_versions(optimizer: torch.optim.Optimizer) -> _GradientVersions:
 def _were_added_to(before: _GradientVersions, now: _GradientVersions) -> bool:
     """Whether something was written into a gradient that was there before."""
     pairs = zip(before, now, strict=False)
-    return any(one is not None and other is not None and one[0] == other[0] and one[1] != other[1] for one, other in pairs)
+    return any(pair is not None and other is not None and pair[0] == other[0] and pair[1] != other[1] for pair, other in pairs)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -321,9 +321,13 @@ class Replicated(DistributedDataParallel):
         """Raises if there are gradients that were not averaged, naming the parameters."""
         own = self.__dict__
         new: list[str] = []
-        for one in own["frozen"]:
-            if one.requires_grad:
-                new = [name for name, one in self.module.named_parameters() if one.requires_grad and id(one) not in self.trained]
+        for entry in own["frozen"]:
+            if entry.requires_grad:
+                new = [
+                    name
+                    for name, parameter in self.module.named_parameters()
+                    if parameter.requires_grad and id(parameter) not in self.trained
+                ]
                 break
         if new:
             raise StateError(
@@ -435,7 +439,10 @@ class DDPStrategy(Strategy):
         if isinstance(before, Replicated) and before._is_current() and before.trained == _trained_identities(model):
             return before
         devices = [self._device.index] if self._device.index is not None else None
-        layout = {name: f"{list(one.shape)} {one.dtype} trained: {one.requires_grad}" for name, one in model.named_parameters()}
+        layout = {
+            name: f"{list(parameter.shape)} {parameter.dtype} trained: {parameter.requires_grad}"
+            for name, parameter in model.named_parameters()
+        }
         check_agreement(self._runtime.channel(self._limits), self._limits, f"the parameters of {type(model).__name__}", layout)
         with self._in_prepare:
             replicated = Replicated(

@@ -153,7 +153,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 def _parse_hook(name: str, value: Any) -> DDPCommunicationHookType:
-    known = [one.value for one in DDPCommunicationHookType]
+    known = [entry.value for entry in DDPCommunicationHookType]
     text = str(getattr(value, "value", value)).lower()
     if text not in known:
         raise ConfigError(f"DistributedDataParallelKwargs({name}={value!r}) is not a hook: write one of {', '.join(known)}")

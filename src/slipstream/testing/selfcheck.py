@@ -60,8 +60,8 @@ def _check_gather(state: PartialState) -> str:
     """Every rank is there once, and a nested structure comes back in the order of the ranks."""
     rank, world = state.process_index, state.num_processes
     found = state.gather({"rank": _on_device(state, rank), "pair": (_on_device(state, rank, -rank), [_on_device(state, 7)])})
-    _expect(found["rank"].tolist(), [float(one) for one in range(world)], "gather of the ranks")
-    _expect(found["pair"][0].tolist(), [float(value) for one in range(world) for value in (one, -one)], "gather of pairs")
+    _expect(found["rank"].tolist(), [float(index) for index in range(world)], "gather of the ranks")
+    _expect(found["pair"][0].tolist(), [float(value) for index in range(world) for value in (index, -index)], "gather of pairs")
     _expect(found["pair"][1][0].tolist(), [7.0] * world, "gather inside a list")
     return f"{world} of {world} ranks, each once and in order"
 
@@ -69,7 +69,7 @@ def _check_gather(state: PartialState) -> str:
 def _check_ragged(state: PartialState) -> str:
     """Processes may bring different numbers of rows, none included."""
     found = state.gather(torch.full((state.process_index, 2), float(state.process_index), device=state.device))
-    expected = [[float(one)] * 2 for one in range(state.num_processes) for _ in range(one)]
+    expected = [[float(index)] * 2 for index in range(state.num_processes) for _ in range(index)]
     _expect(found.tolist(), expected, "gather of uneven rows")
     return f"0 to {state.num_processes - 1} rows"
 
@@ -93,7 +93,7 @@ def _check_objects(state: PartialState) -> str:
     """Text and records, in the order of the ranks."""
     rank, world = state.process_index, state.num_processes
     found = state.gather_object([f"text {rank}", {"rank": rank}])
-    _expect(found, [item for one in range(world) for item in (f"text {one}", {"rank": one})], "gather of objects")
+    _expect(found, [item for index in range(world) for item in (f"text {index}", {"rank": index})], "gather of objects")
     _expect(state.broadcast_object_list([rank, "x"]), [0, "x"], "broadcast of objects")
     return "text and records, in order"
 
@@ -145,7 +145,7 @@ def _check_training(state: PartialState) -> str:
     """Training on shares of a batch gives the weights that one process gets from the whole batch."""
     here = _train(state, torch.nn.parallel.DistributedDataParallel if state.use_distributed else None)
     alone = _train(state, None)
-    difference = max(float((one - other).abs().max()) for one, other in zip(here, alone, strict=True))
+    difference = max(float((entry - other).abs().max()) for entry, other in zip(here, alone, strict=True))
     if not difference < 1e-4:
         raise _Failed(f"after {_STEPS} steps the weights differ from those of one process by {difference:g}")
     return f"{_STEPS} steps, weights differ by {difference:.0e}"
@@ -204,7 +204,7 @@ def _joined(state: PartialState, mine: list[SelfCheckResult]) -> list[SelfCheckR
     everyone: list[list[dict[str, Any]]] = state.gather_object([[asdict(outcome) for outcome in mine]])
     joined = []
     for position, outcome in enumerate(mine):
-        rows = [SelfCheckResult(**one[position]) for one in everyone]
+        rows = [SelfCheckResult(**entry[position]) for entry in everyone]
         problems = [f"rank {rank}: {row.text}" for rank, row in enumerate(rows) if row.failed]
         joined.append(SelfCheckResult(outcome.name, "\n".join(problems) or rows[0].text, bool(problems), max(row.seconds for row in rows)))
     return joined

@@ -81,7 +81,7 @@ class BatchSizeSchedule:
                 f"effective_batch_size={self._effective} cannot be shared by {processes} processes: write a multiple of {processes}, "
                 f"such as {max(1, share) * processes} or {(share + 1) * processes}"
             )
-        return next(one for one in range(min(size, share), 0, -1) if share % one == 0)
+        return next(index for index in range(min(size, share), 0, -1) if share % index == 0)
 
 
 def _check_positive_int(name: str, value: int) -> None:
@@ -404,9 +404,9 @@ def _empty_frames(error: BaseException) -> None:
     behind: list[BaseException | None] = [error]
     seen: set[int] = set()
     while behind:
-        one = behind.pop()
-        if one is None or id(one) in seen:
+        entry = behind.pop()
+        if entry is None or id(entry) in seen:
             continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        behind += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+        seen.add(id(entry))
+        traceback.clear_frames(entry.__traceback__)
+        behind += [entry.__cause__, entry.__context__, *getattr(entry, "exceptions", ())]

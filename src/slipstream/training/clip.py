@@ -80,31 +80,33 @@ class GradientClipper:
     def unscale(self, optimizer: Any = None) -> None:
         """Divides the gradients of these optimizers (of all, if none is named) by the loss scale, where there is one."""
         chosen = self._optimizers() if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for one in chosen:
-            if not isinstance(one, AcceleratedOptimizer):
-                raise TypeError(f"unscale_gradients got a {type(one).__name__}: pass an optimizer that prepare gave back")
-            one.unscale()
+        for entry in chosen:
+            if not isinstance(entry, AcceleratedOptimizer):
+                raise TypeError(f"unscale_gradients got a {type(entry).__name__}: pass an optimizer that prepare gave back")
+            entry.unscale()
 
     def state(self) -> list[dict[str, Any]]:
         """The norms of the last updates, which `norm` gives between updates: by the places of the models."""
         places = {id(model): place for place, model in enumerate(self._stepper.models)}
-        known = {key: norm for key, norm in self._last.items() if all(one in places for one in key)}
-        return [{"models": [places[one] for one in key], "norm": norm.detach()} for key, norm in known.items()]
+        known = {key: norm for key, norm in self._last.items() if all(entry in places for entry in key)}
+        return [{"models": [places[entry] for entry in key], "norm": norm.detach()} for key, norm in known.items()]
 
     def check(self, state: Any) -> None:
         """Raises unless this is what `state` gives, of models that are prepared here; changes nothing."""
         count = len(self._stepper.models)
-        for one in state if isinstance(state, list) else [None]:
-            places, norm = (one.get("models"), one.get("norm")) if isinstance(one, dict) else (None, None)
+        for entry in state if isinstance(state, list) else [None]:
+            places, norm = (entry.get("models"), entry.get("norm")) if isinstance(entry, dict) else (None, None)
             fits = isinstance(places, list) and all(type(place) is int and 0 <= place < count for place in places)
             if not fits or not isinstance(norm, torch.Tensor) or norm.ndim:
-                raise ConfigError(f"this is no state of clipping for {count} prepared models: {str(one)[:80]}; pass what its state() gave")
+                raise ConfigError(
+                    f"this is no state of clipping for {count} prepared models: {str(entry)[:80]}; pass what its state() gave"
+                )
 
     def restore(self, state: list[dict[str, Any]]) -> None:
         """Gives the saved norms until there is an update."""
         self.check(state)
         models = self._stepper.models
-        self._last = {tuple(id(models[place]) for place in one["models"]): one["norm"] for one in state}
+        self._last = {tuple(id(models[place]) for place in entry["models"]): entry["norm"] for entry in state}
 
     def _complete(self, parameters: list[torch.Tensor], models: list[PreparedModel]) -> bool:
         """Whether these gradients, of these models, make an update now; if so, without the loss scale."""

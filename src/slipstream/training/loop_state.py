@@ -59,7 +59,7 @@ def check_gradients(models: Sequence[torch.nn.Module], gradients: Mapping[str, t
     """Raises unless these are gradients of these models."""
     if gradients is None:
         return
-    if not isinstance(gradients, Mapping) or not all(isinstance(one, torch.Tensor) for one in gradients.values()):
+    if not isinstance(gradients, Mapping) or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
         raise ConfigError(
             f"gradients to go on with are tensors by name, and not {type(gradients).__name__}: pass what open_gradients() gave"
         )
@@ -106,8 +106,8 @@ def mean_gradients(ranks: Sequence[Mapping[str, torch.Tensor]], weights: Sequenc
     """
     factors = [weight / len(ranks) for weight in weights or [1.0] * len(ranks)]
     means: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(name for one in ranks for name in one):
-        parts = [(one[name], factor) for one, factor in zip(ranks, factors, strict=True) if name in one]
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        parts = [(rank[name], factor) for rank, factor in zip(ranks, factors, strict=True) if name in rank]
         if name.endswith(_INDICES):
             means[name] = torch.cat([indices for indices, _ in parts], 1)
         elif name.endswith(_VALUES):
@@ -194,7 +194,7 @@ def redistribute_loop_state(
         return begun, None
     means: dict[str, torch.Tensor] = {}
     for place, factors in enumerate(weights):
-        own = [{name: one for name, one in (gradients or {}).items() if name.startswith(f"{place}.")} for _, gradients in saved]
+        own = [{name: gradient for name, gradient in (gradients or {}).items() if name.startswith(f"{place}.")} for _, gradients in saved]
         means.update(mean_gradients(own, factors))
     return begun, means
 
@@ -215,7 +215,7 @@ def _redistribute_window(
         return first, same
     # Sums: all raw gradients and all weights stay, so each new rank has its part of both, under one divisor.
     share = saved_by / world_size
-    first["total"] = sum(one["total"] for one in ranks) / len(ranks) * share
+    first["total"] = sum(rank["total"] for rank in ranks) / len(ranks) * share
     first["estimate"] *= share / ratio
-    divisor = first["carried"] = next((one["carried"] for one in ranks if one["carried"]), None)
-    return first, [share * (one["carried"] or 0.0) / divisor if divisor else share for one in ranks]
+    divisor = first["carried"] = next((rank["carried"] for rank in ranks if rank["carried"]), None)
+    return first, [share * (rank["carried"] or 0.0) / divisor if divisor else share for rank in ranks]

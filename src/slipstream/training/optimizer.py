@@ -183,7 +183,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         models, strangers = self.stepper.owners(parameters)
         if strangers:
-            shapes = ", ".join(str(tuple(one.shape)) for one in strangers[:3]) + (", ..." if len(strangers) > 3 else "")
+            shapes = ", ".join(str(tuple(stranger.shape)) for stranger in strangers[:3]) + (", ..." if len(strangers) > 3 else "")
             raise StateError(
                 f"{type(self.optimizer).__name__} has {len(strangers)} of {len(parameters)} parameters (shapes {shapes}) that belong to no "
                 "model prepared by this Accelerator: their gradients would not be averaged over processes. Prepare the model they belong "

@@ -54,7 +54,7 @@ def parse_device_key(given: Any, where: str) -> Device:
     if text.isdecimal():
         return int(text)
     kind, colon, digits = text.partition(":")
-    family = next((one for one in FAMILIES if one.type == kind), None)
+    family = next((entry for entry in FAMILIES if entry.type == kind), None)
     if text == "disk" or (family is CPU and (not colon or digits == "0")):
         return kind
     if family is not None and family is not CPU:
@@ -180,7 +180,7 @@ def _balanced_shares(sums: list[int], budget: dict[Device, int]) -> dict[Device,
     if not _fits(sums, 0, list(budget.values())):
         return None
     for position, device in enumerate(devices[:-1]):
-        rooms = [budget[one] for one in devices[position:]]
+        rooms = [budget[device] for device in devices[position:]]
         cap = _bisect(partial(_fits_below, sums, start, rooms), max(rooms))
         end = _run_end(sums, start, min(cap, budget[device]))
         shares[device] = sums[end] - sums[start]
@@ -275,7 +275,7 @@ def resolve_device(given: Any, where: str) -> torch.device:
     device(type='cpu')
     """
     kind = None if isinstance(given, int) or str(given).isdecimal() else str(given).partition(":")[0]
-    family = best_family() if kind is None else next((one for one in FAMILIES if one.type == kind), None)
+    family = best_family() if kind is None else next((entry for entry in FAMILIES if entry.type == kind), None)
     try:
         key = parse_device_key(given, where)
     except ConfigError:  # what is no device anywhere is told like one that is not here
@@ -304,4 +304,4 @@ def _known_devices(but: str = "") -> list[str]:
 
 
 def _first_accelerator(targets: Iterable[_Target]) -> torch.device:
-    return next((one for one in targets if one is not None and one.type != CPU.type), HOST)
+    return next((target for target in targets if target is not None and target.type != CPU.type), HOST)

@@ -223,7 +223,7 @@ def _attempt(items: Sequence[PackingItem], rooms: Sequence[Room], free: int) -> 
     main = None
     for number, room in enumerate(rooms):
         offloaded = room.kind == "disk" or (room.kind == "memory" and main is not None)
-        weights = [items[one].moved if offloaded else items[one].size for one in left]
+        weights = [items[entry].moved if offloaded else items[entry].size for entry in left]
         keeps = main is None and not offloaded
         whole = keeps and sum(weights) <= room.cap
         chosen = set(range(len(left))) if whole else _choose(weights, room.cap - (free if keeps else 0))
@@ -231,7 +231,7 @@ def _attempt(items: Sequence[PackingItem], rooms: Sequence[Room], free: int) -> 
             main = number
         for position in chosen:
             places[left[position]] = number
-        left = [one for position, one in enumerate(left) if position not in chosen]
+        left = [entry for position, entry in enumerate(left) if position not in chosen]
     if main is None or left:
         return None, free + 1
     away = [item for item, place in zip(items, places, strict=True) if _offloaded(place, main, rooms)]
@@ -250,18 +250,18 @@ def _choose(weights: Sequence[int], cap: int) -> set[int]:
     window = range(start, start + length)
     orders = [
         range(len(weights)),
-        [*window, *(one for one in range(len(weights)) if one not in window)],
-        sorted(range(len(weights)), key=lambda one: -weights[one]),
+        [*window, *(index for index in range(len(weights)) if index not in window)],
+        sorted(range(len(weights)), key=lambda index: -weights[index]),
     ]
-    return max((_first_fit(weights, order, cap) for order in orders), key=lambda chosen: sum(weights[one] for one in chosen))
+    return max((_first_fit(weights, order, cap) for order in orders), key=lambda chosen: sum(weights[entry] for entry in chosen))
 
 
 def _first_fit(weights: Sequence[int], order: Iterable[int], cap: int) -> set[int]:
     chosen = set()
-    for one in order:
-        if weights[one] <= cap:
-            cap -= weights[one]
-            chosen.add(one)
+    for entry in order:
+        if weights[entry] <= cap:
+            cap -= weights[entry]
+            chosen.add(entry)
     return chosen
 
 

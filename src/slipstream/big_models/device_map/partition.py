@@ -71,19 +71,19 @@ class _PieceWalk:
         self.hollow: dict[str, int] = {}
         """Modules without tensors, and their numbers in the order of definition."""
 
-    def visit(self, name: str, one: nn.Module | torch.Tensor, owner: nn.Module | None = None) -> None:
-        if isinstance(one, nn.Module) and self._divided(one):
-            for part, inner in list_module_parts(name, one):
-                self.visit(part, inner, one)
+    def visit(self, name: str, module: nn.Module | torch.Tensor, owner: nn.Module | None = None) -> None:
+        if isinstance(module, nn.Module) and self._divided(module):
+            for part, inner in list_module_parts(name, module):
+                self.visit(part, inner, module)
             return
         shared: dict[Hashable, int] = {}
         buffers = 0
-        if isinstance(one, nn.Module):
-            buffers = self._gather(name, one, shared)
-        elif isinstance(one, nn.Parameter):
-            shared[parameter_identity(one)] = self.bytes_of(name, one)
+        if isinstance(module, nn.Module):
+            buffers = self._gather(name, module, shared)
+        elif isinstance(module, nn.Parameter):
+            shared[parameter_identity(module)] = self.bytes_of(name, module)
         else:
-            buffers = shared["buffer", id(owner), name.rpartition(".")[2]] = self.bytes_of(name, one)
+            buffers = shared["buffer", id(owner), name.rpartition(".")[2]] = self.bytes_of(name, module)
         order = len(self.pieces) + len(self.hollow)
         if not shared:
             self.hollow[name] = order
@@ -96,22 +96,22 @@ class _PieceWalk:
             return False
         return not isinstance(module, _INDIVISIBLE) and "parametrizations" not in module._modules
 
-    def _gather(self, name: str, one: nn.Module, shared: dict[Hashable, int]) -> int:
+    def _gather(self, name: str, module: nn.Module, shared: dict[Hashable, int]) -> int:
         """Put what is below into `shared`; the bytes of buffers among it.
 
         A buffer belongs to its module: two modules with one buffer get one each as soon as they are moved.
         """
         start = f"{name}." if name else ""
         buffers = 0
-        for part, parameter in one._parameters.items():
+        for part, parameter in module._parameters.items():
             if parameter is not None:
                 shared.setdefault(parameter_identity(parameter), self.bytes_of(start + part, parameter))
-        for part, buffer in one._buffers.items():
-            key = ("buffer", id(one), part)
+        for part, buffer in module._buffers.items():
+            key = ("buffer", id(module), part)
             if buffer is not None and key not in shared:
                 shared[key] = self.bytes_of(start + part, buffer)
                 buffers += shared[key]
-        for part, child in one._modules.items():
+        for part, child in module._modules.items():
             if child is not None:
                 buffers += self._gather(start + part, child, shared)
         return buffers
@@ -147,7 +147,7 @@ class ModelPieces:
             for piece in group.pieces[1:]:
                 around = _ancestor(piece.name, depth)
                 if around not in (piece.name, _ancestor(group.name, depth)):
-                    order.update({id(one): one for one in below.get(around, ()) if id(one) not in order})
+                    order.update({id(entry): entry for entry in below.get(around, ()) if id(entry) not in order})
         return tuple(order.values())
 
 
@@ -261,7 +261,7 @@ def find_composite(modules: Mapping[str, nn.Module], name: str) -> str | None:
     """
     words = name.split(".")
     around = (".".join(words[:count]) for count in range(len(words) + 1))
-    return next((one for one in around if modules[one]._modules and _is_composite(modules[one])), None)
+    return next((entry for entry in around if modules[entry]._modules and _is_composite(modules[entry])), None)
 
 
 class _BlockPartitioner:
@@ -316,7 +316,7 @@ class _BlockPartitioner:
             return False
         if not is_called(module):
             return True
-        stays = any(one.__name__ in self._whole for one in type(module).__mro__)
+        stays = any(entry.__name__ in self._whole for entry in type(module).__mro__)
         large = self._bytes[id(module)] > self._largest
         if isinstance(module, nn.TransformerEncoder):  # calls its layers, but sees by the weights of the first how to treat padding
             return large and not stays

@@ -398,7 +398,7 @@ def _best(problems: Sequence[_Problem], fallback: bool) -> tuple[_Problem, Packi
             trouble = trouble or _explain_no_room(error, problem)
     if not found:
         raise ConfigError(trouble)
-    return max(found, key=lambda one: loads(one[1], one[0].items, one[0].rooms))
+    return max(found, key=lambda entry: loads(entry[1], entry[0].items, entry[0].rooms))
 
 
 def _with_prefetch_room(problem: _Problem, packing: Packing, fallback: bool, ahead: int) -> tuple[_Problem, Packing]:
@@ -501,7 +501,7 @@ def _plan(problem: _Problem, packing: Packing, clean: bool) -> DeviceMap:
 
 def _without_gaps(entries: Mapping[str, Device | None], main: Device) -> dict[str, Device | None]:
     """Modules without tensors go with what is before them, or the first that has a device."""
-    device = next((one for one in entries.values() if one is not None), main)
+    device = next((entry for entry in entries.values() if entry is not None), main)
     result: dict[str, Device | None] = {}
     for name, found in entries.items():
         device = result[name] = device if found is None else found
@@ -533,10 +533,10 @@ class _Reasons:
         group, place = problem.groups[number], places[number]
         if name != group.name:
             return f"shares weights with {group.name}"
-        missed = [one for one in range(place) if self._skipped(one, number)]
+        missed = [index for index in range(place) if self._skipped(index, number)]
         if not missed:
             return "the first to be placed" if number == 0 else f"fits, after {problem.groups[number - 1].name}"
-        return "; ".join(self._why_not(one, group) for one in missed)
+        return "; ".join(self._why_not(entry, group) for entry in missed)
 
     def _skipped(self, room: int, number: int) -> bool:
         """Whether this group is the one that a room had no place for: rooms before it were closed by an earlier group."""

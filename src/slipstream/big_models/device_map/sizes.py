@@ -61,7 +61,7 @@ def to_dtype(given: Any, name: str = "dtype") -> torch.dtype | CustomDtype:
         return given
     if isinstance(given, str):
         word = given.removeprefix("torch.")
-        custom = next((one for one in CustomDtype if one.value == word.lower()), None)
+        custom = next((entry for entry in CustomDtype if entry.value == word.lower()), None)
         found = custom or getattr(torch, word, None)
         if isinstance(found, torch.dtype | CustomDtype):
             return found
@@ -79,7 +79,7 @@ def make_sizer(dtype: Any = None, special_dtypes: Mapping[str, Any] | None = Non
     (20, 40, 80)
     """
     common = None if dtype is None else dtype_byte_size(to_dtype(dtype))
-    special = {name: dtype_byte_size(to_dtype(one, f"special_dtypes[{name!r}]")) for name, one in (special_dtypes or {}).items()}
+    special = {name: dtype_byte_size(to_dtype(dtype, f"special_dtypes[{name!r}]")) for name, dtype in (special_dtypes or {}).items()}
 
     def bytes_of(name: str, tensor: torch.Tensor) -> int:
         own = tensor.dtype
@@ -130,7 +130,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     if not recurse:
         return set(module._non_persistent_buffers_set)
     modules = module.named_modules(remove_duplicate=False)
-    return {f"{path}.{name}" if fqns and path else name for path, one in modules for name in one._non_persistent_buffers_set}
+    return {f"{path}.{name}" if fqns and path else name for path, module in modules for name in module._non_persistent_buffers_set}
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
@@ -227,7 +227,7 @@ def list_module_parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module
     """What a module is divided into, in the order of definition: its own parameters, its children, its own buffers."""
     start = f"{name}." if name else ""
     groups: Sequence[Mapping[str, Any]] = (module._parameters, module._modules, module._buffers)
-    return [(start + part, one) for group in groups for part, one in group.items() if one is not None]
+    return [(start + part, entry) for group in groups for part, entry in group.items() if entry is not None]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
@@ -253,7 +253,7 @@ def get_module_size_with_ties(
     found: dict[str, nn.Module] = {}
     size = module_size
     for parameter in tied_params:
-        held = next(((name, one) for name, one in modules_to_treat if f"{parameter}.".startswith(f"{name}.")), None)
+        held = next(((name, module) for name, module in modules_to_treat if f"{parameter}.".startswith(f"{name}.")), None)
         if held is None:
             raise ConfigError(f"tied parameter {parameter!r} is in none of the modules given: {[name for name, _ in modules_to_treat]}.")
         if held[0] not in found:
@@ -303,7 +303,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
                 raise ConfigError(f"tied_params names {name!r}, which the model does not have. Take the groups of find_tied_parameters.")
             slots.append((modules[path], last))
         tensors = [getattr(module, last) for module, last in slots]
-        kept = next((one for one in tensors if one.device.type != "meta"), tensors[0] if tensors else None)
+        kept = next((tensor for tensor in tensors if tensor.device.type != "meta"), tensors[0] if tensors else None)
         for module, last in slots:
             if getattr(module, last) is not kept:
                 setattr(module, last, kept)
@@ -320,7 +320,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
         return False
     read = getattr(config, "get_text_config", None)
     text = read(decoder=True) if callable(read) else config
-    words = any(getattr(one, "tie_word_embeddings", False) for one in (config, text))
+    words = any(getattr(entry, "tie_word_embeddings", False) for entry in (config, text))
     output = getattr(model, "get_output_embeddings", None)
     has_output = callable(output) and output() is not None
     halves = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)

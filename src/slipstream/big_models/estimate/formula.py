@@ -99,10 +99,10 @@ def compute_step_peak(shape: DecoderShape, tokens: int, width: int, *, mixed: bo
     if not checkpointing:
         return copies + tokens * (shape.layers * layer + max(behind + 8 * shape.vocabulary, backward))
     inputs = shape.layers * shape.hidden * (4 if mixed else width)
-    one = copies // max(1, shape.layers)
+    entry = copies // max(1, shape.layers)
     return max(
         copies + tokens * (inputs + behind),
-        one + tokens * (inputs + layer + backward),
+        entry + tokens * (inputs + layer + backward),
         (2 * shape.vocabulary * shape.hidden if mixed else 0) + tokens * (inputs + behind + 8 * shape.vocabulary),
     )
 

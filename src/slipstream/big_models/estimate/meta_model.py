@@ -131,9 +131,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         made = _run_operator(func, args, kwargs or {})
-        for one in tree_leaves(made):
-            if isinstance(one, torch.Tensor):
-                self._count(one.untyped_storage())
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
         return made
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -154,7 +154,7 @@ def _run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
     taken = tree_map(
-        lambda one: one.to(torch.bfloat16) if isinstance(one, torch.Tensor) and one.is_floating_point() else one, (args, kwargs)
+        lambda entry: entry.to(torch.bfloat16) if isinstance(entry, torch.Tensor) and entry.is_floating_point() else entry, (args, kwargs)
     )
     return func(*taken[0], **taken[1]).to(args[0].dtype)
 
@@ -191,7 +191,7 @@ def _fake_like(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype, l
     if isinstance(tensor, torch.nn.Parameter):
         empty = torch.nn.Parameter(empty, tensor.requires_grad)
         if tensor.requires_grad:
-            empty.register_post_accumulate_grad_hook(lambda one: live.forget(one.grad))  # type: ignore[no-untyped-call]
+            empty.register_post_accumulate_grad_hook(lambda entry: live.forget(entry.grad))  # type: ignore[no-untyped-call]
     live.spare(empty)
     return empty
 
@@ -212,15 +212,15 @@ def _loss(outputs: Any) -> torch.Tensor | None:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    found = [one for one in tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.requires_grad]
+    found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return found[0].mean() if found else None
 
 
 def _cache_of(outputs: Any) -> int:
     """The bytes of keys and values in what a model of transformers gives back."""
     names = ("past_key_values", "cache_params")
-    tensors = [one for name in names for one in _tensors_in(getattr(outputs, name, None))]
-    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+    tensors = [tensor for name in names for tensor in _tensors_in(getattr(outputs, name, None))]
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def _tensors_in(held: Any, depth: int = 5) -> Iterator[torch.Tensor]:
@@ -235,8 +235,8 @@ def _tensors_in(held: Any, depth: int = 5) -> Iterator[torch.Tensor]:
             if isinstance(held, (list, tuple))
             else getattr(held, "__dict__", {}).values()
         )
-        for one in inner:
-            yield from _tensors_in(one, depth - 1)
+        for entry in inner:
+            yield from _tensors_in(entry, depth - 1)
 
 
 @contextlib.contextmanager
@@ -295,7 +295,9 @@ def list_tensors(model: torch.nn.Module) -> EstimatedTensors:
     frozen = sum(part.count for part in parts if not part.trainable and part.floating)
     trained = sum(part.count for part in parts if part.trainable)
     note = f"{frozen:,} of {frozen + trained:,} numbers are frozen: gradients and optimizer are counted for the others."
-    return EstimatedTensors(parts, (note,) if frozen and trained and any(not one.requires_grad for one in model.parameters()) else ())
+    return EstimatedTensors(
+        parts, (note,) if frozen and trained and any(not parameter.requires_grad for parameter in model.parameters()) else ()
+    )
 
 
 def _output_head(model: torch.nn.Module) -> Any:
@@ -336,7 +338,7 @@ def from_entry_point(given: str, batch_size: int, sequence_length: int | None) -
             f"{given} returned a {type(model).__name__}, and no model.\n"
             "Return a torch.nn.Module, or a pair of one and its inputs (a dict of keywords, a tuple, or a tensor)."
         )
-    if lazy := [name for name, one in (*model.named_parameters(), *model.named_buffers()) if is_lazy(one)]:
+    if lazy := [name for name, parameter in (*model.named_parameters(), *model.named_buffers()) if is_lazy(parameter)]:
         raise ConfigError(
             f"{given} has lazy modules: {lazy[0]} has no size before the model has seen data.\n"
             "Build it with its sizes (Linear in the place of LazyLinear), or run one batch through it before it is returned."
@@ -350,7 +352,7 @@ def _buildable(found: Any) -> list[str]:
     if not isinstance(found, ModuleType):
         return list(there)
     home = found.__name__
-    return [name for name, one in there.items() if isinstance(one, torch.nn.Module) or (callable(one) and one.__module__ == home)]
+    return [name for name, entry in there.items() if isinstance(entry, torch.nn.Module) or (callable(entry) and entry.__module__ == home)]
 
 
 def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) -> Any:
@@ -360,7 +362,7 @@ def _called(function: Callable[..., Any], given: str, known: Mapping[str, Any]) 
         names = {}  # type: ignore[assignment]
     keywords = {name: value for name, value in known.items() if name in names}
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    if needed := [one.name for one in names.values() if one.kind in kinds and one.default is one.empty and one.name not in keywords]:
+    if needed := [name.name for name in names.values() if name.kind in kinds and name.default is name.empty and name.name not in keywords]:
         raise ConfigError(
             f"{given} needs {', '.join(needed)}, and it is called with no arguments but {' and '.join(known)}, if it has them.\n"
             "Give the others default values, or name a function that needs none."
@@ -434,9 +436,9 @@ def _user_line(error: BaseException) -> str:
         return f" (at {error.filename}:{error.lineno})"
     library = os.path.dirname(os.__file__) + os.sep
     frames = [
-        one
-        for one in traceback.extract_tb(error.__traceback__)
-        if not one.filename.startswith(("<", library)) and "site-packages" not in one.filename and not is_package_frame(one.filename)
+        entry
+        for entry in traceback.extract_tb(error.__traceback__)
+        if not entry.filename.startswith(("<", library)) and "site-packages" not in entry.filename and not is_package_frame(entry.filename)
     ]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
@@ -454,7 +456,10 @@ def _guessed_inputs(model: torch.nn.Module, batch_size: int, sequence_length: in
     """Tokens for a model that begins with an embedding, rows for one that begins with a linear layer; None if it cannot be known."""
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
         return _inputs_for_transformers(model, batch_size, sequence_length or 1)
-    first = next((one for one in model.modules() if next(one.children(), None) is None and next(one.parameters(), None) is not None), None)
+    first = next(
+        (module for module in model.modules() if next(module.children(), None) is None and next(module.parameters(), None) is not None),
+        None,
+    )
     if isinstance(first, torch.nn.Embedding):
         return ModelInputs((torch.empty(batch_size, sequence_length or 1, dtype=torch.long, device="meta"),))
     if isinstance(first, torch.nn.Linear):

@@ -264,7 +264,7 @@ _NOT_LINEAR: Final = ("embed", "wte", "wpe", "head", "norm", "ln_", "shared", "p
 
 def has_weights(folder: Path) -> bool:
     """Whether there is any file in a folder that could hold weights."""
-    return any(one.name == _MANIFEST or one.name.endswith((*_SUFFIXES, ".index.json")) for one in folder.iterdir())
+    return any(path.name == _MANIFEST or path.name.endswith((*_SUFFIXES, ".index.json")) for path in folder.iterdir())
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def _layouts(path: Path) -> list[tuple[SafetensorsLayout, set[str] | None]] | No
         if not manifest.models or manifest.models[0].pieces:
             return None
         return [(_layout(path / check_name(name, MANIFEST)), None) for name in manifest.models[0].files]
-    names = sorted(one.name for one in path.iterdir())
+    names = sorted(entry.name for entry in path.iterdir())
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         if name in names:
             return _layouts(path / name)

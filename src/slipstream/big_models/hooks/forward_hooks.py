@@ -398,7 +398,7 @@ class AlignDevicesHook(ModelHook):
             return value
         self._stale = True
         if isinstance(value, dict):  # what the weights in place are part of may be gone once they are given back
-            return {name: one.detach().clone() if exchange.uses_memory_of(one) else one for name, one in value.items()}
+            return {name: entry.detach().clone() if exchange.uses_memory_of(entry) else entry for name, entry in value.items()}
         return value
 
     def _let_go(self) -> dict[str, str]:

@@ -261,4 +261,4 @@ def _to_device(value: Any, device: torch.device) -> Any:
 
 def _is_offloaded(module: torch.nn.Module) -> bool:
     """Whether it has weights that are away: by a hook of its own, or of a module around it."""
-    return has_offloaded_params(module) or any(one.is_meta for one in (*module.parameters(), *module.buffers()))
+    return has_offloaded_params(module) or any(parameter.is_meta for parameter in (*module.parameters(), *module.buffers()))

@@ -43,8 +43,8 @@ class PlaceholderOwner(Protocol):
 def _apply_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         everything = list(_tensors([*args, *kwargs.values()]))
-        away = [one for one in everything if isinstance(one, (PlaceholderParameter, PlaceholderBuffer)) and one.is_meta]
-        if away and any(not one.is_meta and one.dim() for one in everything):
+        away = [entry for entry in everything if isinstance(entry, (PlaceholderParameter, PlaceholderBuffer)) and entry.is_meta]
+        if away and any(not entry.is_meta and entry.dim() for entry in everything):
             return _with_values(function, args, kwargs, away)
         result = function(*args, **kwargs)
         if function in torch.overrides.get_default_nowrap_functions() or not isinstance(result, torch.Tensor) or not result.is_meta:
@@ -59,17 +59,17 @@ def _with_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
         raise StateError(_placeholder_error(away[0], "written to"))
     with ExitStack() as stack:
         values: dict[int, torch.Tensor] = {}
-        for one in away:
-            keeper: PlaceholderOwner | None = getattr(one, OWNER_ATTRIBUTE, lambda: None)()
+        for entry in away:
+            keeper: PlaceholderOwner | None = getattr(entry, OWNER_ATTRIBUTE, lambda: None)()
             if keeper is None:
-                raise StateError(_placeholder_error(one, "used"))
-            if id(one) not in values:
-                values[id(one)] = stack.enter_context(keeper.values_of(one))
+                raise StateError(_placeholder_error(entry, "used"))
+            if id(entry) not in values:
+                values[id(entry)] = stack.enter_context(keeper.values_of(entry))
         return function(*_replaced(args, values), **{key: _replaced([value], values)[0] for key, value in kwargs.items()})
 
 
 def _replaced(given: Iterable[Any], values: Mapping[int, torch.Tensor]) -> list[Any]:
-    return [type(one)(_replaced(one, values)) if type(one) in (list, tuple) else values.get(id(one), one) for one in given]
+    return [type(entry)(_replaced(entry, values)) if type(entry) in (list, tuple) else values.get(id(entry), entry) for entry in given]
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
@@ -222,11 +222,11 @@ def make_meta_like(tensor: torch.Tensor) -> torch.Tensor:
     return known
 
 
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in one piece of memory."""
-    if one.is_meta or other.is_meta or type(one) not in PLAIN_TYPES or type(other) not in PLAIN_TYPES:
-        return one is other
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if tensor.is_meta or other.is_meta or type(tensor) not in PLAIN_TYPES or type(other) not in PLAIN_TYPES:
+        return tensor is other
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 _TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
@@ -313,7 +313,7 @@ def find_swappers(module: torch.nn.Module) -> list[WeightSwapper]:
     """Those that bring the tensors of a module itself, whichever module their hooks are on; each once."""
     keepers = [getattr(place.tensor, OWNER_ATTRIBUTE, None) for place in find_slots(module, recurse=False)]
     found = [keeper() for keeper in keepers if isinstance(keeper, _SwapperReference)]
-    return list({id(one): one for one in found if one is not None}.values())
+    return list({id(entry): entry for entry in found if entry is not None}.values())
 
 
 class _SwappedTensor:
@@ -425,11 +425,11 @@ class WeightSwapper:
             if output.requires_grad:
                 output.register_hook(self._recalled)  # type: ignore[no-untyped-call]
         elif isinstance(output, (list, tuple)):
-            for one in output:
-                self.watch(one)
+            for entry in output:
+                self.watch(entry)
         elif isinstance(output, Mapping):
-            for one in output.values():
-                self.watch(one)
+            for entry in output.values():
+                self.watch(entry)
 
     def _recalled(self, _: torch.Tensor) -> None:
         if self._recall is not None:

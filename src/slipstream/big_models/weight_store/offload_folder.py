@@ -280,11 +280,11 @@ def _write_file(
             for name, value in values.items():
                 _check_writable(name, value)
             header, layout = plan_layout(
-                [(name, DTYPES[one.dtype], tuple(one.tensor.shape)) for name, one in values.items()], {"format": "pt"}
+                [(name, DTYPES[value.dtype], tuple(value.tensor.shape)) for name, value in values.items()], {"format": "pt"}
             )
             file = f"weights-{hashlib.sha256(header).hexdigest()[:16]}.safetensors"
             files.add(file, _value_chunks(header, values, done), layout.size)
-            index |= {name: make_index_entry(file, name, one.dtype, one.tensor.shape) for name, one in values.items()}
+            index |= {name: make_index_entry(file, name, value.dtype, value.tensor.shape) for name, value in values.items()}
         files.place()
     return index
 

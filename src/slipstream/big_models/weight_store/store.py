@@ -111,7 +111,7 @@ class DirectBlockReader:
 
     def drop(self, keep: list[WeightBlock]) -> None:
         """Forgets blocks that have run, but for these and those that still run."""
-        for block in [one for one in self._filled if not one.active and one not in keep]:
+        for block in [entry for entry in self._filled if not entry.active and entry not in keep]:
             del self._filled[block]
 
     def forget(self, block: WeightBlock) -> None:
@@ -203,14 +203,14 @@ class WeightStore:
         """
         with self._lock:
             kept = self._settled().kept
-            coming = [one for one in (block, self.blocks[max(0, block.number - 1)]) if one.number not in kept]
-            for passed in [one for one in self._passing if not one.active and one not in coming]:
+            coming = [entry for entry in (block, self.blocks[max(0, block.number - 1)]) if entry.number not in kept]
+            for passed in [entry for entry in self._passing if not entry.active and entry not in coming]:
                 passed.give_back()
                 self._passing.remove(passed)
-            for one in coming:
-                if not one.asked:
-                    one.ask()
-                    self._passing.append(one)
+            for entry in coming:
+                if not entry.asked:
+                    entry.ask()
+                    self._passing.append(entry)
             if not block.present:
                 block.wait()
 
@@ -276,13 +276,13 @@ class WeightStore:
         coming = [block]
         for _ in range(plan.ahead):
             coming.append(self._next(coming[-2] if len(coming) > 1 else last, coming[-1]))
-        for passed in [one for one in self._passing if not one.active and one not in coming]:
+        for passed in [entry for entry in self._passing if not entry.active and entry not in coming]:
             passed.give_back()
             self._passing.remove(passed)
         if self._around is not None:
             self._around.drop(coming)
-        for one in coming:
-            self._ask(one, passing=one.number not in plan.kept)
+        for entry in coming:
+            self._ask(entry, passing=entry.number not in plan.kept)
 
     def _ask(self, block: WeightBlock, *, passing: bool) -> None:
         if passing and self._around is not None:

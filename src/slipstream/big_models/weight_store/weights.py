@@ -29,7 +29,7 @@ __all__ = ["INDEX_NAME", "ConvertedBundle", "OffloadedWeightsLoader", "PrefixedD
 INDEX_NAME = "index.json"
 """The file of an offload folder that says what is in it."""
 
-_TORCH_NAMES: Mapping[str, torch.dtype] = {dtype_name(one): one for one in DTYPES}
+_TORCH_NAMES: Mapping[str, torch.dtype] = {dtype_name(entry): entry for entry in DTYPES}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ConvertedBundle:
 
     def take(self) -> Sequence[torch.Tensor]:
         """Converted copies."""
-        return [tensor.to(tensor.dtype if one is None else one) for tensor, one in zip(self.bundle.take(), self.wanted, strict=True)]
+        return [tensor.to(tensor.dtype if entry is None else entry) for tensor, entry in zip(self.bundle.take(), self.wanted, strict=True)]
 
     def give_back(self) -> None:
         """The module has run."""
@@ -141,7 +141,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def size_of(self, names: Iterable[str]) -> int:
         """Bytes of files that are in memory when these weights are used together, as the store counts them."""
         placed = [self._placed(name) for name in names if name not in self.state_dict]
-        return WeightBlock("", (), [(one.file, (one.start, one.end)) for one in placed]).size
+        return WeightBlock("", (), [(entry.file, (entry.start, entry.end)) for entry in placed]).size
 
     def bundle(self, names: Sequence[str], device: Any) -> PageBundle | ConvertedBundle:
         """The tensors of these names, which a module needs together, for the device that it runs on."""
@@ -181,7 +181,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if self.save_folder is None:
             raise CheckpointError(f"The index has {key!r} as a file of an offload folder: give save_folder too.")
         shape, dtype = entry.get("shape"), entry.get("dtype")
-        if not isinstance(shape, (list, tuple)) or not all(type(one) is int and one >= 0 for one in shape) or dtype is None:
+        if not isinstance(shape, (list, tuple)) or not all(type(entry) is int and entry >= 0 for entry in shape) or dtype is None:
             raise CheckpointError(f"{Path(self.save_folder) / INDEX_NAME} does not say the shape and dtype of {key!r}.")
         file, _ = self._opened(check_name(f"{key}.dat", str(Path(self.save_folder) / INDEX_NAME)), inside=True)
         count = _TORCH_NAMES[dtype].itemsize
@@ -232,13 +232,13 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
     def __getattr__(self, name: str) -> Any:
         if name != "bundle" or not hasattr(self.__dict__.get("dataset"), "bundle"):
             raise AttributeError(f"a PrefixedDataset has no {name}")
-        return lambda names, device: self.dataset.bundle([f"{self.prefix}{one}" for one in names], device)  # type: ignore[attr-defined]
+        return lambda names, device: self.dataset.bundle([f"{self.prefix}{name}" for name in names], device)  # type: ignore[attr-defined]
 
 
 def _read_index(folder: Path) -> Mapping[str, Mapping[str, Any]]:
     with ConfinedFolder(folder) as held:
         content = strict_json.parse(held.read(INDEX_NAME, strict_json.LARGEST), str(folder / INDEX_NAME))
-    if not isinstance(content, dict) or not all(isinstance(one, dict) for one in content.values()):
+    if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
         raise CheckpointError(f"{folder / INDEX_NAME} is no index of offloaded weights: it has to map names to what is known of them.")
     return content
 

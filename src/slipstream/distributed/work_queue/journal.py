@@ -339,7 +339,7 @@ def _drop_truncated_line(file: int, path: Path, header: JournalHeader) -> None:
 
 
 def _parts(path: Path) -> list[Path]:
-    return sorted(one for one in path.parent.iterdir() if one.name.startswith(f"{path.name}.part-"))
+    return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(f"{path.name}.part-"))
 
 
 def finish_journal(path: Path, header: JournalHeader, authors: Sequence[int | None], run: str, results: Mapping[int, Any]) -> int:

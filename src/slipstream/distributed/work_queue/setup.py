@@ -169,11 +169,11 @@ def _first_error(team: WorkTeam, error: Exception) -> Exception:
 def _agree(team: WorkTeam, own: dict[str, Any], items: WorkItems) -> str:
     """The name of this piece of work; a MismatchError on every process if they were not given the same."""
     told = team.told({**own, "name": secrets.token_hex(8)})
-    troubled = [(rank, one["error"]) for rank, one in enumerate(told) if "error" in one]
+    troubled = [(rank, entry["error"]) for rank, entry in enumerate(told) if "error" in entry]
     if troubled:
         raise _error_of_peer(team, *troubled[0])
     for what in own:
-        others = [rank for rank, one in enumerate(told) if one[what] != told[0][what]]
+        others = [rank for rank, entry in enumerate(told) if entry[what] != told[0][what]]
         if others:
             rank = others[0]
             shown = f"{told[0][what]!r} on rank 0, {told[rank][what]!r} on rank {rank}"
@@ -220,10 +220,10 @@ def _run_or_raise_together(team: WorkTeam, act: Callable[[], T]) -> list[T]:
     told = team.told({"value": value, "error": None if error is None else f"{type(error).__name__}: {error} {notes}".rstrip()})
     if error is not None:
         raise error
-    for rank, one in enumerate(told):
-        if one["error"] is not None:
-            raise _error_of_peer(team, rank, one["error"])
-    return [one["value"] for one in told]
+    for rank, entry in enumerate(told):
+        if entry["error"] is not None:
+            raise _error_of_peer(team, rank, entry["error"])
+    return [entry["value"] for entry in told]
 
 
 def _costs(team: WorkTeam, items: WorkItems, key: Callable[[Any], float] | None) -> list[float] | None:

@@ -159,8 +159,8 @@ class Work:
             raise StateError(f"done(...) was called twice for {self._where()}; give all of its result in one call")
         results = self._checked(result) if self._batches else [result]
         if self._keeps:
-            for position, mark, one in zip(self._positions, self._marks, results, strict=True):
-                self._journal.add(position, mark, one)
+            for position, mark, entry in zip(self._positions, self._marks, results, strict=True):
+                self._journal.add(position, mark, entry)
         self._result = results
 
     def _checked(self, result: Any) -> list[Any]:
@@ -181,7 +181,7 @@ class Work:
         self._positions = positions = self._units[unit]
         item = self._items.several(positions) if self._batches else self._items[positions[0]]
         if self._keeps:
-            self._marks = [self._journal.mark(one) for one in (item if self._batches else [item])]
+            self._marks = [self._journal.mark(entry) for entry in (item if self._batches else [item])]
         return item
 
     def _finish(self) -> None:

@@ -344,8 +344,8 @@ class Guards:
     def _where(self) -> str:
         """Which parameters are not finite now, as far as that says something."""
         named = [entry for model in getattr(self._stepper(), "models", ()) for entry in reversed(list(model.original.named_parameters()))]
-        gradients = [(name, one.grad) for name, one in named if one.grad is not None]
-        weights: list[tuple[str, torch.Tensor]] = [(name, one.detach()) for name, one in named]
+        gradients = [(name, entry.grad) for name, entry in named if entry.grad is not None]
+        weights: list[tuple[str, torch.Tensor]] = [(name, entry.detach()) for name, entry in named]
         for what, entries in (("gradient", gradients), ("weight", weights)):
             found = find_non_finite(entries)
             if found is not None:
@@ -367,7 +367,9 @@ class Guards:
                 self.voice.say(make_scaler_finding(step, step - since), shared=self._world_size > 1)
 
     def _examine_schedules(self) -> None:
-        schedulers = {id(one.scheduler.optimizer): one for one in self._prepared("schedulers") if hasattr(one.scheduler, "optimizer")}
+        schedulers = {
+            id(entry.scheduler.optimizer): entry for entry in self._prepared("schedulers") if hasattr(entry.scheduler, "optimizer")
+        }
         for optimizer in self._prepared("optimizers"):
             schedule = self._schedules.get(optimizer)
             if schedule is None:

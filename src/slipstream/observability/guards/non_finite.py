@@ -37,14 +37,14 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     >>> all_finite([torch.ones(2), torch.zeros(0)]), all_finite([torch.tensor([1.0, float("nan")])]), all_finite([torch.full((2,), 3e38)])
     (True, False, True)
     """
-    dense = [one for one in map(_local_entries, tensors) if one.numel()]
+    dense = [tensor for tensor in map(_local_entries, tensors) if tensor.numel()]
     if not dense:
         return True
     norms = torch._foreach_norm(dense)
-    if len({(one.device, one.dtype) for one in norms}) > 1:
-        norms = tuple(one.to(dense[0].device, torch.float64) for one in norms)
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = tuple(norm.to(dense[0].device, torch.float64) for norm in norms)
     # a sum of squares overflows long before an entry does: then the entries themselves are looked at
-    return bool(torch.stack(list(norms)).isfinite().all()) or all(bool(one.isfinite().all()) for one in dense)
+    return bool(torch.stack(list(norms)).isfinite().all()) or all(bool(entry.isfinite().all()) for entry in dense)
 
 
 def find_non_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[str, str] | None:
@@ -89,8 +89,8 @@ def to_floats(values: Sequence[Any]) -> list[float]:
     if all(type(value) is float for value in values):
         return list(values)
     single = [value if isinstance(value, torch.Tensor) and not value.ndim else torch.as_tensor(value).mean() for value in values]
-    if len({(one.dtype, one.device) for one in single}) > 1:
-        single = [one.to("cpu", torch.float64) for one in single]
+    if len({(entry.dtype, entry.device) for entry in single}) > 1:
+        single = [entry.to("cpu", torch.float64) for entry in single]
     numbers: list[float] = torch.stack(single).tolist() if single else []
     return numbers
 
@@ -204,8 +204,8 @@ class UpdateGuard:
         if buffer.is_cpu and all_finite([buffer]):
             return
         parts = bucket.gradients() if buffer.layout == torch.strided else [buffer._values()]  # a sparse one is alone
-        seen = [classify_non_finite(one) for one in parts] if buffer.is_cpu else torch.stack(list(torch._foreach_norm(parts)))
-        self._seen.append(([id(one) for one in bucket.parameters()], seen))
+        seen = [classify_non_finite(part) for part in parts] if buffer.is_cpu else torch.stack(list(torch._foreach_norm(parts)))
+        self._seen.append(([id(parameter) for parameter in bucket.parameters()], seen))
 
     def before_clipping(self, models: Sequence[PreparedModel]) -> None:
         """Clipping by a norm that is NaN makes every gradient so: what was there before is noted."""
@@ -228,9 +228,9 @@ class UpdateGuard:
             self._count_streak(optimizer)
             return False
         models = linked.models
-        gradients = [one.grad for group in linked.inner.param_groups for one in group["params"] if one.grad is not None]
+        gradients = [entry.grad for group in linked.inner.param_groups for entry in group["params"] if entry.grad is not None]
         finite = all_finite(gradients)
-        sharded = any(type(one) is not torch.Tensor and hasattr(one, "to_local") for one in gradients)
+        sharded = any(type(gradient) is not torch.Tensor and hasattr(gradient, "to_local") for gradient in gradients)
         if sharded:
             finite = all(self._exchange(finite))  # each rank has seen its own part alone
         if finite:
@@ -292,11 +292,11 @@ class UpdateGuard:
         return self._averages and all(getattr(model.prepared, "require_backward_grad_sync", True) for model in models)
 
     def _first(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
-        return find_non_finite((name, one.grad) for model in models for name, one in self._named(model))
+        return find_non_finite((name, entry.grad) for model in models for name, entry in self._named(model))
 
     def _own_part(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
         """The first of this rank's own gradients that was not finite, by what was seen in the buckets, the earliest pass first."""
-        named = [(name, id(one)) for model in models for name, one in self._named(model)]
+        named = [(name, id(entry)) for model in models for name, entry in self._named(model)]
         for identities, seen in self._seen:
             words = seen if isinstance(seen, list) else ["" if norm < float("inf") else "not finite" for norm in seen.tolist()]
             bad = {identity: word for identity, word in zip(identities, words, strict=True) if word}
@@ -313,7 +313,7 @@ class UpdateGuard:
         self._clipped = None
         if self._seen:
             owned = frozenset().union(*(model.owned for model in models))
-            kept = [one for one in self._seen if not owned.intersection(one[0])]
+            kept = [entry for entry in self._seen if not owned.intersection(entry[0])]
             self._seen.clear()
             self._seen.extend(kept)
 

@@ -38,9 +38,9 @@ def sum_bits(parameters: Sequence[torch.Tensor]) -> bytes:
     >>> sum_bits([one]) == sum_bits([torch.ones(3)]), sum_bits([one]) == sum_bits([other])
     (True, False)
     """
-    sums = [_sum_tensor_bits(one.detach()) for one in parameters]
-    if len({one.device for one in sums}) > 1:
-        sums = [one.cpu() for one in sums]
+    sums = [_sum_tensor_bits(parameter.detach()) for parameter in parameters]
+    if len({entry.device for entry in sums}) > 1:
+        sums = [entry.cpu() for entry in sums]
     return array.array("q", torch.stack(sums).tolist() if sums else ()).tobytes()
 
 
@@ -63,7 +63,9 @@ def select_replicated(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[s
     """
     plain = torch.Tensor.__torch_dispatch__
     return [
-        (name, one) for name, one in named if type(one).__torch_dispatch__ is plain and one.layout == torch.strided and not one.is_meta
+        (name, entry)
+        for name, entry in named
+        if type(entry).__torch_dispatch__ is plain and entry.layout == torch.strided and not entry.is_meta
     ]
 
 

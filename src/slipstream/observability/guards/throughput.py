@@ -60,12 +60,12 @@ DataLoader(..., num_workers=2, prefetch_factor=4, persistent_workers=True).
         """Takes an interval in. `workers`: how many the loader has, if one is known; `pinned`: whether pinning would bring nothing."""
         if not self._recent.take(interval):
             return None
-        seconds = sum(one["seconds"] for one in self._recent.last)
+        seconds = sum(entry["seconds"] for entry in self._recent.last)
         waited = _sum_by_rank(self._recent.last, "data")
         rank = max(range(len(waited)), key=waited.__getitem__, default=0)
         if not waited or not seconds or waited[rank] / seconds <= self._limit:
             return None
-        steps = sum(one["steps"] for one in self._recent.last)
+        steps = sum(entry["steps"] for entry in self._recent.last)
         share, step, wait = waited[rank] / seconds, seconds / steps, waited[rank] / steps
         text = f"its steps waited {share:.0%} of the time for data ({wait * 1e3:.3g} ms of {step * 1e3:.3g} ms per step)".replace("%", " %")
         return GuardFinding(
@@ -120,8 +120,8 @@ class StragglerGuard:
         last = interval.get("slowest") or []
         if len(last) < 2 or not self._recent.take(interval):
             return None
-        seconds = sum(one["seconds"] for one in self._recent.last)
-        times = [sum(one["slowest"][rank] or 0 for one in self._recent.last) for rank in range(len(last))]
+        seconds = sum(entry["seconds"] for entry in self._recent.last)
+        times = [sum(entry["slowest"][rank] or 0 for entry in self._recent.last) for rank in range(len(last))]
         rank = max(range(len(times)), key=times.__getitem__)
         waited = [value for other, value in enumerate(_sum_by_rank(self._recent.last, "waiting")) if other != rank]
         mostly = times[rank] / (sum(times) or 1)
@@ -153,7 +153,7 @@ class StragglerGuard:
 
 def _sum_by_rank(intervals: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]], phase: str) -> list[float]:
     """The seconds of each rank in a phase, over intervals."""
-    rows = [one["phases"].get(phase) or [] for one in intervals]
+    rows = [interval["phases"].get(phase) or [] for interval in intervals]
     return [sum(row[rank] or 0.0 for row in rows if rank < len(row)) for rank in range(max(map(len, rows), default=0))]
 
 

@@ -80,7 +80,7 @@ def render_page(
         "made": None if live else round(time.time()),
         "version": metadata.version("slipstream"),
         "left_out": [[str(path), why] for path, why in left_out],
-        "views": [{**view, "series": {name: _pack_series(one) for name, one in view.get("series", {}).items()}} for view in shown],
+        "views": [{**view, "series": {name: _pack_series(entry) for name, entry in view.get("series", {}).items()}} for view in shown],
     }
     style, script = _load_assets()
     return _DOCUMENT.format(
@@ -119,7 +119,7 @@ def content_security_policy(*, live: bool = False) -> str:
     >>> "connect-src 'none'" in content_security_policy(), "connect-src 'self'" in content_security_policy(live=True)
     (True, True)
     """
-    style, script = (f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in _load_assets())
+    style, script = (f"'sha256-{base64.b64encode(hashlib.sha256(asset.encode()).digest()).decode()}'" for asset in _load_assets())
     own, pictures = ("'self'", "data: 'self'") if live else ("'none'", "data:")
     allowed = f"script-src {script}; style-src {style}; img-src {pictures}; connect-src {own}"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
@@ -143,7 +143,7 @@ def _to_safe_json(data: Any) -> str:
 
 def _escape_direction(text: str) -> str:
     """Characters that turn the direction of what follows are spelled out."""
-    return "".join(f"\\u{ord(one):04x}" if one in _DIRECTION_MARKS else one for one in text)
+    return "".join(f"\\u{ord(entry):04x}" if entry in _DIRECTION_MARKS else entry for entry in text)
 
 
 _DIRECTION_MARKS: Final = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
@@ -166,7 +166,7 @@ def _add_labels(views: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if names.count(label) > 1:
             folders = [part for part in str(view.get("path") or "").replace("\\", "/").split("/")[:-1] if part not in ("", ".", "runs")]
             label = f"{folders[-1]}/{label}" if folders else label
-        taken = {one["label"] for one in views[:place]}
+        taken = {view["label"] for view in views[:place]}
         number = 2
         plain = label
         while label in taken:
@@ -210,7 +210,7 @@ def _pack_numbers(kind: str, values: Sequence[float | None]) -> str:
 def _to_float32_if_exact(numbers: array[float]) -> array[float]:
     """The same numbers in four bytes each, if every one of them survives it; else as they came."""
     small = array("f", numbers)
-    return small if all(one == other or other != other for one, other in zip(small, numbers, strict=True)) else numbers
+    return small if all(entry == other or other != other for entry, other in zip(small, numbers, strict=True)) else numbers
 
 
 _MAX_POINTS: Final = 1_000_000
@@ -313,7 +313,7 @@ def _read_views(folders: Iterable[Path], points: int) -> list[dict[str, Any]]:
 
 def _embed_images(folder: Path, images: Mapping[str, Sequence[Mapping[str, Any]]], room: int) -> dict[str, list[dict[str, Any]]]:
     """The pictures as data: URIs, the newest of each name first, as long as there is room."""
-    found = {name: [{"step": one["step"], "time": one["time"]} for one in shots] for name, shots in images.items()}
+    found = {name: [{"step": shot["step"], "time": shot["time"]} for shot in shots] for name, shots in images.items()}
     ages = sorted((age, name) for name, shots in images.items() for age in range(1, len(shots) + 1))
     with ConfinedFolder(folder) as inside:
         for age, name in ages:

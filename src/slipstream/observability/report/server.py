@@ -194,7 +194,7 @@ class ReportServer(ThreadingHTTPServer):
 
 def _describe_bind_error(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        free = next((one for one in range(port + 1, min(port + _PORTS_TRIED, 65536)) if _is_free(host, one)), 0)
+        free = next((index for index in range(port + 1, min(port + _PORTS_TRIED, 65536)) if _is_free(host, index)), 0)
         return (
             f"Port {port} on {host} is in use by another program, perhaps by another `slipstream watch`.\n"
             f"Write --port {free or 0} instead"

@@ -154,15 +154,15 @@ def _render_title(key: str, run: Run, info: Mapping[str, Any], width: int) -> Te
 def _render_figures(run: Run) -> Text:
     recent = [interval for interval in run.ledger[-_RECENT_INTERVALS:] if interval["steps"]]  # not what came after the last step
     seconds = _sum(recent, "seconds")
-    last = max((one.steps[-1] for one in run.series.values() if len(one)), default=None)
-    step = next((one["last"] for one in reversed(run.ledger) if one["last"] is not None), last)
+    last = max((curve.steps[-1] for curve in run.series.values() if len(curve)), default=None)
+    step = next((entry["last"] for entry in reversed(run.ledger) if entry["last"] is not None), last)
     found = [] if step is None else [f"step {int(step):,}"]
     if not _is_current(run.told()):
         return Text("  ".join(found))
     for name, unit in (("steps", "steps/s"), ("samples", "samples/s"), ("tokens", "tokens/s")):
         if seconds and (total := _sum(recent, name)):
             found.append(f"{format_number(total / seconds)} {unit}")
-    utilisation = next((one["mfu"] for one in reversed(recent) if one["mfu"] is not None), None)
+    utilisation = next((entry["mfu"] for entry in reversed(recent) if entry["mfu"] is not None), None)
     if utilisation is not None:
         found.append(f"{utilisation:.1%} of peak FLOPs")
     return Text("  ".join(found))
@@ -187,7 +187,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def _sum(intervals: Iterable[Mapping[str, Any]], name: str) -> float:
-    return float(sum(one[name] or 0 for one in intervals))
+    return float(sum(interval[name] or 0 for interval in intervals))
 
 
 # -- curves ---------------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def _render_times(run: Run, width: int, console: Console) -> list[Text]:
     sums: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
     for interval in run.ledger[-_RECENT_INTERVALS:]:
         for name, seconds in interval["phases"].items():
-            told = [one for one in seconds if one is not None]
+            told = [second for second in seconds if second is not None]
             sums[name] = sums.get(name, 0.0) + (max(0.0, sum(told) / len(told)) if told else 0.0)
     total = sum(sums.values())
     if not total:
@@ -240,7 +240,7 @@ def _render_times(run: Run, width: int, console: Console) -> list[Text]:
     for name, count in apportion(sums, max(4, width - 5)).items():
         letter, colour = _PHASES.get(name, (escape_control(name)[:1] or "?", "white"))
         bar.append((letter if plain else "█") * count, style=colour)
-    for name, seconds in sorted(sums.items(), key=lambda one: -one[1]):
+    for name, seconds in sorted(sums.items(), key=lambda entry: -entry[1]):
         if seconds / total >= 0.005:
             letter, colour = _PHASES.get(name, (escape_control(name)[:1] or "?", "white"))
             item = Text(" ").append(f"{letter}=" if plain else "█ ", style=colour).append(f"{escape_control(name)} {seconds / total:.0%}")
@@ -257,12 +257,12 @@ def _render_ranks(run: Run, width: int, console: Console) -> list[Text]:
     for interval in run.ledger[-_RECENT_INTERVALS:]:
         for name, seconds in interval["phases"].items():
             if name not in ("waiting", "communication"):
-                own = [one + (other or 0.0) for one, other in zip_longest(own, seconds, fillvalue=0.0)]
-        slowest = [one + (other or 0) for one, other in zip_longest(slowest, interval["slowest"] or [], fillvalue=0)]
+                own = [entry + (other or 0.0) for entry, other in zip_longest(own, seconds, fillvalue=0.0)]
+        slowest = [entry + (other or 0) for entry, other in zip_longest(slowest, interval["slowest"] or [], fillvalue=0)]
     if len(own) < 2:
         return []
     room = max(4, min(len(own), width - 8))
-    grouped = [max(own[len(own) * one // room : len(own) * (one + 1) // room] or [0.0]) for one in range(min(room, len(own)))]
+    grouped = [max(own[len(own) * index // room : len(own) * (index + 1) // room] or [0.0]) for index in range(min(room, len(own)))]
     usual = sorted(own)[len(own) // 2]
     text = Text("ranks ")
     for value, mark in zip(grouped, draw_levels(grouped, ascii_only=console.options.ascii_only, low=0.0), strict=True):

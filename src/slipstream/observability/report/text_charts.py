@@ -28,7 +28,7 @@ def draw_curve(xs: Sequence[float], ys: Sequence[float | None], width: int, heig
     >>> draw_curve(range(4), [0.0, 1.0, 2.0, 3.0], 4, 1, ascii_only=True)
     ['.-+#']
     """
-    numbers = [one for one in ys if one is not None]
+    numbers = [y for y in ys if y is not None]
     if not numbers:
         return [" " * width] * height
     if ascii_only:
@@ -76,14 +76,14 @@ def draw_levels(values: Sequence[float | None], *, ascii_only: bool = False, low
     '▁▅ █'
     """
     marks = _ASCII if ascii_only else _BLOCKS
-    numbers = [one for one in values if one is not None]
+    numbers = [value for value in values if value is not None]
     if not numbers:
         return " " * len(values)
     least = min(numbers) if low is None else low
     room = max(numbers) - least
     if room <= 0 or not isfinite(room):
-        return "".join(" " if one is None else marks[3] for one in values)
-    return "".join(" " if one is None else marks[max(0, min(7, round((one - least) / room * 7)))] for one in values)
+        return "".join(" " if value is None else marks[3] for value in values)
+    return "".join(" " if value is None else marks[max(0, min(7, round((value - least) / room * 7)))] for value in values)
 
 
 def apportion(parts: Mapping[str, float], width: int) -> dict[str, int]:
@@ -98,7 +98,7 @@ def apportion(parts: Mapping[str, float], width: int) -> dict[str, int]:
     exact = {name: value / total * width for name, value in parts.items()}
     found = {name: int(value) for name, value in exact.items()}
     left = width - sum(found.values())
-    for name in sorted(exact, key=lambda one: found[one] - exact[one])[:left]:
+    for name in sorted(exact, key=lambda entry: found[entry] - exact[entry])[:left]:
         found[name] += 1
     return found
 
@@ -125,7 +125,7 @@ def escape_control(text: object) -> str:
     'loss\\x1b[2J'
     """
     plain = str(text)
-    return plain if plain.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in plain)
+    return plain if plain.isprintable() else "".join(entry if entry.isprintable() else repr(entry)[1:-1] for entry in plain)
 
 
 def format_number(value: float | None) -> str:

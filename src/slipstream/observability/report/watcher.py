@@ -112,7 +112,7 @@ class WatchedRun:
     def summary(self) -> dict[str, Any]:
         """What a list of runs says about it."""
         info = self.info()
-        return {"name": self.key, "path": str(self.path), **{one: info.get(one) for one in ("project", "state", "started", "ended")}}
+        return {"name": self.key, "path": str(self.path), **{name: info.get(name) for name in ("project", "state", "started", "ended")}}
 
     def news(self) -> dict[str, Any] | None:
         """Reads the next block of what is new and gives it back as a message; None if there is nothing more."""
@@ -128,7 +128,7 @@ class WatchedRun:
             if run.beginnings != self._beginnings or run.fresh_lost:
                 found["reload"] = True
             else:
-                series = {name: self._new_points(name) for name, one in run.series.items() if len(one) > self._told.get(name, 0)}
+                series = {name: self._new_points(name) for name, curve in run.series.items() if len(curve) > self._told.get(name, 0)}
                 found.update({"series": series, "ledger": run.fresh_ledger, "events": run.fresh_events})
                 found.update({name: value for name, value in self._others().items() if value != self._said.get(name)})
             self._mark()
@@ -146,7 +146,7 @@ class WatchedRun:
         return {**found, "images": self._images(), "tables": dict(run.tables), "texts": dict(run.texts)}
 
     def _images(self) -> dict[str, Any]:
-        return {name: list(one) for name, one in self._run.images.items()}
+        return {name: list(image) for name, image in self._run.images.items()}
 
     def _mark(self) -> None:
         for series in self._run.series.values():
@@ -244,10 +244,10 @@ class RunWatcher:
             elif not found:
                 self._parents.extend([place / "runs", place])
             else:
-                self._parents.extend({one.parent: None for one in found if one.parent not in self._parents})
+                self._parents.extend({entry.parent: None for entry in found if entry.parent not in self._parents})
                 self.left_out.update(found[:-_MAX_RUNS])
             self._add(found[-_MAX_RUNS:])
-        self.left_out -= {one.path for one in self._runs.values()}
+        self.left_out -= {run.path for run in self._runs.values()}
 
     def runs(self) -> list[WatchedRun]:
         """All runs, in the order in which they were found."""
@@ -305,8 +305,8 @@ class RunWatcher:
         """Looks once: for new runs, for those that are gone, and for what is new in each. The thread does this again and again."""
         if self._lose() + self._discover():
             self._publish(encode_event("runs", self.summaries()))
-        for one in self.runs():
-            while not self._stop.is_set() and (found := one.news()) is not None:
+        for run in self.runs():
+            while not self._stop.is_set() and (found := run.news()) is not None:
                 if self.listeners:
                     self._publish(encode_event("update", found))
                 time.sleep(0.001)  # whoever waits for this run gets a turn
@@ -331,20 +331,20 @@ class RunWatcher:
 
     def _lose(self) -> int:
         """Forgets runs whose folder was deleted or has another name now; how many."""
-        gone = [one for one in self.runs() if one.identity is None or one.identity != _identity(one.path)]
+        gone = [run for run in self.runs() if run.identity is None or run.identity != _identity(run.path)]
         with self._lock:
-            for one in gone:
-                del self._runs[one.key]
+            for entry in gone:
+                del self._runs[entry.key]
         return len(gone)
 
     def _discover(self) -> int:
         """Watches runs that have appeared; how many."""
-        known = self.left_out | {one.path for one in self.runs()}
+        known = self.left_out | {run.path for run in self.runs()}
         new = [path for path in self._named if path not in known and _is_new_run(path)]
         for parent in self._parents:
             try:
                 with os.scandir(parent) as entries:
-                    names = [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False)]
+                    names = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
             except OSError:  # the folder was moved or deleted; it may come back
                 continue
             new.extend(path for path in sorted(names) if path not in known and _is_new_run(path))
@@ -355,7 +355,7 @@ class RunWatcher:
             before = len(self._runs)
             for path in paths:
                 watched = WatchedRun(self._key(path), path)
-                if watched.identity not in {one.identity for one in self._runs.values()}:
+                if watched.identity not in {run.identity for run in self._runs.values()}:
                     self._runs[watched.key] = watched
             return len(self._runs) - before
 

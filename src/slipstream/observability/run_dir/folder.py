@@ -469,10 +469,10 @@ def find_runs(path: str | os.PathLike[str], left_out: list[tuple[Path, str]] | N
     found = runs_at(place, broken)
     if found:
         return found
-    damaged = [why for one, why in broken if place in one.parents]
+    damaged = [why for entry, why in broken if place in entry.parents]
     if damaged:
         raise ConfigError(f"{place} has no run in it that can be read: " + "; ".join(damaged[:5]))
-    there = ", ".join(sorted(one.name for one in place.iterdir())[:5]) if place.is_dir() else "a file"
+    there = ", ".join(sorted(path.name for path in place.iterdir())[:5]) if place.is_dir() else "a file"
     raise ConfigError(
         f"{place} has no run in it (there is: {there or 'nothing'}): give the folder of a run, which has a {_INFO}, or a project_dir "
         "that has runs/ in it. Runs are written where an Accelerator has a project_dir."
@@ -487,22 +487,22 @@ def runs_at(place: Path, left_out: list[tuple[Path, str]]) -> list[Path]:
         read_info(place)
         return [place]
     for folder in (place / "runs", place):
-        found = sorted((started_at(info), one) for one, info in _runs_in(folder, left_out)) if folder.is_dir() else []
+        found = sorted((started_at(info), run) for run, info in _runs_in(folder, left_out)) if folder.is_dir() else []
         if found:
-            return [one for _, one in found]
+            return [entry for _, entry in found]
     return []
 
 
 def _runs_in(folder: Path, broken: list[tuple[Path, str]] | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The runs in a folder with what their run.json says; those that only look like runs go to `broken`."""
-    for one in sorted(folder.iterdir()):
-        if one.is_symlink() or not one.is_dir():
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or not path.is_dir():
             continue
         try:
-            yield one, read_info(one)
+            yield path, read_info(path)
         except ConfigError as error:
-            if broken is not None and (any(os.path.lexists(one / name) for name in _RUN_FILES) or not os.access(one, os.R_OK | os.X_OK)):
-                broken.append((one, str(error)))
+            if broken is not None and (any(os.path.lexists(path / name) for name in _RUN_FILES) or not os.access(path, os.R_OK | os.X_OK)):
+                broken.append((path, str(error)))
 
 
 def git_state(folder: str | os.PathLike[str] = ".") -> dict[str, Any] | None:

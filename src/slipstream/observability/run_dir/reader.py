@@ -260,7 +260,7 @@ class Run:
         if is_gone(info):
             return {**info, "state": "killed", "ended": self.touched}
         silent = (clock() if now is None else now) - self.touched
-        if silent < SILENCE_LIMIT or silent < 10 * sum(one["seconds"] or 0 for one in self.ledger) / max(1, self.ledger_lines):
+        if silent < SILENCE_LIMIT or silent < 10 * sum(entry["seconds"] or 0 for entry in self.ledger) / max(1, self.ledger_lines):
             return info
         return {**info, "silent": int(silent // 60 * 60)}
 
@@ -396,7 +396,7 @@ class Run:
 
     def _add_images(self, step: Any, time: float, images: dict[str, Any]) -> None:
         for name, paths in images.items():
-            safe = [one for one in paths if _in_media(one)] if isinstance(paths, list) else []
+            safe = [path for path in paths if _in_media(path)] if isinstance(paths, list) else []
             if not isinstance(paths, list) or len(safe) != len(paths):
                 self._metrics_skipped["pictures whose names lead elsewhere than to media/"] += 1
             if not safe or (name not in self.images and len(self.images) >= _MOST_NAMES):
@@ -552,8 +552,8 @@ def _limit_depth(value: Any, deepest: int = 4) -> Any:
     if isinstance(value, (dict, list)) and not deepest:
         return "..."
     if isinstance(value, dict):
-        return {name[:_LONGEST_NAME]: _limit_depth(one, deepest - 1) for name, one in value.items()}
-    return [_limit_depth(one, deepest - 1) for one in value] if isinstance(value, list) else value
+        return {name[:_LONGEST_NAME]: _limit_depth(entry, deepest - 1) for name, entry in value.items()}
+    return [_limit_depth(entry, deepest - 1) for entry in value] if isinstance(value, list) else value
 
 
 def _in_media(path: Any) -> bool:

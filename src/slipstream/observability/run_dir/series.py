@@ -45,7 +45,7 @@ def thin_curve(
     """
     start, stop = visible_range(xs, low, high)
     taken = select_points(ys, start, stop, count)
-    return array("d", [xs[one] for one in taken]), array("d", [ys[one] for one in taken])
+    return array("d", [xs[entry] for entry in taken]), array("d", [ys[entry] for entry in taken])
 
 
 def visible_range(xs: Sequence[float], low: float | None, high: float | None, first: int = 0, end: int | None = None) -> tuple[int, int]:
@@ -127,13 +127,13 @@ def _extremes_of_blocks(ys: Sequence[float], first: int, last: int, blocks: Bloc
     lows, highs = blocks.lows[begin:end].tolist(), blocks.highs[begin:end].tolist()
     if -1 in lows:
         return None
-    for one, other in ((first, begin * _BLOCK), (end * _BLOCK, last)):
-        if one < other:
-            rest = ys[one:other]
+    for entry, other in ((first, begin * _BLOCK), (end * _BLOCK, last)):
+        if entry < other:
+            rest = ys[entry:other]
             if not isfinite(sum(rest)):
                 return None
-            lows.append(one + rest.index(min(rest)))
-            highs.append(one + rest.index(max(rest)))
+            lows.append(entry + rest.index(min(rest)))
+            highs.append(entry + rest.index(max(rest)))
     return {first, min(lows, key=ys.__getitem__), max(highs, key=ys.__getitem__), last - 1}
 
 
@@ -201,8 +201,8 @@ class Series:
             self.settle()
             places: Sequence[int] = select_points(self.values, start, stop, points, self._blocks)
         else:
-            order = [place for one in shown for place in one]
-            places = [order[one] for one in select_points([self.values[place] for place in order], 0, len(order), points)]
+            order = [place for entry in shown for place in entry]
+            places = [order[point] for point in select_points([self.values[place] for place in order], 0, len(order), points)]
         return {**self.part(places), "count": len(self)}
 
     def _between(self, low: float | None, high: float | None) -> Iterator[range]:
@@ -218,7 +218,11 @@ class Series:
             where = slice(places.start, places.stop)
             columns = (self.steps[where].tolist(), self.times[where].tolist(), self.values[where].tolist())
         else:
-            columns = ([self.steps[one] for one in places], [self.times[one] for one in places], [self.values[one] for one in places])
+            columns = (
+                [self.steps[place] for place in places],
+                [self.times[place] for place in places],
+                [self.values[place] for place in places],
+            )
         return {"steps": to_json_steps(columns[0]), "times": to_json_times(columns[1]), "values": to_json_values(columns[2])}
 
 
@@ -230,12 +234,12 @@ def to_json_values(values: Sequence[float]) -> list[float | None]:
     """
     if isfinite(sum(values)):
         return list(values)
-    return [one if isfinite(one) else None for one in values]
+    return [value if isfinite(value) else None for value in values]
 
 
 def to_json_times(times: Sequence[float]) -> list[float | None]:
     """Rounded to a thousandth of a second."""
-    return [round(one, 3) if isfinite(one) else None for one in times]
+    return [round(entry, 3) if isfinite(entry) else None for entry in times]
 
 
 def to_json_steps(steps: Sequence[float]) -> list[float]:
@@ -244,7 +248,7 @@ def to_json_steps(steps: Sequence[float]) -> list[float]:
     >>> to_json_steps([3.0, 2.5])
     [3, 2.5]
     """
-    return [int(one) if one.is_integer() else one for one in steps]
+    return [int(step) if step.is_integer() else step for step in steps]
 
 
 INTERVAL_COLUMNS: Final = ("time", "seconds", "first", "last", "steps", "samples", "tokens", "flops", "mfu")
@@ -293,7 +297,7 @@ class IntervalList:
         old = self.list
         self._filled = self._filled if len(old) % 2 else self._each + self._filled
         self._each *= 2
-        self.list = [merge_intervals(*old[one : one + 2]) if one + 1 < len(old) else old[one] for one in range(0, len(old), 2)]
+        self.list = [merge_intervals(*old[index : index + 2]) if index + 1 < len(old) else old[index] for index in range(0, len(old), 2)]
 
 
 def normalize_interval(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,19 +318,19 @@ def normalize_interval(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge_intervals(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def merge_intervals(entry: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Two neighbouring intervals as one."""
-    names = [*one["phases"], *(name for name in other["phases"] if name not in one["phases"])]
-    added = {name: _combine(_add, one[name], other[name]) for name in ("seconds", "steps", "samples", "tokens", "flops")}
+    names = [*entry["phases"], *(name for name in other["phases"] if name not in entry["phases"])]
+    added = {name: _combine(_add, entry[name], other[name]) for name in ("seconds", "steps", "samples", "tokens", "flops")}
     return {
-        "time": other["time"] if other["time"] is not None else one["time"],
-        "first": one["first"] if one["first"] is not None else other["first"],
-        "last": other["last"] if other["last"] is not None else one["last"],
+        "time": other["time"] if other["time"] is not None else entry["time"],
+        "first": entry["first"] if entry["first"] is not None else other["first"],
+        "last": other["last"] if other["last"] is not None else entry["last"],
         **added,
-        "mfu": _weighted_mfu(one, other),
-        "phases": {name: _combine_lists(_add, one["phases"].get(name), other["phases"].get(name)) or [] for name in names},
-        "slowest": _combine_lists(_add, one["slowest"], other["slowest"]),
-        "memory": {name: _combine_lists(max, one["memory"][name], other["memory"][name]) for name in ("host", "device")},
+        "mfu": _weighted_mfu(entry, other),
+        "phases": {name: _combine_lists(_add, entry["phases"].get(name), other["phases"].get(name)) or [] for name in names},
+        "slowest": _combine_lists(_add, entry["slowest"], other["slowest"]),
+        "memory": {name: _combine_lists(max, entry["memory"][name], other["memory"][name]) for name in ("host", "device")},
     }
 
 
@@ -336,12 +340,12 @@ def to_columns(intervals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     >>> to_columns([normalize_interval({"time": 1.0, "phases": {"data": [0.5, 0.25]}})])["phases"]
     {'data': [[0.5, 0.25]]}
     """
-    names = list(dict.fromkeys(name for one in intervals for name in one["phases"]))
+    names = list(dict.fromkeys(name for interval in intervals for name in interval["phases"]))
     return {
-        **{name: [one[name] for one in intervals] for name in INTERVAL_COLUMNS},
-        "phases": {name: [one["phases"].get(name, []) for one in intervals] for name in names},
-        "slowest": [one["slowest"] for one in intervals],
-        "memory": {name: [one["memory"][name] for one in intervals] for name in ("host", "device")},
+        **{name: [interval[name] for interval in intervals] for name in INTERVAL_COLUMNS},
+        "phases": {name: [interval["phases"].get(name, []) for interval in intervals] for name in names},
+        "slowest": [interval["slowest"] for interval in intervals],
+        "memory": {name: [interval["memory"][name] for interval in intervals] for name in ("host", "device")},
     }
 
 
@@ -355,32 +359,32 @@ def _to_number(value: Any) -> _Number:
 
 
 def _to_numbers(value: Any) -> list[_Number] | None:
-    return [_to_number(one) for one in value[:_MOST_RANKS]] if isinstance(value, list) else None
+    return [_to_number(entry) for entry in value[:_MOST_RANKS]] if isinstance(value, list) else None
 
 
-def _add(one: float, other: float) -> float:
-    return round(one + other, _DIGITS)
+def _add(number: float, other: float) -> float:
+    return round(number + other, _DIGITS)
 
 
-def _combine(how: Callable[[Any, Any], Any], one: _Number, other: _Number) -> _Number:
-    if one is None or other is None:
-        return other if one is None else one
-    found: _Number = how(one, other)
+def _combine(how: Callable[[Any, Any], Any], number: _Number, other: _Number) -> _Number:
+    if number is None or other is None:
+        return other if number is None else number
+    found: _Number = how(number, other)
     return found
 
 
-def _combine_lists(how: Callable[[Any, Any], Any], one: list[_Number] | None, other: list[_Number] | None) -> list[_Number] | None:
-    if one is None or other is None:
-        return other if one is None else one
-    longest = max(len(one), len(other))
-    pairs = zip(one + [None] * (longest - len(one)), other + [None] * (longest - len(other)), strict=True)
+def _combine_lists(how: Callable[[Any, Any], Any], entries: list[_Number] | None, other: list[_Number] | None) -> list[_Number] | None:
+    if entries is None or other is None:
+        return other if entries is None else entries
+    longest = max(len(entries), len(other))
+    pairs = zip(entries + [None] * (longest - len(entries)), other + [None] * (longest - len(other)), strict=True)
     return [_combine(how, *pair) for pair in pairs]
 
 
-def _weighted_mfu(one: Mapping[str, Any], other: Mapping[str, Any]) -> _Number:
-    if one["mfu"] is None or other["mfu"] is None:
-        return _combine(_add, one["mfu"], other["mfu"])
-    first, second = one["seconds"] or 0.0, other["seconds"] or 0.0
+def _weighted_mfu(entry: Mapping[str, Any], other: Mapping[str, Any]) -> _Number:
+    if entry["mfu"] is None or other["mfu"] is None:
+        return _combine(_add, entry["mfu"], other["mfu"])
+    first, second = entry["seconds"] or 0.0, other["seconds"] or 0.0
     if not first + second:
-        return float(one["mfu"])
-    return float((one["mfu"] * first + other["mfu"] * second) / (first + second))
+        return float(entry["mfu"])
+    return float((entry["mfu"] * first + other["mfu"] * second) / (first + second))

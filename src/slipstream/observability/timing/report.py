@@ -373,7 +373,9 @@ class RunTotals:
 
     def _add_row(self, rank: int, row: Any) -> None:
         own = {name: float(row[EXPOSED] if column is None else row[column]) for name, column in PHASE_COLUMNS.items() if name != "waiting"}
-        self._add_phases({name: [own.get(name, 0.0) if one == rank else None for one in range(self.world_size)] for name in PHASE_COLUMNS})
+        self._add_phases(
+            {name: [own.get(name, 0.0) if index == rank else None for index in range(self.world_size)] for name in PHASE_COLUMNS}
+        )
         self.seconds += float(row[:PHASES].sum())
         self.samples += int(row[SAMPLES])
         self.tokens += int(row[TOKENS])
@@ -381,7 +383,7 @@ class RunTotals:
     def _add_phases(self, more: dict[str, list[float | None]]) -> None:
         for name, values in more.items():
             before = self.phases[name]
-            self.phases[name] = [one if two is None else (one or 0.0) + two for one, two in zip(before, values, strict=True)]
+            self.phases[name] = [entry if two is None else (entry or 0.0) + two for entry, two in zip(before, values, strict=True)]
 
     def _flops(self, samples: int | None, steps: int) -> float | None:
         if self.flops_per_sample is not None and samples is not None:

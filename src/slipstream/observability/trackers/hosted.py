@@ -50,7 +50,7 @@ class WandBTracker(TableMixin, ProjectTracker):
 
         image = importlib.import_module("wandb").Image
         found = ImagesByName(values, _wandb_images)
-        if shown := {name: [image(one, **kwargs) for one in several] for name, several in found.made.items()}:
+        if shown := {name: [image(entry, **kwargs) for entry in several] for name, several in found.made.items()}:
             self.run.log(shown, step=step)
         found.refuse()
 
@@ -65,7 +65,7 @@ def _wandb_images(given: Any) -> list[Any]:
     from slipstream.observability.trackers.images import to_images
 
     several = list(given) if isinstance(given, list | tuple) else [given]
-    if any(isinstance(one, str | Path) or type(one).__module__.startswith("wandb") for one in several):
+    if any(isinstance(entry, str | Path) or type(entry).__module__.startswith("wandb") for entry in several):
         return several
     return list(to_images(given))
 
@@ -114,9 +114,9 @@ class CometMLTracker(TableMixin, GeneralTracker):
 
         found = ImagesByName(values)
         for name, several in found.made.items():
-            for number, one in enumerate(several):
+            for number, entry in enumerate(several):
                 shown = name if len(several) == 1 else f"{name}/{number}"
-                file = io.BytesIO(encode_png(one))  # of an array Comet makes a file with matplotlib, which is not always there
+                file = io.BytesIO(encode_png(entry))  # of an array Comet makes a file with matplotlib, which is not always there
                 self.experiment.log_image(file, **{"name": f"{shown}.png", "step": step, **kwargs})
         found.refuse()
 
@@ -198,9 +198,9 @@ class ClearMLTracker(TableMixin, GeneralTracker):
         found = ImagesByName(values)
         for name, several in found.made.items():
             title, series = _chart_of(name)
-            for number, one in enumerate(several):
+            for number, entry in enumerate(several):
                 shown = series if len(several) == 1 else f"{series}-{number}"
-                logger.report_image(**{"title": title, "series": shown, "iteration": step, "image": one, **kwargs})
+                logger.report_image(**{"title": title, "series": shown, "iteration": step, "image": entry, **kwargs})
         found.refuse()
 
     def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
@@ -242,11 +242,11 @@ class SwanLabTracker(ProjectTracker):
         """Numbers as scalars, texts as texts, objects of swanlab's own as they are."""
         package = importlib.import_module("swanlab")
         found = sort_values(values)
-        own = {name: one for name, one in found.others.items() if type(one).__module__.split(".")[0] == "swanlab"}
+        own = {name: other for name, other in found.others.items() if type(other).__module__.split(".")[0] == "swanlab"}
         texts = {name: package.Text(text) for name, text in found.texts.items()}
         if found.numbers or texts or own:
             self.run.log({**found.numbers, **texts, **own}, step=step, **kwargs)
-        raise_if_unsupported(self.name, {name: one for name, one in found.others.items() if name not in own})
+        raise_if_unsupported(self.name, {name: other for name, other in found.others.items() if name not in own})
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -255,7 +255,7 @@ class SwanLabTracker(ProjectTracker):
 
         image = importlib.import_module("swanlab").Image
         found = ImagesByName(values)
-        if shown := {name: [image(to_three_channels(one), **kwargs) for one in several] for name, several in found.made.items()}:
+        if shown := {name: [image(to_three_channels(entry), **kwargs) for entry in several] for name, several in found.made.items()}:
             self.run.log(shown, step=step)
         found.refuse()
 
@@ -340,7 +340,7 @@ class MLflowTracker(TableMixin, GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Keeps the settings as parameters; nested ones with slashes in their names, and long texts cut."""
         mlflow = importlib.import_module("mlflow")
-        settings = {_mlflow_name(name): str(one) for name, one in flatten(to_plain(values)).items()}
+        settings = {_mlflow_name(name): str(value) for name, value in flatten(to_plain(values)).items()}
         if long := [name for name, text in settings.items() if len(text) > _MLFLOW_LONGEST]:
             _logger.warning(
                 f"mlflow keeps {_MLFLOW_LONGEST} characters of a parameter: {', '.join(long)} {'is' if len(long) == 1 else 'are'} cut"
@@ -366,10 +366,10 @@ class MLflowTracker(TableMixin, GeneralTracker):
         mlflow = importlib.import_module("mlflow")
         found = ImagesByName(values)
         for name, several in found.made.items():
-            for number, one in enumerate(several):
+            for number, entry in enumerate(several):
                 shown = _mlflow_name(name) if len(several) == 1 else f"{_mlflow_name(name)}-{number}"
                 place = {"artifact_file": f"images/{shown}{'' if step is None else f'-{step}'}.png"}
-                mlflow.log_image(one, **(kwargs or place))
+                mlflow.log_image(entry, **(kwargs or place))
         found.refuse()
 
     def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:

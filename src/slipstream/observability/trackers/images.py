@@ -35,9 +35,9 @@ def to_images(given: Any) -> list[ImageArray]:
     ([(8, 9, 3), (8, 9, 3), (8, 9, 3), (8, 9, 3), (8, 9, 3)], 2)
     """
     if isinstance(given, list | tuple):
-        return [to_image(one) for one in given]
+        return [to_image(entry) for entry in given]
     if len(getattr(given, "shape", ())) == 4:
-        return [to_image(one) for one in given]
+        return [to_image(entry) for entry in given]
     return [to_image(given)]
 
 

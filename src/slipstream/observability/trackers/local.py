@@ -164,9 +164,9 @@ class LocalTracker(TableMixin, GeneralTracker):
         places: dict[str, list[str]] = {}
         for name, several in found.made.items():
             slug = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:60]
-            for number, one in enumerate(several):
+            for number, entry in enumerate(several):
                 place = media / f"{journal.lines}-{len(places)}-{number}-{slug}.png"
-                _write_atomically(place, encode_png(one))
+                _write_atomically(place, encode_png(entry))
                 places.setdefault(name, []).append(f"media/{place.name}")
         if found.made:
             self._append(journal, step, {"images": places, **to_plain(kwargs)})

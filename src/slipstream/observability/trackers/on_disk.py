@@ -50,7 +50,9 @@ class TensorBoardTracker(TableMixin, GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Writes the settings as hyper-parameters, and as `hparams.yml` beside the events."""
         settings = to_plain(values)
-        known = {name: one if isinstance(one, bool | int | float | str) else str(one) for name, one in flatten(settings).items()}
+        known = {
+            name: setting if isinstance(setting, bool | int | float | str) else str(setting) for name, setting in flatten(settings).items()
+        }
         self.writer.add_hparams(known, metric_dict={}, run_name=".")
         self.writer.flush()
         (self.logging_dir / "hparams.yml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
@@ -70,7 +72,7 @@ class TensorBoardTracker(TableMixin, GeneralTracker):
                 self.writer.add_scalars(name, inner.numbers, global_step=step, **kwargs)
                 for key, text in inner.texts.items():
                     self.writer.add_text(f"{name}/{key}", text, global_step=step, **kwargs)
-                others |= {f"{name}/{key}": one for key, one in inner.others.items()}
+                others |= {f"{name}/{key}": other for key, other in inner.others.items()}
         self.writer.flush()
         raise_if_unsupported(self.name, others)
 
@@ -88,11 +90,11 @@ class TensorBoardTracker(TableMixin, GeneralTracker):
             return
         found = ImagesByName(values)
         for name, several in found.made.items():
-            if len({one.shape for one in several}) == 1:
+            if len({entry.shape for entry in several}) == 1:
                 self.writer.add_images(name, numpy.stack(several), global_step=step, dataformats="NHWC", **kwargs)
             else:
-                for number, one in enumerate(several):
-                    self.writer.add_image(f"{name}/{number}", one, global_step=step, dataformats="HWC", **kwargs)
+                for number, entry in enumerate(several):
+                    self.writer.add_image(f"{name}/{number}", entry, global_step=step, dataformats="HWC", **kwargs)
         self.writer.flush()
         found.refuse()
 
@@ -144,11 +146,11 @@ class AimTracker(GeneralTracker):
         """Numbers as metrics, texts as texts, objects of aim's own as they are; keywords go to `track`."""
         package = importlib.import_module("aim")
         found = sort_values(values)
-        own = {name: one for name, one in found.others.items() if type(one).__module__.split(".")[0] == "aim"}
+        own = {name: other for name, other in found.others.items() if type(other).__module__.split(".")[0] == "aim"}
         texts = {name: package.Text(text) for name, text in found.texts.items()}
         for name, value in {**found.numbers, **texts, **own}.items():
             self.writer.track(value, name=name, step=step, **kwargs)
-        raise_if_unsupported(self.name, {name: one for name, one in found.others.items() if name not in own})
+        raise_if_unsupported(self.name, {name: other for name, other in found.others.items() if name not in own})
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -162,12 +164,14 @@ class AimTracker(GeneralTracker):
 
         package = importlib.import_module("aim")
         options = {"aim_image": {}, "track": {}, **(kwargs or {})}
-        captions = {name: one[1] for name, one in values.items() if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], str)}
-        found = ImagesByName({name: one[0] if name in captions else one for name, one in values.items()})
+        captions = {
+            name: value[1] for name, value in values.items() if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str)
+        }
+        found = ImagesByName({name: value[0] if name in captions else value for name, value in values.items()})
         for name, several in found.made.items():
             caption = captions.get(name, "")
-            for number, one in enumerate(several):
-                image = Image.fromarray(one[:, :, 0] if one.shape[2] == 1 else one)
+            for number, entry in enumerate(several):
+                image = Image.fromarray(entry[:, :, 0] if entry.shape[2] == 1 else entry)
                 shown = package.Image(image, **{"caption": caption, **options["aim_image"]})
                 self.writer.track(shown, **{"name": name, "step": step, "context": {"picture": number}, **options["track"]})
         found.refuse()
@@ -230,9 +234,9 @@ class DVCLiveTracker(GeneralTracker):
 
         found = ImagesByName(values)
         for name, several in found.made.items():
-            for number, one in enumerate(several):
+            for number, entry in enumerate(several):
                 file = f"{self.live.step if step is None else step}{'' if len(several) == 1 else f'-{number}'}.png"
-                self.live.log_image(f"{name}/{file}", one[:, :, 0] if one.shape[2] == 1 else one)
+                self.live.log_image(f"{name}/{file}", entry[:, :, 0] if entry.shape[2] == 1 else entry)
         found.refuse()
 
     @on_main_process
@@ -257,10 +261,10 @@ class TrackioTracker(TableMixin, ProjectTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers and texts, and objects of trackio's own as they are."""
         found = sort_values(values)
-        own = {name: one for name, one in found.others.items() if type(one).__module__.split(".")[0] == "trackio"}
+        own = {name: other for name, other in found.others.items() if type(other).__module__.split(".")[0] == "trackio"}
         if found.numbers or found.texts or own:
             self.run.log({**found.numbers, **found.texts, **own}, step=step, **kwargs)
-        raise_if_unsupported(self.name, {name: one for name, one in found.others.items() if name not in own})
+        raise_if_unsupported(self.name, {name: other for name, other in found.others.items() if name not in own})
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -271,8 +275,8 @@ class TrackioTracker(TableMixin, ProjectTracker):
         shown: dict[str, Any] = {}
         found = ImagesByName(values)
         for name, several in found.made.items():
-            for number, one in enumerate(several):
-                shown[name if len(several) == 1 else f"{name}/{number}"] = image(to_three_channels(one), **kwargs)
+            for number, entry in enumerate(several):
+                shown[name if len(several) == 1 else f"{name}/{number}"] = image(to_three_channels(entry), **kwargs)
         if shown:
             self.run.log(shown, step=step)
         found.refuse()

@@ -177,10 +177,10 @@ def resolve_trackers(
     given = _to_list(log_with)
     found: list[_Tracker] = []
     named: set[str] = set()
-    for one in given:
-        several = _find_trackers(one)
+    for entry in given:
+        several = _find_trackers(entry)
         found.extend(tracker for tracker in several if tracker not in found)
-        if not isinstance(one, str) or str(one).lower() != LoggerType.ALL:
+        if not isinstance(entry, str) or str(entry).lower() != LoggerType.ALL:
             named.update(tracker.name for tracker in several)
     for tracker in found:
         if not isinstance(tracker, type) or not tracker.requires_logging_directory:
@@ -209,7 +209,7 @@ def filter_trackers(
 def _to_list(log_with: Any) -> list[Any]:
     """What was given, one by one; a set has no order, so the names give it one, which is the same on every process."""
     if isinstance(log_with, set | frozenset):
-        return sorted(log_with, key=lambda one: str(getattr(one, "name", one)) if not isinstance(one, str) else str(one))
+        return sorted(log_with, key=lambda entry: str(getattr(entry, "name", entry)) if not isinstance(entry, str) else str(entry))
     return [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
 
 
@@ -226,7 +226,7 @@ def _find_trackers(given: Any) -> list[_Tracker]:
         return [_import_tracker(kind) for kind in get_available_trackers()]
     if name in LoggerType._value2member_map_:
         return [_import_tracker(LoggerType(name))]
-    users = [one for one in _user_classes() if one.name.lower() == name]
+    users = [klass for klass in _user_classes() if klass.name.lower() == name]
     if not users:
         raise ConfigError(
             f"log_with={str(given)!r} is not known{_suggest(name)}: write one of {_format_known()}, or an instance of a tracker of yours"
@@ -258,21 +258,25 @@ def _format_known() -> str:
 
 def _known_names() -> list[str]:
     own = [kind.value for kind in _TRACKER_CLASSES]
-    return [*own, LoggerType.ALL.value, *dict.fromkeys(one.name for one in _user_classes())]
+    return [*own, LoggerType.ALL.value, *dict.fromkeys(klass.name for klass in _user_classes())]
 
 
 def _suggest(name: str) -> str:
     if "," in name:
-        return f" (several names are a list: {[one.strip() for one in name.split(',')]})"
+        return f" (several names are a list: {[entry.strip() for entry in name.split(',')]})"
     near = nearest(name, _known_names())
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _user_classes(base: type[GeneralTracker] = GeneralTracker) -> Iterator[type[GeneralTracker]]:
-    for one in base.__subclasses__():
-        if one is not NullTracker and isinstance(getattr(one, "name", None), str) and one.name not in LoggerType._value2member_map_:
-            yield one
-        yield from _user_classes(one)
+    for subclass in base.__subclasses__():
+        if (
+            subclass is not NullTracker
+            and isinstance(getattr(subclass, "name", None), str)
+            and subclass.name not in LoggerType._value2member_map_
+        ):
+            yield subclass
+        yield from _user_classes(subclass)
 
 
 def _check_complete(tracker: _Tracker) -> None:
@@ -483,7 +487,7 @@ class Trackers:
             there = f"{', '.join(self.names)}: use {'that name' if len(self.names) == 1 else 'those names'}"
             raise ConfigError(f"{what} has {', '.join(unknown)}, but log_with has {there if self.names else 'no tracker'}")
         for name, some in keywords.items():
-            if not isinstance(some, Mapping) or not all(isinstance(one, str) for one in some):
+            if not isinstance(some, Mapping) or not all(isinstance(entry, str) for entry in some):
                 raise ConfigError(
                     f'{what}: what stands under {name}, {some!r}, are no keywords: write a dict, as in {{"{name}": {{"a": 1}}}}'
                 )
@@ -498,10 +502,10 @@ class Trackers:
         """Says what went wrong, once for each kind of error and each name of a value (`name`, where the error does not know it)."""
         kind = type(error).__name__
         if isinstance(error, RejectedValuesError):
-            fresh = [one for one in error.wrong if (kind, one) not in self._said.get((tracker.name, verb), ())]
+            fresh = [entry for entry in error.wrong if (kind, entry) not in self._said.get((tracker.name, verb), ())]
             if fresh:
                 by = "" if isinstance(error, UnsupportedTypeError) else f"tracker {tracker.name}, "
-                self._say(tracker.name, verb, [(kind, one) for one in fresh], f"{error.text(fresh)} ({by}said once)")
+                self._say(tracker.name, verb, [(kind, entry) for entry in fresh], f"{error.text(fresh)} ({by}said once)")
             return
         text = f"the tracker {tracker.name} failed in {verb} ({kind}: {error}); the run goes on, and this is said once"
         self._say(tracker.name, verb, [(kind, name, str(getattr(error, "errno", "")))], text)
@@ -536,10 +540,10 @@ def _check_keywords(kind: GeneralTracker | type[GeneralTracker], keywords: Mappi
             raise ConfigError(f"init_kwargs has {', '.join(keywords)} for {kind.name}, which is an object already: make it with them")
         return
     parameters = list(inspect.signature(kind).parameters.values())
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     ours = {"folder"} if kind is LocalTracker else set()  # the folder of the run is the Accelerator's business
-    known = [one.name for one in parameters[2 if kind.requires_logging_directory else 1 :] if one.name not in ours]
+    known = [parameter.name for parameter in parameters[2 if kind.requires_logging_directory else 1 :] if parameter.name not in ours]
     if unknown := [name for name in keywords if name not in known]:
         raise ConfigError(
             f"init_kwargs has {', '.join(unknown)} for {kind.name}, which takes {', '.join(known) or 'no keyword'}: use "

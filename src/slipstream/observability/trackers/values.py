@@ -55,15 +55,15 @@ def _to_plain(value: Any, above: tuple[int, ...]) -> Any:
         return "..."
     above = (*above, id(value))
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        return {name: _to_plain(one, above) for name, one in vars(value).items()}
+        return {name: _to_plain(var, above) for name, var in vars(value).items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _to_plain(getattr(value, field.name, None), above) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(_to_plain(key, above)): _to_plain(one, above) for key, one in value.items()}
+        return {str(_to_plain(key, above)): _to_plain(entry, above) for key, entry in value.items()}
     if isinstance(value, set | frozenset):
-        return sorted((_to_plain(one, above) for one in value), key=lambda one: (str(type(one)), str(one)))
+        return sorted((_to_plain(entry, above) for entry in value), key=lambda entry: (str(type(entry)), str(entry)))
     if isinstance(value, list | tuple):
-        return [_to_plain(one, above) for one in value]
+        return [_to_plain(entry, above) for entry in value]
     return _from_array(value, above)
 
 
@@ -321,7 +321,7 @@ def _read_table(wanted: list[str] | None, data: Any, dataframe: Any) -> tuple[li
     by_rows = callable(getattr(frame, "rows", None))  # polars; of pandas it could be a column of that name
     if hasattr(frame, "columns") and (by_rows or hasattr(frame, "itertuples")):
         rows = frame.rows() if by_rows else frame.itertuples(index=False, name=None)
-        there = [str(one) for one in frame.columns]
+        there = [str(column) for column in frame.columns]
         places = list(range(len(there))) if wanted is None else [there.index(name) for name in _choose_columns(wanted, there)]
         return [there[place] for place in places], [[row[place] for place in places] for row in rows]
     if dataframe is not None:
