@@ -133,10 +133,9 @@ def _verify(context: click.Context, places: tuple[str, ...]) -> None:
                     for problem in problems:
                         click.echo(escape_control(problem))
                     if not problems:
-                        click.echo(
-                            f"{escape_control(checkpoint.folder)}: whole ({format_size(checkpoint.size)}, step "
-                            f"{checkpoint.manifest.step:,})"
-                        )  # type: ignore[union-attr]
+                        assert checkpoint.manifest is not None, "a checkpoint without a manifest has problems"
+                        size, step = format_size(checkpoint.size), f"{checkpoint.manifest.step:,}"
+                        click.echo(f"{escape_control(checkpoint.folder)}: whole ({size}, step {step})")
     if wrong:
         click.echo(f"{format_count(wrong, 'problem')}.", err=True)
         context.exit(1)
