@@ -332,7 +332,7 @@ def test_a_rank_that_leaves_the_loop_alone_is_named(ranks: Any) -> None:
 
     for outcome in ranks(2).outcomes(run):
         assert "rank 0: next batch from rank 0 (batch 3 of pass 0)" in str(outcome.error)
-        assert "rank 1: wait_for_everyone at test_dispatch.py:" in str(outcome.error)
+        assert "rank 1: wait_for_everyone at test_dispatch_loader.py:" in str(outcome.error)
 
 
 def test_reading_leaves_the_random_state_of_rank_0_alone(ranks: Any) -> None:

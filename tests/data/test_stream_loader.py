@@ -441,8 +441,8 @@ def test_a_rank_that_leaves_the_loop_alone_is_named(ranks: Any) -> None:
     for outcome in ranks(2).outcomes(run):
         message = str(outcome.error)
         assert type(outcome.error).__name__ == "MismatchError"
-        assert "rank 0: next batch (batch 2 of pass 0 over Told) at test_stream.py:" in message
-        assert "rank 1: wait_for_everyone at test_stream.py:" in message
+        assert "rank 0: next batch (batch 2 of pass 0 over Told) at test_stream_loader.py:" in message
+        assert "rank 1: wait_for_everyone at test_stream_loader.py:" in message
 
 
 def test_a_dataset_that_fails_on_one_rank_fails_on_all(ranks: Any) -> None:

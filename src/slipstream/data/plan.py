@@ -60,11 +60,11 @@ class BatchPlan:
 
     >>> plan = BatchPlan(world_size=2, size=4, policy="even")
     >>> plan.short(1)
-    Shares(given=(2, 2), real=(1, 0), weighed=False, full=4)
+    BatchShares(given=(2, 2), real=(1, 0), weighed=False, full=4)
     >>> [list(piece for piece, _, _ in plan.pieces(iter(range(5)), rank)) for rank in range(2)]
     [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
     >>> BatchPlan(world_size=2, size=4).short(1)
-    Shares(given=(1, 2), real=(1, 0), weighed=True, full=4)
+    BatchShares(given=(1, 2), real=(1, 0), weighed=True, full=4)
     """
 
     world_size: int

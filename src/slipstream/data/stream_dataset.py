@@ -51,7 +51,7 @@ def shard_dataset(dataset: Any, rank: int, world_size: int) -> ShardDecision:
     """What this rank reads of a dataset, as far as the dataset says.
 
     >>> shard_dataset(iter([1, 2]), 0, 2)
-    Answer(dataset=<list_iterator object at ...>, own=False, reason='does not say how to share it out', doubt='')
+    ShardDecision(dataset=<list_iterator object at ...>, own=False, reason='does not say how to share it out', doubt='')
     """
     return _find_existing_shard(dataset, rank, world_size) or _shard_by_protocol(dataset, rank, world_size)
 
