@@ -618,7 +618,7 @@ class FakeDevice:
 
 def test_time_of_a_device_counts_where_it_was_spent_and_not_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
-    monkeypatch.setattr("slipstream.observability.timing.ledger.timing_events", lambda _: device.event)
+    monkeypatch.setattr("slipstream.observability.timing.ledger.timing_event_factory", lambda _: device.event)
     monkeypatch.setattr("slipstream.observability.timing.step_times.perf_counter_ns", device.host)
     ledger = Ledger()
     meter, windows = ledger.meter, []

@@ -208,7 +208,7 @@ def test_pieces_of_any_size_give_the_same_trace(tmp_path: Path, monkeypatch: pyt
     trace(tmp_path, 1, baseTimeNanoseconds=123456)
     whole = merge_traces(tmp_path).read_text()
     for size in (1, 2, 3, 50):
-        monkeypatch.setattr(profiler, "_PIECE", size)
+        monkeypatch.setattr(profiler, "_CHUNK", size)
         assert merge_traces(tmp_path).read_text() == whole
 
 

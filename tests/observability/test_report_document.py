@@ -191,9 +191,9 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path):
 def test_the_command_does_without_torch_and_every_asset_is_packed():
     code = "import sys, slipstream.cli.report; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-    assert '"report/assets/*"' in (ROOT / "pyproject.toml").read_text()
+    assert '"observability/report/assets/*"' in (ROOT / "pyproject.toml").read_text()
     script = re.findall(r"<script>(.*?)</script>", render_page([]), re.DOTALL)[0]
-    for asset in (ROOT / "src" / "slipstream" / "report" / "assets").glob("*.js"):
+    for asset in (ROOT / "src" / "slipstream" / "observability" / "report" / "assets").glob("*.js"):
         assert asset.read_text() in script
 
 
@@ -212,7 +212,7 @@ def test_rate_of_the_end() -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
-    assets = ROOT / "src" / "slipstream" / "report" / "assets"
+    assets = ROOT / "src" / "slipstream" / "observability" / "report" / "assets"
     script = "".join((assets / f"{name}.js").read_text() for name in ("math", "data", "ledger")) + RATES
     done = subprocess.run([node, "-e", script], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""

@@ -439,7 +439,7 @@ def test_more_news_than_a_message_holds_asks_pages_to_load_again(tmp_path: Path)
 
 
 def test_a_listener_that_does_not_keep_up_is_let_go(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "_QUEUE", 3)
+    monkeypatch.setattr(watcher, "_QUEUE_LENGTH", 3)
     watch = RunWatcher([tmp_path])
     watch.look()
     slow, quick = watch.listen(), watch.listen()
@@ -480,7 +480,7 @@ def test_an_idle_stream_has_a_heartbeat(run: RunFolder, tmp_path: Path, monkeypa
 
 
 def test_a_listener_ends_even_with_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "_QUEUE", 1)
+    monkeypatch.setattr(watcher, "_QUEUE_LENGTH", 1)
     listener = Listener()
     assert listener.put(b"one")
     listener.end()
@@ -554,7 +554,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_very_many_runs_shows_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "_MOST_RUNS", 2)
+    monkeypatch.setattr(watcher, "_MAX_RUNS", 2)
     for name in "abcd":
         RunFolder.create(tmp_path, name, project="p")
     watch = RunWatcher([tmp_path, tmp_path / "runs" / "a"])

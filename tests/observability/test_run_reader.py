@@ -80,7 +80,7 @@ def test_blocks_do_not_change_what_is_read(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_line_that_is_too_long_is_passed_over_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "_BLOCK", 64)
-    monkeypatch.setattr(lines_module, "LONGEST", 300)
+    monkeypatch.setattr(lines_module, "MAX_LINE", 300)
     for length in (150, 290, 400, 1000, 1500, 5000):
         folder = tmp_path / str(length)
         folder.mkdir()

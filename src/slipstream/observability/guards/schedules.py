@@ -122,7 +122,7 @@ class ScheduleLength:
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> ScheduleLength.of(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01))
-    Course(lowest=0.01, length=10, total=10)
+    ScheduleLength(lowest=0.01, length=10, total=10)
     >>> total_steps = 80
     >>> ScheduleLength.of(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)).total
     80

@@ -36,7 +36,7 @@ class LineReader:
     """What is new in one file of lines.
 
     >>> import tempfile, pathlib
-    >>> with tempfile.TemporaryDirectory() as path, Folder(path) as folder:
+    >>> with tempfile.TemporaryDirectory() as path, ConfinedFolder(path) as folder:
     ...     file, lines = pathlib.Path(path, "events.jsonl"), LineReader("events.jsonl")
     ...     _ = file.write_text("one\\ntwo\\nthr")
     ...     first = lines.read(folder)

@@ -110,8 +110,7 @@ class ImagesByName:
     >>> found.refuse()
     Traceback (most recent call last):
         ...
-    slipstream.observability.trackers.values.RejectedValuesError: the picture bad is left out: None is no picture: give one of PIL, a
-    figure of matplotlib, ...
+    slipstream.observability.trackers.values.RejectedValuesError: the picture bad is left out: None is no picture: ...
     """
 
     def __init__(self, values: Mapping[str, Any], read: Callable[[Any], list[Any]] = to_images) -> None:

@@ -201,7 +201,7 @@ def sort_values(values: Mapping[str, Any]) -> ValuesByKind:
     """The values of one call, sorted.
 
     >>> sort_values({"loss": 0.5, "eval": {"accuracy": 1, "note": "good"}, "weights": [1, 2]})
-    Sorted(numbers={'loss': 0.5, 'eval/accuracy': 1}, texts={'eval/note': 'good'}, others={'weights': [1, 2]})
+    ValuesByKind(numbers={'loss': 0.5, 'eval/accuracy': 1}, texts={'eval/note': 'good'}, others={'weights': [1, 2]})
     """
     found = ValuesByKind()
     for name, given in flatten(values).items():
@@ -233,8 +233,7 @@ def raise_if_unsupported(tracker: str, others: Mapping[str, Any], keeps: str = "
     >>> raise_if_unsupported("local", {"weights": [1, 2]})
     Traceback (most recent call last):
         ...
-    slipstream.observability.trackers.values.UnsupportedTypeError: weights is a list, and the tracker local keeps numbers and texts: log a
-    number of it (its mean, ...
+    slipstream.observability.trackers.values.UnsupportedTypeError: weights is a list, and the tracker local keeps numbers and texts: ...
     """
     if others:
         raise UnsupportedTypeError(tracker, {name: describe_type(value) for name, value in others.items()}, keeps)
@@ -296,8 +295,7 @@ def make_table(name: str, columns: Sequence[str] | None, data: Any, dataframe: A
     >>> make_table("samples", None, [1, 2])
     Traceback (most recent call last):
         ...
-    slipstream.observability.trackers.values.RejectedValuesError: the table samples is left out: row 0 of its data is an int and no row:
-    give rows (columns=["a", ...
+    slipstream.observability.trackers.values.RejectedValuesError: the table samples is left out: row 0 of its data is an int and no row: ...
     """
     try:
         wanted = _column_names(columns)
