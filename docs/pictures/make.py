@@ -15,6 +15,7 @@ from typing import Any
 
 from looking import Looker, chromium
 from made_up import make_run
+
 from slipstream.observability.report import write
 
 HERE = Path(__file__).parent
