@@ -13,17 +13,16 @@ import pytest
 
 FORKED = """
 import os, signal, sys
-from slipstream.launch.workers import Crew
-from slipstream.launch.worker import Target
-from slipstream.launch.worker import Worker
+from slipstream.launch.worker import ForkedWorker, Target
+from slipstream.launch.workers import WorkerProcesses
 kind, name, *arguments = sys.argv[1:]
-crew = Crew()
-worker = Worker(target=Target(kind, name, tuple(arguments)), environment=dict(os.environ), stdout=None, stderr=None, foreign=frozenset(),
+workers = WorkerProcesses()
+worker = ForkedWorker(target=Target(kind, name, tuple(arguments)), environment=dict(os.environ), stdout=None, stderr=None, foreign=frozenset(),
                 handlers={}, blocked=frozenset(), parent=os.getpid())
-crew.fork(0, worker.live)
-while crew.running:
-    crew.wait(30)
-    ends = crew.poll()
+workers.fork(0, worker.live)
+while workers.running:
+    workers.wait(30)
+    ends = workers.poll()
 code = ends[0].exit_code
 sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 """

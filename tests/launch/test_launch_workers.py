@@ -90,9 +90,9 @@ def test_a_forked_child_never_returns_into_our_stack(crew, capfd):
 def test_what_was_printed_before_a_fork_is_printed_once(capfd):
     program = """
 import sys
-from slipstream.launch.workers import Crew
+from slipstream.launch.workers import WorkerProcesses
 print("before", end="")
-crew = Crew()
+crew = WorkerProcesses()
 crew.fork(0, lambda: None)
 crew.wait(30)
 """
@@ -130,9 +130,8 @@ def test_children_die_with_their_parent(tmp_path):
     note = tmp_path / "pids"
     program = f"""
 import os, sys, time
-from slipstream.launch.workers import Crew
-from slipstream.launch.workers import die_with_parent
-crew, parent = Crew(), os.getpid()
+from slipstream.launch.workers import WorkerProcesses, die_with_parent
+crew, parent = WorkerProcesses(), os.getpid()
 crew.execute(0, ["sleep", "60"], os.environ)
 def body():
     die_with_parent(parent)
@@ -152,16 +151,15 @@ time.sleep(60)
 def test_orphans_of_children_are_found_and_ended():
     program = """
 import os, subprocess, sys
-from slipstream.launch.workers import Crew, end_descendants
-from slipstream.launch.workers import adopt_orphans
-adopt_orphans()
-crew = Crew()
+from slipstream.launch.workers import WorkerProcesses, become_subreaper, terminate_descendants
+become_subreaper()
+crew = WorkerProcesses()
 orphan = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
 crew.execute(0, [sys.executable, "-c", orphan], os.environ)
 while crew.running:
     crew.wait(30)
     crew.poll()
-print(end_descendants())
+print(terminate_descendants())
 """
     pid, left = subprocess.run(python(program), capture_output=True, text=True, timeout=PATIENT, check=True).stdout.splitlines()
     assert left == f"['sleep (pid {pid})']"
@@ -169,7 +167,7 @@ print(end_descendants())
 
 
 def test_no_descendants_is_no_work():
-    program = "from slipstream.launch.workers import end_descendants; import sys; print(end_descendants(), 'psutil' in sys.modules)"
+    program = "import sys; from slipstream.launch.workers import terminate_descendants as end; print(end(), 'psutil' in sys.modules)"
     assert subprocess.run(python(program), capture_output=True, timeout=PATIENT, check=True).stdout == b"[] False\n"
 
 

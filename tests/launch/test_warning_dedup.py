@@ -80,10 +80,10 @@ def test_a_record_whose_arguments_do_not_fit_does_no_harm(three):
 
 SHOW = """
 import sys, warnings
-from slipstream.launch.warning_dedup import Chorus, Voice
+from slipstream.launch.warning_dedup import WarningDedup, WorkerOutput
 warnings.filterwarnings(*sys.argv[2:]) if sys.argv[2:] else None
 for rank in range(2):
-    Chorus(Voice(claims=sys.argv[1]), rank, 2, {}).install()
+    WarningDedup(WorkerOutput(claims=sys.argv[1]), rank, 2, {}).install()
     warnings.warn_explicit("careful", UserWarning, "lib.py", 3)
     warnings.showwarning = warnings._showwarning_orig
 """
@@ -108,10 +108,10 @@ def test_warnings_are_left_alone_where_somebody_wants_all_of_them(tmp_path, flag
 
 HEARD = """
 import logging, sys, warnings
-from slipstream.launch.warning_dedup import join, Voice
+from slipstream.launch.warning_dedup import WorkerOutput, install_warning_dedup
 from slipstream.logging import get_logger
 from slipstream.distributed.current import current
-join(Voice(json=True).dump(), {})
+install_warning_dedup(WorkerOutput(json=True).dump(), {})
 told = []
 current().hearers.append(lambda logger, text: told.append((logger, text)))
 warnings.warn_explicit("careful", UserWarning, "lib.py", 3)
@@ -133,8 +133,8 @@ def test_warnings_that_are_shown_are_told_once():
 
 ENDS = """
 import sys, threading, warnings
-from slipstream.launch.warning_dedup import join, Voice
-join(Voice(json=True).dump(), {})
+from slipstream.launch.warning_dedup import WorkerOutput, install_warning_dedup
+install_warning_dedup(WorkerOutput(json=True).dump(), {})
 class Bad:
     def __del__(self):
         raise ValueError("deleted")

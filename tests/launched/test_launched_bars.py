@@ -16,9 +16,9 @@ pytestmark = pytest.mark.launched
 SCRIPT = """
 import functools, sys, torch
 from slipstream import Accelerator
-from slipstream.checkpoint import load, save
+from slipstream.checkpoint import locate, writer
 from slipstream.utils import tqdm
-for module in (load, save):
+for module in (locate, writer):
     module.bar = functools.partial(module.bar, after=0.0)
 accelerator = Accelerator(cpu=True)
 model = accelerator.prepare(torch.nn.Linear(300, 300))
@@ -32,7 +32,7 @@ accelerator.wait_for_everyone()
 
 
 def test_one_bar_for_all_ranks(script, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "runtime"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "distributed"))
     from launching_on_terminal import on_terminal, screen
 
     environment = {name: value for name, value in os.environ.items() if name not in RANKS}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from slipstream.errors import ConfigError
 from slipstream.launch.store import ALARM_KEY, ExitNotice, attempt_prefix, exit_key
-from slipstream.testing import RankFailure, rank_pool as pool_of
+from slipstream.testing import RankFailure, ranks as pool_of
 
 
 def rank() -> int:
