@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.checkpoint.commit import LocalStage, LocalTarget, recover
+from slipstream.checkpoint.commit import LocalStage, LocalTarget, find_recoverable
 from slipstream.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from slipstream.errors import CheckpointError
 from slipstream.files.checksum import digest
@@ -37,7 +37,7 @@ def save(path: str | Path, step: int, disk: Disk | None = None, sizes: Mapping[s
 
 def step_of(path: Path) -> int:
     """The step of the checkpoint of this name, after every file in it was compared with its manifest and with what was saved."""
-    folder = recover(path) or path
+    folder = find_recoverable(path) or path
     try:
         manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     except OSError as error:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from small import FILES, content, fill, manifest_for, save, step_of, tree
 
-from slipstream.checkpoint.commit import LocalStage, LocalTarget, recover, sweep, write_latest
+from slipstream.checkpoint.commit import LocalStage, LocalTarget, find_recoverable, sweep_leftovers, write_latest
 from slipstream.checkpoint.manifest import RankFile
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.checksum import digest
@@ -387,7 +387,7 @@ def test_a_second_save_to_the_same_place_names_the_first(tmp_path: Path, paused:
     before = tree(tmp_path)
     with pytest.raises(CheckpointError, match=f"is being saved by process {child.pid} on "):
         LocalTarget(tmp_path / "first").begin()
-    sweep(tmp_path / "first", Disk())
+    sweep_leftovers(tmp_path / "first", Disk())
     assert tree(tmp_path) == before
     save(tmp_path / "second", 1)  # another name is no matter
     child.kill()
@@ -410,7 +410,7 @@ def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path, paused: Any) 
     child.kill()
     child.join()
     assert not (tmp_path / "first").exists()
-    found = recover(tmp_path / "first")
+    found = find_recoverable(tmp_path / "first")
     assert found is not None
     assert step_of(tmp_path / "first") in (1, 2)
     save(tmp_path / "first", 3)
@@ -424,7 +424,7 @@ def test_sweeping_alone_puts_it_back(tmp_path: Path, paused: Any) -> None:
     child = paused(tmp_path / "first", "between two renames")
     child.kill()
     child.join()
-    sweep(tmp_path / "first", Disk())
+    sweep_leftovers(tmp_path / "first", Disk())
     assert step_of(tmp_path / "first") in (1, 2)
     assert os.listdir(tmp_path) == ["first"]
 
@@ -468,22 +468,22 @@ def test_files_of_others_in_what_was_replaced_survive_a_crash(tmp_path: Path) ->
     (tmp_path / "first").rename(tmp_path / ".first.was-00000000")  # as after an exchange, before the tidying up
     save(tmp_path / "elsewhere", 2)
     (tmp_path / "elsewhere").rename(tmp_path / "first")
-    sweep(tmp_path / "first", Disk())
+    sweep_leftovers(tmp_path / "first", Disk())
     assert step_of(tmp_path / "first") == 2
     assert (tmp_path / "first" / "notes.txt").read_text() == "mine"
     assert os.listdir(tmp_path) == ["first"]
 
 
 def test_only_a_whole_folder_is_recovered(tmp_path: Path) -> None:
-    assert recover(tmp_path / "first") is None
+    assert find_recoverable(tmp_path / "first") is None
     for name, step in (("a", 5), ("b", 3)):
         save(tmp_path / name, step)
     (tmp_path / "a" / "model.safetensors").write_text("shorter")
     (tmp_path / "a").rename(tmp_path / ".first.was-0000000a")
     (tmp_path / "b").rename(tmp_path / ".first.was-0000000b")
-    assert recover(tmp_path / "first") == tmp_path / ".first.was-0000000b"
+    assert find_recoverable(tmp_path / "first") == tmp_path / ".first.was-0000000b"
     (tmp_path / "first").mkdir()
-    assert recover(tmp_path / "first") is None
+    assert find_recoverable(tmp_path / "first") is None
 
 
 def test_a_file_system_without_locks_saves_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

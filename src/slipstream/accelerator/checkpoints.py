@@ -16,7 +16,7 @@ from slipstream.accelerator.components import Components
 from slipstream.checkpoint.capture import count_updates
 from slipstream.checkpoint.model_io import save_model
 from slipstream.checkpoint.object_file import save
-from slipstream.checkpoint.restore import Wishes, restore
+from slipstream.checkpoint.restore import LoadOptions, restore
 from slipstream.checkpoint.saver import SaveOptions, Saver
 from slipstream.errors import ConfigError
 from slipstream.files.object_store import redact
@@ -125,7 +125,7 @@ class CheckpointsMixin:
         if given.get("weights_only") is False:
             allow_pickle = True
         with self._watch.timed("restore") as details:
-            path = restore(self._saver, input_dir, Wishes(strict, allow_pickle, resume))
+            path = restore(self._saver, input_dir, LoadOptions(strict, allow_pickle, resume))
             self._parts.ledger.count_from(count_updates(self._parts))
             details.update(path=redact(path), text=os.path.basename(path))
         return path

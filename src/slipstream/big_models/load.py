@@ -42,12 +42,12 @@ from slipstream.checkpoint.weights import (
     TensorSlot,
     TensorSlots,
     arrange_state_dict,
-    bare,
     check_fit,
     may_rename_keys,
     set_tensor,
     tensor_slots,
     tied_names,
+    unwrap_module,
 )
 from slipstream.devices.memory import convert_bytes
 from slipstream.distributed.progress_bar import bar
@@ -414,7 +414,8 @@ def load_checkpoint_in_model(
     if device_map is None:
         _warn_unused(offload_folder=offload_folder is not None, offload_buffers=offload_buffers)
         return load_weights(model, checkpoint, dtype, keep_in_fp32_modules, strict=strict)
-    found = _load(bare(model), check_local_path(checkpoint, "checkpoint"), _checked_mapping(device_map), wishes, folder_is_needed=True)
+    path = check_local_path(checkpoint, "checkpoint")
+    found = _load(unwrap_module(model), path, _checked_mapping(device_map), wishes, folder_is_needed=True)
     return found.report
 
 
@@ -469,12 +470,13 @@ def load_checkpoint_and_dispatch(
         )
         load_weights(model, checkpoint, dtype, strict=strict)
         return model
-    warn_unknown_classes(bare(model), preload_module_classes, "preload_module_classes")
-    device_map = _find_device_map(bare(model), device_map, max_memory, no_split_module_classes, wishes)
-    found = _load(bare(model), check_local_path(checkpoint, "checkpoint"), device_map, wishes)
+    inner = unwrap_module(model)
+    warn_unknown_classes(inner, preload_module_classes, "preload_module_classes")
+    device_map = _find_device_map(inner, device_map, max_memory, no_split_module_classes, wishes)
+    found = _load(inner, check_local_path(checkpoint, "checkpoint"), device_map, wishes)
     whole = [*(preload_module_classes or ()), *parse_class_names(no_split_module_classes)]
     given = WeightSources({}, found.index, {}, wishes.folder)
-    dispatch_checked(bare(model), device_map, ResolvedDeviceMap(device_map), given, offload_buffers, skip_keys, whole, force_hooks, limit)
+    dispatch_checked(inner, device_map, ResolvedDeviceMap(device_map), given, offload_buffers, skip_keys, whole, force_hooks, limit)
     return model
 
 

@@ -240,7 +240,7 @@ def flatten_part(name: str, state: Any, where: str, sharded: dict[str, Any] | No
     """A state taken apart; `where` names it in errors. Tensors that are sharded are put into `sharded`, and refused without it.
 
     >>> flatten_part("training", {"epoch": 3}, "loaders")
-    Part(name='training', tree={'epoch': 3}, tensors={})
+    StatePart(name='training', tree={'epoch': 3}, tensors={})
     """
     tree, tensors = flatten(state, where, sharded)
     return StatePart(name, tree, tensors)

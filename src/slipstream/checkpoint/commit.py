@@ -7,9 +7,9 @@
 
 Beside a checkpoint there may also be .NAME.lock (held by the process that saves to NAME), .NAME.was-HEX (a folder that was replaced, or
 is about to become NAME) and .NAME.removing-HEX (being removed). A crash at any moment leaves the old checkpoint or the new one under the
-name, and perhaps hidden folders that the next save removes. Where the system has no atomic exchange there are two renames, and `recover`
-finds what a crash between them left. A lock ends with its process, so a dead save never blocks another one, and a second live process
-that saves to the same name gets an error that names the first.
+name, and perhaps hidden folders that the next save removes. Where the system has no atomic exchange there are two renames, and
+`find_recoverable` finds what a crash between them left. A lock ends with its process, so a dead save never blocks another one, and a
+second live process that saves to the same name gets an error that names the first.
 
 A committed checkpoint is never changed or removed before the next one is on the disk, no link is followed, and no file of others is
 removed. Errors of the system become a `CheckpointError` that names the file and what to do. Nothing here imports torch.
@@ -41,8 +41,9 @@ from slipstream.files.reader import read_digest
 from slipstream.logging import get_logger
 
 __all__ = [
-    "HiddenKind", "JoinedStage", "LARGEST_MANIFEST", "LocalStage", "LocalTarget", "acquire_lock", "discard_replaced", "hidden_path",
-    "lock_path", "names_with_leftovers", "read_manifest_or_none", "recover", "remove_checkpoint", "sweep", "sweep_locked", "write_latest",
+    "HiddenKind", "JoinedStage", "LARGEST_MANIFEST", "LocalStage", "LocalTarget", "acquire_lock", "discard_replaced", "find_recoverable",
+    "hidden_path", "lock_path", "names_with_leftovers", "read_manifest_or_none", "remove_checkpoint", "sweep_leftovers", "sweep_locked",
+    "write_latest",
 ]
 
 
@@ -81,7 +82,7 @@ def read_manifest_or_none(folder: Path) -> Manifest | None:
         return None
 
 
-def recover(path: Path) -> Path | None:
+def find_recoverable(path: Path) -> Path | None:
     """Where the checkpoint of this name can be read if a crash took it from its place; None if it is in its place, or nowhere.
 
     That can be only where the system knows no exchange of two folders: the moment between two renames.
@@ -132,7 +133,7 @@ def acquire_lock(path: Path, disk: Disk) -> int | None:
             return None
 
 
-def sweep(path: Path, disk: Disk) -> None:
+def sweep_leftovers(path: Path, disk: Disk) -> None:
     """Remove what dead saves to this name left, and put a checkpoint back that a crash took from its place; a living save is left alone."""
     if not os.path.lexists(lock_path(path)) and not any(_beside(path, kind) for kind in ("saving", "was", "removing")):
         return
@@ -156,7 +157,7 @@ def sweep_locked(path: Path, disk: Disk) -> None:
         return
     try:
         if not os.path.lexists(path) and found["was"]:
-            back = recover(path) or found["was"][0]
+            back = find_recoverable(path) or found["was"][0]
             disk.rename(back, path)
             found["was"].remove(back)
         disk.sync_folder(path.parent)  # what stands under the name is there to stay, before anything goes

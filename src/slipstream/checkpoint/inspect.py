@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from slipstream.checkpoint.commit import lock_path, names_with_leftovers, recover
+from slipstream.checkpoint.commit import find_recoverable, lock_path, names_with_leftovers
 from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, ModelEntry, RankFile
 from slipstream.checkpoint.rotate import rank_files, read_manifest
 from slipstream.checkpoint.shard_layout import PiecePosition, cover_box, read_positions, whole_box
@@ -114,7 +114,7 @@ def check_folder(given: str) -> Path:
     try:
         os.scandir(path).close()
     except FileNotFoundError:
-        if (found := recover(path)) is not None:  # the moment between two renames of a save
+        if (found := find_recoverable(path)) is not None:  # the moment between two renames of a save
             return found
         raise ConfigError(f"There is no folder {given}.\n{_suggest_nearby(path)}") from None
     except NotADirectoryError:
@@ -176,7 +176,7 @@ def size_problems(checkpoint_summary: CheckpointSummary) -> list[str]:
 def _summaries(folder: Path) -> Iterator[CheckpointSummary]:
     with os.scandir(folder) as entries:
         names = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
-    moved = {name: found for name in sorted(names_with_leftovers(folder) - names) if (found := recover(folder / name)) is not None}
+    moved = {name: found for name in sorted(names_with_leftovers(folder) - names) if (found := find_recoverable(folder / name)) is not None}
     for name in sorted({*names, *moved}, key=_in_order):
         if name in moved:
             yield summarize_checkpoint(moved[name], name, f"a crash left it as {moved[name].name}; load_state finds it there")

@@ -24,7 +24,7 @@ import torch
 
 from slipstream.checkpoint import remote
 from slipstream.checkpoint.accelerate_import import AccelerateCheckpoint, is_accelerate_checkpoint, read_accelerate_checkpoint
-from slipstream.checkpoint.commit import recover
+from slipstream.checkpoint.commit import find_recoverable
 from slipstream.checkpoint.manifest import MANIFEST, Manifest, RankFile
 from slipstream.checkpoint.rotate import numbered_checkpoints, rank_files, read_manifest
 from slipstream.checkpoint.saver import Saver
@@ -135,7 +135,7 @@ def open_checkpoint(folder: Path, *, keep: Callable[[str], bool] = lambda name: 
     `alone`: no other process reads it at the same time, which would profit from files that went through the page cache.
     """
     if not folder.exists():
-        folder = recover(folder) or folder
+        folder = find_recoverable(folder) or folder
     began = time.monotonic()
     for attempt in itertools.count(1):
         before = _folder_identity(folder)
@@ -252,7 +252,7 @@ def open_newest(
                 checkpoint.read_ranks()
                 return NewestCheckpoint(checkpoint, passed)
             except (CheckpointError, FileNotFoundError) as error:
-                if folder.exists() or recover(folder):
+                if folder.exists() or find_recoverable(folder):
                     passed[folder] = str(error)
                 else:
                     gone.add(folder)

@@ -27,7 +27,6 @@ from slipstream.checkpoint.weights import (
     METADATA,
     LoadReport,
     Weights,
-    bare,
     cast_weights,
     check_fit,
     index_bytes,
@@ -37,6 +36,7 @@ from slipstream.checkpoint.weights import (
     shard_names,
     split_state_dict,
     tied_names,
+    unwrap_module,
     write_weights,
 )
 from slipstream.distributed.progress_bar import ProgressBar, bar, counted, waiting
@@ -75,7 +75,7 @@ def save_model(
     folder = check_local_path(save_directory, "save_directory")
     largest = parse_size(max_shard_size)
     _check_folder(folder)
-    state = bare(model).state_dict() if isinstance(model, torch.nn.Module) else model
+    state = unwrap_module(model).state_dict() if isinstance(model, torch.nn.Module) else model
     if not isinstance(state, Mapping):
         raise ConfigError(f"save_model was given a {type(model).__qualname__}. Pass a torch.nn.Module, or its state_dict().")
     weights = split_state_dict(state, f"the weights of {type(model).__name__}")
@@ -194,7 +194,7 @@ def load_weights(
         raise ConfigError(f"keep_in_fp32_modules={keep_in_fp32_modules!r} is a list of names of modules, and needs dtype beside it.")
     path = check_local_path(checkpoint, "checkpoint")
     with waiting(f"loading {path.name}"):
-        return _load(bare(model), find_weights(path), str(path), wanted, tuple(keep_in_fp32_modules or ()), strict=strict)
+        return _load(unwrap_module(model), find_weights(path), str(path), wanted, tuple(keep_in_fp32_modules or ()), strict=strict)
 
 
 def parse_dtype(given: Any) -> torch.dtype | None:

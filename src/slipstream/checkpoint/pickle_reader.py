@@ -70,7 +70,7 @@ def disassemble(data: bytes, where: str) -> Any:
     """The tree of records that this pickle describes; `where` is its path, for messages.
 
     >>> disassemble(b"cos\\nsystem\\n(S'true'\\ntR.", "a pickle")
-    Call(path='os.system', arguments=('true',), state=None, items=[])
+    PickledCall(path='os.system', arguments=('true',), state=None, items=[])
     """
     if len(data) > _LARGEST:
         raise NotPlainError(f"{where} has {len(data):,} bytes of pickle beside its tensors; as data, at most {_LARGEST:,} are read")
@@ -158,13 +158,9 @@ class _PickleStack:
 
     def call(self, what: Any, arguments: Any) -> None:
         # What is called may be the result of a call; that is nothing that could be known here.
-        path = (
-            what.path
-            if type(what) is PickledName
-            else f"the result of {what.path}"
-            if type(what) is PickledCall
-            else f"a {type(what).__name__}"
-        )
+        path = f"a {type(what).__name__}"
+        if type(what) is PickledName or type(what) is PickledCall:
+            path = what.path if type(what) is PickledName else f"the result of {what.path}"
         if type(arguments) is not tuple:
             raise ValueError(f"arguments in a {type(arguments).__name__}")
         self.push_record(PickledCall(path, arguments))
@@ -189,10 +185,6 @@ def _pairs(values: list[Any]) -> PickledCall:
 
 def _ignore(machine: _PickleStack, argument: Any) -> None:
     pass
-
-
-def _value(machine: _PickleStack, argument: Any) -> None:
-    machine.push(argument)
 
 
 def _tuple_of(count: int) -> Callable[[_PickleStack, Any], None]:
@@ -233,12 +225,15 @@ def _storage(machine: _PickleStack, argument: Any) -> None:
     machine.push_record(PickledCall(STORAGE, machine.pop()))
 
 
+_LITERALS: Final = (
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT",
+    "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING",
+    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8",
+)  # fmt: skip
 _ACTIONS: Final[Mapping[str, Callable[[_PickleStack, Any], None]]] = MappingProxyType(
     {
         **dict.fromkeys(("PROTO", "FRAME", "STOP"), _ignore),
-        **dict.fromkeys(("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"), _value),
-        **dict.fromkeys(("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"), _value),
-        **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"), _value),
+        **dict.fromkeys(_LITERALS, _PickleStack.push),
         "NONE": lambda machine, _: machine.push(None),
         "NEWTRUE": lambda machine, _: machine.push(True),
         "NEWFALSE": lambda machine, _: machine.push(False),

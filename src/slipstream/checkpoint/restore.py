@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slipstream.accelerator.components import Components
 
 __all__ = [
-    "RestorePlan", "UndoSteps", "Wishes", "apply_plan", "as_checkpoint_error", "check_random_states", "loader_states",
+    "RestorePlan", "UndoSteps", "LoadOptions", "apply_plan", "as_checkpoint_error", "check_random_states", "loader_states",
     "reshard_saved_state", "restore",
 ]
 
@@ -101,7 +101,7 @@ UndoSteps = list[Callable[[], object]]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LoadOptions:
     """How a checkpoint is to be loaded."""
 
     strict: bool | None = None
@@ -122,14 +122,14 @@ class RestorePlan:
     said: list[str] = field(default_factory=list)
 
 
-def apply_plan(saver: Saver, plan: RestorePlan, wishes: Wishes) -> None:
+def apply_plan(saver: Saver, plan: RestorePlan, options: LoadOptions) -> None:
     """Puts everything back on every rank, or raises on every rank and leaves everything as it was."""
     state = saver.parts.state
     numbers: list[int] = []
     undo: UndoSteps = []
 
     def first() -> None:
-        numbers.extend(_run_load_hooks(saver, plan, wishes))
+        numbers.extend(_run_load_hooks(saver, plan, options))
         _restore_fallible(saver, plan, undo)
 
     def second() -> None:
@@ -147,7 +147,7 @@ def apply_plan(saver: Saver, plan: RestorePlan, wishes: Wishes) -> None:
             for step in reversed(undo):
                 step()
             raise
-    _restore_rest(saver, plan, wishes, numbers)
+    _restore_rest(saver, plan, options, numbers)
     saver.loaded(plan.saved.where)
     plan.said += _restore_random_states(state.process_index, state.num_processes, plan)
 
@@ -255,14 +255,14 @@ def _state_undo(value: Any) -> Callable[[], object]:
 # -- what cannot fail any more ----------------------------------------------------------------------------------------
 
 
-def _restore_rest(saver: Saver, plan: RestorePlan, wishes: Wishes, numbers: list[int]) -> None:
+def _restore_rest(saver: Saver, plan: RestorePlan, options: LoadOptions, numbers: list[int]) -> None:
     parts, saved = saver.parts, plan.saved
     for loader, state in loader_states(parts.registry.loaders, saved, plan.own):
-        loader.load_state_dict(state, **({} if wishes.resume is None else {"resume": wishes.resume}))
+        loader.load_state_dict(state, **({} if options.resume is None else {"resume": options.resume}))
     for number in numbers:
         if (stored := saved.models.get(number)) is not None:
             original = parts.stepper.models[number].original
-            load_into(original, stored.tensors, stored.aliases, stored.extra, strict=wishes.strict is not False)
+            load_into(original, stored.tensors, stored.aliases, stored.extra, strict=options.strict is not False)
     if plan.loop is not None:
         parts.stepper.restore(plan.loop)
         if saved.clipping is not None:
@@ -270,7 +270,7 @@ def _restore_rest(saver: Saver, plan: RestorePlan, wishes: Wishes, numbers: list
         parts.stepper.set_gradients(plan.gradients)
 
 
-def _run_load_hooks(saver: Saver, plan: RestorePlan, wishes: Wishes) -> list[int]:
+def _run_load_hooks(saver: Saver, plan: RestorePlan, options: LoadOptions) -> list[int]:
     """Runs the hooks of the script, and gives the numbers of the models that they leave to us."""
     models = [model.prepared for model in saver.parts.stepper.models]
     everything = list(models)
@@ -278,15 +278,15 @@ def _run_load_hooks(saver: Saver, plan: RestorePlan, wishes: Wishes) -> list[int
         hook(models, str(plan.saved.folder))
     wanted = {id(model) for model in models}  # hooks take out what they loaded themselves
     numbers = [number for number, prepared in enumerate(everything) if id(prepared) in wanted]
-    plan.said += [_without_weights(saver, plan.saved, number, wishes) for number in numbers if number not in plan.saved.models]
+    plan.said += [_without_weights(saver, plan.saved, number, options) for number in numbers if number not in plan.saved.models]
     return numbers
 
 
-def _without_weights(saver: Saver, saved: SavedState, number: int, wishes: Wishes) -> str:
+def _without_weights(saver: Saver, saved: SavedState, number: int, options: LoadOptions) -> str:
     """A model that has no weights in the checkpoint: an error, or with `strict=False` what is said."""
     kind = type(saver.parts.stepper.models[number].original).__name__
     text = f"{saved.where} has no weights of model {number} ({kind})"
-    if wishes.strict is False:
+    if options.strict is False:
         return f"{text}: it keeps those it has"
     raise CheckpointError(
         f"{text}: it was not prepared when that was saved, or a hook took them out. Prepare the same models in the same order, or register "
@@ -321,18 +321,18 @@ _BROKEN = "broken"
 """What a rank tells instead of a stamp if it cannot use the pieces that it needs."""
 
 
-def restore(saver: Saver, input_dir: Any, wishes: Wishes) -> str:
+def restore(saver: Saver, input_dir: Any, options: LoadOptions) -> str:
     """Loads a checkpoint into everything that is prepared; the path of what was loaded."""
     _wait_for_saves(saver)
-    plan = _agreed_plan(saver, input_dir, wishes)
-    apply_plan(saver, plan, wishes)
+    plan = _agreed_plan(saver, input_dir, options)
+    apply_plan(saver, plan, options)
     for line in plan.said:
         get_logger(__name__).warning(line)
     get_logger(__name__).info(f"loaded {plan.saved.where} (step {plan.saved.step})")
     return plan.saved.where
 
 
-def _agreed_plan(saver: Saver, input_dir: Any, wishes: Wishes) -> RestorePlan:
+def _agreed_plan(saver: Saver, input_dir: Any, options: LoadOptions) -> RestorePlan:
     """What is put back, once all ranks have found the same. The newest is passed over by all if one of them cannot use its pieces."""
     state = saver.parts.state
     passed: dict[str, str] = {}
@@ -340,7 +340,7 @@ def _agreed_plan(saver: Saver, input_dir: Any, wishes: Wishes) -> RestorePlan:
         plan: RestorePlan | None = None
         outcome: Any
         try:
-            plan = _plan(saver, locate_checkpoint(saver, input_dir, wishes.allow_pickle, passed), wishes)
+            plan = _plan(saver, locate_checkpoint(saver, input_dir, options.allow_pickle, passed), options)
             outcome = (plan.saved.stamp, plan.saved.step, _window(plan, state.num_processes))
         except BrokenPiecesError as error:
             again = error.folder not in passed and is_one_of_several(saver, input_dir, error.folder)
@@ -375,21 +375,21 @@ def _wait_for_saves(saver: Saver) -> None:
 # -- before anything changes ------------------------------------------------------------------------------------------
 
 
-def _plan(saver: Saver, saved: SavedState, wishes: Wishes) -> RestorePlan:
+def _plan(saver: Saver, saved: SavedState, options: LoadOptions) -> RestorePlan:
     parts, registry = saver.parts, saver.parts.registry
     said = list(saved.said)
     if not parts.stepper.models and not registry.optimizers and not registry.loaders and not saver.objects:
         raise CheckpointError("load_state() was called before prepare(): there is nothing to load a checkpoint into. Prepare first.")
-    said += _check_counts(saver, saved, wishes)
+    said += _check_counts(saver, saved, options)
     if saved.loaders is not None and len(saved.loaders) != len(registry.loaders):
         said.append(
             f"{saved.where} holds the positions of {len(saved.loaders)} loaders, and {len(registry.loaders)} are prepared: they are taken "
             "over in order as far as they go"
         )
-    _check_models(saver, saved, wishes)
+    _check_models(saver, saved, options)
     for number, (stored, optimizer) in enumerate(zip(saved.optimizers or [], registry.optimizers, strict=False)):
         _check_optimizer(saved.where, number, stored, optimizer)
-    saved = reshard_saved_state(parts, saver.objects, saved, strict=wishes.strict is not False)
+    saved = reshard_saved_state(parts, saver.objects, saved, strict=options.strict is not False)
     own = saved.rank(parts.state.process_index)
     loop, gradients, notes = _loop(saver, saved, own)
     if loop is not None and len(loop["windows"]) != len(parts.stepper.models):
@@ -404,11 +404,11 @@ def _plan(saver: Saver, saved: SavedState, wishes: Wishes) -> RestorePlan:
     except ConfigError as error:
         raise as_checkpoint_error(error, saved.where) from error
     check_random_states((own or {}).get("random"), saved.where)
-    said += notes + _check_receipt(saver, saved, wishes)
+    said += notes + _check_receipt(saver, saved, options)
     return RestorePlan(saved, own, loop, gradients, said)
 
 
-def _check_counts(saver: Saver, saved: SavedState, wishes: Wishes) -> list[str]:
+def _check_counts(saver: Saver, saved: SavedState, options: LoadOptions) -> list[str]:
     """An error if there are other numbers of things than were saved, unless that can be meant: then what is done about it, in words."""
     registry, models, said = saver.parts.registry, saver.parts.stepper.models, []
     saved_models = max([len(models), *(number + 1 for number in saved.models)])  # those that have no weights there may be loaded by hooks
@@ -423,7 +423,7 @@ def _check_counts(saver: Saver, saved: SavedState, wishes: Wishes) -> list[str]:
         kinds = f" ({', '.join(_kind(entry) for entry in present)})" if present else ""
         difference = f"{saved.where} holds {_counted(len(stored), what)}, and this run has {len(present) or 'none'}{kinds}"
         same = f"{remedy} the same ones in the same order before load_state"
-        if wishes.strict is True or (present and wishes.strict is None):
+        if options.strict is True or (present and options.strict is None):
             raise CheckpointError(f"{difference}: {same}, or take over what fits with strict=False")
         left_out = f"that is left out, which is fine for evaluation; to train on, {same}"
         said.append(f"{difference}: {'they are taken over in order as far as they go' if present else left_out}")
@@ -442,14 +442,14 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _check_models(saver: Saver, saved: SavedState, wishes: Wishes) -> None:
+def _check_models(saver: Saver, saved: SavedState, options: LoadOptions) -> None:
     models = saver.parts.stepper.models
     for number, stored in saved.models.items():
         if number >= len(models):
             break  # as was said
         shapes = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
         report = check_fit(models[number].original, shapes, stored.aliases, stored.extra)
-        report.demand(saved.where, type(models[number].original).__name__, strict=wishes.strict is not False)
+        report.demand(saved.where, type(models[number].original).__name__, strict=options.strict is not False)
 
 
 def _check_optimizer(where: str, number: int, stored: Any, optimizer: Any) -> None:
@@ -533,12 +533,12 @@ def _batch_ratio(saver: Saver, saved: SavedState, world: int) -> float:
     return (saved.world or world) / world  # batches have sizes of their own, which are not known before they are read
 
 
-def _check_receipt(saver: Saver, saved: SavedState, wishes: Wishes) -> list[str]:
+def _check_receipt(saver: Saver, saved: SavedState, options: LoadOptions) -> list[str]:
     """What means something else in this run than in the one that saved."""
     if not saved.receipt:
         return []
     found = describe_changes(saved.receipt, current_receipt(saver.parts))
-    if found and wishes.strict:
+    if found and options.strict:
         raise CheckpointError(
             f"{saved.where} comes from a run that means something else:\n" + "\n".join(f"  {entry}" for entry in found)
             + "\nMake them agree, or leave out strict=True to go on with warnings."

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from slipstream.checkpoint.commit import LARGEST_MANIFEST, hidden_path, names_with_leftovers, read_manifest_or_none, recover, sweep
+from slipstream.checkpoint.commit import (
+    LARGEST_MANIFEST,
+    find_recoverable,
+    hidden_path,
+    names_with_leftovers,
+    read_manifest_or_none,
+    sweep_leftovers,
+)
 from slipstream.checkpoint.manifest import MANIFEST, Manifest, RankFile, parse_manifest
 from slipstream.errors import CheckpointError, ConfigError, MissingCheckpointError
 from slipstream.files.checksum import digest
@@ -60,7 +67,7 @@ def is_numbered(path: Path) -> bool:
 
 
 def numbered_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """The numbered checkpoints in a folder, ascending; one that a crash took from its place (see `recover`) is among them.
+    """The numbered checkpoints in a folder, ascending; one that a crash took from its place (see `find_recoverable`) is among them.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +79,7 @@ def numbered_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     names: set[str] = set()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         names = {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
-    names |= {name for name in names_with_leftovers(folder) - names if _NUMBERED.fullmatch(name) and recover(folder / name)}
+    names |= {name for name in names_with_leftovers(folder) - names if _NUMBERED.fullmatch(name) and find_recoverable(folder / name)}
     return sorted((int(found[1]), folder / name) for name in names if (found := _NUMBERED.fullmatch(name)))
 
 
@@ -80,7 +87,7 @@ def rotate(folder: Path, keep: RetentionPolicy, disk: Disk, newest: Path) -> lis
     """Remove the numbered checkpoints that need not stay, after `newest` was committed; gives back which ones."""
     for name in names_with_leftovers(folder):
         if _NUMBERED.fullmatch(name):
-            sweep(folder / name, disk)
+            sweep_leftovers(folder / name, disk)
     if keep.total_limit is None or read_manifest_or_none(newest) is None:
         return []
     known = [

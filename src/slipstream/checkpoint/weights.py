@@ -31,7 +31,7 @@ from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
 
 __all__ = [
-    "LoadReport", "METADATA", "ModelFiles", "TensorSlot", "TensorSlots", "Weights", "arrange_state_dict", "bare", "cast_weights",
+    "LoadReport", "METADATA", "ModelFiles", "TensorSlot", "TensorSlots", "Weights", "arrange_state_dict", "unwrap_module", "cast_weights",
     "check_fit", "index_bytes", "load_into", "may_rename_keys", "parse_size", "plan_shards", "set_tensor", "shard_names",
     "split_state_dict", "tensor_slots", "tensors_file", "tied_names", "write_weights",
 ]
@@ -145,7 +145,7 @@ def _closest_names(names: list[str], others: list[str]) -> dict[str, str]:
     return {name: close[0] for name, close in found.items() if close}
 
 
-def bare(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap_module(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside of the wrappers of data parallelism and compilation."""
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):

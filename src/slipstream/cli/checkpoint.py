@@ -169,12 +169,12 @@ def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> N
 
 
 @command.command(name="diff", short_help="Compare two checkpoints.")
-@click.argument("one", metavar="A")
-@click.argument("other", metavar="B")
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
 @click.option("--all", "everything", is_flag=True, help="Show every difference, not the first 20 of a part.")
 @_JSON
 @click.pass_context
-def _diff(context: click.Context, text: str, other: str, everything: bool, as_json: bool) -> None:
+def _diff(context: click.Context, first: str, second: str, everything: bool, as_json: bool) -> None:
     """Compare two checkpoints: facts, receipt, weights, states.
 
     For each tensor that is not the same: the share of elements whose bits
@@ -190,9 +190,9 @@ def _diff(context: click.Context, text: str, other: str, everything: bool, as_js
     from slipstream.cli import checkpoint_diff  # takes numpy, which the other commands do not need
 
     with _as_click_errors(_Refusal):
-        if split_duplicates([text, other])[1]:
-            raise ConfigError(f"{display_name(text)} and {display_name(other)} are the same folder.\nGive two different checkpoints.")
-        with open_readable(find_single_checkpoint(text)) as left, open_readable(find_single_checkpoint(other)) as right:
+        if split_duplicates([first, second])[1]:
+            raise ConfigError(f"{display_name(first)} and {display_name(second)} are the same folder.\nGive two different checkpoints.")
+        with open_readable(find_single_checkpoint(first)) as left, open_readable(find_single_checkpoint(second)) as right:
             sections = list(checkpoint_diff.compare_checkpoints(left, right))
     if as_json:
         click.echo(json.dumps(checkpoint_diff.sections_as_data(sections), indent=2))

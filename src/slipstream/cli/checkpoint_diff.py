@@ -59,7 +59,7 @@ def compare_tensors(dtype: str, iterable: Iterable[bytes], other: Iterable[bytes
     """The difference of two tensors given as pieces of the same lengths.
 
     >>> compare_tensors("F32", [numpy.float32([1, 2, 3]).tobytes()], [numpy.float32([1, 2, 5]).tobytes()])
-    Difference(elements=3, changed=1, largest=2.0, special=False)
+    TensorDifference(elements=3, changed=1, largest=2.0, special=False)
     """
     width = ITEM_SIZE[dtype]
     distance = _DISTANCES.get(dtype, _floats if dtype in _PLAIN else None)

@@ -94,7 +94,7 @@ def plan_layout(
 
     >>> header, layout = plan_layout([("weight", "F32", (2, 3)), ("bias", "F32", (2,))], {"format": "pt"})
     >>> layout.entries["bias"]
-    Entry(name='bias', dtype='F32', shape=(2,), start=24, end=32)
+    TensorEntry(name='bias', dtype='F32', shape=(2,), start=24, end=32)
     >>> len(header) == layout.data_start, layout.size - layout.data_start
     (True, 32)
     """
