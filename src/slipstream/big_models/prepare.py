@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from slipstream.big_models.device_map.plan import plan_device_map
-from slipstream.big_models.dispatch import dispatch_model
 from slipstream.errors import ConfigError
 
 __all__ = ["check_not_trained_together", "is_dispatched", "dispatch_for_prepare"]
@@ -30,7 +28,10 @@ def is_dispatched(model: torch.nn.Module) -> bool:
 
 
 def dispatch_for_prepare(models: Sequence[torch.nn.Module], device_map: Any, offload_folder: Any) -> None:
-    """Puts the one model among the objects of a `prepare` where the map says."""
+    """Dispatch the one model among the objects of a `prepare` by the device map."""
+    from slipstream.big_models.device_map.plan import plan_device_map
+    from slipstream.big_models.dispatch import dispatch_model
+
     if len(models) != 1:
         raise ConfigError(
             f"prepare(device_map=...) was given {len(models)} models, and the map is for one. Prepare that one alone with it: "

@@ -163,10 +163,10 @@ def _ancestor(name: str, depth: int) -> str:
 def divide_model(model: nn.Module, whole: frozenset[str], bytes_of: Sizer) -> ModelPieces:
     """The pieces of a model and how they go together; `whole` are names of classes that must not be split.
 
-    >>> from slipstream.big_models.device_map.sizes import sizer
+    >>> from slipstream.big_models.device_map.sizes import make_sizer
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.ReLU(), nn.Linear(2, 4, bias=False))
     >>> model[2].weight = model[0].weight
-    >>> [([piece.name for piece in group.pieces], group.size) for group in divide_model(model, frozenset(), sizer()).groups]
+    >>> [([piece.name for piece in group.pieces], group.size) for group in divide_model(model, frozenset(), make_sizer()).groups]
     [(['0', '2'], 32)]
     """
     walk = _PieceWalk(whole, bytes_of)

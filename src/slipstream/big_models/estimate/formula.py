@@ -127,10 +127,9 @@ _TYPES: Final = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16"
 def list_decoder_tensors(config: Mapping[str, Any], shape: DecoderShape) -> EstimatedTensors | None:
     """The parameters and buffers of a decoder; None if the config leaves open what they are.
 
-    >>> from slipstream.big_models.estimate.formula import known
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     >>> config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
-    >>> list_decoder_tensors(config, known(config, 128)).count
+    >>> list_decoder_tensors(config, parse_decoder_shape(config, 128)).count
     95056
     """
     family = config["model_type"]

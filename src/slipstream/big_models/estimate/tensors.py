@@ -174,9 +174,8 @@ class EstimatedTensor:
     def size(self, kind: WeightDtype) -> int:
         """Bytes in a model of that kind.
 
-        >>> from slipstream.big_models.estimate.tensors import KINDS
         >>> weight = EstimatedTensor("up.weight", (256, 128), "F32", linear=True)
-        >>> [weight.size(KINDS[name]) for name in ("float32", "bfloat16", "int8", "int4")]
+        >>> [weight.size(WEIGHT_DTYPES[name]) for name in ("float32", "bfloat16", "int8", "int4")]
         [131072, 65536, 33280, 17408]
         """
         if not self.floating:
@@ -221,9 +220,8 @@ class EstimatedTensors:
     def largest_layer(self, kind: WeightDtype) -> tuple[str, int]:
         """Name and bytes of the largest layer.
 
-        >>> from slipstream.big_models.estimate.tensors import KINDS
         >>> names = ["embed.weight", "layers.0.up.weight", "layers.0.down.weight"]
-        >>> EstimatedTensors([EstimatedTensor(name, (4, 4), "F32") for name in names]).largest_layer(KINDS["float32"])
+        >>> EstimatedTensors([EstimatedTensor(name, (4, 4), "F32") for name in names]).largest_layer(WEIGHT_DTYPES["float32"])
         ('layers.0', 128)
         """
         sizes: dict[str, int] = {}
@@ -284,12 +282,12 @@ def read_tensors(path: Path, config: Mapping[str, Any] | None = None) -> Estimat
     """The tensors of the weights at a path: a file, an index, or a folder.
 
     >>> import tempfile
-    >>> from slipstream.files.safetensors_layout import plan
+    >>> from slipstream.files.safetensors_layout import plan_layout
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = Path(folder, "model.safetensors")
-    ...     _ = file.write_bytes(plan([("up.weight", "BF16", (4, 8))])[0] + bytes(64))
+    ...     _ = file.write_bytes(plan_layout([("up.weight", "BF16", (4, 8))])[0] + bytes(64))
     ...     read_tensors(Path(folder)).parts
-    [Part(name='up.weight', shape=(4, 8), dtype='BF16', trainable=True, linear=True, layer=None)]
+    [EstimatedTensor(name='up.weight', shape=(4, 8), dtype='BF16', trainable=True, linear=True, layer=None)]
     """
     layouts = _layouts(path)
     if layouts is None:

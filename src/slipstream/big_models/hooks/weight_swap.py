@@ -371,7 +371,7 @@ class WeightSwapper:
 
     >>> linear = torch.nn.Linear(2, 2, bias=False)
     >>> weights = {"weight": linear.weight.detach()}
-    >>> exchange = WeightSwapper([list(places_of(linear, recurse=False))], MappedBundle(weights, ["weight"], torch.device("cpu")))
+    >>> exchange = WeightSwapper([list(find_slots(linear, recurse=False))], MappedBundle(weights, ["weight"], torch.device("cpu")))
     >>> linear.weight.is_meta, exchange.enter(), linear.weight.is_meta, exchange.leave(), linear.weight.is_meta
     (True, None, False, None, True)
     """

@@ -410,9 +410,9 @@ def _parse_report(entry: str) -> tuple[UnitReport, int]:
     """What an entry of the log says, and how many bytes of results follow it.
 
     >>> _parse_report("= 1 120 4-6 9-9")
-    (Report(rank=1, units=(4, 5, 6, 9), body=b'', place=(0, 0, 0)), 120)
+    (UnitReport(rank=1, units=(4, 5, 6, 9), body=b'', place=(0, 0, 0)), 120)
     >>> _parse_report("2/300 1 9000 4-4")
-    (Report(rank=1, units=(4,), body=None, place=(2, 300, 9000)), 0)
+    (UnitReport(rank=1, units=(4,), body=None, place=(2, 300, 9000)), 0)
     """
     where, rank, length, *spans = entry.split()
     units = tuple(_parse_ranges(" ".join(spans)))
