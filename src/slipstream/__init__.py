@@ -49,4 +49,4 @@ _NAMES = {
 __all__, __getattr__, __dir__ = lazy_attributes(
     __name__, _NAMES, submodules=("accelerator", "hooks", "inference", "logging", "tracking", "utils")
 )
-register_module_paths(__name__)
+register_module_paths()

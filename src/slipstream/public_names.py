@@ -1,9 +1,9 @@
 """Public names: lazy namespaces, the module paths of Accelerate, and the names of Accelerate that are not available.
 
 `lazy_attributes` gives `__init__.py` and `utils.py` a `__getattr__` that imports a name when it is first used. `register_module_paths`
-makes the module paths in `MODULES` (`slipstream.state`, `slipstream.utils.operations`, ...) importable; they are not files. `ABSENT`
-lists what Accelerate has and this version does not have: what it is for, whether it is planned, and what to write instead. A missing name
-raises an error with that text. Importing this module imports nothing else of the package.
+makes the module paths in `MODULES` (`slipstream.state`, `slipstream.utils.operations`, ...) importable by a finder; they are not files.
+`ABSENT` lists what Accelerate has and this version does not have: what it is for, whether it is planned, and what to write instead. A
+missing name raises an error with that text. Importing this module imports nothing else of the package.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from types import FrameType, MappingProxyType, ModuleType
 from typing import Any, Final, NamedTuple
 
 __all__ = [
-    "ABSENT", "Absence", "COMMANDS", "MODULES", "absence_message", "explain_missing", "find_home", "lazy_attributes", "names_of",
-    "register_module_paths",
+    "ABSENT", "Absence", "AccelerateModuleFinder", "COMMANDS", "MODULES", "absence_message", "explain_missing", "find_home",
+    "lazy_attributes", "names_of", "register_module_paths",
 ]
-
 
 _PACKAGE: Final = "slipstream"
 
@@ -341,41 +342,61 @@ def lazy_attributes(
     def find(name: str) -> Any:
         if name in home:
             return getattr(importlib.import_module(home[name]), name)
-        if name in below or f"{namespace}.{name}" in sys.modules:
-            return importlib.import_module(f"{namespace}.{name}")
+        path = f"{namespace}.{name}"
+        if name in below or path in sys.modules or path.removeprefix(f"{_PACKAGE}.") in MODULES:
+            return importlib.import_module(path)
         raise _missing(namespace, name, sys._getframe(1))
 
     exported = sorted(home)
     return exported, find, lambda: exported
 
 
-def register_module_paths(namespace: str) -> None:
-    """Make the module paths right below a namespace importable: `slipstream.state`, `slipstream.utils.operations`, ...
-
-    They are entered in `sys.modules` by the module that they are below of, which Python imports first: no file and no finder is needed.
-    """
-    for path in (f"slipstream.{path}" for path in MODULES):
-        parent = path.rpartition(".")[0]
-        if parent == namespace or (namespace == "slipstream" and parent.partition(".")[2] in MODULES):
-            sys.modules.setdefault(path, _module(path))
+_NAMED_AS_A_FUNCTION: Final = ("slipstream.utils.tqdm",)
+"""Module paths that are functions of their parent too. Importing a module sets it on its parent, which would hide the function; one that
+stands in `sys.modules` from the beginning is not set."""
 
 
-def _module(path: str) -> ModuleType:
-    module = ModuleType(path, f"Names of `{path.replace('slipstream', 'accelerate', 1)}`, found where they live in Slipstream.")
+class AccelerateModuleFinder(MetaPathFinder, Loader):
+    """Find the module paths of `MODULES` (`slipstream.state`, `slipstream.utils.operations`, ...), which are no files."""
 
-    def find(name: str) -> Any:
-        if name in names_of(path):
-            found = find_home(name)
-            assert found is not None, f"{path} offers {name}, which is nowhere"
-            return getattr(importlib.import_module(found), name)
-        if name == "__all__":
-            return names_of(path)
-        if f"{path}.{name}" in sys.modules:
-            return sys.modules[f"{path}.{name}"]
-        raise _missing(path, name, sys._getframe(1))
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of a path that is listed; None for any other."""
+        name = fullname.removeprefix(f"{_PACKAGE}.")
+        if name == fullname or name not in MODULES:
+            return None
+        return ModuleSpec(fullname, self, is_package=any(other.startswith(f"{name}.") for other in MODULES))
 
-    vars(module).update(__spec__=ModuleSpec(path, None), __getattr__=find, __dir__=lambda: names_of(path))
-    return module
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return a module whose names are found where they live."""
+        return ModuleType(spec.name, f"Names of `{spec.name.replace(_PACKAGE, 'accelerate', 1)}`, found where they live in Slipstream.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its `__all__`, `__getattr__` and `__dir__`."""
+        path, names = module.__name__, names_of(module.__name__)
+
+        def find(name: str) -> Any:
+            if name in names:
+                home = find_home(name)
+                assert home is not None, f"{path} offers {name}, which is nowhere"
+                return getattr(importlib.import_module(home), name)
+            if f"{path}.{name}".removeprefix(f"{_PACKAGE}.") in MODULES:
+                return importlib.import_module(f"{path}.{name}")
+            raise _missing(path, name, sys._getframe(1))
+
+        vars(module).update(__all__=names, __getattr__=find, __dir__=lambda: names)
+
+
+def register_module_paths() -> None:
+    """Make the module paths of Accelerate importable below this package; nothing is imported before it is used."""
+    if any(isinstance(finder, AccelerateModuleFinder) for finder in sys.meta_path):
+        return
+    finder = AccelerateModuleFinder()
+    sys.meta_path.append(finder)
+    for path in _NAMED_AS_A_FUNCTION:
+        spec = finder.find_spec(path)
+        assert spec is not None
+        sys.modules[path] = module_from_spec(spec)
+        finder.exec_module(sys.modules[path])
 
 
 def _missing(namespace: str, name: str, caller: FrameType) -> AttributeError | ImportError:

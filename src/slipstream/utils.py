@@ -6,7 +6,7 @@ paths below it that users of Accelerate write (`slipstream.utils.operations`, ..
 
 from __future__ import annotations
 
-from slipstream.public_names import lazy_attributes, register_module_paths
+from slipstream.public_names import lazy_attributes
 
 _NAMES = {
     "big_models.device_map.budget": "get_balanced_memory get_max_memory",
@@ -77,4 +77,4 @@ _NAMES = {
 }
 
 __all__, __getattr__, __dir__ = lazy_attributes(__name__, _NAMES)
-register_module_paths(__name__)
+__path__: list[str] = []  # modules below it are found by the finder of public_names.py

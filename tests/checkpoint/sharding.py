@@ -83,7 +83,7 @@ def prepared(shard: Shard, seed: int = 0, width: int = 7, **options: Any) -> tup
     """An accelerator, a sharded model and its optimizer, ready to be saved and loaded."""
     accelerator = Accelerator(cpu=True, **options)
     if shard is not not_at_all:
-        accelerator._parts.strategy = accelerator._parts.stepper.engine = Sharded()
+        accelerator._components.strategy = accelerator._components.stepper.engine = Sharded()
     model = net(seed, width)
     shard(model)
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)

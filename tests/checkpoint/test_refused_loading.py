@@ -28,7 +28,7 @@ SHAPES = (([2], "F32"), ([], "F32"), ([0], "F32"), ([3], "C64"), ([5], "U8"), ([
 
 def living(run: Run) -> tuple[Any, dict[str, bytes]]:
     """Everything that loading could change, bit for bit."""
-    parts = run.accelerator._parts
+    parts = run.accelerator._components
     optimizer = run.optimizer.optimizer
     everything = {
         "weights": [parameter.detach() for parameter in run.model.parameters()],

@@ -40,7 +40,7 @@ def on_clock(ledger: Ledger, clock: Clock) -> Ledger:
 
 
 def ledger_of(accelerator: Accelerator, clock: Clock | None = None) -> Ledger:
-    ledger = accelerator._parts.ledger
+    ledger = accelerator._components.ledger
     return ledger if clock is None else on_clock(ledger, clock)
 
 

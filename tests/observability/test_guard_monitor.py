@@ -164,7 +164,7 @@ def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogC
 
 def test_the_run_has_some_events_of_a_kind_and_not_those_of_a_thousand_ranks() -> None:
     accelerator, _ = guarded(GuardKwargs())
-    ledger, kept = accelerator._parts.ledger, []
+    ledger, kept = accelerator._components.ledger, []
     ledger.event_sinks.append(kept.append)
     for rank in range(30):
         ledger.tell(GuardFinding("spike", 5, rank, "it jumped", "look").event())
@@ -175,7 +175,7 @@ def test_the_run_has_some_events_of_a_kind_and_not_those_of_a_thousand_ranks() -
 def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(ranks: Any) -> None:
     def run() -> Any:
         accelerator, guards = guarded(GuardKwargs())
-        ledger, rank = accelerator._parts.ledger, accelerator.process_index
+        ledger, rank = accelerator._components.ledger, accelerator.process_index
         accelerator.wait_for_everyone()
         guards.examine(window([1.0] * (9 - rank) + [math.nan] * 3))
         for turn in (1, 0):

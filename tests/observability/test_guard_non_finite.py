@@ -185,7 +185,7 @@ def test_sharded_models_are_left_out_alike_and_never_compared_as_replicas(ranks:
         from torch.distributed.tensor import Shard, distribute_tensor
 
         accelerator, guards = guarded(GuardKwargs(on_nan="skip", drift_every=1))
-        accelerator._parts.strategy = accelerator._parts.stepper.engine = Sharded()
+        accelerator._components.strategy = accelerator._components.stepper.engine = Sharded()
         mesh = init_device_mesh("cpu", (2,))
         net = torch.nn.Linear(3, 3, bias=False)
         net.weight = torch.nn.Parameter(distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)]))

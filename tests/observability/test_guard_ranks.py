@@ -35,7 +35,7 @@ def failing(steps: int, poison: Any = None, clip: bool = False, bad: int = 10) -
             accelerator.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    accelerator._parts.ledger.finish()
+    accelerator._components.ledger.finish()
     return [(finding.step, finding.rank, finding.text.partition(";")[0]) for finding in guards.voice.said]
 
 
@@ -191,7 +191,7 @@ def reading(kind: str) -> Any:
         accelerator.backward(net(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    accelerator._parts.ledger.finish()
+    accelerator._components.ledger.finish()
     return len(net._forward_pre_hooks), [(finding.kind, finding.text) for finding in guards.voice.said]
 
 

@@ -82,7 +82,7 @@ def training(
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-    accelerator._parts.ledger.finish()
+    accelerator._components.ledger.finish()
     return [str(finding) for finding in guards.voice.said if finding.kind == "schedule"]
 
 

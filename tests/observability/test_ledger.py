@@ -544,7 +544,7 @@ def test_a_marked_model_is_copied_pickled_compiled_and_freed_as_before() -> None
 def test_what_was_prepared_goes_on_without_its_accelerator_and_piles_up_nothing() -> None:
     loop = Loop(data=600)
     net, optimizer, meter = loop.net, loop.optimizer, loop.ledger.meter
-    backward = loop.accelerator._parts.stepper.backward
+    backward = loop.accelerator._components.stepper.backward
     batches = iter(loop.loader)
     loop.accelerator = loop.ledger = None  # type: ignore[assignment]
     gc.collect()

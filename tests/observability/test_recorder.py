@@ -171,11 +171,11 @@ def test_arguments_that_are_wrong_make_no_folder_and_leave_a_run_alone(tmp_path:
 def test_a_full_disk_is_said_once_and_the_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
     accelerator.init_trackers("demo")
-    folder = accelerator._watch.folder
+    folder = accelerator._recorder.folder
     assert folder is not None
-    accelerator._watch._put = _no_space  # type: ignore[method-assign]
+    accelerator._recorder._put = _no_space  # type: ignore[method-assign]
     for _ in range(3):
-        accelerator._watch.event({"kind": "checkpoint"})
+        accelerator._recorder.event({"kind": "checkpoint"})
     accelerator.end_training()
     assert caplog.text.count("No space left") == 1
 

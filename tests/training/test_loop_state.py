@@ -38,7 +38,7 @@ class Loop:
 
     @property
     def parts(self) -> Any:
-        return self.accelerator._parts
+        return self.accelerator._components
 
     def step(self, number: int, rank: int | None = None, rows: int = 2) -> None:
         rank = self.accelerator.process_index if rank is None else rank
@@ -161,7 +161,7 @@ def test_a_model_that_follows_the_window_of_another_is_saved_with_it() -> None:
     first, second = accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     with accelerator.accumulate(first):
         accelerator.backward((first(torch.ones(1, 1)) + second(torch.ones(1, 1))).sum())
-    stepper = accelerator._parts.stepper
+    stepper = accelerator._components.stepper
     assert sorted(stepper.open_gradients()) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     state = stepper.loop_state()
     assert [(window["index"], window["named"]) for window in state["windows"]] == [(1, True), (1, False)]
@@ -190,7 +190,7 @@ def test_a_scale_that_is_due_reaches_gradients_of_other_windows_before_they_are_
         step(second, other)
         step(second, other)  # an update: the scale is due
         if saves:
-            accelerator._parts.stepper.loop_state()
+            accelerator._components.stepper.loop_state()
             assert accelerator.scaler.state_dict()["scale"] == 8.0
         step(first, entry)
         return nets[0].weight.detach()
@@ -205,7 +205,7 @@ def test_sparse_gradients_come_back_as_they_were_added_up() -> None:
     for rows in ([1, 1], [4, 0]):
         with accelerator.accumulate(table):
             accelerator.backward(table(torch.tensor(rows)).sum())
-    stepper, before = accelerator._parts.stepper, table.weight.grad
+    stepper, before = accelerator._components.stepper, table.weight.grad
     saved = copy.deepcopy(stepper.open_gradients())
     assert sorted(saved) == ["0.weight::indices", "0.weight::values"]
     stepper.set_gradients(None)
@@ -230,10 +230,10 @@ def test_a_loader_that_goes_on_counts_anew_and_no_batch_is_taken_for_a_piece_of_
     for _ in loader:
         with accelerator.accumulate(net):
             pass
-        state = accelerator._parts.stepper.loop_state()
+        state = accelerator._components.stepper.loop_state()
         break
     accelerator, net, loader = loop()
-    accelerator._parts.stepper.restore(state)
+    accelerator._components.stepper.restore(state)
     closed = []
     for _ in accelerator.skip_first_batches(loader, 1):
         with accelerator.accumulate(net):

@@ -163,7 +163,7 @@ def test_accelerator(ranks: Any, world: int) -> None:
                 assert getattr(twin, name) == getattr(accelerator, name), name
             assert twin.state.dynamo_plugin == accelerator.state.dynamo_plugin is not None
             assert twin.state.limits == accelerator.state.limits
-            assert twin._parts.stepper.models == []
+            assert twin._components.stepper.models == []
             model = small()
             model, optimizer = twin.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             twin.backward(model(X).float().sum())

@@ -1,4 +1,4 @@
-"""The `Accelerator` class, by subject: `accelerator.py` joins the parts, the other files hold methods that delegate to their owners."""
+"""The `Accelerator` class, by subject: `accelerator.py` joins the components, the other files hold methods that delegate."""
 
 from __future__ import annotations
 

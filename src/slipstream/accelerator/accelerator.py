@@ -36,7 +36,6 @@ from slipstream.data.options import DataLoaderConfiguration
 from slipstream.devices.table import RNGType
 from slipstream.distributed.state import AcceleratorState
 from slipstream.observability.options import ProfileKwargs
-from slipstream.observability.profiler import run_profiler
 from slipstream.observability.recorder import RunRecorder, absolute_place, add_local_tracker, attach_guards
 from slipstream.observability.timing.report import LedgerReport
 from slipstream.observability.trackers.registry import Trackers, resolve_trackers
@@ -78,10 +77,10 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
     >>> optimizer.step()
     >>> optimizer.zero_grad()
 
-    Besides what is known from the relative: `effective_batch_size` fixes the samples per update over all processes,
+    Besides the arguments of Accelerate: `effective_batch_size` fixes the samples per update over all processes,
     `outputs_to_fp32=False` leaves outputs of models in the half precision in which they were computed (by default they are cast to
-    float32), `async_save` writes checkpoints behind the training, `scheduler_steps_per_process` moves schedulers as often per
-    update as there are processes (which is the rule of the relative), and `debug`, `timeout`, `barrier_timeout` and `hang_warning` are
+    float32), `async_save` saves checkpoints asynchronously, `scheduler_steps_per_process` moves schedulers as often per
+    update as there are processes (which is the rule of Accelerate), and `debug`, `timeout`, `barrier_timeout` and `hang_warning` are
     those of `PartialState`.
 
     An Accelerator that was pickled or copied is read back as a new one of the process that reads it, with the same settings and with
@@ -128,7 +127,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         self.state.dynamo_plugin = resolve_dynamo(self.state, dynamo_backend, dynamo_plugin)
         self._handlers = asked.fitting(self.state.mixed_precision)
         self.project_configuration = resolve_project(project_dir, project_config)
-        self._parts = assemble_components(
+        self._components = assemble_components(
             self.state,
             self._handlers,
             resolve_accumulation(self.state, gradient_accumulation_steps, gradient_accumulation_plugin, effective_batch_size),
@@ -141,9 +140,9 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
             scheduler_steps_per_process=scheduler_steps_per_process,
             effective_batch_size=effective_batch_size,
         )
-        self._saver = Saver(self._parts, self.project_configuration, async_save)
+        self._saver = Saver(self._components, self.project_configuration, async_save)
         self._saver.begin_numbering()
-        self._guards = attach_guards(self._parts, self._handlers.guards)
+        self._guards = attach_guards(self._components, self._handlers.guards)
         self._begin_watching(log_with, told)
         self._own = frozenset(vars(self))
 
@@ -157,7 +156,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         self._log_with = [tracker.name for tracker in chosen]
         trackers = add_local_tracker(chosen, self.project_configuration)
         self._trackers = Trackers(trackers, folder, is_main_process=self.state.is_main_process)
-        self._watch = RunRecorder(self._parts, self.project_configuration, self._trackers, told)
+        self._recorder = RunRecorder(self._components, self.project_configuration, self._trackers, told)
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT_ATTRIBUTES:
@@ -169,7 +168,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
     def __repr__(self) -> str:
         return repr(self.state).replace(type(self.state).__name__, type(self).__name__, 1)
 
-    # -- trackers (track/) ----------------------------------------------------------------------------------------
+    # -- trackers (observability/trackers/) ----------------------------------------------------------------------------------------
 
     @property
     def log_with(self) -> list[str]:
@@ -186,7 +185,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
 
         The folder is named after project and time; `init_kwargs={"local": {"name": "first"}}` names it, and `"resume": True` goes on there.
         """
-        self._watch.begin(project_name, config, init_kwargs)
+        self._recorder.begin(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by name; with `unwrap`, the package's own run object."""
@@ -215,7 +214,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
     @property
     def run_dir(self) -> Path | None:
         """The folder of the run that is under way; None before it, without a `project_dir`, and on other processes than the main one."""
-        return self._watch.run_dir
+        return self._recorder.run_dir
 
     def ledger(self) -> LedgerReport:
         """Where the time of the steps went so far: on the main process of all processes, elsewhere of this one. Waits for nobody.
@@ -224,13 +223,15 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         >>> accelerator.ledger().steps
         0
         """
-        return self._parts.ledger.report()
+        return self._components.ledger.report()
 
     # -- the rest -------------------------------------------------------------------------------------------------
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """A block that torch's profiler watches; see `observability/profiler.py`."""
-        return run_profiler(profile_handler or self._handlers.profile, self.state.runtime, self._watch.trace)
+        from slipstream.observability.profiler import run_profiler
+
+        return run_profiler(profile_handler or self._handlers.profile, self.state.runtime, self._recorder.trace)
 
     def end_training(self) -> None:
         """For the end of a run: waits for a checkpoint that is being written, ends the trackers, says where the time went, writes the
@@ -239,7 +240,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         try:
             self._saver.settle()
         finally:
-            self._watch.end()
+            self._recorder.end()
             self.state.destroy_process_group()
 
 

@@ -12,28 +12,17 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from slipstream.accelerator.components import Components
-from slipstream.checkpoint.capture import count_updates
-from slipstream.checkpoint.model_io import save_model
-from slipstream.checkpoint.object_file import save
-from slipstream.checkpoint.restore import LoadOptions, restore
-from slipstream.checkpoint.saver import SaveOptions, Saver
+from slipstream.accelerator.components import AcceleratorBase, Components
 from slipstream.errors import ConfigError
-from slipstream.files.object_store import redact
 from slipstream.logging import get_logger
-from slipstream.observability.recorder import RunRecorder
 
 __all__ = ["CheckpointsMixin"]
 
 _LOAD_KWARGS = frozenset({"map_location", "weights_only"})
 
 
-class CheckpointsMixin:
-    """Saving a run and going on with it."""
-
-    _parts: Components
-    _saver: Saver
-    _watch: RunRecorder
+class CheckpointsMixin(AcceleratorBase):
+    """Saving and resuming a run."""
 
     def save_state(
         self,
@@ -46,7 +35,7 @@ class CheckpointsMixin:
         max_shard_size: int | str | None = None,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Saves everything that was prepared or registered, as one checkpoint that is either whole or not there; gives back its path.
+        """Save everything that was prepared or registered as one atomic checkpoint, and return its path.
 
         Call it on every process, or on the main one alone: then random states of the others are not in it, which loading says. With
         numbered checkpoints (`ProjectConfiguration(automatic_checkpoint_naming=True)`) the folder is chosen here. `async_save`: copies
@@ -78,11 +67,14 @@ class CheckpointsMixin:
             raise ConfigError(f"save_state(metric={metric!r}): it is one number, which says how good the checkpoint is, e.g. the loss")
         behind = self._saver.behind if async_save is None else async_save
         number = None if metric is None else float(metric)
-        with self._watch.timed("checkpoint") as details:
+        from slipstream.checkpoint.saver import SaveOptions
+        from slipstream.files.object_store import redact
+
+        with self._recorder.timed("checkpoint") as details:
             path = self._saver.save(output_dir, SaveOptions(behind, dedup, number, max_shard_size))
             details.update(path=redact(path), text=os.path.basename(path), behind=behind)
-        if self._parts.stepper.guards is not None:
-            self._parts.stepper.guards.look_at_checkpoint(path)
+        if self._components.stepper.guards is not None:
+            self._components.stepper.guards.look_at_checkpoint(path)
         return path
 
     def load_state(
@@ -95,13 +87,13 @@ class CheckpointsMixin:
         resume: bool | None = None,
         **load_model_func_kwargs: Any,
     ) -> str:
-        """Goes on where a checkpoint was saved, on the same or another number of processes; gives back the path of what was loaded.
+        """Resume where a checkpoint was saved, on the same or another number of processes, and return the path that was loaded.
 
         Without a folder the newest numbered checkpoint that verifies is taken. Call it on every process, after `prepare`. `strict=True`
         makes a changed meaning (effective batch, data, schedule, precision) an error instead of a warning; `strict=False` leaves out
         weights that are missing or unknown. The next iteration over a prepared loader continues where the checkpoint stood;
         `resume=False` begins the epoch anew, and `resume=True` continues where `DataLoaderConfiguration(resume="manual")` would not.
-        `allow_pickle` reads what only unpickling can read in a checkpoint of the relative: it can run any code, so only for files that
+        `allow_pickle` reads what only unpickling can read in a checkpoint of Accelerate: it can run any code, so only for files that
         you trust. See `checkpoint/restore.py`.
 
         >>> import tempfile
@@ -124,9 +116,13 @@ class CheckpointsMixin:
             )
         if given.get("weights_only") is False:
             allow_pickle = True
-        with self._watch.timed("restore") as details:
+        from slipstream.checkpoint.capture import count_updates
+        from slipstream.checkpoint.restore import LoadOptions, restore
+        from slipstream.files.object_store import redact
+
+        with self._recorder.timed("restore") as details:
             path = restore(self._saver, input_dir, LoadOptions(strict, allow_pickle, resume))
-            self._parts.ledger.count_from(count_updates(self._parts))
+            self._components.ledger.count_from(count_updates(self._components))
             details.update(path=redact(path), text=os.path.basename(path))
         return path
 
@@ -138,7 +134,7 @@ class CheckpointsMixin:
         >>> from slipstream import Accelerator
         >>> Accelerator(cpu=True).register_for_checkpointing(torch.nn.Linear(2, 1))
         """
-        registry = self._parts.registry
+        registry = self._components.registry
         for thing in objects:
             missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(thing, name, None))]
             if missing:
@@ -149,7 +145,7 @@ class CheckpointsMixin:
                 )
             known = [*registry.loaders, *registry.optimizers, *registry.schedulers]
             inner = [*(prepared.optimizer for prepared in registry.optimizers), *(prepared.scheduler for prepared in registry.schedulers)]
-            if any(thing is other for other in (*known, *inner)) or _is_model(thing, self._parts):
+            if any(thing is other for other in (*known, *inner)) or _is_model(thing, self._components):
                 kind = type(thing).__name__
                 raise ConfigError(f"register_for_checkpointing got a {kind} that is prepared: it is saved with the rest already")
         for thing in objects:
@@ -198,7 +194,11 @@ class CheckpointsMixin:
         ['model.safetensors']
         """
         if self._saver.writes:
-            save_model(self.unwrap_model(model, keep_torch_compile=False), save_directory, max_shard_size, safe_serialization)  # type: ignore[attr-defined]
+            from slipstream.checkpoint.model_io import save_model
+            from slipstream.parallel.unwrap import extract_model_from_parallel
+
+            bare = extract_model_from_parallel(model, keep_torch_compile=False)
+            save_model(bare, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool | None = None) -> None:
         """Writes one object to a file, on the main process; see `checkpoint/object_file.py`.
@@ -212,6 +212,8 @@ class CheckpointsMixin:
         {'best': 0.25}
         """
         if self._saver.writes:
+            from slipstream.checkpoint.object_file import save
+
             save(obj, f, save_on_each_node=self._saver.project.save_on_each_node, safe_serialization=safe_serialization)
 
 
@@ -227,8 +229,8 @@ def _mapping(load_kwargs: Any) -> dict[str, Any]:
     return load_kwargs or {}
 
 
-def _is_model(value: Any, parts: Components) -> bool:
-    return isinstance(value, torch.nn.Module) and parts.stepper.find(value) is not None
+def _is_model(value: Any, components: Components) -> bool:
+    return isinstance(value, torch.nn.Module) and components.stepper.find(value) is not None
 
 
 def _is_number(value: Any) -> bool:

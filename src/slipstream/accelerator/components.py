@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,21 +34,23 @@ from slipstream.observability.options import GuardKwargs, LedgerKwargs, ProfileK
 from slipstream.observability.timing.ledger import Ledger
 from slipstream.parallel.compile import TorchDynamoPlugin, complete_plugin
 from slipstream.precision import autocast
-from slipstream.precision.fp8 import convert_to_fp8, has_ao_layers
 from slipstream.precision.policy import AORecipeKwargs, AutocastKwargs, GradScalerKwargs, check_device, check_parameters, make_policy
 from slipstream.precision.scaler import LossScaler, NoScaler, make_scaler
 from slipstream.strategies.base import Strategy
-from slipstream.strategies.ddp import DDPStrategy
 from slipstream.strategies.ddp_options import DDPCommunicationHookType, DistributedDataParallelKwargs
 from slipstream.training.clip import GradientClipper
 from slipstream.training.optimizer import AcceleratedOptimizer
 from slipstream.training.scheduler import AcceleratedScheduler
 from slipstream.training.stepper import Stepper
 
+if TYPE_CHECKING:
+    from slipstream.checkpoint.saver import Saver
+    from slipstream.observability.recorder import RunRecorder
+
 __all__ = [
-    "Components", "HANDLER_TYPES", "HandlerSet", "ModelPrecision", "PreparedObjects", "assemble_components", "changed_arguments",
-    "check_arguments", "check_rng_types", "resolve_accumulation", "resolve_dataloader_config", "resolve_dynamo", "resolve_project",
-    "sort_handlers",
+    "AcceleratorBase", "Components", "HANDLER_TYPES", "HandlerSet", "ModelPrecision", "PreparedObjects", "assemble_components",
+    "changed_arguments", "check_arguments", "check_rng_types", "resolve_accumulation", "resolve_dataloader_config", "resolve_dynamo",
+    "resolve_project", "sort_handlers",
 ]
 
 
@@ -148,8 +150,11 @@ class ModelPrecision:
     def apply(self, model: torch.nn.Module) -> None:
         """Makes a model compute as the policy says; once is enough, and twice does no harm."""
         check_parameters(self.policy, model, scales=self.scaler.scales)
-        if self.policy.mixed_precision == "fp8" and not has_ao_layers(model):
-            convert_to_fp8(model, self.fp8)
+        if self.policy.mixed_precision == "fp8":
+            from slipstream.precision.fp8 import convert_to_fp8, has_ao_layers
+
+            if not has_ao_layers(model):
+                convert_to_fp8(model, self.fp8)
         autocast.install_autocast(model, self.policy, self.device_type, self.handler)
 
     def context(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -184,7 +189,7 @@ class PreparedObjects:
 
 @dataclass
 class Components:
-    """The parts of one Accelerator."""
+    """What one Accelerator is made of."""
 
     state: AcceleratorState
     gradient_state: GradientState
@@ -204,6 +209,19 @@ class Components:
     rng_types: list[str]
 
 
+class AcceleratorBase:
+    """The attributes that the groups of methods of `Accelerator` share."""
+
+    state: AcceleratorState
+    project_configuration: ProjectConfiguration
+    _components: Components
+    _handlers: HandlerSet
+    _given: dict[str, Any]
+    """The arguments that were given and differ from their defaults."""
+    _saver: Saver
+    _recorder: RunRecorder
+
+
 def assemble_components(
     state: AcceleratorState,
     handlers: HandlerSet,
@@ -215,7 +233,7 @@ def assemble_components(
     rng_types: list[str],
     **settings: Any,
 ) -> Components:
-    """The parts, joined."""
+    """Build the components and connect them."""
     if handlers.ddp is not None and handlers.ddp.static_graph and (accumulation.num_steps or 1) > 1:
         raise ConfigError(
             f"DistributedDataParallelKwargs(static_graph=True) with {accumulation.num_steps} batches per update: torch cannot leave out "
@@ -224,15 +242,14 @@ def assemble_components(
     gradient_state, registry, ledger = GradientState(accumulation), PreparedObjects(), _make_ledger(state, handlers)
     gradient_state.meter = ledger.meter
     gradient_state.count_updates = _update_counter(weakref.ref(registry))  # loaders hold this state: what it holds must not hold them
-    distributed = state.use_distributed
-    strategy = DDPStrategy(state.runtime, state.limits, state.device, handlers.ddp, ledger.meter) if distributed else Strategy()
+    strategy = _choose_strategy(state, handlers, ledger)
     _check_fp8(state)
     precision = ModelPrecision(
         state.mixed_precision,
         strategy.realise(state.device),
         handlers,
         outputs_to_fp32=outputs_to_fp32,
-        distributed=distributed,
+        distributed=state.use_distributed,
         pad_inner_dim=state.compute.fp8_pad_inner_dim,
     )
 
@@ -257,6 +274,14 @@ def assemble_components(
         rng_types=rng_types,
         **settings,
     )
+
+
+def _choose_strategy(state: AcceleratorState, handlers: HandlerSet, ledger: Ledger) -> Strategy:
+    if not state.use_distributed:
+        return Strategy()
+    from slipstream.strategies.ddp import DDPStrategy  # imported where several processes train
+
+    return DDPStrategy(state.runtime, state.limits, state.device, handlers.ddp, ledger.meter)
 
 
 def _check_fp8(state: AcceleratorState) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from slipstream.accelerator.components import Components
+from slipstream.accelerator.components import AcceleratorBase
 from slipstream.big_models.prepare import check_not_trained_together, dispatch_for_prepare, is_dispatched
 from slipstream.data.loader import PreparedLoader
 from slipstream.data.prepare import build_loader, choose_seed, skip_first_batches
@@ -27,8 +27,6 @@ from slipstream.distributed import collectives
 from slipstream.distributed.functional import synchronize_rng_states
 from slipstream.errors import ConfigError, StateError
 from slipstream.parallel.compile import compile_in_place, compile_model
-from slipstream.parallel.unwrap import extract_model_from_parallel
-from slipstream.strategies.ddp import Replicated, join_models
 from slipstream.training.optimizer import AcceleratedOptimizer
 from slipstream.training.scheduler import AcceleratedScheduler
 from slipstream.training.stepper import time_forward
@@ -38,10 +36,8 @@ __all__ = ["PreparationMixin"]
 _PREPARE_ORDER = ("model", "optimizer", "loader", "scheduler")
 
 
-class PreparationMixin:
+class PreparationMixin(AcceleratorBase):
     """The methods of `Accelerator` that take objects in and give them back."""
-
-    _parts: Components
 
     def prepare(
         self,
@@ -61,13 +57,13 @@ class PreparationMixin:
         ('Linear', 7)
         """
         places = _places(device_placement, len(args))
-        _check_objects(args, self._parts.place.world_size)
+        _check_objects(args, self._components.place.world_size)
         if device_map is not None:
             dispatch_for_prepare([argument for argument in args if isinstance(argument, torch.nn.Module)], device_map, offload_folder)
         elif offload_folder is not None:
             raise ConfigError(f"prepare(offload_folder={str(offload_folder)!r}) needs device_map beside it, which says what goes there.")
         results: list[Any] = list(args)
-        loaders_before = len(self._parts.registry.loaders)
+        loaders_before = len(self._components.registry.loaders)
         kinds = [_kind(argument) for argument in args]
         positions = {kind: [index for index, entry in enumerate(kinds) if entry == kind] for kind in _PREPARE_ORDER}
         for index in positions["model"]:
@@ -87,33 +83,33 @@ class PreparationMixin:
 
     def prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> torch.nn.Module:
         """Places one model, gives it the precision, compiles and replicates it; `evaluation_mode` leaves out the replicas."""
-        parts = self._parts
-        known = parts.stepper.find(model)
-        original = model.module if isinstance(model, Replicated) else compile_in_place(model) if known is None else known.original
-        known = known or parts.stepper.find(original)
+        components = self._components
+        known = components.stepper.find(model)
+        original = _replicated_module(model) or (compile_in_place(model) if known is None else known.original)
+        known = known or components.stepper.find(original)
         time_forward(original, None)
         apart = is_dispatched(original)
         if apart:
-            check_not_trained_together(original, 1 if evaluation_mode else parts.place.world_size)
-            evaluation_mode |= parts.place.world_size > 1
+            check_not_trained_together(original, 1 if evaluation_mode else components.place.world_size)
+            evaluation_mode |= components.place.world_size > 1
         else:
-            parts.strategy.check(original, _present_device(original) if self._places(device_placement) else parts.state.device)
+            components.strategy.check(original, _present_device(original) if self._places(device_placement) else components.state.device)
         if self._places(device_placement) and not apart:
-            original.to(parts.state.device)
-        parts.precision.apply(original)
-        if parts.dynamo is not None:
-            compile_model(original, parts.dynamo)
+            original.to(components.state.device)
+        components.precision.apply(original)
+        if components.dynamo is not None:
+            compile_model(original, components.dynamo)
         before = None if known is None else known.prepared
-        prepared = original if evaluation_mode else parts.strategy.prepare(original, before)
-        time_forward(prepared, parts.ledger.meter)
+        prepared = original if evaluation_mode else components.strategy.prepare(original, before)
+        time_forward(prepared, components.ledger.meter)
         if evaluation_mode:
             return prepared  # nothing to train: a record of its training, if there is one, stays as it is
         if known is None or prepared is not before:
-            parts.stepper.add(original, prepared)
-            if prepared is not original and parts.stepper.guards is not None:
-                parts.stepper.guards.watch_inputs(prepared)
-            if parts.state.debug:
-                parts.state.expect_equal(f"weights of {type(original).__name__}", partial(_current_weights, weakref.ref(original)))
+            components.stepper.add(original, prepared)
+            if prepared is not original and components.stepper.guards is not None:
+                components.stepper.guards.watch_inputs(prepared)
+            if components.state.debug:
+                components.state.expect_equal(f"weights of {type(original).__name__}", partial(_current_weights, weakref.ref(original)))
         return prepared
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
@@ -121,63 +117,64 @@ class PreparationMixin:
         return is_dispatched(model)
 
     def _places(self, device_placement: bool | None) -> bool:
-        return self._parts.device_placement if device_placement is None else device_placement
+        return self._components.device_placement if device_placement is None else device_placement
 
     def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
         """The user's model inside any wrappers; see `parallel/unwrap.py`."""
+        from slipstream.parallel.unwrap import extract_model_from_parallel
+
         inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return inner
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The weights of a model, under the names that it has without wrappers."""
-        inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
-        return self._parts.strategy.state(inner)
+        return self._components.strategy.state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
 
     # -- optimizers and schedulers --------------------------------------------------------------------------------
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """An optimizer that steps where updates end; see `training/optimizer.py`."""
-        parts = self._parts
-        known = parts.registry.find_optimizer(optimizer)
+        components = self._components
+        known = components.registry.find_optimizer(optimizer)
         if known is not None:
             return known
-        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.stepper is parts.stepper:  # forgotten by free_memory since
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.stepper is components.stepper:  # forgotten by free_memory since
             optimizer.forget()
-            parts.registry.optimizers.append(optimizer)
+            components.registry.optimizers.append(optimizer)
             return optimizer
         if isinstance(optimizer, AcceleratedOptimizer):
             raise StateError(
                 f"this {type(optimizer.optimizer).__name__} was prepared by another Accelerator, and follows its updates: "
                 "prepare the optimizer that you made (or a new one), not what the other gave back"
             )
-        if self._places(device_placement) and optimizer.state and parts.state.device.type != CPU.type:
+        if self._places(device_placement) and optimizer.state and components.state.device.type != CPU.type:
             optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
-        prepared = AcceleratedOptimizer(optimizer, parts.stepper, parts.strategy.step if parts.strategy.averages else None)
-        parts.registry.optimizers.append(prepared)
-        if parts.ledger.meter is not None:
-            parts.ledger.meter.without_optimizer = False
+        prepared = AcceleratedOptimizer(optimizer, components.stepper, components.strategy.step if components.strategy.averages else None)
+        components.registry.optimizers.append(prepared)
+        if components.ledger.meter is not None:
+            components.ledger.meter.without_optimizer = False
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """A scheduler that moves with updates; see `training/scheduler.py`."""
-        parts = self._parts
-        for known in parts.registry.schedulers:
+        components = self._components
+        for known in components.registry.schedulers:
             if scheduler is known or scheduler is known.scheduler:
                 return known
         inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
-        state, registry = parts.state, weakref.ref(parts.registry)  # which will hold the scheduler
-        repeats = parts.scheduler_steps_per_process and not parts.loading.split_batches
+        state, registry = components.state, weakref.ref(components.registry)  # which will hold the scheduler
+        repeats = components.scheduler_steps_per_process and not components.loading.split_batches
         prepared = AcceleratedScheduler(
             inner,
-            parts.gradient_state,
+            components.gradient_state,
             lambda optimizer: found.find_optimizer(optimizer) if (found := registry()) is not None else None,
-            step_with_optimizer=parts.step_scheduler_with_optimizer,
-            moves=parts.state.num_processes if repeats else 1,
+            step_with_optimizer=components.step_scheduler_with_optimizer,
+            moves=components.state.num_processes if repeats else 1,
             same_everywhere=lambda value: state.verify_replicas(metric=float(value)),
-            begins=None if parts.stepper.guards is None else parts.stepper.guards.look_at_schedule,
-            loaders_before=len(parts.registry.loaders),
+            begins=None if components.stepper.guards is None else components.stepper.guards.look_at_schedule,
+            loaders_before=len(components.registry.loaders),
         )
-        parts.registry.schedulers.append(prepared)
+        components.registry.schedulers.append(prepared)
         return prepared
 
     # -- loaders --------------------------------------------------------------------------------------------------
@@ -203,35 +200,35 @@ class PreparationMixin:
         slice_fn: Callable[..., Any] | None = None,
         keep_batch_size: bool = False,
     ) -> list[PreparedLoader]:
-        parts = self._parts
+        components = self._components
         prepared = []
         for loader, place, seed in zip(loaders, placements, self._seeds(loaders), strict=True):
             built = build_loader(
                 loader,
-                place=parts.place,
-                config=parts.loading,
+                place=components.place,
+                config=components.loading,
                 seed=seed,
-                device=parts.state.device,
+                device=components.state.device,
                 put_on_device=self._places(place),
-                gradient_state=parts.gradient_state,
-                effective_batch_size=None if keep_batch_size else parts.effective_batch_size,
+                gradient_state=components.gradient_state,
+                effective_batch_size=None if keep_batch_size else components.effective_batch_size,
                 slice_fn=slice_fn,
             )
-            if parts.rng_types:
-                built.at_start = partial(synchronize_rng_states, parts.rng_types)
-            if built not in parts.registry.loaders:
-                parts.registry.loaders.append(built)
+            if components.rng_types:
+                built.at_start = partial(synchronize_rng_states, components.rng_types)
+            if built not in components.registry.loaders:
+                components.registry.loaders.append(built)
             prepared.append(built)
         return prepared
 
     def _seeds(self, loaders: Sequence[Any]) -> list[int]:
         """The seeds of rank 0, so that all ranks read in the same order."""
-        parts = self._parts
-        first = len(parts.registry.loaders)
-        seeds = [choose_seed(loader, parts.loading, first + number) for number, loader in enumerate(loaders)]
-        if not seeds or parts.place.world_size == 1:
+        components = self._components
+        first = len(components.registry.loaders)
+        seeds = [choose_seed(loader, components.loading, first + number) for number, loader in enumerate(loaders)]
+        if not seeds or components.place.world_size == 1:
             return seeds
-        shared: list[int] = collectives.broadcast_objects(parts.state.channel(), parts.state.limits, seeds, 0)
+        shared: list[int] = collectives.broadcast_objects(components.state.channel(), components.state.limits, seeds, 0)
         return shared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -244,14 +241,16 @@ class PreparationMixin:
 
         `even_batches=False` hands out what each process has, and nothing that fills up, while the block runs.
         """
+        from slipstream.strategies.ddp import join_models
+
         if isinstance(joinables, torch.nn.Module):
             raise TypeError(f"join_uneven_inputs got a {type(joinables).__name__}: write a list of prepared models, [model]")
-        loaders = self._parts.registry.loaders if even_batches is not None else []
+        loaders = self._components.registry.loaders if even_batches is not None else []
         before = [(loader, loader.uneven) for loader in loaders]
-        stepper = self._parts.stepper
+        stepper = self._components.stepper
         for loader in loaders:
             loader.uneven = even_batches is False
-        stepper.joined = self._parts.place.world_size > 1
+        stepper.joined = self._components.place.world_size > 1
         try:
             with join_models([joinable for joinable in joinables if isinstance(joinable, torch.nn.Module)]):
                 yield
@@ -264,19 +263,28 @@ class PreparationMixin:
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forgets everything prepared and gives cached memory back; assign the result to the names: `model, = free_memory(model)`."""
-        parts = self._parts
-        parts.stepper.forget()
-        parts.registry.forget()
-        parts.gradient_state.forget()
-        parts.state.runtime.replicas.clear()
+        components = self._components
+        components.stepper.forget()
+        components.registry.forget()
+        components.gradient_state.forget()
+        components.state.runtime.replicas.clear()
         count = len(objects)
         del objects
         release_memory()
         return [None] * count
 
     def clear(self, *objects: Any) -> list[None]:
-        """See `measure_free_memory`."""
+        """See `free_memory`."""
         return self.free_memory(*objects)
+
+
+def _replicated_module(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The user's model inside of one that `prepare` gave back; None for any other."""
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return None
+    from slipstream.strategies.ddp import Replicated
+
+    return model.module if isinstance(model, Replicated) else None
 
 
 def _current_weights(model: weakref.ref[torch.nn.Module]) -> dict[str, Any]:

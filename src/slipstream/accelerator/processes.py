@@ -12,9 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from slipstream.accelerator.components import Components
+from slipstream.accelerator.components import AcceleratorBase
 from slipstream.devices.table import CPU, DistributedType
-from slipstream.distributed.state import AcceleratorState
 
 __all__ = ["ProcessesMixin"]
 
@@ -22,11 +21,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class ProcessesMixin:
+class ProcessesMixin(AcceleratorBase):
     """Which process this is, taking turns, and collectives."""
-
-    state: AcceleratorState
-    _parts: Components
 
     @property
     def device(self) -> torch.device:
@@ -126,12 +122,12 @@ class ProcessesMixin:
     def check_trigger(self) -> bool:
         """See `PartialState.check_trigger`."""
         is_set = self.state.check_trigger()
-        self._parts.stepper.cut_short |= is_set
+        self._components.stepper.cut_short |= is_set
         return is_set
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False, **dynamic: Any) -> AbstractContextManager[Any]:
         """See `PartialState.split_between_processes`."""
-        self._parts.gradient_state.note_split()
+        self._components.gradient_state.note_split()
         return self.state.split_between_processes(inputs, apply_padding, **dynamic)
 
     def map_across_processes(

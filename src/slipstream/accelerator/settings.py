@@ -8,21 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.accelerator.components import Components, HandlerSet
-from slipstream.config.handlers import ProjectConfiguration
+from slipstream.accelerator.components import AcceleratorBase
 from slipstream.data.options import DataLoaderConfiguration
 from slipstream.precision.policy import FP8BackendType
 
 __all__ = ["SettingsMixin"]
 
 
-class SettingsMixin:
+class SettingsMixin(AcceleratorBase):
     """What this Accelerator was told."""
-
-    _parts: Components
-    _handlers: HandlerSet
-    _given: dict[str, Any]
-    project_configuration: ProjectConfiguration
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that make an Accelerator with the settings of this one as they are now.
@@ -34,17 +28,17 @@ class SettingsMixin:
         >>> twin.split_batches, twin.gradient_accumulation_steps
         (True, 4)
         """
-        parts, asked = self._parts, self._given
+        components, asked = self._components, self._given
         other_ways = ("split_batches", "project_dir", "dynamo_backend", "gradient_accumulation_steps")
         now: dict[str, Any] = {
-            "mixed_precision": parts.state.mixed_precision,
-            "dataloader_config": replace(parts.loading),
+            "mixed_precision": components.state.mixed_precision,
+            "dataloader_config": replace(components.loading),
             "project_config": replace(self.project_configuration),
         }
-        if parts.dynamo is not None:
-            now["dynamo_plugin"] = replace(parts.dynamo)
-        if parts.effective_batch_size is None:
-            now["gradient_accumulation_plugin"] = replace(parts.gradient_state.plugin)
+        if components.dynamo is not None:
+            now["dynamo_plugin"] = replace(components.dynamo)
+        if components.effective_batch_size is None:
+            now["gradient_accumulation_plugin"] = replace(components.gradient_state.plugin)
         return {**{name: value for name, value in asked.items() if name not in other_ways}, **now}
 
     # -- data -----------------------------------------------------------------------------------------------------
@@ -52,32 +46,32 @@ class SettingsMixin:
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """The options of loaders; what is changed here counts for loaders that are prepared afterwards."""
-        return self._parts.loading
+        return self._components.loading
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
         if not isinstance(value, DataLoaderConfiguration):
             raise TypeError(f"dataloader_config = {value!r}: write accelerator.dataloader_config = DataLoaderConfiguration(...)")
-        self._parts.loading = replace(value)
+        self._components.loading = replace(value)
 
     @property
     def split_batches(self) -> bool:
         """See `DataLoaderConfiguration.split_batches`."""
-        return self._parts.loading.split_batches
+        return self._components.loading.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
         """See `DataLoaderConfiguration.dispatch_batches`."""
-        return self._parts.loading.dispatch_batches
+        return self._components.loading.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
         """See `DataLoaderConfiguration.even_batches`."""
-        return self._parts.loading.even_batches
+        return self._components.loading.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self._parts.loading.even_batches = value
+        self._components.loading.even_batches = value
 
     @property
     def use_seedable_sampler(self) -> bool:
@@ -87,34 +81,34 @@ class SettingsMixin:
     @property
     def non_blocking(self) -> bool:
         """See `DataLoaderConfiguration.non_blocking`."""
-        return self._parts.loading.non_blocking
+        return self._components.loading.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
         """See `DataLoaderConfiguration.use_stateful_dataloader`."""
-        return self._parts.loading.use_stateful_dataloader
+        return self._components.loading.use_stateful_dataloader
 
     @property
     def effective_batch_size(self) -> int | None:
         """Samples per update over all processes, if that was fixed."""
-        return self._parts.effective_batch_size
+        return self._components.effective_batch_size
 
     # -- placement and stepping -----------------------------------------------------------------------------------
 
     @property
     def device_placement(self) -> bool:
         """Whether models and batches are moved to the device."""
-        return self._parts.device_placement
+        return self._components.device_placement
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
         """Whether schedulers move with updates rather than with every call."""
-        return self._parts.step_scheduler_with_optimizer
+        return self._components.step_scheduler_with_optimizer
 
     @property
     def rng_types(self) -> list[str]:
         """Random states that are made those of rank 0 whenever a loader begins."""
-        return self._parts.rng_types
+        return self._components.rng_types
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -178,7 +172,7 @@ class SettingsMixin:
     @property
     def fp8_enabled(self) -> bool:
         """Whether models compute in float8."""
-        return self._parts.state.mixed_precision == "fp8"
+        return self._components.state.mixed_precision == "fp8"
 
     @property
     def fp8_backend(self) -> FP8BackendType:
@@ -188,7 +182,7 @@ class SettingsMixin:
     @property
     def native_amp(self) -> bool:
         """Whether autocast of torch is in use."""
-        return self._parts.precision.policy.autocast_dtype is not None
+        return self._components.precision.policy.autocast_dtype is not None
 
     # -- engines and axes that are not in this version ------------------------------------------------------------
 
@@ -225,7 +219,7 @@ class SettingsMixin:
     @property
     def data_parallel_rank(self) -> int:
         """The rank among the replicas."""
-        return self._parts.state.process_index
+        return self._components.state.process_index
 
     @property
     def data_parallel_shard_rank(self) -> int:

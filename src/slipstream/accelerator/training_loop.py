@@ -11,21 +11,17 @@ from typing import Any
 
 import torch
 
-from slipstream.accelerator.components import Components
-from slipstream.data.metrics import count_handed_samples, find_result_order, gather_per_sample_lists
+from slipstream.accelerator.components import AcceleratorBase
 from slipstream.distributed.gradient_state import GradientState
 from slipstream.errors import ConfigError
 from slipstream.precision.policy import AutocastKwargs, PrecisionPolicy
-from slipstream.strategies.ddp import trigger_sync
 from slipstream.training.stepper import AccumulateBlock
 
 __all__ = ["TrainingLoopMixin"]
 
 
-class TrainingLoopMixin:
+class TrainingLoopMixin(AcceleratorBase):
     """Accumulation, backward, clipping, precision, and metrics."""
-
-    _parts: Components
 
     # -- accumulation and backward (training/stepper.py) --------------------------------------------------------------
 
@@ -41,7 +37,7 @@ class TrainingLoopMixin:
         False
         True
         """
-        stepper = self._parts.stepper
+        stepper = self._components.stepper
         if models and isinstance(models[0], list | tuple):
             raise TypeError("accumulate takes models themselves: write accumulate(*models)")
         return stepper.sections.get(models) or stepper.accumulate(models)
@@ -51,48 +47,50 @@ class TrainingLoopMixin:
 
         The update then has the gradient of one big batch over all processes and all batches of its window.
         """
-        self._parts.stepper.backward(loss, weight, kwargs)
+        self._components.stepper.backward(loss, weight, kwargs)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """A block in which backward does not reduce gradients between processes."""
         _check_model("no_sync", model)
-        return self._parts.strategy.no_sync(model)
+        return self._components.strategy.no_sync(model)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """A block whose backward reduces gradients although the passes before it ran in `no_sync`."""
         _check_model("trigger_sync_in_backward", model)
+        from slipstream.strategies.ddp import trigger_sync
+
         return trigger_sync(model)
 
     @property
     def gradient_state(self) -> GradientState:
         """What the loop is doing now; see `distributed/gradient_state.py`."""
-        return self._parts.gradient_state
+        return self._components.gradient_state
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the present batch ends an update."""
-        return self._parts.gradient_state.sync_gradients
+        return self._components.gradient_state.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self._parts.stepper.set_closing(value)
+        self._components.stepper.set_closing(value)
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Batches per update; with `effective_batch_size`, those of the loader that is being read, or of the first that was prepared."""
-        loader = self._parts.gradient_state.active or next(iter(self._parts.registry.loaders), None)
-        return (None if loader is None else loader.steps_per_update) or self._parts.gradient_state.num_steps
+        loader = self._components.gradient_state.active or next(iter(self._components.registry.loaders), None)
+        return (None if loader is None else loader.steps_per_update) or self._components.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"gradient_accumulation_steps={value!r}: write a whole number of batches, from 1")
-        self._parts.gradient_state.plugin.num_steps = value
+        self._components.gradient_state.plugin.num_steps = value
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left out its last step because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._parts.registry.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._components.registry.optimizers)
 
     def maybe_context_parallel(
         self,
@@ -107,31 +105,31 @@ class TrainingLoopMixin:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clips gradients together, once per update, and gives the norm that they had over all processes."""
-        return self._parts.clipper.norm(parameters, max_norm, norm_type)
+        return self._components.clipper.norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clips each entry of the gradients, once per update."""
-        self._parts.clipper.value(parameters, clip_value)
+        self._components.clipper.value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divides gradients by the loss scale of fp16, once per update, for these optimizers or for all."""
-        self._parts.clipper.unscale(optimizer)
+        self._components.clipper.unscale(optimizer)
 
     # -- precision (precision/) -----------------------------------------------------------------------------------
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """A block that computes in the precision of this Accelerator, for code outside of prepared models, such as a loss."""
-        return self._parts.precision.context(autocast_handler)
+        return self._components.precision.context(autocast_handler)
 
     @property
     def precision(self) -> PrecisionPolicy:
         """The policy of the precision: what is computed, reduced and returned in which number format."""
-        return self._parts.precision.policy
+        return self._components.precision.policy
 
     @property
     def scaler(self) -> Any:
         """The loss scale of fp16, or None."""
-        scaler = self._parts.precision.scaler
+        scaler = self._components.precision.scaler
         return scaler if scaler.scales else None
 
     # -- metrics (data/metrics.py) --------------------------------------------------------------------------------
@@ -141,7 +139,9 @@ class TrainingLoopMixin:
 
         A list that holds tensors and has one entry per sample is joined as a list (`data/metrics.py`).
         """
-        state, own = self._parts.state, self._parts.gradient_state
+        from slipstream.data.metrics import count_handed_samples, find_result_order, gather_per_sample_lists
+
+        state, own = self._components.state, self._components.gradient_state
         arrange = find_result_order(own)
         if use_gather_object:
             return state.gather_for_metrics(input_data, True, arrange)
