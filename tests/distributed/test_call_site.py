@@ -38,7 +38,7 @@ def test_a_collective_in_a_backward_pass_is_shown_at_the_line_that_called_backwa
     torch.autograd.grad(gather_with_gradient(channel, Limits(), rows).sum(), rows)
     here = sys._getframe().f_code.co_name
     lines = [line, line + 2, line + 3, line + 3]
-    assert channel.sites == [f"test_sites.py:{number} in {here}" for number in lines]
+    assert channel.sites == [f"test_call_site.py:{number} in {here}" for number in lines]
 
 
 class Probe:
@@ -90,13 +90,13 @@ def test_a_deep_library_does_not_push_out_the_lines_of_the_user(look: Any) -> No
 SCRIPT = """
 import os, sys
 from slipstream.distributed.call_site import user_frames
-from slipstream.distributed.heartbeat import StackSignal, signalled_stack
+from slipstream.distributed.heartbeat import StackSignal, read_stack_by_signal
 
 def work():
     print(*user_frames(sys._getframe()), sep="\\n")
     signal = StackSignal()
     signal.install()
-    print("by signal", *signalled_stack({**signal.note(), "pid": os.getpid()}), sep="\\n")
+    print("by signal", *read_stack_by_signal({**signal.note(), "pid": os.getpid()}), sep="\\n")
 
 work()
 """

@@ -274,7 +274,7 @@ def test_large_worlds_send_their_headers_by_gloo(ranks: Any) -> None:
     def run() -> Any:
         from slipstream.distributed import process_group
 
-        process_group.LARGEST_MESH = 1
+        process_group.MAX_SOCKET_RANKS = 1
         try:
             state = PartialState()
             me = state.process_index
@@ -283,9 +283,9 @@ def test_large_worlds_send_their_headers_by_gloo(ranks: Any) -> None:
             state.wait_for_everyone()
             return type(state._channel()._wire).__name__, state.gather([f"r{me}"]), len(state.gather(torch.ones(3000)))
         finally:
-            process_group.LARGEST_MESH = 64
+            process_group.MAX_SOCKET_RANKS = 64
 
-    assert ranks(2).run(run) == [("Gloo", ["r0", "r1"], 6000)] * 2
+    assert ranks(2).run(run) == [("GlooTransport", ["r0", "r1"], 6000)] * 2
 
 
 def test_device_memory_takes_the_data_group(ranks: Any) -> None:

@@ -65,7 +65,7 @@ def test_every_kind_of_mistake_is_named_on_every_rank_and_the_group_still_works(
         for kind, (_, words) in KINDS.items():
             assert "The processes did not call the same thing" in messages[kind], (kind, messages[kind])
             assert all(word in messages[kind] for word in words), (kind, messages[kind])
-            assert "test_mistakes.py:" in messages[kind]
+            assert "test_guard.py:" in messages[kind]
 
 
 def test_calls_in_another_order_are_named_one_by_one(ranks: Any) -> None:
@@ -99,14 +99,14 @@ def test_a_call_that_one_rank_misses_is_named_at_the_next(ranks: Any) -> None:
     for message in ranks(2).run(run):
         assert "rank 0: gather_for_metrics float32(1,)" in message
         assert "rank 1: wait_for_everyone" in message
-        assert "Rank 0 alone is at test_mistakes.py:" in message
+        assert "Rank 0 alone is at test_guard.py:" in message
         assert "is that under `if accelerator.is_main_process:`" in message
 
 
 QUESTIONS = {
-    0: "Rank 0 alone is at test_mistakes.py:{line} in run: is that under `if accelerator.is_main_process:`?",
-    1: "Rank 1 alone is at test_mistakes.py:{line} in run: is that under a condition that is true on rank 1 alone?",
-    2: "Rank 2 alone is at test_mistakes.py:{line} in run: is that under `if accelerator.is_last_process:`?",
+    0: "Rank 0 alone is at test_guard.py:{line} in run: is that under `if accelerator.is_main_process:`?",
+    1: "Rank 1 alone is at test_guard.py:{line} in run: is that under a condition that is true on rank 1 alone?",
+    2: "Rank 2 alone is at test_guard.py:{line} in run: is that under `if accelerator.is_last_process:`?",
 }
 
 
@@ -178,7 +178,7 @@ def test_a_missed_call_of_the_same_kind_and_shape_is_an_error_and_not_mixed_data
         return str(caught.value), state.gather([state.process_index])
 
     for message, after in ranks(2).run(run):
-        lines = [line for line in message.splitlines() if "gather float32(1,) at test_mistakes.py:" in line]
+        lines = [line for line in message.splitlines() if "gather float32(1,) at test_guard.py:" in line]
         assert len(set(lines)) == 2, message
         assert after == [0, 1]
 
@@ -245,7 +245,7 @@ def test_the_place_where_long_structures_differ_is_shown_with_the_line(ranks: An
     for message in ranks(2).run(run):
         assert "tensor number 250: float64" in message
         assert "tensor number 250: int32" in message
-        assert message.count("at test_mistakes.py:") == 2
+        assert message.count("at test_guard.py:") == 2
         assert len(message) < 2000
 
 

@@ -39,7 +39,7 @@ def test_survivors_of_a_kill_name_rank_host_signal_and_last_collective(ranks: An
         assert "rank 1 (host " in message
         assert "SIGKILL" in message
         assert "gather number 1" in message, "the last collective of the rank that died"
-        assert "test_lost_and_stuck.py:" in message
+        assert "test_lost_ranks.py:" in message
         assert seconds < 10
 
 
@@ -72,10 +72,10 @@ def test_a_rank_that_does_not_come_is_reported_and_then_an_error(ranks: Any, fau
     assert 4.5 <= seconds < 20
     for text in (message, outcomes[0].output):
         assert "rank 1 (host " in text
-        assert "gather number 1 at test_lost_and_stuck.py:" in text, text
+        assert "gather number 1 at test_lost_ranks.py:" in text, text
     for word in words:
         assert word in message, (message, outcomes[0].output[-800:])
-    assert "has waited 3 s in gather number 2 at test_lost_and_stuck.py:" in outcomes[0].output
+    assert "has waited 3 s in gather number 2 at test_lost_ranks.py:" in outcomes[0].output
     assert "SLIPSTREAM_TIMEOUT" in message
 
 
@@ -91,7 +91,7 @@ def test_after_a_wait_that_timed_out_both_ranks_hear_of_it_and_the_group_works_a
 
     (first, _, after), (second, told, after_too) = ranks(2).run(run)
     assert (first, second) == ("WaitTimeoutError", "PeerLostError")
-    assert "rank 0 gave up waiting in gather number 2 at test_lost_and_stuck.py:" in told
+    assert "rank 0 gave up waiting in gather number 2 at test_lost_ranks.py:" in told
     assert after == after_too == [0, 1]
 
 

@@ -102,7 +102,7 @@ def test_classes_of_containers_are_kept(ranks: Any) -> None:
         got = dealt([(named, record, OrderedDict(b=torch.tensor(1), a="x"), [], {}, ())] * 2)
         return [type(entry).__name__ for entry in got], got[0].a.tolist(), got[1].given.sum().item(), got[1].real, list(got[2]), got[3:]
 
-    names = ["Match", "Shares", "OrderedDict", "list", "dict", "tuple"]
+    names = ["Match", "BatchShares", "OrderedDict", "list", "dict", "tuple"]
     assert ranks(2).run(run) == [(names, [0, 1, 2], 4.0, "one", ["b", "a"], ([], {}, ()))] * 2
 
 
@@ -202,5 +202,5 @@ def test_a_condition_stands_in_for_the_line(ranks: Any) -> None:
 
     for same, message in ranks(2).run(run):
         assert same == [0, 1]
-        assert "rank 0: next batch (pass 0, batch 2) at test_deal.py" in message
-        assert "rank 1: next batch (pass 0, batch 3) at test_deal.py" in message
+        assert "rank 0: next batch (pass 0, batch 2) at test_scatter.py" in message
+        assert "rank 1: next batch (pass 0, batch 3) at test_scatter.py" in message

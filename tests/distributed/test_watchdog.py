@@ -22,7 +22,7 @@ from slipstream.distributed.wait_monitor import Limits
 from slipstream.errors import DistributedOperationException, StateError
 from slipstream.testing import faults
 
-HERE = "test_backward_watch.py:"
+HERE = "test_watchdog.py:"
 
 
 class Training:
