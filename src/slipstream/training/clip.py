@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.observability.timing.meter import LEAVE, OPTIMIZER, mark_phase
+from slipstream.observability.timing.meter import OPTIMIZER
 from slipstream.training.optimizer import AcceleratedOptimizer
-from slipstream.training.stepper import PreparedModel, Stepper
+from slipstream.training.stepper import PreparedModel, Stepper, run_timed
 
 __all__ = ["GradientClipper"]
 
@@ -38,17 +38,8 @@ class GradientClipper:
         """Clips the gradients together to `max_norm`, and gives the norm that they had; between updates, that of the last one."""
         if not max_norm >= 0:
             raise ValueError(f"clip_grad_norm_(max_norm={max_norm!r}): the largest norm is a number from 0")
-        meter = self._stepper.meter
-        if meter is None:
-            return self._norm(parameters, max_norm, norm_type)
-        add, clock = meter.add, meter.clock
-        add(OPTIMIZER)
-        add(clock())
-        try:
-            return self._norm(parameters, max_norm, norm_type)
-        finally:
-            add(LEAVE)
-            add(clock())
+        norm: torch.Tensor = run_timed(self._stepper.meter, OPTIMIZER, self._norm, parameters, max_norm, norm_type)
+        return norm
 
     def _norm(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         group = _as_list(parameters)
@@ -65,8 +56,7 @@ class GradientClipper:
 
     def value(self, parameters: Any, clip_value: float) -> None:
         """Clips each entry of the gradients to at most `clip_value`; between updates, nothing is done."""
-        with mark_phase(self._stepper.meter, OPTIMIZER):
-            self._value(parameters, clip_value)
+        run_timed(self._stepper.meter, OPTIMIZER, self._value, parameters, clip_value)
 
     def _value(self, parameters: Any, clip_value: float) -> None:
         group = _as_list(parameters)

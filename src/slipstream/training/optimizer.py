@@ -14,8 +14,8 @@ import torch
 
 from slipstream.distributed.pytree import recursively_apply
 from slipstream.errors import ConfigError, StateError
-from slipstream.observability.timing.meter import LEAVE, OPTIMIZER
-from slipstream.training.stepper import PreparedModel, ScalerProtocol, Stepper
+from slipstream.observability.timing.meter import OPTIMIZER
+from slipstream.training.stepper import PreparedModel, ScalerProtocol, Stepper, run_timed
 
 __all__ = ["AcceleratedOptimizer", "OptimizerLink", "move_to_device"]
 
@@ -118,19 +118,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 )
             accumulation.touched = True
         meter = linked.meter
-        if meter is None:
-            return _run_update(self, linked, closure)
-        add, clock = meter.add, meter.clock
-        add(OPTIMIZER)
-        add(clock())
-        try:
-            result = _run_update(self, linked, closure)
+        result = run_timed(meter, OPTIMIZER, _run_update, self, linked, closure)
+        if meter is not None:
             meter.updated = True
-        finally:
-            add(LEAVE)
-            add(clock())
-        if linked.stepper.state.active is None:  # no loader is being read whose next batch would end the step
-            meter.end_step()
+            if linked.stepper.state.active is None:  # no loader is being read whose next batch would end the step
+                meter.end_step()
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -142,18 +134,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         for accumulation, others in zip(linked.accumulations, linked.others, strict=True):
             if accumulation.kind is not None and all(parameter.grad is None for parameter in others):
                 accumulation.cleared()
-        meter = linked.meter
-        if meter is None:
-            _clear_gradients(self, linked, set_to_none)
-            return
-        add, clock = meter.add, meter.clock
-        add(OPTIMIZER)
-        add(clock())
-        try:
-            _clear_gradients(self, linked, set_to_none)
-        finally:
-            add(LEAVE)
-            add(clock())
+        run_timed(linked.meter, OPTIMIZER, _clear_gradients, self, linked, set_to_none)
 
     def unscale(self) -> None:
         """Divides gradients by the loss scale, where there is one, once per update."""

@@ -1,20 +1,9 @@
 """`Meter` is a log of phase marks, written by the training step and read by `observability/timing/step_times.py`.
 
-A mark is two entries, a code and a value, and is written inline where it is made:
-
-    add, clock = meter.add, meter.clock
-    add(FORWARD)
-    add(clock())
-    try:
-        ...
-    finally:
-        add(LEAVE)
-        add(clock())
-
-The step does nothing else, because caches are cold after torch's work: summing inside of the step was measured to cost three times as
-much. Phases nest as calls do, and every moment belongs to the innermost phase, so the phases add up to the elapsed time even when an
-exception is raised. `mark_phase` does the same as a context manager, for rare events. Marks are made by the training thread. The module
-imports nothing of ours, so every layer may hold a meter.
+A mark is two entries in one list, a code and a value. `training/stepper.py:run_timed` writes the marks around a phase, `mark_phase` does
+the same as a context manager for rare events. The step only appends, because caches are cold after torch's work: summing inside of the
+step was measured to cost three times as much. Phases nest as calls do, and every moment belongs to the innermost phase, so the phases add
+up to the elapsed time even when an exception is raised. Marks are made by the training thread. The module imports nothing of ours.
 """
 
 from __future__ import annotations
