@@ -13,7 +13,6 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +32,8 @@ from slipstream.logging import get_logger
 from slipstream.observability.options import GuardKwargs, LedgerKwargs, ProfileKwargs
 from slipstream.observability.timing.ledger import Ledger
 from slipstream.parallel.compile import TorchDynamoPlugin, complete_plugin
-from slipstream.precision import autocast
-from slipstream.precision.policy import AORecipeKwargs, AutocastKwargs, GradScalerKwargs, check_device, check_parameters, make_policy
-from slipstream.precision.scaler import LossScaler, NoScaler, make_scaler
+from slipstream.precision.policy import AORecipeKwargs, AutocastKwargs, GradScalerKwargs, make_policy
+from slipstream.precision.precision import ModelPrecision
 from slipstream.strategies.base import Strategy
 from slipstream.strategies.ddp_options import DDPCommunicationHookType, DistributedDataParallelKwargs
 from slipstream.training.clip import GradientClipper
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
     from slipstream.observability.recorder import RunRecorder
 
 __all__ = [
-    "AcceleratorBase", "Components", "HANDLER_TYPES", "HandlerSet", "ModelPrecision", "PreparedObjects", "assemble_components",
+    "AcceleratorBase", "Components", "HANDLER_TYPES", "HandlerSet", "PreparedObjects", "assemble_components",
     "changed_arguments", "check_arguments", "check_rng_types", "resolve_accumulation", "resolve_dataloader_config", "resolve_dynamo",
     "resolve_project", "sort_handlers",
 ]
@@ -120,46 +118,6 @@ def sort_handlers(handlers: Sequence[Any] | None) -> HandlerSet:
             raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}: pass one, with all that you want to set")
         setattr(found, name, handler)
     return found
-
-
-class ModelPrecision:
-    """What `mixed_precision` means for the models of one Accelerator."""
-
-    def __init__(
-        self,
-        mixed_precision: str,
-        device_type: str,
-        handlers: HandlerSet,
-        *,
-        outputs_to_fp32: bool | None,
-        distributed: bool,
-        pad_inner_dim: bool = False,
-    ) -> None:
-        check_device(mixed_precision, device_type)
-        self.device_type = device_type
-        self.handler = handlers.autocast
-        self.fp8 = handlers.fp8 or AORecipeKwargs(pad_inner_dim=pad_inner_dim or None)
-        self.policy = make_policy(
-            mixed_precision,
-            outputs_to_fp32=outputs_to_fp32,
-            reduce=_reduce_dtype(handlers.ddp) if distributed else None,
-            autocast=self.handler is None or self.handler.enabled,
-        )
-        self.scaler: LossScaler | NoScaler = make_scaler(mixed_precision, device_type, handlers.scaler)
-
-    def apply(self, model: torch.nn.Module) -> None:
-        """Makes a model compute as the policy says; once is enough, and twice does no harm."""
-        check_parameters(self.policy, model, scales=self.scaler.scales)
-        if self.policy.mixed_precision == "fp8":
-            from slipstream.precision.fp8 import convert_to_fp8, has_ao_layers
-
-            if not has_ao_layers(model):
-                convert_to_fp8(model, self.fp8)
-        autocast.install_autocast(model, self.policy, self.device_type, self.handler)
-
-    def context(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A block that computes as the policy says, or as `handler` does."""
-        return autocast.autocast_context(self.policy, self.device_type, handler or self.handler)
 
 
 def _reduce_dtype(options: DistributedDataParallelKwargs | None) -> torch.dtype | None:
@@ -247,10 +205,11 @@ def assemble_components(
     precision = ModelPrecision(
         state.mixed_precision,
         strategy.realise(state.device),
-        handlers,
+        autocast=handlers.autocast,
+        scaler=handlers.scaler,
+        fp8=handlers.fp8 or AORecipeKwargs(pad_inner_dim=state.compute.fp8_pad_inner_dim or None),
+        reduce_dtype=_reduce_dtype(handlers.ddp) if state.use_distributed else None,
         outputs_to_fp32=outputs_to_fp32,
-        distributed=state.use_distributed,
-        pad_inner_dim=state.compute.fp8_pad_inner_dim,
     )
 
     def total(numbers: list[float]) -> list[float]:
