@@ -54,7 +54,7 @@ _ABSENT_VALUES = MappingProxyType(
         "te_recipe_handler": None,
     }
 )
-"""What scripts look at to see whether an engine is in use that this version does not have."""
+"""Attributes by which scripts ask whether an engine is in use that this version does not have."""
 _ENGINES = "the engine or package that it belongs to is not in this version"
 _ABSENT_ATTRIBUTES = MappingProxyType(
     {
@@ -67,7 +67,7 @@ _ABSENT_ATTRIBUTES = MappingProxyType(
 
 
 class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, CheckpointsMixin, SettingsMixin):
-    """What a script needs to run on any number of processes.
+    """Run a script on any number of processes: prepare objects, run the training loop, save, load, track.
 
     >>> import torch
     >>> accelerator = Accelerator(cpu=True)
@@ -83,8 +83,8 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
     update as there are processes (which is the rule of Accelerate), and `debug`, `timeout`, `barrier_timeout` and `hang_warning` are
     those of `PartialState`.
 
-    An Accelerator that was pickled or copied is read back as a new one of the process that reads it, with the same settings and with
-    what a script or a subclass has put on it. What was prepared or registered, running trackers and the open window are not part of it.
+    A pickled or copied Accelerator becomes a new one in the process that reads it, with the same settings and with the attributes that a
+    script or a subclass added. Prepared and registered objects, running trackers and an open accumulation window are not part of it.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
     ) -> None:
         check_arguments(locals(), Accelerator.__init__)
         told = self._given = changed_arguments(locals(), Accelerator.__init__)
-        asked = sort_handlers(kwargs_handlers).guarding(on_nan)
+        asked = sort_handlers(kwargs_handlers).with_on_nan(on_nan)
         if asked.init is not None:
             options = {**asked.init.to_kwargs(), **options}
         self.state = AcceleratorState(mixed_precision, cpu, gradient_accumulation_steps=gradient_accumulation_steps, **options)
         self.state.dynamo_plugin = resolve_dynamo(self.state, dynamo_backend, dynamo_plugin)
-        self._handlers = asked.fitting(self.state.mixed_precision)
+        self._handlers = asked.check_precision(self.state.mixed_precision)
         self.project_configuration = resolve_project(project_dir, project_config)
         self._components = assemble_components(
             self.state,
@@ -143,14 +143,14 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         self._saver = Saver(self._components, self.project_configuration, async_save)
         self._saver.begin_numbering()
         self._guards = attach_guards(self._components, self._handlers.guards)
-        self._begin_watching(log_with, told)
+        self._start_recorder(log_with, told)
         self._own = frozenset(vars(self))
 
     def __reduce__(self) -> Any:
         added = {name: value for name, value in vars(self).items() if name not in self._own and name != "_own"}
         return _rebuild, (type(self), self.arguments(), added)
 
-    def _begin_watching(self, log_with: Any, told: dict[str, Any]) -> None:
+    def _start_recorder(self, log_with: Any, told: dict[str, Any]) -> None:
         folder = absolute_place(self.logging_dir)
         chosen = resolve_trackers(log_with, folder)
         self._log_with = [tracker.name for tracker in chosen]
@@ -181,22 +181,22 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         return self._trackers.started
 
     def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None) -> None:
-        """Begins a run, on the main process: its folder below `project_dir`, and the trackers of `log_with`.
+        """Start a run on the main process: its directory below `project_dir`, and the trackers of `log_with`.
 
-        The folder is named after project and time; `init_kwargs={"local": {"name": "first"}}` names it, and `"resume": True` goes on there.
+        The directory is named after project and time; `init_kwargs={"local": {"name": "first"}}` names it, `"resume": True` appends to it.
         """
         self._recorder.begin(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name; with `unwrap`, the package's own run object."""
+        """Return a tracker by name; with `unwrap`, the package's own run object."""
         return self._trackers.get(name, unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Sends values to every tracker, from the main process."""
+        """Send values to every tracker, from the main process."""
         self._trackers.log(values, step, log_kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Sends pictures by name, one or a list or a batch each, to every tracker that keeps pictures."""
+        """Send images by name (one, a list, or a batch each) to every tracker that stores images."""
         self._trackers.log_images(values, step, log_kwargs)
 
     def log_table(
@@ -208,16 +208,16 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         step: int | None = None,
         log_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Sends a table (rows with `columns`, a dict of columns, records, an array, or a data frame) to every tracker that keeps tables."""
+        """Send a table (rows with `columns`, a dict of columns, records, an array, a data frame) to every tracker that stores tables."""
         self._trackers.log_table(table_name, columns, data, dataframe, step, log_kwargs)
 
     @property
     def run_dir(self) -> Path | None:
-        """The folder of the run that is under way; None before it, without a `project_dir`, and on other processes than the main one."""
+        """The directory of the current run; None before it starts, without a `project_dir`, and on processes other than the main one."""
         return self._recorder.run_dir
 
     def ledger(self) -> LedgerReport:
-        """Where the time of the steps went so far: on the main process of all processes, elsewhere of this one. Waits for nobody.
+        """Return where the time of the steps went so far: on the main process for all processes, elsewhere for this one. It never waits.
 
         >>> accelerator = Accelerator(cpu=True)
         >>> accelerator.ledger().steps
@@ -228,15 +228,13 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
     # -- the rest -------------------------------------------------------------------------------------------------
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """A block that torch's profiler watches; see `observability/profiler.py`."""
+        """Return a block that torch's profiler records; see `observability/profiler.py`."""
         from slipstream.observability.profiler import run_profiler
 
         return run_profiler(profile_handler or self._handlers.profile, self.state.runtime, self._recorder.trace)
 
     def end_training(self) -> None:
-        """For the end of a run: waits for a checkpoint that is being written, ends the trackers, says where the time went, writes the
-        report, and closes the process group.
-        """
+        """End a run: wait for an async save, close the trackers, print where the time went, write the report, close the process group."""
         try:
             self._saver.settle()
         finally:
@@ -245,7 +243,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
 
 
 def _rebuild(kind: type[Accelerator], arguments: dict[str, Any], added: dict[str, Any]) -> Accelerator:
-    """An Accelerator of this process, as `Accelerator.__reduce__` described it; a subclass's own `__init__` is not called."""
+    """Rebuild an Accelerator in this process from `Accelerator.__reduce__`; a subclass's own `__init__` is not called."""
     accelerator = kind.__new__(kind)
     Accelerator.__init__(accelerator, **arguments)
     vars(accelerator).update(added)

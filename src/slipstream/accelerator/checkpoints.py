@@ -39,7 +39,7 @@ class CheckpointsMixin(AcceleratorBase):
 
         Call it on every process, or on the main one alone: then random states of the others are not in it, which loading says. With
         numbered checkpoints (`ProjectConfiguration(automatic_checkpoint_naming=True)`) the folder is chosen here. `async_save`: copies
-        the state, returns, and writes behind the training. `metric`: what `ProjectConfiguration(keep_best=...)` compares. `dedup`:
+        the state, returns, and writes in the background. `metric`: what `ProjectConfiguration(keep_best=...)` compares. `dedup`:
         files that did not change since the last checkpoint are linked instead of written again. `max_shard_size` cuts the weights
         into several files. See `checkpoint/saver.py`, and `docs/checkpoints.md`.
 
@@ -127,7 +127,7 @@ class CheckpointsMixin(AcceleratorBase):
         return path
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Adds objects to what `save_state` saves and `load_state` loads, by their `state_dict` and `load_state_dict`.
+        """Add objects to what `save_state` saves and `load_state` loads, through their `state_dict` and `load_state_dict`.
 
         The state is plain data with tensors in it; see `checkpoint/serialize.py`. It is that of the process that writes, and all load it.
 
@@ -153,8 +153,8 @@ class CheckpointsMixin(AcceleratorBase):
                 self._saver.objects.append(thing)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Calls `hook(models, weights, folder)` before a checkpoint is written: what it writes into the folder belongs to it, and
-        weights that it takes out of the list are not written.
+        """Call `hook(models, weights, folder)` before a checkpoint is written. Files that it writes into the folder belong to the
+        checkpoint, and weights that it removes from the list are not written.
 
         >>> import pathlib, tempfile
         >>> from slipstream import Accelerator
@@ -168,7 +168,7 @@ class CheckpointsMixin(AcceleratorBase):
         return _register_hook(self._saver.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Calls `hook(models, folder)` before a checkpoint is loaded: models that it takes out of the list are not loaded.
+        """Call `hook(models, folder)` before a checkpoint is loaded. Models that it removes from the list are not loaded.
 
         >>> from slipstream import Accelerator
         >>> Accelerator(cpu=True).register_load_state_pre_hook(lambda models, folder: print(f"from {folder}")).remove()
@@ -182,7 +182,7 @@ class CheckpointsMixin(AcceleratorBase):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes the weights of a model, and nothing else, where other libraries can read them; see `checkpoint/model_io.py`.
+        """Write the weights of a model, and nothing else, as other libraries read them; see `checkpoint/model_io.py`.
 
         >>> import tempfile
         >>> from slipstream import Accelerator
@@ -201,7 +201,7 @@ class CheckpointsMixin(AcceleratorBase):
             save_model(bare, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool | None = None) -> None:
-        """Writes one object to a file, on the main process; see `checkpoint/object_file.py`.
+        """Write one object to a file, on the main process; see `checkpoint/object_file.py`.
 
         >>> import tempfile
         >>> from slipstream import Accelerator

@@ -65,10 +65,10 @@ class HandlerSet:
     ledger: LedgerKwargs | None = None
     guards: GuardKwargs | None = None
 
-    def guarding(self, on_nan: str | None) -> HandlerSet:
-        """Itself, with what `Accelerator(on_nan=...)` says of guards; an error where a handler says it too.
+    def with_on_nan(self, on_nan: str | None) -> HandlerSet:
+        """Return the set with `Accelerator(on_nan=...)` applied to the guards. Raise if a handler sets it too.
 
-        >>> HandlerSet().guarding("raise").guards.on_nan
+        >>> HandlerSet().with_on_nan("raise").guards.on_nan
         'raise'
         """
         if on_nan is None:
@@ -77,8 +77,8 @@ class HandlerSet:
             raise ConfigError(f"Accelerator(on_nan={on_nan!r}) and a GuardKwargs: write GuardKwargs(on_nan={on_nan!r}, ...) alone")
         return replace(self, guards=GuardKwargs(on_nan=on_nan))
 
-    def fitting(self, mixed_precision: str) -> HandlerSet:
-        """Itself; an error for a handler that has no effect in this precision."""
+    def check_precision(self, mixed_precision: str) -> HandlerSet:
+        """Return the set. Raise for a handler that has no effect in this precision."""
         if self.scaler is not None and mixed_precision != "fp16":
             raise ConfigError(f"GradScalerKwargs was given with mixed_precision={mixed_precision!r}: only fp16 scales losses; leave it out")
         if self.autocast is not None and mixed_precision == "no":
@@ -103,7 +103,7 @@ HANDLER_TYPES: tuple[type, ...] = tuple(kind for kind, _ in _HANDLER_FIELDS)
 
 
 def sort_handlers(handlers: Sequence[Any] | None) -> HandlerSet:
-    """The handlers by kind; an error for a second one of a kind, or for something else.
+    """Return the handlers by type. Raise for a second one of a type, and for anything else.
 
     >>> sort_handlers([AutocastKwargs(enabled=False)]).autocast.enabled
     False
@@ -121,7 +121,7 @@ def sort_handlers(handlers: Sequence[Any] | None) -> HandlerSet:
 
 
 def _reduce_dtype(options: DistributedDataParallelKwargs | None) -> torch.dtype | None:
-    """The number format in which a communication hook sends gradients."""
+    """Return the dtype in which a communication hook sends gradients."""
     if options is None:
         return None
     formats = {DDPCommunicationHookType.FP16: torch.float16, DDPCommunicationHookType.BF16: torch.bfloat16}
@@ -130,18 +130,18 @@ def _reduce_dtype(options: DistributedDataParallelKwargs | None) -> torch.dtype 
 
 @dataclass
 class PreparedObjects:
-    """What was prepared, in order, besides models (which the stepper has)."""
+    """The prepared objects, in order, except models (which the stepper holds)."""
 
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
 
     def find_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
-        """The prepared form of an optimizer, newest first."""
+        """Return the prepared form of an optimizer, newest first."""
         return next((entry for entry in reversed(self.optimizers) if optimizer is entry or optimizer is entry.optimizer), None)
 
     def forget(self) -> None:
-        """Drops everything: nothing here keeps it alive afterwards."""
+        """Drop all references."""
         self.optimizers, self.schedulers, self.loaders = [], [], []
 
 
@@ -244,7 +244,7 @@ def _choose_strategy(state: AcceleratorState, handlers: HandlerSet, ledger: Ledg
 
 
 def _check_fp8(state: AcceleratorState) -> None:
-    """Options of fp8 without fp8 have no effect: that is said, and no error, since another Accelerator of the script may use it."""
+    """Warn about fp8 options without fp8: no error, because another Accelerator of the script may use them."""
     options = state.options
     given = [describe_option(options, name) for name in ("fp8_backend", "fp8_pad_inner_dim") if options[name].value not in ("auto", False)]
     if given and state.mixed_precision != "fp8":
@@ -278,13 +278,13 @@ def _make_ledger(state: AcceleratorState, handlers: HandlerSet) -> Ledger:
     return ledger
 
 
-# -- arguments that can be said in two ways ---------------------------------------------------------------------------
+# -- arguments that can be given in two ways ---------------------------------------------------------------------------
 
 
 def resolve_accumulation(
     state: AcceleratorState, steps: int | None, plugin: GradientAccumulationPlugin | None, effective_batch_size: int | None
 ) -> GradientAccumulationPlugin:
-    """The settings of accumulation, from the argument, the plugin or the configuration; an error where two of them contradict."""
+    """Return the accumulation settings from the argument, the plugin or the configuration. Raise where two of them contradict."""
     told = steps if steps not in (None, 1) else None
     if plugin is not None and plugin.num_steps is not None and told is not None:
         raise ConfigError(
@@ -310,7 +310,7 @@ def _check_effective_batch_size(size: int, steps: int | None) -> None:
 
 
 def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
-    """A copy of the options of loaders, with `split_batches` where it was given to the Accelerator."""
+    """Return a copy of the loader options, with `split_batches` if it was given to the Accelerator."""
     chosen = dataclasses.replace(config or DataLoaderConfiguration())
     if split_batches is not None:
         if config is not None and config.split_batches and not split_batches:
@@ -320,7 +320,7 @@ def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batc
 
 
 def resolve_dynamo(state: AcceleratorState, backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin | None:
-    """How models are compiled; None for not at all."""
+    """Return how models are compiled; None for not at all."""
     if plugin is not None and backend is not None:
         raise ConfigError("Accelerator(dynamo_backend=..., dynamo_plugin=...): the plugin has a backend of its own; pass one of them")
     chosen = complete_plugin(plugin if backend is None else TorchDynamoPlugin(backend=backend), state.compute)
@@ -328,7 +328,7 @@ def resolve_dynamo(state: AcceleratorState, backend: Any, plugin: TorchDynamoPlu
 
 
 def resolve_project(project_dir: str | os.PathLike[str] | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
-    """Where the run keeps its files."""
+    """Return where the run keeps its files."""
     chosen = dataclasses.replace(config) if config is not None else ProjectConfiguration()
     if project_dir is not None:
         if chosen.project_dir not in (None, str(project_dir)):
@@ -361,7 +361,7 @@ _RECORDS: tuple[tuple[str, type], ...] = (
 
 
 def check_arguments(given: Mapping[str, Any], constructor: Any) -> None:
-    """Refuses names that the constructor does not have, engines that this version does not have, and values of another kind."""
+    """Raise for unknown names, for engines that this version does not have, and for values of a wrong type."""
     _check_names(given["options"], constructor)
     for name in _ENGINES:
         if given[name] is not None:
@@ -381,7 +381,7 @@ def check_arguments(given: Mapping[str, Any], constructor: Any) -> None:
 
 
 def changed_arguments(given: Mapping[str, Any], constructor: Any) -> dict[str, Any]:
-    """The arguments of a call that differ from their defaults, for the record of the run."""
+    """Return the arguments that differ from their defaults, for the record of the run."""
     parameters = inspect.signature(constructor).parameters
     changed = {
         name: given[name]
@@ -404,7 +404,7 @@ def _check_names(options: Mapping[str, Any], constructor: Any) -> None:
 
 
 def _where_it_belongs(name: str, value: Any) -> list[str]:
-    """How to write an option that is one of a plugin or handler, for each that has it."""
+    """Return how to write an option that belongs to a plugin or handler, for each that has it."""
     found = [f"{argument}={kind.__name__}({name}={value!r})" for argument, kind in _RECORDS if name in _fields(kind)]
     found += [f"kwargs_handlers=[{kind.__name__}({name}={value!r})]" for kind in HANDLER_TYPES if name in _fields(kind)]
     return [f"Accelerator({place})" for place in found]
@@ -415,7 +415,7 @@ def _fields(kind: type) -> list[str]:
 
 
 def check_rng_types(rng_types: Iterable[str | RNGType] | None) -> list[str]:
-    """The random states that are made those of rank 0 when a loader begins.
+    """Return the kinds of random state that are synchronised from rank 0 when a loader starts.
 
     >>> check_rng_types(["torch", "generator"])
     ['torch']

@@ -37,7 +37,7 @@ _PREPARE_ORDER = ("model", "optimizer", "loader", "scheduler")
 
 
 class PreparationMixin(AcceleratorBase):
-    """The methods of `Accelerator` that take objects in and give them back."""
+    """`prepare` and its kin."""
 
     def prepare(
         self,
@@ -46,10 +46,10 @@ class PreparationMixin(AcceleratorBase):
         device_map: Any = None,
         offload_folder: str | os.PathLike[str] | None = None,
     ) -> Any:
-        """Prepares objects for this run, and gives them back in order; see `accelerator/preparation.py`.
+        """Prepare objects for this run and return them in order.
 
-        `device_map` (a dict, or "auto") spreads a model over devices, memory and disk; see `big_models/dispatch.py`. What goes to the disk
-        is written to `offload_folder`, or to a temporary folder.
+        `device_map` (a dict, or "auto") dispatches a model over devices, memory and disk; see `big_models/dispatch.py`. Weights for the
+        disk are written to `offload_folder`, or to a temporary folder.
 
         >>> from slipstream import Accelerator
         >>> model, number = Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2), 7)
@@ -82,7 +82,7 @@ class PreparationMixin(AcceleratorBase):
     # -- models ---------------------------------------------------------------------------------------------------
 
     def prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> torch.nn.Module:
-        """Places one model, gives it the precision, compiles and replicates it; `evaluation_mode` leaves out the replicas."""
+        """Move one model to the device, apply precision, compile and wrap it; with `evaluation_mode` it is not wrapped."""
         components = self._components
         known = components.stepper.find(model)
         original = _replicated_module(model) or (compile_in_place(model) if known is None else known.original)
@@ -113,27 +113,27 @@ class PreparationMixin(AcceleratorBase):
         return prepared
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Whether a model is spread by a device map, so that several processes cannot train it together; see `big_models/prepare.py`."""
+        """Return whether a device map dispatched the model, so that several processes cannot train it together."""
         return is_dispatched(model)
 
     def _places(self, device_placement: bool | None) -> bool:
         return self._components.device_placement if device_placement is None else device_placement
 
     def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
-        """The user's model inside any wrappers; see `parallel/unwrap.py`."""
+        """Return the user's model inside any wrappers; see `parallel/unwrap.py`."""
         from slipstream.parallel.unwrap import extract_model_from_parallel
 
         inner: torch.nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return inner
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights of a model, under the names that it has without wrappers."""
+        """Return the weights of a model under the names that it has without wrappers."""
         return self._components.strategy.state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
 
     # -- optimizers and schedulers --------------------------------------------------------------------------------
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """An optimizer that steps where updates end; see `training/optimizer.py`."""
+        """Wrap an optimizer so that it steps where an update ends; see `training/optimizer.py`."""
         components = self._components
         known = components.registry.find_optimizer(optimizer)
         if known is not None:
@@ -156,7 +156,7 @@ class PreparationMixin(AcceleratorBase):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """A scheduler that moves with updates; see `training/scheduler.py`."""
+        """Wrap a scheduler so that it steps once per update; see `training/scheduler.py`."""
         components = self._components
         for known in components.registry.schedulers:
             if scheduler is known or scheduler is known.scheduler:
@@ -187,9 +187,9 @@ class PreparationMixin(AcceleratorBase):
         *,
         keep_batch_size: bool = False,
     ) -> PreparedLoader:
-        """A loader of this process's part of the batches; see `data/loader.py`.
+        """Return a loader of this process's part of each global batch; see `data/loader.py`.
 
-        `keep_batch_size`: its batch size is not derived from `effective_batch_size`, as for evaluation.
+        With `keep_batch_size` the batch size is not derived from `effective_batch_size`, as for evaluation.
         """
         return self._prepare_loaders([data_loader], [device_placement], slice_fn_for_dispatch, keep_batch_size)[0]
 
@@ -222,7 +222,7 @@ class PreparationMixin(AcceleratorBase):
         return prepared
 
     def _seeds(self, loaders: Sequence[Any]) -> list[int]:
-        """The seeds of rank 0, so that all ranks read in the same order."""
+        """Return the seeds of rank 0, so that all ranks read in the same order."""
         components = self._components
         first = len(components.registry.loaders)
         seeds = [choose_seed(loader, components.loading, first + number) for number, loader in enumerate(loaders)]
@@ -232,14 +232,14 @@ class PreparationMixin(AcceleratorBase):
         return shared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader that begins after so many batches; see `data/prepare.py`."""
+        """Return a loader that starts after `num_batches` batches; see `data/prepare.py`."""
         return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """A block in which processes may run out of batches at different times; those that are done keep step with the others.
+        """A block in which processes may run out of batches at different times; those that are done join the collectives of the others.
 
-        `even_batches=False` hands out what each process has, and nothing that fills up, while the block runs.
+        With `even_batches=False` loaders return what each process has, without padding, while the block runs.
         """
         from slipstream.strategies.ddp import join_models
 
@@ -262,7 +262,7 @@ class PreparationMixin(AcceleratorBase):
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forgets everything prepared and gives cached memory back; assign the result to the names: `model, = free_memory(model)`."""
+        """Release all prepared objects and cached memory; assign the result to the names: `model, = free_memory(model)`."""
         components = self._components
         components.stepper.forget()
         components.registry.forget()
@@ -279,7 +279,7 @@ class PreparationMixin(AcceleratorBase):
 
 
 def _replicated_module(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The user's model inside of one that `prepare` gave back; None for any other."""
+    """Return the user's model inside one that `prepare` returned; None for any other."""
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return None
     from slipstream.strategies.ddp import Replicated
@@ -288,13 +288,13 @@ def _replicated_module(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _current_weights(model: weakref.ref[torch.nn.Module]) -> dict[str, Any]:
-    """The weights of a model that is still there."""
+    """Return the weights of a model that is still alive."""
     present = model()
     return {} if present is None else present.state_dict()
 
 
 def _present_device(model: torch.nn.Module) -> torch.device:
-    """Where the parameters of a model are that is about to be moved; none of them may be without memory."""
+    """Return the device of a model that is about to be moved; none of its parameters may be on meta."""
     return next((parameter.device for parameter in model.parameters() if parameter.device.type != "meta"), torch.device(CPU.type))
 
 

@@ -16,10 +16,10 @@ __all__ = ["SettingsMixin"]
 
 
 class SettingsMixin(AcceleratorBase):
-    """What this Accelerator was told."""
+    """The settings of this Accelerator."""
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make an Accelerator with the settings of this one as they are now.
+        """Return arguments that build an Accelerator with the present settings of this one.
 
         >>> from slipstream import Accelerator
         >>> accelerator = Accelerator(cpu=True, split_batches=True)
@@ -102,12 +102,12 @@ class SettingsMixin(AcceleratorBase):
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers move with updates rather than with every call."""
+        """Whether schedulers step with updates rather than with every call."""
         return self._components.step_scheduler_with_optimizer
 
     @property
     def rng_types(self) -> list[str]:
-        """Random states that are made those of rank 0 whenever a loader begins."""
+        """Kinds of random state that are synchronised from rank 0 when a loader starts."""
         return self._components.rng_types
 
     # -- files ----------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class SettingsMixin(AcceleratorBase):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """What computes in float8."""
+        """The library that computes in float8."""
         return FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO
 
     @property

@@ -26,7 +26,7 @@ class TrainingLoopMixin(AcceleratorBase):
     # -- accumulation and backward (training/stepper.py) --------------------------------------------------------------
 
     def accumulate(self, *models: torch.nn.Module) -> AccumulateBlock:
-        """One batch of a window of accumulation: gradients are reduced and optimizers step where the window closes.
+        """A block for one batch of an accumulation window: gradients are reduced and optimizers step where the window closes.
 
         >>> from slipstream import Accelerator
         >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -43,9 +43,9 @@ class TrainingLoopMixin(AcceleratorBase):
         return stepper.sections.get(models) or stepper.accumulate(models)
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
-        """The gradients of a loss: a mean over the batch, or with `weight` a sum over so many samples or tokens.
+        """Compute the gradients of a loss: a mean over the batch, or with `weight` a sum over that many samples or tokens.
 
-        The update then has the gradient of one big batch over all processes and all batches of its window.
+        The update then has the gradient of one global batch over all processes and all batches of its window.
         """
         self._components.stepper.backward(loss, weight, kwargs)
 
@@ -55,7 +55,7 @@ class TrainingLoopMixin(AcceleratorBase):
         return self._components.strategy.no_sync(model)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """A block whose backward reduces gradients although the passes before it ran in `no_sync`."""
+        """A block whose backward reduces gradients even if the passes before it ran in `no_sync`."""
         _check_model("trigger_sync_in_backward", model)
         from slipstream.strategies.ddp import trigger_sync
 
@@ -63,12 +63,12 @@ class TrainingLoopMixin(AcceleratorBase):
 
     @property
     def gradient_state(self) -> GradientState:
-        """What the loop is doing now; see `distributed/gradient_state.py`."""
+        """The state of the loop; see `distributed/gradient_state.py`."""
         return self._components.gradient_state
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the present batch ends an update."""
+        """Whether the current batch ends an update."""
         return self._components.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -89,7 +89,7 @@ class TrainingLoopMixin(AcceleratorBase):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left out its last step because gradients overflowed."""
+        """Whether an optimizer skipped its last step because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._components.registry.optimizers)
 
     def maybe_context_parallel(
@@ -104,15 +104,15 @@ class TrainingLoopMixin(AcceleratorBase):
     # -- clipping (training/clip.py) ----------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clips gradients together, once per update, and gives the norm that they had over all processes."""
+        """Clip gradients to a norm, once per update, and return the norm that they had over all processes."""
         return self._components.clipper.norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clips each entry of the gradients, once per update."""
+        """Clip each element of the gradients, once per update."""
         self._components.clipper.value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divides gradients by the loss scale of fp16, once per update, for these optimizers or for all."""
+        """Divide gradients by the fp16 loss scale, once per update, for these optimizers or for all."""
         self._components.clipper.unscale(optimizer)
 
     # -- precision (precision/) -----------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class TrainingLoopMixin(AcceleratorBase):
 
     @property
     def precision(self) -> PrecisionPolicy:
-        """The policy of the precision: what is computed, reduced and returned in which number format."""
+        """The precision policy: the dtypes of computation, reduction and outputs."""
         return self._components.precision.policy
 
     @property
@@ -135,7 +135,7 @@ class TrainingLoopMixin(AcceleratorBase):
     # -- metrics (data/metrics.py) --------------------------------------------------------------------------------
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, in dataset order and without the samples that only filled up a batch.
+        """Gather in dataset order, without the samples that only padded a batch.
 
         A list that holds tensors and has one entry per sample is joined as a list (`data/metrics.py`).
         """
