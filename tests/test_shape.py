@@ -17,7 +17,6 @@ import pytest
 
 import shape_checks as checks
 from slipstream.config import OPTIONS
-from slipstream.config.roundtrip import ROUNDTRIP_OPTIONS, pass_through_sources, samples
 
 SOURCE = Path(__file__).parent.parent / "src" / "slipstream"
 SOURCES = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
@@ -204,15 +203,6 @@ def test_stubs_list_the_lazy_names(name):
 
 def test_every_option_has_help():
     assert [option.name for option in OPTIONS.values() if not option.help.strip()] == []
-
-
-@pytest.mark.parametrize("option", ROUNDTRIP_OPTIONS, ids=lambda option: option.name)
-def test_every_option_survives_the_round_trip(option, tmp_path):
-    """Flag, file, variable and the way to the worker: the same value arrives."""
-    for value in samples(option):
-        assert {
-            place: choice.value for place, choice in pass_through_sources(option, value, tmp_path).items() if choice.value != value
-        } == {}
 
 
 def test_test_files_have_names_of_their_own():

@@ -18,16 +18,8 @@ every other module may use it.
 from __future__ import annotations
 
 __all__ = [
-    "SlipstreamError",
-    "ConfigError",
-    "CheckpointError",
-    "MissingCheckpointError",
-    "LaunchError",
-    "StateError",
-    "DistributedOperationException",
-    "MismatchError",
-    "PeerLostError",
-    "WaitTimeoutError",
+    "SlipstreamError", "ConfigError", "CheckpointError", "MissingCheckpointError", "LaunchError", "StateError",
+    "DistributedOperationException", "MismatchError", "PeerLostError", "WaitTimeoutError",
 ]
 
 

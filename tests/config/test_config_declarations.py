@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
+from option_roundtrip import ROUNDTRIP_OPTIONS, pass_through_sources, samples
 
 from slipstream.config import OPTIONS, Option, Origin, flag_names, negative_flag_names, resolve
 from slipstream.config.option import declare, from_field, parse
-from slipstream.config.options_page import options_page
-from slipstream.config.roundtrip import samples
 from slipstream.config.schema import SECTIONS
 
 ALL = list(OPTIONS.values())
@@ -72,9 +72,12 @@ def test_a_declaration_of_a_type_that_is_not_plain_is_refused() -> None:
         from_field("size", "launch", bytes, declare(None, help="x").default, {"help": "x"})
 
 
+options_page = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "options_page.py"))["options_page"]
+
+
 def test_the_page_of_options_is_what_the_declarations_give() -> None:
     page = Path(__file__).parents[2] / "docs" / "options.md"
-    assert page.read_text() == options_page(), "run: python -m slipstream.config.options_page > docs/options.md"
+    assert page.read_text() == options_page(), "run: python docs/options_page.py > docs/options.md"
 
 
 @pytest.mark.parametrize("option", ALL, ids=lambda option: option.name)
@@ -94,3 +97,11 @@ def test_the_compile_backends_are_those_of_torch() -> None:
     code = "import torch._dynamo; print(*torch._dynamo.list_backends(exclude_tags=()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert set(OPTIONS["dynamo_backend"].choices) - {"no"} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize("option", ROUNDTRIP_OPTIONS, ids=lambda option: option.name)
+def test_every_option_survives_the_round_trip(option: Option, tmp_path: Path) -> None:
+    """Flag, file, variable and the way to the worker: the same value arrives."""
+    for value in samples(option):
+        arrived = pass_through_sources(option, value, tmp_path)
+        assert {source: choice.value for source, choice in arrived.items() if choice.value != value} == {}

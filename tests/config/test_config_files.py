@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from option_roundtrip import samples
 
 from slipstream.config import OPTIONS, Config, ConfigError, resolve
 from slipstream.config.files import back_up, file_text, write_basic_config, write_file
-from slipstream.config.roundtrip import samples
 from slipstream.config.sources import default_file_path, read_file
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from option_roundtrip import REQUIRED_WITH, ROUNDTRIP_OPTIONS, pass_through_sources, samples
 
 from slipstream.config import OPTIONS, Config, ConfigError, Option, for_worker, resolve, resolved_config
 from slipstream.config.files import write_file
-from slipstream.config.option import Value
-from slipstream.config.roundtrip import REQUIRED_WITH, ROUNDTRIP_OPTIONS, as_text, pass_through_sources, samples
+from slipstream.config.option import Value, option_text
 
 KINDS = ("constructor", "flag", "environment", "file")
 IN_FILE = [option for option in OPTIONS.values() if option.in_file]
@@ -40,8 +40,8 @@ def resolved(name: str, given: Mapping[str, Value], path: Path) -> Config:
     file = write_file(path, {name: given["file"]}, overwrite=True) if "file" in given else None
     return resolve(
         constructor={**companions, **({name: given["constructor"]} if "constructor" in given else {})},
-        flags={name: as_text(given["flag"])} if "flag" in given else {},
-        environ={f"SLIPSTREAM_{name.upper()}": as_text(given["environment"])} if "environment" in given else {},
+        flags={name: option_text(given["flag"])} if "flag" in given else {},
+        environ={f"SLIPSTREAM_{name.upper()}": option_text(given["environment"])} if "environment" in given else {},
         config_file=file,
     )
 

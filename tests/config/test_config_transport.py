@@ -6,9 +6,9 @@ import json
 
 import pytest
 from hypothesis import given, strategies as st
+from option_roundtrip import samples
 
 from slipstream.config import OPTIONS, ConfigError, Origin, for_worker, resolve, resolved_config
-from slipstream.config.roundtrip import samples
 
 
 @given(st.sets(st.sampled_from([name for name, option in OPTIONS.items() if option.in_file and name not in ("machine_rank", "cpu")])))

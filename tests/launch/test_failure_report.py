@@ -21,7 +21,7 @@ from slipstream.launch.failure_report import (
 from slipstream.launch.store import ExitNotice
 
 
-def confession(when=0.0, kind="exception", message="boom", name="ValueError"):
+def error(when=0.0, kind="exception", message="boom", name="ValueError"):
     text = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n{name}: {message}\n'
     return WorkerError(kind=kind, type=name, message=message, traceback=text, when=when)
 
@@ -31,45 +31,45 @@ def failure(rank, exit_code=1, seen=10.0, order=0, **known):
 
 
 def test_of_two_exceptions_the_earlier_one_is_first():
-    late, early = failure(0, confession=confession(5.0)), failure(1, confession=confession(4.0), order=1)
+    late, early = failure(0, error=error(5.0)), failure(1, error=error(4.0), order=1)
     assert first_failure([late, early]) is early
 
 
 def test_a_process_that_lost_another_is_never_first():
-    follower = failure(0, confession=confession(1.0, "peer", name="PeerLostError"))
-    cause = failure(1, confession=confession(2.0), order=1)
+    follower = failure(0, error=error(1.0, "peer", name="PeerLostError"))
+    cause = failure(1, error=error(2.0), order=1)
     assert first_failure([follower, cause]) is cause
 
 
 def test_a_broken_gloo_connection_is_a_consequence():
     message = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7"
-    follower = failure(0, confession=confession(1.0, message=message, name="RuntimeError"))
+    follower = failure(0, error=error(1.0, message=message, name="RuntimeError"))
     cause = failure(1, exit_code=-9, seen=2.0, order=1)
     assert first_failure([follower, cause]) is cause
 
 
 def test_a_killed_process_is_the_cause_of_what_happened_while_its_end_was_noticed():
     killed = failure(1, exit_code=-9, seen=10.0, order=1)
-    survivor = failure(0, confession=confession(9.9), seen=10.1, order=2)
+    survivor = failure(0, error=error(9.9), seen=10.1, order=2)
     assert first_failure([survivor, killed]) is killed
 
 
 def test_a_killed_process_is_not_the_cause_of_what_failed_long_before():
-    failed = failure(0, confession=confession(5.0), seen=11.0, order=2)
+    failed = failure(0, error=error(5.0), seen=11.0, order=2)
     killed = failure(1, exit_code=-9, seen=10.0, order=1)
     assert first_failure([failed, killed]) is failed
 
 
 def test_when_everybody_only_followed_one_of_them_is_shown():
-    followers = [failure(rank, confession=confession(float(rank), "peer")) for rank in (1, 0)]
+    followers = [failure(rank, error=error(float(rank), "peer")) for rank in (1, 0)]
     assert first_failure(followers).rank == 0
 
 
 def test_between_machines_the_order_of_telling_counts_and_not_their_clocks():
-    told_first = [failure(3, confession=confession(500.0))]
-    told_second = [failure(0, confession=confession(1.0))]
+    told_first = [failure(3, error=error(500.0))]
+    told_second = [failure(0, error=error(1.0))]
     assert first_failure_of_job([told_first, told_second]).rank == 3
-    followed = [failure(1, confession=confession(1.0, "peer"))]
+    followed = [failure(1, error=error(1.0, "peer"))]
     assert first_failure_of_job([followed, told_first]).rank == 3
 
 
@@ -79,8 +79,8 @@ failures = st.builds(
     exit_code=st.one_of(st.integers(-64, -1), st.integers(1, 255), st.none()),
     seen=st.floats(0, 100),
     order=st.integers(0, 10),
-    confession=st.none()
-    | st.builds(confession, st.floats(0, 100), st.sampled_from(["exception", "config", "peer", "exit", "interrupt"]), st.text(max_size=20)),
+    error=st.none()
+    | st.builds(error, st.floats(0, 100), st.sampled_from(["exception", "config", "peer", "exit", "interrupt"]), st.text(max_size=20)),
 )
 
 
@@ -99,9 +99,9 @@ def test_failures_travel_as_json(some):
 
 
 def test_the_report_of_an_exception():
-    cause = failure(1, confession=confession(1.0))
-    told = {rank: confession(2.0, "peer", f"rank 1 is gone\nmore of rank {rank}", "PeerLostError") for rank in (0, 2)}
-    followers = [failure(rank, confession=words) for rank, words in told.items()]
+    cause = failure(1, error=error(1.0))
+    told = {rank: error(2.0, "peer", f"rank 1 is gone\nmore of rank {rank}", "PeerLostError") for rank in (0, 2)}
+    followers = [failure(rank, error=words) for rank, words in told.items()]
     assert render_report([[*followers, cause]], world_size=3) == (
         "ranks 0, 2 stopped because of it: PeerLostError: rank 1 is gone\n"
         "\n"
@@ -113,8 +113,8 @@ def test_the_report_of_an_exception():
 
 
 def test_as_a_record_the_report_begins_with_the_cause():
-    cause = failure(1, confession=confession(1.0, message="boom\nmore"), log="logs/1/stderr.log")
-    follower = failure(0, confession=confession(2.0, "peer", "rank 1 is gone", "PeerLostError"))
+    cause = failure(1, error=error(1.0, message="boom\nmore"), log="logs/1/stderr.log")
+    follower = failure(0, error=error(2.0, "peer", "rank 1 is gone", "PeerLostError"))
     message, traceback = render_log_record([[follower, cause]], world_size=2)
     assert message == (
         "rank 1 of 2 (host node, pid 101) failed with exit code 1: ValueError: boom\n"
@@ -122,14 +122,14 @@ def test_as_a_record_the_report_begins_with_the_cause():
         "Its output: logs/1/stderr.log"
     )
     assert traceback.endswith("ValueError: boom\nmore")
-    refused = failure(0, exit_code=2, confession=confession(1.0, "config", "x is wrong\nwrite y", "ConfigError"))
+    refused = failure(0, exit_code=2, error=error(1.0, "config", "x is wrong\nwrite y", "ConfigError"))
     told = "rank 0 of 1 (host node, pid 100) failed with exit code 2: x is wrong\nwrite y"
     assert render_log_record([[refused]], world_size=1) == (told, "")
 
 
 def test_the_report_of_a_configuration_error_shows_no_traceback():
-    refused = confession(1.0, "config", "write x", "ConfigError")
-    text = render_report([[failure(rank, exit_code=2, confession=refused) for rank in (0, 1)]], world_size=2)
+    refused = error(1.0, "config", "write x", "ConfigError")
+    text = render_report([[failure(rank, exit_code=2, error=refused) for rank in (0, 1)]], world_size=2)
     assert text.endswith("failed with exit code 2.\nwrite x")
     assert text.startswith("rank 1 failed the same way: ConfigError\n")
 
@@ -152,14 +152,14 @@ def test_a_lost_machine_is_named_once_with_its_ranks():
 
 def test_many_followers_are_summed_up():
     cause = failure(0, exit_code=-11)
-    rest = [failure(rank, confession=confession(20.0, "peer", f"text {rank}")) for rank in range(1, 64)]
+    rest = [failure(rank, error=error(20.0, "peer", f"text {rank}")) for rank in range(1, 64)]
     assert render_report([[cause, *rest]], world_size=64).splitlines()[0] == "ranks 1-63 stopped because of it"
 
 
 @pytest.mark.parametrize("text", ["plain", "\udcff not text", "x" * 200_000])
 def test_a_confession_is_read_as_it_was_written_or_shortened(text, tmp_path):
     path = str(tmp_path / "failure.json")
-    write_worker_error(path, confession(message=text))
+    write_worker_error(path, error(message=text))
     found = read_worker_error(path)
     assert found is not None
     assert found.message == text or "characters left out" in found.message or "\\udcff" in found.message

@@ -12,11 +12,10 @@ from hypothesis import given, strategies as st
 from slipstream.config import resolve
 from slipstream.errors import ConfigError
 from slipstream.launch.output import LogFolder, Tee, parse_tee
-from slipstream.launch.plan import MachineSpec, make_plan
+from slipstream.launch.plan import MachineSpec, Target, make_plan
 from slipstream.launch.rendezvous import RendezvousTimeouts
 from slipstream.launch.slurm import fill_from_slurm, first_host
 from slipstream.launch.store import StoreAddress, connect_store, interface_towards, open_listener, silence_stderr
-from slipstream.launch.worker import Target
 
 
 def test_tee_by_rank_names_only_ranks_that_exist():
@@ -28,9 +27,9 @@ def test_tee_by_rank_names_only_ranks_that_exist():
 def test_files_are_for_the_user_alone_and_temporary_ones_go_again(tmp_path):
     kept, temporary = LogFolder(str(tmp_path / "logs"), "run", {0: 3}), LogFolder(None, "run", {})
     for folder in (kept, temporary):
-        outlet = folder.outlet(0, 5, 0)
+        files = folder.worker_files(0, 5, 0)
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-        assert (outlet.stdout is None) == (outlet.stderr is None) == (folder is temporary)
+        assert (files.stdout is None) == (files.stderr is None) == (folder is temporary)
         folder.remove()
     assert kept.path.exists()
     assert not temporary.path.exists()

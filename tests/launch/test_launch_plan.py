@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 
 from slipstream.config import resolve, resolved_config
 from slipstream.errors import ConfigError
-from slipstream.launch.plan import MachineSpec, VisibleAccelerators, describe_plan, make_plan
-from slipstream.launch.worker import Target
+from slipstream.launch.plan import MachineSpec, Target, VisibleAccelerators, describe_plan, make_plan
 
 MACHINE = MachineSpec(cores=8, platform="linux", interpreter=("python",))
 SCRIPT = Target("script", __file__)
@@ -93,9 +92,9 @@ def test_threads_are_the_cores_divided_unless_somebody_said_otherwise():
 
 def test_one_machine_meets_on_the_loopback_interface_at_a_free_port():
     plan = plan_of(cpu=True, num_processes=2)
-    assert (plan.meeting.host, plan.meeting.port, plan.environment["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", None, "lo")
-    assert plan_of(cpu=True, num_processes=2, main_process_port=0).meeting.port is None
-    assert plan_of(cpu=True, num_processes=2, main_process_port=1234).meeting.port == 1234
+    assert (plan.rendezvous.host, plan.rendezvous.port, plan.environment["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", None, "lo")
+    assert plan_of(cpu=True, num_processes=2, main_process_port=0).rendezvous.port is None
+    assert plan_of(cpu=True, num_processes=2, main_process_port=1234).rendezvous.port == 1234
 
 
 def test_the_workers_get_the_resolved_configuration():

@@ -13,13 +13,14 @@ import pytest
 
 FORKED = """
 import os, signal, sys
-from slipstream.launch.worker import ForkedWorker, Target
+from slipstream.launch.plan import Target
+from slipstream.launch.worker import ForkedWorker
 from slipstream.launch.workers import WorkerProcesses
 kind, name, *arguments = sys.argv[1:]
 workers = WorkerProcesses()
-worker = ForkedWorker(target=Target(kind, name, tuple(arguments)), environment=dict(os.environ), stdout=None, stderr=None, foreign=frozenset(),
-                handlers={}, blocked=frozenset(), parent=os.getpid())
-workers.fork(0, worker.live)
+worker = ForkedWorker(target=Target(kind, name, tuple(arguments)), environment=dict(os.environ), stdout=None, stderr=None,
+                      foreign=frozenset(), handlers={}, blocked=frozenset(), parent=os.getpid())
+workers.fork(0, worker.run)
 while workers.running:
     workers.wait(30)
     ends = workers.poll()
@@ -36,11 +37,11 @@ def way(request):
 
 
 def run(command, folder: Path, **variables):
-    environment = {**os.environ, "SLIPSTREAM_INTERNAL_CONFESSION": str(folder / "failure.json"), **variables}
+    environment = {**os.environ, "SLIPSTREAM_INTERNAL_ERROR_FILE": str(folder / "failure.json"), **variables}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=60)
 
 
-def confession(folder: Path):
+def worker_error(folder: Path):
     return json.loads((folder / "failure.json").read_text())
 
 
@@ -124,12 +125,12 @@ def test_an_exception_is_written_down_as_python_prints_it_and_not_printed(way, t
     expected = run([sys.executable, "train.py"], tmp_path).stderr.decode()
     found = run([*way, "script", "train.py"], tmp_path)
     assert found.stderr == b""
-    assert confession(tmp_path)["traceback"] == expected
+    assert worker_error(tmp_path)["traceback"] == expected
 
 
 def test_an_exception_is_printed_where_it_cannot_be_written_down(way, tmp_path):
     script(tmp_path, "raise ValueError('boom')")
-    found = run([*way, "script", "train.py"], tmp_path, SLIPSTREAM_INTERNAL_CONFESSION=str(tmp_path / "no" / "such"))
+    found = run([*way, "script", "train.py"], tmp_path, SLIPSTREAM_INTERNAL_ERROR_FILE=str(tmp_path / "no" / "such"))
     assert b"ValueError: boom" in found.stderr
 
 
@@ -150,9 +151,9 @@ def test_an_excepthook_of_the_user_is_called(way, tmp_path):
 def test_kinds_of_ends_are_told_apart(way, text, kind, code, tmp_path):
     script(tmp_path, text)
     assert run([*way, "script", "train.py"], tmp_path).returncode == code
-    assert confession(tmp_path)["kind"] == kind
+    assert worker_error(tmp_path)["kind"] == kind
     if kind == "peer":
-        assert confession(tmp_path)["traceback"] == ""
+        assert worker_error(tmp_path)["traceback"] == ""
 
 
 def test_our_own_variables_do_not_reach_the_script(way, tmp_path):
@@ -163,7 +164,7 @@ def test_our_own_variables_do_not_reach_the_script(way, tmp_path):
 def test_a_crash_leaves_the_stack_of_the_moment(way, tmp_path):
     script(tmp_path, "import os, signal\ndef f():\n    os.kill(os.getpid(), signal.SIGSEGV)\nf()")
     stack = tmp_path / "stack.txt"
-    assert run([*way, "script", "train.py"], tmp_path, SLIPSTREAM_INTERNAL_STACK=str(stack)).returncode == -signal.SIGSEGV
+    assert run([*way, "script", "train.py"], tmp_path, SLIPSTREAM_INTERNAL_STACK_FILE=str(stack)).returncode == -signal.SIGSEGV
     assert 'train.py", line 3 in f' in stack.read_text()
 
 
@@ -191,4 +192,4 @@ def test_a_module_that_is_missing_is_a_configuration_error_and_one_that_it_misse
     assert run([*way, "module", "no_such_module_here"], tmp_path).returncode == 2
     script(tmp_path, "import no_such_module_either")
     assert run([*way, "module", "train"], tmp_path).returncode == 1
-    assert confession(tmp_path)["type"] == "ModuleNotFoundError"
+    assert worker_error(tmp_path)["type"] == "ModuleNotFoundError"

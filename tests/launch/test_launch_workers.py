@@ -35,27 +35,27 @@ def eventually(what, limit: float = PATIENT) -> bool:
     return False
 
 
-def all_ends(crew: WorkerProcesses):
+def all_ends(workers: WorkerProcesses):
     ends = []
-    while crew.running:
-        crew.wait(PATIENT)
-        ends += crew.poll()
+    while workers.running:
+        workers.wait(PATIENT)
+        ends += workers.poll()
     return {end.local_rank: end.exit_code for end in ends}
 
 
 @pytest.fixture
-def crew():
-    crew = WorkerProcesses()
-    yield crew
-    crew.stop(signum=signal.SIGKILL)
+def workers():
+    workers = WorkerProcesses()
+    yield workers
+    workers.stop(signum=signal.SIGKILL)
 
 
-def sleeper(crew: WorkerProcesses, local_rank: int, before: str = "pass", after: str = "time.sleep(60)") -> None:
+def sleeper(workers: WorkerProcesses, local_rank: int, before: str = "pass", after: str = "time.sleep(60)") -> None:
     """A child that has said that it is up."""
     ready, said = os.pipe()
     program = f"import os, signal, subprocess, time; {before}; os.write({said}, b'!'); {after}"
     os.set_inheritable(said, True)
-    crew.fork(local_rank, lambda: _become(program))
+    workers.fork(local_rank, lambda: _become(program))
     os.read(ready, 1)
     for end in (ready, said):
         os.close(end)
@@ -66,24 +66,24 @@ def _become(program: str) -> None:
     os.execv(sys.executable, python(program))
 
 
-def test_exit_codes_and_signals_come_back_as_they_were(crew):
-    crew.execute(0, python("raise SystemExit(7)"), os.environ)
-    crew.execute(1, python("import os; os.kill(os.getpid(), 9)"), os.environ)
-    crew.fork(2, lambda: os._exit(5))
-    assert all_ends(crew) == {0: 7, 1: -9, 2: 5}
+def test_exit_codes_and_signals_come_back_as_they_were(workers):
+    workers.execute(0, python("raise SystemExit(7)"), os.environ)
+    workers.execute(1, python("import os; os.kill(os.getpid(), 9)"), os.environ)
+    workers.fork(2, lambda: os._exit(5))
+    assert all_ends(workers) == {0: 7, 1: -9, 2: 5}
 
 
-def test_of_two_ends_seen_at_once_the_killed_one_comes_first(crew):
-    crew.execute(0, python(""), os.environ)
-    crew.execute(1, python("import os; os.kill(os.getpid(), 9)"), os.environ)
-    assert eventually(lambda: all(gone(pid) for pid in crew.pids.values()))
-    assert [end.local_rank for end in crew.poll()] == [1, 0]
+def test_of_two_ends_seen_at_once_the_killed_one_comes_first(workers):
+    workers.execute(0, python(""), os.environ)
+    workers.execute(1, python("import os; os.kill(os.getpid(), 9)"), os.environ)
+    assert eventually(lambda: all(gone(pid) for pid in workers.pids.values()))
+    assert [end.local_rank for end in workers.poll()] == [1, 0]
 
 
-def test_a_forked_child_never_returns_into_our_stack(crew, capfd):
-    crew.fork(0, lambda: 1 / 0)
-    crew.fork(1, lambda: None)
-    assert all_ends(crew) == {0: 1, 1: 1}
+def test_a_forked_child_never_returns_into_our_stack(workers, capfd):
+    workers.fork(0, lambda: 1 / 0)
+    workers.fork(1, lambda: None)
+    assert all_ends(workers) == {0: 1, 1: 1}
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
@@ -92,38 +92,38 @@ def test_what_was_printed_before_a_fork_is_printed_once(capfd):
 import sys
 from slipstream.launch.workers import WorkerProcesses
 print("before", end="")
-crew = WorkerProcesses()
-crew.fork(0, lambda: None)
-crew.wait(30)
+workers = WorkerProcesses()
+workers.fork(0, lambda: None)
+workers.wait(30)
 """
     assert subprocess.run(python(program), stdout=subprocess.PIPE, timeout=PATIENT, check=True).stdout == b"before"
 
 
-def test_stop_waits_for_those_who_end_by_themselves(crew):
-    sleeper(crew, 0, after="time.sleep(0.2); os._exit(3)")
-    assert [end.exit_code for end in crew.stop(grace=PATIENT)] == [3]
+def test_stop_waits_for_those_who_end_by_themselves(workers):
+    sleeper(workers, 0, after="time.sleep(0.2); os._exit(3)")
+    assert [end.exit_code for end in workers.stop(grace=PATIENT)] == [3]
 
 
-def test_stop_ends_a_child_that_ignores_the_signal_and_one_that_is_stopped(crew):
-    sleeper(crew, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    sleeper(crew, 1)
-    os.kill(crew.pids[1], signal.SIGSTOP)
-    codes = {end.local_rank: end.exit_code for end in crew.stop(patience=0.3)}
+def test_stop_ends_a_child_that_ignores_the_signal_and_one_that_is_stopped(workers):
+    sleeper(workers, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    sleeper(workers, 1)
+    os.kill(workers.pids[1], signal.SIGSTOP)
+    codes = {end.local_rank: end.exit_code for end in workers.stop(patience=0.3)}
     assert codes[0] == -signal.SIGKILL
     assert codes[1] in (-signal.SIGKILL, -signal.SIGTERM)
-    assert not crew.running
+    assert not workers.running
 
 
-def test_stop_reaches_what_a_child_has_started(crew, tmp_path):
+def test_stop_reaches_what_a_child_has_started(workers, tmp_path):
     note = tmp_path / "pid"
-    sleeper(crew, 0, f"p = subprocess.Popen(['sleep', '60']); open({str(note)!r}, 'w').write(str(p.pid))")
-    crew.stop()
+    sleeper(workers, 0, f"p = subprocess.Popen(['sleep', '60']); open({str(note)!r}, 'w').write(str(p.pid))")
+    workers.stop()
     assert eventually(lambda: gone(int(note.read_text())))
 
 
-def test_a_hurry_ends_patience(crew):
-    sleeper(crew, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    assert [end.exit_code for end in crew.stop(grace=0, patience=PATIENT * 10, hurry=lambda: True)] == [-signal.SIGKILL]
+def test_a_hurry_ends_patience(workers):
+    sleeper(workers, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    assert [end.exit_code for end in workers.stop(grace=0, patience=PATIENT * 10, hurry=lambda: True)] == [-signal.SIGKILL]
 
 
 def test_children_die_with_their_parent(tmp_path):
@@ -131,14 +131,14 @@ def test_children_die_with_their_parent(tmp_path):
     program = f"""
 import os, sys, time
 from slipstream.launch.workers import WorkerProcesses, die_with_parent
-crew, parent = WorkerProcesses(), os.getpid()
-crew.execute(0, ["sleep", "60"], os.environ)
+workers, parent = WorkerProcesses(), os.getpid()
+workers.execute(0, ["sleep", "60"], os.environ)
 def body():
     die_with_parent(parent)
     open({str(note)!r} + ".ready", "w").close()
     time.sleep(60)
-crew.fork(1, body)
-open({str(note)!r}, "w").write(" ".join(str(pid) for pid in crew.pids.values()))
+workers.fork(1, body)
+open({str(note)!r}, "w").write(" ".join(str(pid) for pid in workers.pids.values()))
 time.sleep(60)
 """
     with subprocess.Popen(python(program)) as parent:
@@ -153,12 +153,12 @@ def test_orphans_of_children_are_found_and_ended():
 import os, subprocess, sys
 from slipstream.launch.workers import WorkerProcesses, become_subreaper, terminate_descendants
 become_subreaper()
-crew = WorkerProcesses()
+workers = WorkerProcesses()
 orphan = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
-crew.execute(0, [sys.executable, "-c", orphan], os.environ)
-while crew.running:
-    crew.wait(30)
-    crew.poll()
+workers.execute(0, [sys.executable, "-c", orphan], os.environ)
+while workers.running:
+    workers.wait(30)
+    workers.poll()
 print(terminate_descendants())
 """
     pid, left = subprocess.run(python(program), capture_output=True, text=True, timeout=PATIENT, check=True).stdout.splitlines()

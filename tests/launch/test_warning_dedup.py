@@ -15,9 +15,8 @@ from hypothesis import given, strategies as st
 
 from slipstream.config import resolve
 from slipstream.launch.output import LogFolder, Tee, as_json_line
-from slipstream.launch.plan import MachineSpec, make_plan
+from slipstream.launch.plan import MachineSpec, Target, make_plan
 from slipstream.launch.warning_dedup import WarningDedup, WorkerOutput
-from slipstream.launch.worker import Target
 
 LIBRARY = "/usr/lib/python3/site-packages/loud/core.py"
 
@@ -28,30 +27,30 @@ def three(tmp_path: Path) -> list[WarningDedup]:
 
 
 def test_the_first_to_claim_is_heard_also_when_it_says_it_again(three):
-    assert [three[rank].first("a") for rank in (1, 0, 2, 1, 0)] == [True, False, False, True, False]
-    assert three[0].first("b")
+    assert [three[rank].is_first("a") for rank in (1, 0, 2, 1, 0)] == [True, False, False, True, False]
+    assert three[0].is_first("b")
 
 
 def test_without_a_folder_everybody_is_heard(three, tmp_path):
-    for chorus in (WarningDedup(WorkerOutput(claims=str(tmp_path / "gone")), 1, 2, {}), WarningDedup(WorkerOutput(), 1, 2, {})):
-        three[0].first("a")
-        assert chorus.first("a")
+    for dedup in (WarningDedup(WorkerOutput(claims=str(tmp_path / "gone")), 1, 2, {}), WarningDedup(WorkerOutput(), 1, 2, {})):
+        three[0].is_first("a")
+        assert dedup.is_first("a")
 
 
 def test_a_process_with_very_many_different_warnings_is_heard_with_all_of_them(three, monkeypatch):
     monkeypatch.setattr("slipstream.launch.warning_dedup._MAX_CLAIMS", 2)
     for text in "abc":
-        three[0].first(text)
-    assert [three[1].first(text) for text in "abc"] == [False, False, True]
+        three[0].is_first(text)
+    assert [three[1].is_first(text) for text in "abc"] == [False, False, True]
 
 
 def logged(path: str = LIBRARY, level: int = logging.WARNING, text: object = "careful %d", args: tuple[object, ...] = (1,), error=None):
     return logging.LogRecord("loud", level, path, 3, text, args, (type(error), error, None) if error else None)
 
 
-def heard(chorus: WarningDedup, record: logging.LogRecord) -> str | None:
+def heard(dedup: WarningDedup, record: logging.LogRecord) -> str | None:
     handler = logging.StreamHandler(io.StringIO())
-    return record.getMessage() if chorus.lets_through(record, handler) else None
+    return record.getMessage() if dedup.is_printed(record, handler) else None
 
 
 def test_a_warning_of_a_library_is_heard_once_with_its_rank(three):
@@ -71,11 +70,11 @@ def test_a_warning_of_a_library_is_heard_once_with_its_rank(three):
     ids=["an error", "information", "the user's own code", "with a traceback", "of every process on purpose"],
 )
 def test_what_is_never_dropped(three, record):
-    assert [heard(chorus, record()) for chorus in three] == [record().getMessage()] * 3
+    assert [heard(dedup, record()) for dedup in three] == [record().getMessage()] * 3
 
 
 def test_a_record_whose_arguments_do_not_fit_does_no_harm(three):
-    assert three[0].lets_through(logged(args=("x", "y")), logging.StreamHandler(io.StringIO()))
+    assert three[0].is_printed(logged(args=("x", "y")), logging.StreamHandler(io.StringIO()))
 
 
 SHOW = """
@@ -173,13 +172,13 @@ def test_hidden_texts_are_in_the_file_and_not_on_the_terminal(tmp_path_factory, 
     tee = Tee()
     destination = os.open(terminal, os.O_WRONLY | os.O_CREAT)
     tee.follow(source, "", destination, hidden=hidden)
-    chorus = WarningDedup(WorkerOutput(files=2, hidden=str(folder / "hidden")), 1, 2, {})
+    dedup = WarningDedup(WorkerOutput(files=2, hidden=str(folder / "hidden")), 1, 2, {})
     stream = open(source, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
     expected = []
     for number, (dropped, lines, pump) in enumerate(texts):
         text = "".join(f"{number} {line}\n" for line in lines)
         if dropped:
-            assert chorus._only_in_file(text, stream)
+            assert dedup._hide_from_terminal(text, stream)
         else:
             expected.append(text)
         stream.write(text[:1])  # seen in the middle of a line
@@ -220,14 +219,14 @@ def test_lines_of_json_get_no_prefix(tmp_path, capfd):
 )
 def test_with_a_folder_every_rank_has_files_and_without_one_nothing_is_lost(tmp_path, log_dir, tee, direct, files, shown, not_shown):
     folder = LogFolder(str(tmp_path) if log_dir else None, "run", tee, direct)
-    outlets = [folder.outlet(0, 10 + local, local) for local in range(2)]
-    assert [outlet.files for outlet in outlets] == files
-    assert [outlet.is_shown for outlet in outlets] == shown
+    files_of = [folder.worker_files(0, 10 + local, local) for local in range(2)]
+    assert [worker.files for worker in files_of] == files
+    assert [worker.is_shown for worker in files_of] == shown
     assert folder.not_shown() == not_shown
-    assert [outlet.log is not None for outlet in outlets] == [log_dir and file > 0 for file in files]
-    (outlets[0].claims / "something").touch()
+    assert [worker.log is not None for worker in files_of] == [log_dir and file > 0 for file in files]
+    (files_of[0].claims / "something").touch()
     folder.remove()
-    assert not outlets[0].claims.exists()
+    assert not files_of[0].claims.exists()
     assert folder.path.exists() == log_dir
 
 

@@ -19,9 +19,9 @@ import click
 from slipstream.config import OPTIONS, Config, Option, flag_names, negative_flag_names, resolve, unknown_flag
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
-from slipstream.launch.plan import MachineSpec, VisibleAccelerators, describe_plan, make_plan
+from slipstream.launch.plan import MachineSpec, Target, TargetKind, VisibleAccelerators, describe_plan, make_plan
 from slipstream.launch.slurm import fill_from_slurm
-from slipstream.launch.worker import Target, TargetKind, end_interpreter
+from slipstream.launch.worker import end_interpreter
 
 __all__ = ["command"]
 

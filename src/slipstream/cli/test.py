@@ -21,7 +21,7 @@ import click
 from slipstream.cli.launch import command as launch_command
 from slipstream.config import Config, resolve
 from slipstream.errors import ConfigError
-from slipstream.launch.workers import prepare_child
+from slipstream.launch.workers import tie_to_parent
 
 __all__ = ["command"]
 
@@ -51,7 +51,7 @@ def _command_line(arguments: Sequence[str], config: Config, report: Path) -> lis
 
 def _run(command_line: Sequence[str], *, stdout: int | None) -> int:
     """The exit code of the job; an interrupt reaches the launcher by itself, which then ends the job and us with it."""
-    with subprocess.Popen(command_line, stdout=stdout, preexec_fn=prepare_child(os.getpid())) as process:
+    with subprocess.Popen(command_line, stdout=stdout, preexec_fn=tie_to_parent(os.getpid())) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:

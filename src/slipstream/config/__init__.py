@@ -17,16 +17,6 @@ from slipstream.config.schema import OPTIONS
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "OPTIONS",
-    "Config",
-    "ConfigError",
-    "Option",
-    "Origin",
-    "UnusedKey",
-    "flag_names",
-    "for_worker",
-    "missing_feature",
-    "negative_flag_names",
-    "resolve",
-    "unknown_flag",
+    "OPTIONS", "Config", "ConfigError", "Option", "Origin", "UnusedKey", "flag_names", "for_worker", "missing_feature",
+    "negative_flag_names", "resolve", "unknown_flag",
 ]

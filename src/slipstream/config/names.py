@@ -17,16 +17,8 @@ from slipstream.config.schema import OPTIONS
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "FEATURES",
-    "INTERNAL_VARIABLES",
-    "Feature",
-    "is_internal",
-    "missing_feature",
-    "nearest",
-    "not_available",
-    "unknown_flag",
-    "unknown_name",
-    "variable_names",
+    "FEATURES", "INTERNAL_VARIABLES", "Feature", "is_internal", "missing_feature", "nearest", "not_available", "unknown_flag",
+    "unknown_name", "variable_names",
 ]
 
 

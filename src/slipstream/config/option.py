@@ -14,7 +14,10 @@ from typing import Any, Final, Literal
 
 from slipstream.errors import ConfigError
 
-__all__ = ["Kind", "Option", "Origin", "Value", "declare", "flag_names", "from_field", "negative_flag_names", "parse", "shown", "spelled"]
+__all__ = [
+    "Kind", "Option", "Origin", "Value", "declare", "flag_names", "from_field", "negative_flag_names", "option_text", "parse", "shown",
+    "spelled",
+]
 
 Value = bool | int | float | str | None
 Kind = Literal["constructor", "flag", "environment", "file", "default"]
@@ -167,7 +170,7 @@ def _both_spellings(flag: str) -> list[str]:
 
 def spelled(option: Option, value: object, kind: Kind) -> str:
     """How to write a value of an option in one kind of source: what an error suggests to write instead."""
-    text = _text(value)
+    text = option_text(value)
     if kind == "environment" and option.variable:
         return f"{option.variable}={text}"
     if kind == "file" and option.in_file:
@@ -180,7 +183,8 @@ def spelled(option: Option, value: object, kind: Kind) -> str:
     return f"--{option.name} {text}"
 
 
-def _text(value: object) -> str:
+def option_text(value: object) -> str:
+    """Return a value as a person writes it in a flag, a file or a variable."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -204,7 +208,7 @@ def parse(option: Option, raw: object, origin: Origin) -> Value:
     try:
         return _within(option, _READERS[option.type](option, raw))
     except _Unfit as unfit:
-        given = shown(_text(raw) if isinstance(raw, (str, int, float)) else repr(raw))
+        given = shown(option_text(raw) if isinstance(raw, (str, int, float)) else repr(raw))
         suggestion = spelled(option, option.shown_example, origin.kind)
         hint = f"Write {option.wanted}, for example: {suggestion}"
         raise ConfigError(f"{option.name}={given} ({origin}) {unfit}.\n{hint}") from None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, get_args
 
 from slipstream.config.names import unknown_name
-from slipstream.config.option import Kind, Origin, Value, parse
+from slipstream.config.option import Kind, Origin, Value, option_text, parse
 from slipstream.config.schema import OPTIONS, SECTIONS, Command, Compute, Device, Launch, Safety, split_pairs
 from slipstream.errors import ConfigError
 
@@ -38,7 +38,7 @@ Choices = Mapping[str, Choice]
 def describe_option(choices: Choices, name: str) -> str:
     """The option as it was given: "num_processes=3 (from --num_processes)"."""
     value, origin = choices[name]
-    return f"{name}={str(value).lower() if isinstance(value, bool) else value} ({origin})"
+    return f"{name}={option_text(value)} ({origin})"
 
 
 def device_ids(gpu_ids: str | None) -> list[str] | None:

@@ -17,15 +17,8 @@ from typing import Any, Final
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "clear_environment",
-    "default_file_path",
-    "environment",
-    "get_int_from_env",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "patch_environment",
-    "read_file",
-    "str_to_bool",
+    "clear_environment", "default_file_path", "environment", "get_int_from_env", "parse_choice_from_env", "parse_flag_from_env",
+    "patch_environment", "read_file", "str_to_bool",
 ]
 
 _LARGEST_FILE: Final = 1 << 20

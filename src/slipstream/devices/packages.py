@@ -23,15 +23,8 @@ from slipstream.errors import ConfigError
 
 __all__ = [
     "PACKAGES", "Package", "compare_versions", "deepspeed_required", "import_quietly", "installed", "is_4bit_bnb_available",
-    "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
-    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_datasets_available", "is_deepspeed_available",
-    "is_dvclive_available", "is_fp8_available", "is_import_timer_available", "is_lomo_available", "is_matplotlib_available",
-    "is_megatron_lm_available", "is_mlflow_available", "is_msamp_available", "is_numpy_available", "is_pandas_available",
-    "is_peft_available", "is_pippy_available", "is_pynvml_available", "is_pytest_available", "is_rich_available", "is_sagemaker_available",
-    "is_schedulefree_available", "is_swanlab_available", "is_tensorboard_available", "is_timm_available", "is_torch_distributed_available",
-    "is_torch_version", "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
-    "is_torchvision_available", "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available", "is_wandb_available",
+    "is_8bit_bnb_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_fp8_available", "is_numpy_available",
+    "is_pippy_available", "is_torch_distributed_available", "is_torch_version", "is_transformer_engine_mxfp8_available",
     "is_weights_only_available", "parse_version", "silence_libraries", "torchao_required", "version_of",
 ]
 
@@ -53,43 +46,27 @@ def _row(name: str, distribution: str | None = None, minimum: str | None = None,
     return Package((name,), (distribution or name,), minimum, below)
 
 
+_SAME_NAME: Final = (
+    "amdsmi", "boto3", "clearml", "datasets", "deepspeed", "dvclive", "matplotlib", "numpy", "pandas", "peft", "pytest", "rich",
+    "sagemaker", "schedulefree", "swanlab", "timm", "torchdata", "torchvision", "tqdm", "trackio", "transformers", "triton", "wandb",
+)
+"""Packages whose row, import and distribution have one name."""
+
 PACKAGES: dict[str, Package] = {
+    **{name: _row(name) for name in _SAME_NAME},
     "aim": _row("aim", below="4.0"),
-    "amdsmi": _row("amdsmi"),
     "bnb": _row("bitsandbytes"),
-    "boto3": _row("boto3"),
-    "clearml": _row("clearml"),
     "comet_ml": _row("comet_ml", "comet-ml"),
-    "datasets": _row("datasets"),
-    "deepspeed": _row("deepspeed"),
-    "dvclive": _row("dvclive"),
     "import_timer": _row("import_timer", "import-timer"),
     "lomo": _row("lomo_optim", "lomo-optim"),
-    "matplotlib": _row("matplotlib"),
     "megatron_lm": _row("megatron.core", "megatron-core"),
     "mlflow": Package(("mlflow",), ("mlflow", "mlflow-skinny")),
     "msamp": _row("msamp", "ms-amp"),
-    "numpy": _row("numpy"),
-    "pandas": _row("pandas"),
-    "peft": _row("peft"),
     "pynvml": Package(("pynvml",), ("nvidia-ml-py", "pynvml")),
-    "pytest": _row("pytest"),
-    "rich": _row("rich"),
-    "sagemaker": _row("sagemaker"),
-    "schedulefree": _row("schedulefree"),
-    "swanlab": _row("swanlab"),
     "tensorboard": Package(("tensorboard", "tensorboardX"), ("tensorboard", "tensorboardX")),
-    "timm": _row("timm"),
     "torchao": _row("torchao", minimum="0.6.1"),
-    "torchdata": _row("torchdata"),
     "torchdata_stateful_dataloader": _row("torchdata", minimum="0.8.0"),
-    "torchvision": _row("torchvision"),
-    "tqdm": _row("tqdm"),
-    "trackio": _row("trackio"),
     "transformer_engine": Package(("transformer_engine", "intel_transformer_engine"), ("transformer-engine", "transformer_engine")),
-    "transformers": _row("transformers"),
-    "triton": _row("triton"),
-    "wandb": _row("wandb"),
 }
 
 
@@ -115,7 +92,7 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def parse_version(text: str) -> tuple[Any, ...]:
-    """A version as a tuple that sorts as PEP 440 says; the local part (`+cpu`) does not count.
+    """Return a version as a tuple that sorts as PEP 440 says, without the local part (`+cpu`).
 
     >>> parse_version("2.13.0+cpu") == parse_version("2.13") > parse_version("2.13.0rc1") > parse_version("2.13.dev4")
     True
@@ -135,7 +112,7 @@ def parse_version(text: str) -> tuple[Any, ...]:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, or None; reads its metadata and imports nothing of it."""
+    """Return the installed version of a distribution, or None; reads its metadata and imports nothing."""
     from importlib import metadata
 
     try:
@@ -175,7 +152,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def installed(name: str, minimum: str | None = None) -> bool:
-    """Whether the package of this table row is installed, in a version that counts.
+    """Return whether the package of a row is installed, in a version that counts.
 
     >>> installed("numpy"), installed("numpy", minimum="999")
     (True, False)
@@ -203,98 +180,68 @@ def _has_spec(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _check(name: str) -> Callable[[], bool]:
-    def check() -> bool:
-        return installed(name)
+def __getattr__(name: str) -> Callable[[], bool]:
+    """Return `is_<row>_available` for a row of `PACKAGES`, made on first use."""
+    row = name.removeprefix("is_").removesuffix("_available")
+    if name != f"is_{row}_available" or row not in PACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    check.__name__ = check.__qualname__ = f"is_{name}_available"
-    check.__doc__ = f"Whether {' or '.join(PACKAGES[name].imports)} is installed, in a version that counts."
+    def check() -> bool:
+        return installed(row)
+
+    check.__name__ = check.__qualname__ = name
+    check.__doc__ = f"Return whether {' or '.join(PACKAGES[row].imports)} is installed, in a version that counts."
+    globals()[name] = check
     return check
 
 
-is_aim_available = _check("aim")
-is_amdsmi_available = _check("amdsmi")
-is_boto3_available = _check("boto3")
-is_clearml_available = _check("clearml")
-is_comet_ml_available = _check("comet_ml")
-is_datasets_available = _check("datasets")
-is_deepspeed_available = _check("deepspeed")
-is_dvclive_available = _check("dvclive")
-is_import_timer_available = _check("import_timer")
-is_lomo_available = _check("lomo")
-is_matplotlib_available = _check("matplotlib")
-is_megatron_lm_available = _check("megatron_lm")
-is_mlflow_available = _check("mlflow")
-is_msamp_available = _check("msamp")
-is_pandas_available = _check("pandas")
-is_peft_available = _check("peft")
-is_pynvml_available = _check("pynvml")
-is_pytest_available = _check("pytest")
-is_rich_available = _check("rich")
-is_sagemaker_available = _check("sagemaker")
-is_schedulefree_available = _check("schedulefree")
-is_swanlab_available = _check("swanlab")
-is_tensorboard_available = _check("tensorboard")
-is_timm_available = _check("timm")
-is_torchao_available = _check("torchao")
-is_torchdata_available = _check("torchdata")
-is_torchdata_stateful_dataloader_available = _check("torchdata_stateful_dataloader")
-is_torchvision_available = _check("torchvision")
-is_tqdm_available = _check("tqdm")
-is_trackio_available = _check("trackio")
-is_transformer_engine_available = _check("transformer_engine")
-is_transformers_available = _check("transformers")
-is_triton_available = _check("triton")
-is_wandb_available = _check("wandb")
-
-
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Whether numpy is installed, and at least of a version."""
+    """Return whether numpy is installed, and at least of a version."""
     return installed("numpy", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Whether bitsandbytes is installed, and at least of a version."""
+    """Return whether bitsandbytes is installed, and at least of a version."""
     return installed("bnb", min_version)
 
 
 def is_8bit_bnb_available() -> bool:
-    """Whether bitsandbytes has 8-bit layers."""
+    """Return whether bitsandbytes has 8-bit layers."""
     return is_bnb_available("0.37.2")
 
 
 def is_4bit_bnb_available() -> bool:
-    """Whether bitsandbytes has 4-bit layers."""
+    """Return whether bitsandbytes has 4-bit layers."""
     return is_bnb_available("0.39.0")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Whether bitsandbytes runs on more than one family of devices."""
+    """Return whether bitsandbytes runs on more than one family of devices."""
     return is_bnb_available("0.46.0")
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Whether transformer_engine has the recipe for MXFP8 block scaling."""
+    """Return whether transformer_engine has the recipe for MXFP8 block scaling."""
     return installed("transformer_engine", "2.1.0")
 
 
 def is_fp8_available() -> bool:
-    """Whether a package that trains in float8 is installed."""
-    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+    """Return whether a package that trains in float8 is installed."""
+    return any(map(installed, ("msamp", "transformer_engine", "torchao")))
 
 
 def is_pippy_available() -> bool:
-    """Whether torch has pipelining of its own."""
+    """Return whether torch has pipelining of its own."""
     return is_torch_version(">=", "2.4")
 
 
 def is_weights_only_available() -> bool:
-    """Whether torch.load can be held to plain data."""
+    """Return whether torch.load can be held to plain data."""
     return is_torch_version(">=", "2.4")
 
 
 def is_torch_distributed_available() -> bool:
-    """Whether torch was built with torch.distributed. Imports torch."""
+    """Return whether torch was built with torch.distributed. Imports torch."""
     return bool(importlib.import_module("torch.distributed").is_available())
 
 
@@ -313,9 +260,9 @@ def _required(name: str) -> Callable[[_Function], _Function]:
 
 
 torchao_required = _required("torchao")
-"""Decorator: calling the function without torchao is an ImportError that says so."""
+"""Decorator: the function raises an ImportError if torchao is not installed."""
 deepspeed_required = _required("deepspeed")
-"""Decorator: calling the function without deepspeed is an ImportError that says so."""
+"""Decorator: the function raises an ImportError if deepspeed is not installed."""
 
 
 _RAISED_ELSEWHERE: Final = logging.CRITICAL
@@ -329,7 +276,7 @@ _NOISY: Final = (
 
 @contextmanager
 def silence_libraries() -> Iterator[None]:
-    """Within it, what these libraries log up to these levels is not shown, and no warning is.
+    """Hide warnings, and what noisy libraries log, in the block.
 
     >>> with silence_libraries():
     ...     logging.getLogger("torchao").warning("no kernel")
@@ -339,14 +286,14 @@ def silence_libraries() -> Iterator[None]:
         for name, level in _NOISY:
             logger = logging.getLogger(name)
             for place in (logger, *logger.handlers):  # a logger's filter does not see what those below it log; its handlers do
-                refuse = _above_level(level)
-                place.addFilter(refuse)
-                after.callback(place.removeFilter, refuse)
+                is_above = functools.partial(_is_above, level)
+                place.addFilter(is_above)
+                after.callback(place.removeFilter, is_above)
         yield
 
 
 def import_quietly(package: str, what: str, remedy: str) -> Any:
-    """A package that `what` needs; a ConfigError with the remedy where it is not installed.
+    """Import a package that `what` needs; raise a ConfigError with the remedy if it is not installed.
 
     >>> import_quietly("nothing_like_that", "this", "pip install it.")
     Traceback (most recent call last):
@@ -359,8 +306,5 @@ def import_quietly(package: str, what: str, remedy: str) -> Any:
         raise ConfigError(f"{what}, which is not installed ({error}): {remedy}") from None
 
 
-def _above_level(level: int) -> Any:
-    def is_above(record: logging.LogRecord) -> bool:
-        return record.levelno > level
-
-    return is_above
+def _is_above(level: int, record: logging.LogRecord) -> bool:
+    return record.levelno > level

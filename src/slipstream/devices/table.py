@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "CPU", "DistributedType", "FAMILIES", "Family", "LazyRuntime", "RNGType", "best_family", "count_without_torch", "device_file_counter",
-    "device_for", "family_of", "family_types", "import_plugin", "initialised_family", "is_bf16_available", "is_cuda_available",
-    "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available", "is_musa_available",
-    "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available", "is_xccl_available",
-    "is_xpu_available", "no_device_files", "set_device", "torch_namespace", "visible_count",
+    "CPU", "DistributedType", "FAMILIES", "Family", "LazyRuntime", "RNGType", "StringEnum", "best_family", "count_without_torch",
+    "device_file_counter", "device_for", "family_of", "family_types", "import_plugin", "initialised_family", "is_bf16_available",
+    "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available",
+    "is_musa_available", "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available",
+    "is_xccl_available", "is_xpu_available", "no_device_files", "set_device", "torch_namespace", "visible_count",
 ]
 
 
 def torch_namespace(name: str, plugin: str | None = None) -> Callable[[], Any]:
-    """A function that gives `torch.<name>`, after importing the plugin that puts it there; None where there is none.
+    """Return a function that gives `torch.<name>`, after importing the plugin that adds it; None if there is none.
 
     A plugin that is installed but cannot be imported (its driver is missing, say) is reported as a warning, and its devices
     count as not there: the machine may have others.
@@ -49,7 +49,7 @@ def torch_namespace(name: str, plugin: str | None = None) -> Callable[[], Any]:
 
 
 def import_plugin(plugin: str) -> bool:
-    """Import a plugin of torch; whether it is there and works."""
+    """Import a plugin of torch; return whether it is installed and works."""
     if plugin in sys.modules:
         return True
     if importlib.util.find_spec(plugin.partition(".")[0]) is None:
@@ -63,12 +63,12 @@ def import_plugin(plugin: str) -> bool:
 
 
 def no_device_files(_: Path) -> int:
-    """The number of device files of a family that leaves none."""
+    """Return 0, for a family without device files."""
     return 0
 
 
 def device_file_counter(*patterns: str) -> Callable[[Path], int]:
-    """A function that counts what the first matching pattern matches below a root.
+    """Return a function that counts the files of the first pattern that matches below a root.
 
     >>> device_file_counter("no/such/*")(Path("/"))
     0
@@ -81,7 +81,7 @@ def device_file_counter(*patterns: str) -> Callable[[Path], int]:
 
 
 def visible_count(value: str) -> int:
-    """How many devices a visible-devices variable lets through: names, numbers and ranges; -1 ends the list.
+    """Return how many devices a visible-devices variable allows: names, numbers and ranges; -1 ends the list.
 
     >>> visible_count("0,1"), visible_count("0-3"), visible_count(""), visible_count("-1"), visible_count("GPU-8a1c,MIG-77")
     (2, 4, 0, 0, 2)
@@ -114,60 +114,60 @@ class Family:
     multi: str
     """The `DistributedType` of several processes on it; "NO" where processes cannot share such devices."""
     module: Callable[[], Any]
-    """Gives the namespace in the manner of torch's own device modules, or None where this installation has none. Imports torch."""
+    """Returns a namespace like torch's own device modules, or None if this installation has none. Imports torch."""
     plugin: str | None = None
-    """The package that teaches torch the family; None if torch knows it by itself."""
+    """The package that adds the family to torch; None if torch has it."""
     backend_plugin: str | None = None
     """A module that must be imported before `backend` exists."""
     visible: str | None = None
     """The variable that says which devices a process may see."""
     also_visible: tuple[str, ...] = ()
-    """Further variables that narrow the choice."""
+    """Further variables that limit the devices."""
     entries: Callable[[Path], int] = no_device_files
     """Counts the device files below a root, without torch."""
     builds: tuple[str, ...] = ()
-    """How the local part of torch's version begins in builds with the family (for families that torch knows by itself)."""
+    """The start of the local part of torch's version in builds with the family (for families without a plugin)."""
     probe: Callable[[Any], bool] = _probe_namespace
-    """Whether the namespace has a device that works; must not initialise it if that can be helped."""
+    """Whether the namespace has a device that works; should not initialise it."""
     indexed: bool = True
     """Devices have numbers. False: one name stands for what this process has."""
     many_per_host: bool = True
     fork_safe: bool = False
-    """A process may fork after importing (not after using) the family. False also where nobody has tried."""
+    """A process may fork after importing (not after using) the family. False if nobody has tried."""
     bf16: Callable[[Any], bool] = _probe_bf16
     """Whether the namespace computes in bfloat16."""
     out_of_memory: tuple[str, ...] = ()
-    """Parts of the texts of its out-of-memory errors, for those that come as a plain RuntimeError."""
+    """Parts of its out-of-memory messages, for errors that are a plain RuntimeError."""
     prefixes: tuple[str, ...] = ()
     """How the names of its environment variables begin, for reports."""
 
     def is_available(self) -> bool:
-        """Whether torch can use a device of the family here."""
+        """Return whether torch can use a device of the family here."""
         namespace = self.module()
         return namespace is not None and self.probe(namespace)
 
     def count(self) -> int:
-        """How many devices of the family this process sees."""
+        """Return how many devices of the family this process sees."""
         return int(self.ask("device_count", default=0)) if self.is_available() else 0
 
     def ask(self, function: str, *arguments: Any, default: Any = None) -> Any:
-        """Call a function of the namespace; the default where the namespace, or the function in it, does not exist."""
+        """Call a function of the namespace; return the default if the namespace or the function does not exist."""
         return getattr(self.module(), function, lambda *_: default)(*arguments)
 
     def is_loaded(self) -> bool:
-        """Whether the family's code is imported already, so that asking it costs no import."""
+        """Return whether the code of the family is imported."""
         return (self.plugin or "torch") in sys.modules
 
     def is_initialised(self) -> bool:
-        """Whether this process has used a device of the family (and must not fork any more). Imports nothing."""
+        """Return whether this process has used a device of the family, and must not fork any more. Imports nothing."""
         return self.is_loaded() and bool(self.ask("is_initialized", default=False))
 
     def may_be_used(self) -> bool:
-        """Whether this process has used a device of the family, or may have: some families have devices and do not tell."""
+        """Return whether this process may have used a device of the family; some families do not tell."""
         return self.is_loaded() and bool(self.ask("is_initialized", default=True)) and self.is_available()
 
     def installed(self, torch_version: str | None) -> bool:
-        """Whether this installation of torch has the family, judged by what is installed and without importing it."""
+        """Return whether this installation of torch has the family, without importing it."""
         if torch_version is None:
             return False
         if self.plugin is not None:
@@ -176,7 +176,7 @@ class Family:
         return not build or build.startswith(self.builds)
 
     def count_files(self, environ: Mapping[str, str], root: Path = Path("/")) -> int:
-        """How many devices a process with this environment would see, from device files; 0 if that cannot be known."""
+        """Return how many devices a process with this environment would see, from device files; 0 if unknown."""
         present = self.entries(root)
         if not present:
             return 0
@@ -185,7 +185,7 @@ class Family:
 
 
 class LazyRuntime:
-    """`is_available`, `device_count` and so on, answered by the runtime and model modules of a lazy-tensor package."""
+    """A device namespace (`is_available`, `device_count`, ...) over the runtime and model modules of torch_xla."""
 
     def __init__(self, started: Callable[[], bool], runtime: Any, model: Any) -> None:
         self._started = started
@@ -193,7 +193,7 @@ class LazyRuntime:
         self._model = model
 
     def hardware(self) -> str | None:
-        """What the runtime drives: "TPU", "CUDA", "CPU" and so on."""
+        """Return what the runtime uses: "TPU", "CUDA", "CPU" and so on."""
         name = self._runtime.device_type()
         return None if name is None else str(name)
 
@@ -222,7 +222,7 @@ class LazyRuntime:
         return int(info["bytes_limit"]) - int(info["bytes_used"]), int(info["bytes_limit"])
 
 
-# --- the names that users know -------------------------------------------------------------------------------------------
+# --- public names -------------------------------------------------------------------------------------------
 
 
 class _ContainsValues(EnumMeta):
@@ -235,17 +235,19 @@ class _ContainsValues(EnumMeta):
         return super().__iter__()
 
 
-class _StringEnum(str, Enum, metaclass=_ContainsValues):
+class StringEnum(str, Enum, metaclass=_ContainsValues):
+    """An enumeration of texts that prints its values."""
+
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[str]:
-        """Every value, in the order of the declaration."""
+        """Return every value, in the order of the declaration."""
         return [str(member.value) for member in cls]
 
 
-class DistributedType(_StringEnum):
+class DistributedType(StringEnum):
     """How the processes of a job work together: what `PartialState.distributed_type` says.
 
     >>> "MULTI_CPU" in DistributedType, DistributedType("NO") == "NO"
@@ -268,7 +270,7 @@ class DistributedType(_StringEnum):
     MULTI_NEURON = "MULTI_NEURON"
 
 
-class RNGType(_StringEnum):
+class RNGType(StringEnum):
     """The streams of random numbers that can be captured and made equal between processes.
 
     >>> RNGType.list()[:3]
@@ -291,7 +293,7 @@ class RNGType(_StringEnum):
     GENERATOR = "generator"
 
 
-# --- what a row needs and cannot say in one line ---------------------------------------------------------------------------
+# --- functions of rows ---------------------------------------------------------------------------
 
 
 def _has_devices(namespace: Any) -> bool:
@@ -327,6 +329,21 @@ def _mps_bf16(_: Any) -> bool:
 
 # --- the rows, the first choice first --------------------------------------------------------------------------------------
 
+def _plugin_family(kind: str, backend: str, visible: str, device_files: str, prefixes: tuple[str, ...]) -> Family:
+    """Return the row of a family that the plugin `torch_<kind>` adds to torch."""
+    return Family(
+        type=kind,
+        backend=backend,
+        multi=f"MULTI_{kind.upper()}",
+        module=torch_namespace(kind, f"torch_{kind}"),
+        plugin=f"torch_{kind}",
+        visible=visible,
+        entries=device_file_counter(device_files),
+        out_of_memory=(f"{kind.upper()} out of memory",),
+        prefixes=prefixes,
+    )
+
+
 CPU = Family(
     type="cpu",
     backend="gloo",
@@ -354,50 +371,10 @@ FAMILIES: tuple[Family, ...] = (
         out_of_memory=("MPS backend out of memory", "Invalid buffer size: "),
         prefixes=("PYTORCH_MPS_", "PYTORCH_ENABLE_MPS_"),
     ),
-    Family(
-        type="mlu",
-        backend="cncl",
-        multi="MULTI_MLU",
-        module=torch_namespace("mlu", "torch_mlu"),
-        plugin="torch_mlu",
-        visible="MLU_VISIBLE_DEVICES",
-        entries=device_file_counter("dev/cambricon_dev[0-9]*"),
-        out_of_memory=("MLU out of memory",),
-        prefixes=("MLU_", "CNCL_"),
-    ),
-    Family(
-        type="sdaa",
-        backend="tccl",
-        multi="MULTI_SDAA",
-        module=torch_namespace("sdaa", "torch_sdaa"),
-        plugin="torch_sdaa",
-        visible="SDAA_VISIBLE_DEVICES",
-        entries=device_file_counter("dev/tcaicard[0-9]*"),
-        out_of_memory=("SDAA out of memory",),
-        prefixes=("SDAA_", "TCCL_"),
-    ),
-    Family(
-        type="musa",
-        backend="mccl",
-        multi="MULTI_MUSA",
-        module=torch_namespace("musa", "torch_musa"),
-        plugin="torch_musa",
-        visible="MUSA_VISIBLE_DEVICES",
-        entries=device_file_counter("dev/mtgpu.[0-9]*"),
-        out_of_memory=("MUSA out of memory",),
-        prefixes=("MUSA_", "MCCL_"),
-    ),
-    Family(
-        type="npu",
-        backend="hccl",
-        multi="MULTI_NPU",
-        module=torch_namespace("npu", "torch_npu"),
-        plugin="torch_npu",
-        visible="ASCEND_RT_VISIBLE_DEVICES",
-        entries=device_file_counter("dev/davinci[0-9]*"),
-        out_of_memory=("NPU out of memory",),
-        prefixes=("ASCEND_", "HCCL_"),
-    ),
+    _plugin_family("mlu", "cncl", "MLU_VISIBLE_DEVICES", "dev/cambricon_dev[0-9]*", ("MLU_", "CNCL_")),
+    _plugin_family("sdaa", "tccl", "SDAA_VISIBLE_DEVICES", "dev/tcaicard[0-9]*", ("SDAA_", "TCCL_")),
+    _plugin_family("musa", "mccl", "MUSA_VISIBLE_DEVICES", "dev/mtgpu.[0-9]*", ("MUSA_", "MCCL_")),
+    _plugin_family("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "dev/davinci[0-9]*", ("ASCEND_", "HCCL_")),
     Family(
         type="hpu",
         backend="hccl",
@@ -466,7 +443,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def best_family(cpu: bool = False, *, distributed: bool = False, families: tuple[Family, ...] = FAMILIES) -> Family:
-    """The first family of the table with a device here; `cpu` stops at the processor, `distributed` leaves out families
+    """Return the first family of the table with a device here. `cpu` always returns the CPU; `distributed` leaves out families
     whose devices several processes cannot share.
 
     >>> best_family(cpu=True).type
@@ -479,7 +456,7 @@ def best_family(cpu: bool = False, *, distributed: bool = False, families: tuple
 
 
 def device_for(family: Family, local_rank: int = 0, override: str | None = None) -> torch.device:
-    """The device of a process: its local rank modulo the number of devices, unless `override` names another.
+    """Return the device of a process: its local rank modulo the number of devices, unless `override` names another.
 
     >>> device_for(CPU, local_rank=3)
     device(type='cpu')
@@ -509,7 +486,7 @@ def set_device(device: torch.device) -> None:
 
 
 def family_of(device: torch.device | str) -> Family:
-    """The row of a device.
+    """Return the row of a device.
 
     >>> family_of("cpu") is CPU
     True
@@ -522,21 +499,21 @@ def family_of(device: torch.device | str) -> Family:
 
 
 def family_types() -> tuple[str, ...]:
-    """The device type of every row, the first choice first."""
+    """Return the device type of every row, the first choice first."""
     return tuple(family.type for family in FAMILIES)
 
 
 def initialised_family(families: tuple[Family, ...] = FAMILIES) -> Family | None:
-    """The family whose runtime this process has started, so that it must not fork; None if it has touched no device."""
+    """Return the family whose runtime this process has started, so that it must not fork; None if there is none."""
     return next((family for family in families if family is not CPU and family.is_initialised()), None)
 
 
 def count_without_torch(
     environ: Mapping[str, str], *, root: Path = Path("/"), families: tuple[Family, ...] = FAMILIES
 ) -> tuple[Family, int]:
-    """The family that a worker would take, and how many devices it would see, from device files and variables alone.
+    """Return the family that a worker would use and how many devices it would see, from device files and variables alone.
 
-    `(CPU, 0)` means that no accelerator is known of; it starts no process and imports nothing. A family counts only if the
+    `(CPU, 0)` means that no accelerator was found. It starts no process and imports nothing. A family counts only if the
     installed torch has it, so a processor-only build on a machine with accelerators gives 0 too.
     """
     from slipstream.devices.packages import version_of
@@ -555,7 +532,7 @@ def _available(kind: str, check_device: bool = False) -> bool:
     family = family_of(kind)
     try:
         return family.is_available() and (not check_device or family.count() > 0)
-    except RuntimeError:  # the driver refuses: there is no device that can be used, which is what was asked
+    except RuntimeError:  # the driver refuses: no device can be used
         return False
 
 
@@ -564,7 +541,7 @@ def _availability_function(kind: str, device: str) -> Callable[..., bool]:
         return _available(kind, check_device)
 
     ask.__name__ = ask.__qualname__ = f"is_{kind}_available"
-    ask.__doc__ = f"Whether torch sees {device}; `check_device` also counts the devices."
+    ask.__doc__ = f"Return whether torch sees {device}; `check_device` also counts the devices."
     return ask
 
 
@@ -577,36 +554,36 @@ is_neuron_available = _availability_function("neuron", "an AWS Neuron core")
 
 
 def is_cuda_available() -> bool:
-    """Whether torch sees a CUDA or ROCm device; starts no device runtime where the driver can be asked without."""
+    """Return whether torch sees a CUDA or ROCm device; starts no device runtime where the driver can be asked without."""
     return _available("cuda")
 
 
 def is_rocm_available() -> bool:
-    """Whether torch was built for ROCm."""
+    """Return whether torch was built for ROCm."""
     return importlib.import_module("torch").version.hip is not None
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether torch sees an Apple GPU, and is at least of a version."""
+    """Return whether torch sees an Apple GPU, and is at least of a version."""
     from slipstream.devices.packages import is_torch_version
 
     return is_torch_version(">=", min_version) and _available("mps")
 
 
 def is_xccl_available() -> bool:
-    """Whether torch was built with the communication library for Intel GPUs."""
+    """Return whether torch was built with the communication library for Intel GPUs."""
     distributed = importlib.import_module("torch.distributed")
     return bool(distributed.is_available() and distributed.is_xccl_available())
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether torch sees an Intel Gaudi; `init_hccl` also imports its communication backend."""
+    """Return whether torch sees an Intel Gaudi; `init_hccl` also imports its communication backend."""
     plugin = family_of("hpu").backend_plugin
     return _available("hpu") and (not init_hccl or (plugin is not None and import_plugin(plugin)))
 
 
 def is_habana_gaudi1() -> bool:
-    """Whether the device is a first-generation Gaudi, which computes no float16."""
+    """Return whether the device is a first-generation Gaudi, which computes no float16."""
     if not is_hpu_available():
         return False
     experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
@@ -614,7 +591,7 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is there; optionally only if it drives a TPU, or a GPU."""
+    """Return whether torch_xla is there; optionally only if it drives a TPU, or a GPU."""
     if check_is_tpu and check_is_gpu:
         raise ConfigError("check_is_tpu and check_is_gpu cannot both hold; ask for one of them")
     wanted = ("TPU",) if check_is_tpu else ("CUDA", "GPU") if check_is_gpu else None
@@ -623,12 +600,12 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether the device that would be chosen here computes in bfloat16."""
+    """Return whether the device that would be chosen here computes in bfloat16."""
     families = tuple(family for family in FAMILIES if not (ignore_tpu and family.type == "xla"))
     family = best_family(families=families)
     return family.bf16(family.module())
 
 
 def is_fp16_available() -> bool:
-    """Whether the device that would be chosen here computes in float16."""
+    """Return whether the device that would be chosen here computes in float16."""
     return not is_habana_gaudi1()

@@ -1,10 +1,9 @@
 """How workers failed: the record that a worker leaves, which failure came first, and the report that the user reads.
 
-A failing worker writes a `WorkerError` (one JSON file in a private folder). The launcher joins it with what the system says of the
-process into a `WorkerFailure`, picks the first one, and prints it once, last, with the frames of the user's code; the others get one line
-each. The first failure is decided by time, with two rules: a process that stopped because another was lost is never first, and a process
-ended by a signal counts as the cause of failures that were reported shortly afterwards. Nothing here starts or stops a process or imports
-torch.
+A failing worker writes a `WorkerError` (one JSON file in a private folder). The launcher combines it with the exit code of the process
+into a `WorkerFailure`, picks the first one, and prints it once, last, with the frames of the user's code; the others get one line each.
+The first failure is decided by time, with two rules: a process that stopped because another was lost is never first, and a process ended
+by a signal counts as the cause of failures that were reported shortly afterwards. Nothing here starts or stops a process or imports torch.
 """
 
 from __future__ import annotations
@@ -12,27 +11,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from slipstream.launch.store import signal_name
+
 __all__ = [
-    "WorkerError",
-    "WorkerFailure",
-    "WorkerErrorKind",
-    "first_failure",
-    "first_failure_of_job",
-    "lost_machine_failures",
-    "exit_status",
-    "read_worker_error",
-    "render_report",
-    "render_log_record",
-    "signal_name",
-    "user_stack",
-    "write_worker_error",
+    "WorkerError", "WorkerFailure", "WorkerErrorKind", "first_failure", "first_failure_of_job", "lost_machine_failures", "exit_status",
+    "read_worker_error", "render_report", "render_log_record", "user_stack", "write_worker_error",
 ]
 
 _MAX_TEXT: Final = 64 * 1024
@@ -50,7 +39,7 @@ WorkerErrorKind = Literal["exception", "config", "peer", "exit", "interrupt"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerError:
-    """What a failing worker says about itself."""
+    """The record that a failing worker writes."""
 
     kind: WorkerErrorKind
     """exception · config (a ConfigError: no traceback, exit code 2) · peer (stopped because another process was lost) ·
@@ -58,7 +47,7 @@ class WorkerError:
     type: str
     message: str
     traceback: str
-    """The user's frames and the exception, as Python prints them; empty where it would say nothing."""
+    """The user's frames and the exception, as Python prints them; may be empty."""
     when: float
 
 
@@ -70,31 +59,31 @@ class WorkerFailure:
     host: str
     pid: int
     exit_code: int | None
-    """As `subprocess` gives it; None: the machine was lost, so nobody knows."""
+    """As `subprocess` gives it; None: the machine was lost."""
     seen: float
     order: int = 0
-    """The place in the order in which the launcher saw the processes end."""
-    confession: WorkerError | None = None
+    """The order in which the launcher saw the processes end."""
+    error: WorkerError | None = None
     detail: str = ""
     """What is known of a signal ("the kernel's out-of-memory killer"), or of a lost machine."""
     stack: str = ""
-    """The stack of the moment, where the process could still write one (a segmentation fault)."""
+    """The stack at the crash, if the process could still write one (a segmentation fault)."""
     log: str | None = None
-    """Where its output was written, when it was."""
+    """The file with its output, if there is one."""
 
     @property
     def consequence(self) -> bool:
-        """It says itself that another process was the cause, or its connection to another one broke."""
-        return self.confession is not None and (self.confession.kind == "peer" or bool(_BROKEN_CONNECTION.search(self.confession.message)))
+        """Whether another process was the cause: the worker says so, or its connection to another one broke."""
+        return self.error is not None and (self.error.kind == "peer" or bool(_BROKEN_CONNECTION.search(self.error.message)))
 
     @property
     def reason(self) -> str:
-        """In one line: the exception, or what is known of the end."""
-        if self.confession is not None and self.confession.kind != "interrupt":
-            if _BROKEN_CONNECTION.search(self.confession.message):
-                return f"{self.confession.type}: its connection to another process broke"
-            name = self.confession.type if self.confession.kind != "exit" else ""
-            first = self.confession.message.strip().splitlines()[:1]
+        """The exception in one line, or what is known of the exit."""
+        if self.error is not None and self.error.kind != "interrupt":
+            if _BROKEN_CONNECTION.search(self.error.message):
+                return f"{self.error.type}: its connection to another process broke"
+            name = self.error.type if self.error.kind != "exit" else ""
+            first = self.error.message.strip().splitlines()[:1]
             line = ": ".join(part for part in (name, *first) if part)
             return line if len(line) <= _LINE else line[: _LINE - 3] + "..."
         return self.detail
@@ -105,13 +94,13 @@ class WorkerFailure:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerFailure:
         known = dict(data)
-        confession = known.pop("confession", None)
-        return cls(**known, confession=WorkerError(**confession) if confession else None)
+        error = known.pop("error", None)
+        return cls(**known, error=WorkerError(**error) if error else None)
 
 
-def write_worker_error(path: str, confession: WorkerError) -> None:
-    """Leave the record where the launcher looks for it; whole, or not at all."""
-    shortened = replace(confession, message=_shorten(confession.message), traceback=_shorten(confession.traceback))
+def write_worker_error(path: str, error: WorkerError) -> None:
+    """Write the record where the launcher looks for it; the file is complete or absent."""
+    shortened = replace(error, message=_shorten(error.message), traceback=_shorten(error.traceback))
     folder = os.path.dirname(path)
     handle, temporary = tempfile.mkstemp(prefix=".part-", dir=folder)
     with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -120,7 +109,7 @@ def write_worker_error(path: str, confession: WorkerError) -> None:
 
 
 def read_worker_error(path: str | os.PathLike[str]) -> WorkerError | None:
-    """The record of a worker, or None when it left none."""
+    """Return the record of a worker, or None if there is none."""
     try:
         return WorkerError(**json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -135,11 +124,11 @@ def _shorten(text: str) -> str:
 
 
 def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
-    """The one that the others follow from.
+    """Return the failure that caused the others.
 
     >>> killed = WorkerFailure(rank=1, host="a", pid=11, exit_code=-9, seen=10.0)
     >>> lost = WorkerError(kind="peer", type="PeerLostError", message="rank 1 died", traceback="", when=9.9)
-    >>> survivor = WorkerFailure(rank=0, host="a", pid=10, exit_code=1, seen=10.2, order=1, confession=lost)
+    >>> survivor = WorkerFailure(rank=0, host="a", pid=10, exit_code=1, seen=10.2, order=1, error=lost)
     >>> first_failure([survivor, killed]).rank
     1
     """
@@ -148,19 +137,19 @@ def first_failure(failures: Sequence[WorkerFailure]) -> WorkerFailure:
 
 
 def _failure_time(failure: WorkerFailure, others: Sequence[WorkerFailure]) -> float:
-    """When it happened: what the process said, or for one that could not say, before whatever it may have caused."""
-    if failure.confession is not None:
-        return failure.confession.when
+    """Return when a failure happened: as the process recorded it, or else before anything that it may have caused."""
+    if failure.error is not None:
+        return failure.error.when
     caused = [
-        other.confession.when
+        other.error.when
         for other in others
-        if other.confession is not None and other.order >= failure.order and other.confession.when > failure.seen - _REACTION_SECONDS
+        if other.error is not None and other.order >= failure.order and other.error.when > failure.seen - _REACTION_SECONDS
     ]
     return min([failure.seen, *caused]) - 1e-6
 
 
 def exit_status(exit_code: int | None) -> int:
-    """What the command line returns for a process that failed this way: its exit code, or 128 and the signal's number.
+    """Return the exit code of the command for a process that failed this way: its own, or 128 plus the number of the signal.
 
     >>> exit_status(3), exit_status(-9), exit_status(None), exit_status(0)
     (3, 137, 1, 1)
@@ -170,19 +159,8 @@ def exit_status(exit_code: int | None) -> int:
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
-def signal_name(exit_code: int) -> str:
-    """
-    >>> signal_name(-9), signal_name(-35)[:6]
-    ('SIGKILL', 'signal')
-    """
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:
-        return f"signal {-exit_code}"
-
-
 def user_stack(text: str) -> str:
-    """The user's part of a stack that a crashing interpreter wrote: newest first, down to where our worker called it.
+    """Return the user's part of a stack that a crashing interpreter wrote: newest first, down to the call by our worker.
 
     >>> print(user_stack(f'Fatal\\n\\n  File "a.py", line 1 in f\\n  File "{_HERE}target.py", line 2 in run\\n  File "b.py"'))
     Fatal
@@ -195,48 +173,44 @@ def user_stack(text: str) -> str:
 
 
 def lost_machine_failures(ranks: Sequence[int], host: str, reason: str, seen: float) -> list[WorkerFailure]:
-    """The failures that stand for the processes of a machine that can no longer be reached."""
+    """Return the failures of the processes of a machine that was lost."""
     return [WorkerFailure(rank=rank, host=host, pid=0, exit_code=None, seen=seen, detail=reason) for rank in ranks]
 
 
 def first_failure_of_job(machines: Sequence[Sequence[WorkerFailure]]) -> WorkerFailure:
-    """The first failure of the job: that of the machine that was the first to tell, unless it only followed from another's.
+    """Return the first failure of the job: of the first machine that reported, unless that was a consequence of another's.
 
-    Clocks of machines differ, so between them the order of telling counts.
+    Clocks of machines differ, so the order of reports decides between machines.
     """
     firsts = [first_failure(failures) for failures in machines if failures]
     return next((failure for failure in firsts if not failure.consequence), firsts[0])
 
 
 def render_report(machines: Sequence[Sequence[WorkerFailure]], *, world_size: int, attempts: int = 1) -> str:
-    """What the user reads at the end: the other failures in one line each, then the first one.
+    """Return the text for the terminal: the other failures in one line each, then the first one.
 
-    `machines` holds the failures of each machine, in the order in which the machines told.
+    `machines` holds the failures of each machine, in the order in which the machines reported.
     """
     first, headline, followers = _summarize(machines, world_size, attempts)
     return "\n".join([*followers, "", f"slipstream: {headline}.", *_details(first), *_output(first)]).strip("\n")
 
 
 def render_log_record(machines: Sequence[Sequence[WorkerFailure]], *, world_size: int, attempts: int = 1) -> tuple[str, str]:
-    """The same for a log record: a message that begins with the cause, and the traceback, if there is one."""
+    """Return the report for a log record: a message that begins with the cause, and the traceback, if there is one."""
     first, headline, followers = _summarize(machines, world_size, attempts)
-    traceback = first.confession.traceback if first.confession is not None and _shows_traceback(first) else ""
+    traceback = first.error.traceback if first.error is not None and _shows_traceback(first) else ""
     account = [first.reason] if traceback and first.reason else _details(first)
     cause = ": ".join([headline, *account[:1]])
     return "\n".join([cause, *account[1:], *followers, *_output(first)]), traceback.rstrip()
 
 
 def _summarize(machines: Sequence[Sequence[WorkerFailure]], world_size: int, attempts: int) -> tuple[WorkerFailure, str, list[str]]:
-    """The first failure, what is to be said of it in one line, and a line for each of the others."""
+    """Return the first failure, its headline, and a line for each of the others."""
     first = first_failure_of_job(machines)
-    together = [
-        failure
-        for failures in machines
-        for failure in failures
-        if first.exit_code is failure.exit_code is None and failure.host == first.host
-    ]
-    rest = [failure for failures in machines for failure in failures if failure is not first and failure not in together]
-    headline = _headline(first, [entry.rank for entry in together] or [first.rank], world_size, attempts)
+    everyone = [failure for failures in machines for failure in failures]
+    lost_with_it = [failure for failure in everyone if first.exit_code is failure.exit_code is None and failure.host == first.host]
+    rest = [failure for failure in everyone if failure is not first and failure not in lost_with_it]
+    headline = _headline(first, [failure.rank for failure in lost_with_it] or [first.rank], world_size, attempts)
     return first, headline, _followers(first, rest)
 
 
@@ -246,19 +220,19 @@ def _output(first: WorkerFailure) -> list[str]:
 
 def _followers(first: WorkerFailure, others: Sequence[WorkerFailure]) -> list[str]:
     lines: list[str] = []
-    alike: dict[str, list[WorkerFailure]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     brief = len(others) > _MAX_LISTED
     for failure in sorted(others, key=lambda other: other.rank):
-        alike.setdefault(_follower_line(first, failure, brief), []).append(failure)
-    for text, group in alike.items():
-        text = f"were {text[4:]}" if len(group) > 1 and text.startswith("was ") else text
-        lines.append(f"{_ranks([failure.rank for failure in group])} {text}")
+        ranks_by_text.setdefault(_follower_line(first, failure, brief), []).append(failure.rank)
+    for text, ranks in ranks_by_text.items():
+        text = f"were {text[4:]}" if len(ranks) > 1 and text.startswith("was ") else text
+        lines.append(f"{_ranks(ranks)} {text}")
     return lines
 
 
 def _follower_line(first: WorkerFailure, failure: WorkerFailure, brief: bool) -> str:
-    if first.confession and failure.confession and (first.reason == failure.reason or first.consequence and failure.consequence):
-        return f"failed the same way: {first.confession.type}"
+    if first.error and failure.error and (first.reason == failure.reason or first.consequence and failure.consequence):
+        return f"failed the same way: {first.error.type}"
     how = "stopped because of it" if failure.consequence else f"{_ending(failure)}, after that"
     return f"{how}: {failure.reason}" if failure.reason and not brief else how
 
@@ -296,19 +270,16 @@ def _headline(first: WorkerFailure, ranks: Sequence[int], world_size: int, attem
 
 
 def _shows_traceback(first: WorkerFailure) -> bool:
-    confession = first.confession
-    return confession is not None and bool(confession.traceback) and confession.kind not in ("config", "exit", "peer")
+    return first.error is not None and bool(first.error.traceback) and first.error.kind not in ("config", "exit", "peer")
 
 
 def _details(first: WorkerFailure) -> list[str]:
-    confession = first.confession
-    if confession is not None and confession.kind in ("config", "exit"):
-        return [confession.message.rstrip()]
-    if confession is not None and confession.kind == "peer":
-        return [f"{confession.type}: {confession.message.rstrip()}"]
-    if confession is not None and _shows_traceback(first):
-        return [confession.traceback.rstrip()]
-    told = [first.detail] if first.detail else []
-    if first.stack:
-        told += ["Where it was:", first.stack.rstrip()]
-    return told
+    error = first.error
+    if error is not None and error.kind in ("config", "exit"):
+        return [error.message.rstrip()]
+    if error is not None and error.kind == "peer":
+        return [f"{error.type}: {error.message.rstrip()}"]
+    if error is not None and _shows_traceback(first):
+        return [error.traceback.rstrip()]
+    stack = ["Where it was:", first.stack.rstrip()] if first.stack else []
+    return ([first.detail] if first.detail else []) + stack

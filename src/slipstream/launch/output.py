@@ -29,13 +29,14 @@ from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "JsonLineFormatter", "LogFolder", "NOTIFIED", "Tee", "WorkerFiles", "announce", "as_json_line", "effective_handlers",
-    "is_console_handler", "parse_tee", "record_message", "start_on_new_line", "use_json_formatter", "warning_listeners",
+    "JsonLineFormatter", "LogFolder", "NOTIFIED", "STDERR", "STDOUT", "Tee", "WorkerFiles", "announce", "as_json_line",
+    "effective_handlers", "is_console_handler", "parse_tee", "record_message", "start_on_new_line", "use_json_formatter",
+    "warning_listeners",
 ]
 
 
-_STDOUT: Final = 1
-_STDERR: Final = 2
+STDOUT: Final = 1
+STDERR: Final = 2
 _CLAIMS: Final = ".said"
 
 
@@ -59,7 +60,7 @@ def parse_tee(text: str, local_processes: int) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class WorkerFiles:
-    """The files of one worker in one attempt; a stream without a file goes to the terminal."""
+    """The files of one worker in one attempt. A stream without a file goes to the terminal."""
 
     folder: Path
     stdout: Path | None
@@ -67,16 +68,16 @@ class WorkerFiles:
     followed: int = 3
     """The streams whose files are copied to the terminal: 1 stdout, 2 stderr, 3 both."""
     kept: bool = True
-    """The files are there after the run."""
+    """The files remain after the run."""
 
     @property
     def files(self) -> int:
         """The streams that have files."""
-        return (_STDOUT if self.stdout else 0) | (_STDERR if self.stderr else 0)
+        return (STDOUT if self.stdout else 0) | (STDERR if self.stderr else 0)
 
     @property
     def is_shown(self) -> bool:
-        """Everything that the worker prints gets to the terminal."""
+        """Whether the terminal shows everything that the worker prints."""
         return self.files & ~self.followed == 0
 
     @property
@@ -86,11 +87,11 @@ class WorkerFiles:
 
     @property
     def hidden(self) -> Path:
-        """Where the worker writes down what the terminal shall leave out: this path, a dot, and the number of the stream."""
+        """The lines that the terminal leaves out are in this path, a dot, and the number of the stream."""
         return self.claims / f"hidden-{self.folder.name}"
 
     @property
-    def confession(self) -> Path:
+    def error(self) -> Path:
         return self.folder / "failure.json"
 
     @property
@@ -99,14 +100,14 @@ class WorkerFiles:
 
     @property
     def log(self) -> Path | None:
-        """The file to point the user at after a failure; none that will be gone."""
+        """The file to name in the report of a failure; None if it does not remain."""
         return (self.stderr or self.stdout) if self.kept else None
 
 
 class LogFolder:
-    """The folder of one run. Readable for the user alone.
+    """The folder of one run, readable for the user alone.
 
-    `direct` names local ranks that keep the terminal for what `tee` does not name, also with a `log_dir`.
+    The local ranks in `direct` print to the terminal what `tee` does not name, also with a `log_dir`.
     """
 
     def __init__(self, log_dir: str | None, run_id: str, tee: Mapping[int, int], direct: Collection[int] = ()) -> None:
@@ -124,34 +125,30 @@ class LogFolder:
                 f"log_dir={log_dir} cannot be used: {error.strerror}.\nGive a folder that can be written to with --log_dir."
             ) from None
 
-    def outlet(self, attempt: int, rank: int, local_rank: int) -> WorkerFiles:
-        """A fresh folder for one worker."""
+    def worker_files(self, attempt: int, rank: int, local_rank: int) -> WorkerFiles:
+        """Create the folder of one worker and return its files."""
         folder = self.path / f"attempt_{attempt}" / str(rank)
         folder.mkdir(parents=True, mode=0o700)
         followed = self._tee.get(local_rank, 0)
-        files = _STDOUT | _STDERR if self.kept and local_rank not in self._direct else followed
-        outlet = WorkerFiles(
-            folder,
-            folder / "stdout.log" if files & _STDOUT else None,
-            folder / "stderr.log" if files & _STDERR else None,
-            followed,
-            self.kept,
-        )
-        outlet.claims.mkdir(exist_ok=True, mode=0o700)
-        return outlet
+        streams = STDOUT | STDERR if self.kept and local_rank not in self._direct else followed
+        stdout = folder / "stdout.log" if streams & STDOUT else None
+        stderr = folder / "stderr.log" if streams & STDERR else None
+        files = WorkerFiles(folder, stdout, stderr, followed, self.kept)
+        files.claims.mkdir(exist_ok=True, mode=0o700)
+        return files
 
     def not_shown(self) -> list[int]:
-        """The local ranks of whose output some goes to files only."""
-        return [rank for rank, followed in self._tee.items() if self.kept and rank not in self._direct and followed != _STDOUT | _STDERR]
+        """Return the local ranks with output that goes to files only."""
+        return [rank for rank, followed in self._tee.items() if self.kept and rank not in self._direct and followed != STDOUT | STDERR]
 
     def remove(self) -> None:
-        """Take a temporary folder away again; of one that the user named, only what was for the launcher."""
+        """Remove a temporary folder; of a folder that the user named, only the files of the launcher."""
         for path in self.path.glob(f"attempt_*/{_CLAIMS}") if self.kept else [self.path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
 class Tee:
-    """Copies lines from files to a stream of the terminal as they are written."""
+    """Copies lines from files to the terminal as they are written."""
 
     def __init__(self) -> None:
         self._sources: list[_FollowedFile] = []
@@ -159,7 +156,7 @@ class Tee:
     def follow(self, path: Path, prefix: str, destination: int, *, hidden: Path | None = None, json_lines: bool = False) -> None:
         """Copy what is appended to `path` to the open file `destination`, with `prefix` before every line.
 
-        Not copied: the texts that the worker has written into the file `hidden`. With `json_lines`, a line that is one stays as it is.
+        Texts that the worker has written into the file `hidden` are left out. With `json_lines`, lines of JSON get no prefix.
         """
         self._sources.append(_FollowedFile(path, prefix.encode(), destination, _HiddenLines(hidden), json_lines))
 
@@ -169,7 +166,7 @@ class Tee:
             source.pump()
 
     def finish(self) -> None:
-        """Copy the rest, the last line even when it has no end, and let go of the files."""
+        """Copy the rest, including a last line without a line break, and close the files."""
         for source in self._sources:
             source.pump()
             source.finish()
@@ -177,9 +174,9 @@ class Tee:
 
 
 class _HiddenLines:
-    """Texts that a worker has printed into its file, but that the terminal leaves out.
+    """Texts in the log file of a worker that the terminal leaves out.
 
-    The worker writes a text down here before it prints it, so whoever reads the output first, and this after, knows of all of them.
+    The worker writes a text here before it prints it, so a reader that reads the output first and this file second knows all of them.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -188,7 +185,7 @@ class _HiddenLines:
         self._texts: list[list[bytes]] = []
 
     def without(self, lines: list[bytes], last: bool) -> tuple[list[bytes], list[bytes]]:
-        """The lines that are shown, and those at the end that may be the first part of a text that is not."""
+        """Return the lines to show, and the lines at the end that may begin a hidden text."""
         self._read()
         shown: list[bytes] = []
         place = 0
@@ -211,7 +208,7 @@ class _HiddenLines:
             with open(self._path, "rb") as file:
                 file.seek(self._at)
                 *lines, _ = file.read().split(b"\n")
-        except FileNotFoundError:  # so far there is nothing to hide
+        except FileNotFoundError:  # nothing is hidden yet
             return
         while lines and len(lines) > int(lines[0]):
             count = int(lines[0])
@@ -253,18 +250,18 @@ class _FollowedFile:
                 data = data[os.write(self._destination, data) :]
 
 
-NOTIFIED: Final = "_heard"
-"""The attribute of records that the hearers know of already."""
+NOTIFIED: Final = "_notified"
+"""The attribute of records that the listeners have received."""
 _LINE_START: Final = '{"time": "'
 
 _STANDARD: Final = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"})
-"""What every record has; the rest is what the call gave as `extra`."""
+"""The attributes of every record; all others are `extra` of the call."""
 _PLAIN_FORMATTERS: Final = ("logging", "torch")
 """Packages whose formatters print text for people."""
 
 
 class JsonLineFormatter(logging.Formatter):
-    """One record, one line of JSON. `who` tells rank and world at the time of the record; `environ` holds secrets to take out.
+    """Formats a record as one line of JSON. `who` returns the rank and the number of processes; secrets of `environ` are removed.
 
     >>> formatter = JsonLineFormatter(who=lambda: (1, 2), environ={})
     >>> line = formatter.format(logging.LogRecord("train", logging.INFO, "train.py", 7, "loss %.1f", (0.5,), None))
@@ -277,10 +274,10 @@ class JsonLineFormatter(logging.Formatter):
         super().__init__()
         self._who = who
         self._host = socket.gethostname()
-        self._shown = message_redactor(environ)
+        self._redact = message_redactor(environ)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without a line break."""
         rank, world = self._who()
         found: dict[str, object] = {
             "time": _timestamp(record.created),
@@ -289,25 +286,25 @@ class JsonLineFormatter(logging.Formatter):
             "rank": rank,
             "world": world,
             "host": self._host,
-            "message": self._shown(record_message(record).removeprefix(f"[RANK {rank}] ")),
+            "message": self._redact(record_message(record).removeprefix(f"[RANK {rank}] ")),
             "file": f"{record.pathname}:{record.lineno}" if record.lineno else None,
         }
         if record.exc_info and record.exc_info[0] is not None:
-            found["exception"] = self._shown(self.formatException(record.exc_info))
+            found["exception"] = self._redact(self.formatException(record.exc_info))
         elif record.exc_text:
-            found["exception"] = self._shown(record.exc_text)
+            found["exception"] = self._redact(record.exc_text)
         if record.stack_info:
-            found["stack"] = self._shown(record.stack_info)
+            found["stack"] = self._redact(record.stack_info)
         extra = {name: self._plain(name, value) for name, value in vars(record).items() if name not in _STANDARD and name[:1] != "_"}
         if extra:
             found["extra"] = extra
         return json.dumps(found)
 
     def _plain(self, name: str, value: object) -> object:
-        """Numbers and truth values as they are, everything else as text."""
+        """Return numbers and booleans as they are, everything else as text."""
         if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
             return value
-        return self._shown(redact(name, value if isinstance(value, str) else _text(value)))
+        return self._redact(redact(name, value if isinstance(value, str) else _text(value)))
 
 
 def _timestamp(seconds: float) -> str:
@@ -320,22 +317,22 @@ def _timestamp(seconds: float) -> str:
 
 
 def record_message(record: logging.LogRecord) -> str:
-    """The text of a record, also of one whose arguments do not fit it."""
+    """Return the text of a record, also if its arguments do not fit the format."""
     try:
         return record.getMessage()
-    except Exception as problem:  # a text and arguments that do not fit: the message is not lost over it
+    except Exception as problem:  # the arguments do not fit: keep the message
         return f"{_text(record.msg)} {_text(record.args)} (these do not fit together: {problem})"
 
 
 def _text(value: object) -> str:
     try:
         return str(value)
-    except Exception as problem:  # somebody's class that cannot be printed
+    except Exception as problem:  # a class whose __str__ raises
         return f"<{type(value).__name__} that cannot be printed: {type(problem).__name__}>"
 
 
 def effective_handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
-    """The handlers that a record of this logger meets on its way to the root."""
+    """Yield the handlers that a record of this logger reaches."""
     current: logging.Logger | None = logger
     while current is not None:
         yield from current.handlers
@@ -343,13 +340,13 @@ def effective_handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
 
 
 def is_console_handler(handler: logging.Handler) -> bool:
-    """Whether a handler prints to stdout or stderr."""
+    """Return whether a handler prints to stdout or stderr."""
     stream: Any = getattr(handler, "stream", None) if isinstance(handler, logging.StreamHandler) else None
-    return stream is not None and any(stream is entry for entry in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__))
+    return stream is not None and any(stream is console for console in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__))
 
 
 def use_json_formatter(handlers: Iterable[logging.Handler], formatter: logging.Formatter) -> None:
-    """Let those handlers that print plain text to the terminal print lines of JSON instead."""
+    """Set the formatter on those handlers that print plain text to the terminal."""
     for handler in handlers:
         kind = type(handler.formatter).__module__.partition(".")[0] if handler.formatter is not None else "logging"
         if kind in _PLAIN_FORMATTERS and is_console_handler(handler):
@@ -357,9 +354,9 @@ def use_json_formatter(handlers: Iterable[logging.Handler], formatter: logging.F
 
 
 def start_on_new_line(stream: Any) -> Callable[[], None]:
-    """From now on a line of JSON that is written to the stream begins on a new line, also after a progress bar or the like.
+    """Make every line of JSON that is written to the stream begin on a new line, also after a progress bar.
 
-    The function that this returns ends a line that has no end. What goes around the stream (C code, other processes) is not seen.
+    Return a function that ends an unfinished line. Output that bypasses the stream (C code, other processes) is not seen.
 
     >>> import io
     >>> stream = io.StringIO()
@@ -388,7 +385,7 @@ def start_on_new_line(stream: Any) -> Callable[[], None]:
 
 
 def warning_listeners() -> tuple[Callable[[str, str], None], ...]:
-    """Who wants to know of warnings of this process: told the name of the logger and the text. Nobody before there is a runtime."""
+    """Return the functions that receive logger name and text of each warning; none before there is a runtime."""
     module = sys.modules.get("slipstream.distributed.current")
     current_or_none = getattr(module, "current_or_none", None)  # absent while the module itself is being loaded
     runtime = current_or_none() if current_or_none is not None else None
@@ -404,7 +401,7 @@ def announce(
     world: int = 1,
     record: tuple[str, str] | None = None,
 ) -> None:
-    """Print a text of the launcher on stderr, after everything that was printed before; as JSON, the message and traceback of `record`."""
+    """Print a message of the launcher on stderr; as JSON, with the message and traceback of `record`."""
     sys.stdout.flush()
     message, traceback = record or (text, "")
     line = as_json_line(message, level, rank, world, traceback) if as_json else text + "\n"
@@ -412,7 +409,7 @@ def announce(
 
 
 def as_json_line(text: str, level: int, rank: int | None, world: int, traceback: str = "") -> str:
-    """A text of the launcher as a whole line."""
+    """Return a message of the launcher as one line of JSON."""
     record = logging.LogRecord("slipstream.launch", level, "", 0, "%s", (text.removeprefix("slipstream: ").rstrip(),), None)
     record.exc_text = traceback or None
     return JsonLineFormatter(lambda: (rank, world), environment()).format(record) + "\n"

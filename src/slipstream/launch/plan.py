@@ -1,47 +1,51 @@
-"""The launch plan: configuration and target in, `LaunchPlan` out, before any process is started.
+"""The launch plan: configuration and target in, `LaunchPlan` out, before any process starts.
 
 Every error that can be known in advance is raised here, as a `ConfigError` (exit code 2). The functions are pure except for one check
-that the script exists; machine, platform and environment are arguments. `describe_plan` is what `--show` prints. Nothing here starts a
-process or imports torch.
+that the script exists; machine, platform and environment are arguments. `describe_plan` returns what `--show` prints. Nothing here starts
+a process or imports torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from typing import Final, Literal
 
 from slipstream.config import Config
-from slipstream.config.resolved_config import VARIABLE, dump
+from slipstream.config.option import option_text
+from slipstream.config.resolved_config import VARIABLE, device_ids, dump
 from slipstream.config.schema import split_pairs
 from slipstream.errors import ConfigError
-from slipstream.launch.worker import Target
 
 __all__ = [
-    "LOOPBACK",
-    "VisibleAccelerators",
-    "MachineSpec",
-    "RendezvousSpec",
-    "LaunchPlan",
-    "StartMethod",
-    "check_target",
-    "describe_plan",
-    "make_plan",
+    "LOOPBACK", "LaunchPlan", "MachineSpec", "RendezvousSpec", "StartMethod", "Target", "TargetKind", "VisibleAccelerators",
+    "check_target", "describe_plan", "make_plan",
 ]
 
 LOOPBACK: Final = "127.0.0.1"
 _DEFAULT_PORT: Final = 29500
 StartMethod = Literal["exec", "fork", "spawn"]
+TargetKind = Literal["script", "module", "executable", "function"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to run: its kind, its name (a path, a module, a program or the file of a pickled function) and its arguments, unchanged."""
+
+    kind: TargetKind
+    name: str
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class VisibleAccelerators:
-    """What a look at this machine without torch found."""
+    """The accelerators of this machine, found without importing torch."""
 
     count: int = 0
     variable: str | None = None
@@ -50,7 +54,7 @@ class VisibleAccelerators:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSpec:
-    """The machine that the plan is for."""
+    """The machine that the plan is for; by default this one."""
 
     accelerators: VisibleAccelerators = VisibleAccelerators()
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -59,7 +63,7 @@ class MachineSpec:
 
 
 _MAX_PROCESSES_PER_CORE = 64
-"""Processes for each core up to which a job is taken for meant."""
+"""More processes per core than this are taken for a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,33 +73,33 @@ class RendezvousSpec:
     backend: str
     host: str
     port: int | None
-    """None: any free one, which is taken by binding it."""
+    """None: any free port, reserved by binding it."""
     settings: Mapping[str, str]
 
     @property
     def is_own(self) -> bool:
-        """Met through our own store, with machine ranks that are given; otherwise through one of torch's backends."""
+        """Whether the machines meet in our own store, with given machine ranks, and not through a backend of torch."""
         return self.backend == "static"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """Everything that the launcher on this machine does."""
+    """Everything that the launcher on this machine does. It travels to another process as JSON."""
 
     target: Target
     num_machines: int
     machine_rank: int
     local_processes: int
     environment: Mapping[str, str]
-    """What every process on this machine gets in addition to the launcher's own environment."""
+    """Variables of every process on this machine, in addition to those of the launcher."""
     command: tuple[str, ...]
-    """What one process runs; with fork, what it would run if it had to be a fresh interpreter."""
+    """The command of one process; with fork, the command of a fresh interpreter in its place."""
     start_method: StartMethod
     reason: str
-    """Why it is started this way."""
+    """Why the processes start this way."""
     forced: bool
-    """The user named the start method."""
-    meeting: RendezvousSpec
+    """The user chose the start method."""
+    rendezvous: RendezvousSpec
     max_restarts: int = 0
     monitor_interval: float = 0.1
     role: str = "default"
@@ -103,18 +107,18 @@ class LaunchPlan:
     log_dir: str | None = None
     quiet: bool = False
     console: Literal["all", "main"] = "all"
-    """Whose output the terminal shows: that of all processes, or of rank 0 alone."""
+    """Whose output the terminal shows: all processes, or rank 0 alone."""
     log_format: str = "text"
     all_warnings: bool = False
 
     @property
     def single(self) -> bool:
-        """One process takes the launcher's place; nothing stays behind to watch it."""
+        """Whether one process replaces the launcher, which then watches nothing."""
         return self.start_method == "exec"
 
     @property
     def as_json(self) -> bool:
-        """Log records, and what the launcher says, are lines of JSON."""
+        """Whether log records and messages of the launcher are lines of JSON."""
         return self.log_format == "json"
 
     @property
@@ -123,17 +127,36 @@ class LaunchPlan:
 
     @property
     def hosts_store(self) -> bool:
-        """The store of the job is served by the launcher on this machine."""
+        """Whether the launcher on this machine serves the store of the job."""
         return self.machine_rank == 0
+
+    def to_json(self) -> str:
+        """Return the plan as text for `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> LaunchPlan:
+        """Return the plan that `to_json` wrote.
+
+        >>> rendezvous = RendezvousSpec(backend="static", host=LOOPBACK, port=None, settings={})
+        >>> plan = LaunchPlan(target=Target("script", "a.py", ("-v",)), num_machines=1, machine_rank=0, local_processes=2, environment={},
+        ...     command=("python", "a.py"), start_method="fork", reason="", forced=False, rendezvous=rendezvous)
+        >>> LaunchPlan.from_json(plan.to_json()) == plan
+        True
+        """
+        data = json.loads(text)
+        target, rendezvous, command = data.pop("target"), data.pop("rendezvous"), tuple(data.pop("command"))
+        target["arguments"] = tuple(target["arguments"])
+        return cls(target=Target(**target), rendezvous=RendezvousSpec(**rendezvous), command=command, **data)
 
 
 def make_plan(config: Config, target: Target, environ: Mapping[str, str], machine: MachineSpec | None = None) -> LaunchPlan:
-    """The plan for this machine.
+    """Return the plan for this machine.
 
     >>> from slipstream.config import resolve
     >>> config = resolve(flags={"cpu": True, "num_processes": 2}, environ={})
     >>> plan = make_plan(config, Target("module", "timeit"), {}, MachineSpec(cores=2, platform="linux", interpreter=("python",)))
-    >>> plan.local_processes, plan.start_method, plan.meeting.host, plan.environment["OMP_NUM_THREADS"]
+    >>> plan.local_processes, plan.start_method, plan.rendezvous.host, plan.environment["OMP_NUM_THREADS"]
     (2, 'fork', '127.0.0.1', '1')
     """
     machine = machine or MachineSpec()
@@ -156,7 +179,7 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
         start_method=start_method,
         reason=reason,
         forced=config.launch.start_method != "auto",
-        meeting=_rendezvous_spec(config),
+        rendezvous=_rendezvous_spec(config),
         max_restarts=config.launch.max_restarts,
         monitor_interval=config.launch.monitor_interval,
         role=config.launch.role,
@@ -169,7 +192,7 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
 
 
 def check_target(target: Target) -> None:
-    """Raise when what is to be run is not there or cannot be read."""
+    """Raise a ConfigError if the target does not exist or cannot be read."""
     if target.kind == "module":
         top = target.name.partition(".")[0]
         if top not in sys.builtin_module_names and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
@@ -194,31 +217,25 @@ def _local_processes(config: Config, accelerators: VisibleAccelerators) -> int:
     if config.launch.gpu_ids is not None and not config.device.cpu:
         if not accelerators.count:
             raise ConfigError(f"{config.said('gpu_ids')}, but no accelerator was found on this machine.\nLeave it out.")
-        if config.launch.gpu_ids.strip().lower() != "all":
-            usable = min(usable, len(config.launch.gpu_ids.split(",")))
+        usable = min(usable, len(device_ids(config.launch.gpu_ids) or range(usable)))
     if config.command.multi_gpu and usable < 2:
-        found = f"{usable} accelerator{'' if usable == 1 else 's'} to use"
-        raise ConfigError(
-            f"{config.said('multi_gpu')}, but there {'is' if usable == 1 else 'are'} {found} on this machine.\nLeave --multi_gpu out."
-        )
+        found = "is 1 accelerator" if usable == 1 else f"are {usable} accelerators"
+        raise ConfigError(f"{config.said('multi_gpu')}, but there {found} to use on this machine.\nLeave --multi_gpu out.")
     wanted = config.launch.num_processes
-    if wanted is None:
-        return max(1, usable)
-    return wanted // config.launch.num_machines
+    return max(1, usable) if wanted is None else wanted // config.launch.num_machines
 
 
 def _start_method(config: Config, target: Target, machine: MachineSpec, local_processes: int) -> tuple[StartMethod, str]:
     wanted = config.launch.start_method
     needs_launcher = [name for name in ("max_restarts", "log_dir", "tee") if config.value(name) not in (0, None, "0")]
     needs_launcher += ["log_format"] if config.safety.log_format == "json" else []
-    if local_processes * config.launch.num_machines == 1 and not needs_launcher and config.launch.rdzv_backend == "static":
+    alone = local_processes * config.launch.num_machines == 1 and not needs_launcher and config.launch.rdzv_backend == "static"
+    if alone and target.kind != "function":  # a function is always started beside the process that calls it
         return "exec", "one process takes the launcher's place"
     if target.kind == "executable":
         return "spawn", "a program of its own cannot be forked"
-    if wanted == "fork":
-        return "fork", config.said("start_method")
-    if wanted == "spawn":
-        return "spawn", config.said("start_method")
+    if wanted != "auto":
+        return ("fork" if wanted == "fork" else "spawn"), config.said("start_method")
     if machine.platform != "linux":
         return "spawn", f"fork is not safe on {machine.platform}"
     if config.launch.rdzv_backend != "static":
@@ -233,9 +250,9 @@ def _environment(config: Config, environ: Mapping[str, str], machine: MachineSpe
         threads = max(1, machine.cores // local_processes)
     if threads is not None:
         found["OMP_NUM_THREADS"] = str(threads)
-    ids = config.launch.gpu_ids
-    if ids is not None and ids.strip().lower() != "all" and machine.accelerators.variable and not config.device.cpu:
-        found[machine.accelerators.variable] = ",".join(entry.strip() for entry in ids.split(","))
+    ids = device_ids(config.launch.gpu_ids)
+    if ids is not None and machine.accelerators.variable and not config.device.cpu:
+        found[machine.accelerators.variable] = ",".join(ids)
     if config.launch.num_machines == 1 and not alone:
         found["GLOO_SOCKET_IFNAME"] = "lo" if machine.platform == "linux" else "lo0"
     return found
@@ -271,23 +288,26 @@ def _rendezvous_spec(config: Config) -> RendezvousSpec:
 
 
 def _tee(config: Config) -> str:
-    """A folder for logs without a word on what goes there means: everything, and the terminal as before."""
+    """With `log_dir` alone, everything goes to the files and to the terminal."""
     if config.launch.log_dir is not None and config.origin("tee").kind == "default":
         return "3"
     return config.launch.tee
 
 
 def _interpreter_flags() -> Sequence[str]:
-    """The flags that this interpreter was started with (-X, -W, -O ...), so that a fresh one behaves alike."""
+    """Return the flags of this interpreter (-X, -W, -O ...), so that a fresh one behaves the same."""
+    # Private in CPython 3.10 to 3.13, and what multiprocessing uses; tests/launch/test_launch_plan.py notices.
     flags: Sequence[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
 
 
 def describe_plan(plan: LaunchPlan, config: Config) -> str:
-    """The plan for a person: what would be started, and where every option that matters came from."""
+    """Return the plan as text: what would start, and where each option came from."""
     here = f"{plan.local_processes} on this machine" + (f", {plan.num_processes} in total" if plan.num_machines > 1 else "")
-    port = "a free port" if plan.meeting.port is None else f"port {plan.meeting.port}"
-    where = f"{plan.meeting.host}, {port}" + (", served by this launcher" if plan.hosts_store else ", served by the launcher of machine 0")
+    rendezvous = plan.rendezvous
+    port = "a free port" if rendezvous.port is None else f"port {rendezvous.port}"
+    server = "this launcher" if plan.hosts_store else "the launcher of machine 0"
+    where = f"{rendezvous.host}, {port}, served by {server}" if rendezvous.is_own else f"through {rendezvous.backend} at {rendezvous.host}"
     rows = [
         ("run", f"{plan.target.kind} {_quoted(plan.target.name)}"),
         ("arguments", " ".join(_quoted(argument) for argument in plan.target.arguments) or "none"),
@@ -297,13 +317,12 @@ def describe_plan(plan: LaunchPlan, config: Config) -> str:
         ("command", " ".join(_quoted(word) for word in plan.command)),
     ]
     if not plan.single:
-        rows += [("meeting", where if plan.meeting.is_own else f"through {plan.meeting.backend} at {plan.meeting.host}")]
-        rows += [("restarts", str(plan.max_restarts)), ("tee", plan.tee), ("logs", plan.log_dir or "none")]
+        rows += [("meeting", where), ("restarts", str(plan.max_restarts)), ("tee", plan.tee), ("logs", plan.log_dir or "none")]
     lines = _table(rows)
     lines += ["", "environment of every process, in addition to this one's"]
     lines += [f"  {name}={value}" for name, value in sorted(plan.environment.items())]
     lines += ["", "options that are set"]
-    given = [(name, f"{_shown(choice.value)}  {choice.origin}") for name, choice in config.given().items()]
+    given = [(name, f"{option_text(choice.value)}  {choice.origin}") for name, choice in config.given().items()]
     lines += ["  " + line for line in _table(given)] or ["  none"]
     lines += [f"  not used: {unused}" for unused in config.unused]
     return "\n".join(lines)
@@ -314,10 +333,6 @@ def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name:<{width}}  {text}" for name, text in rows]
 
 
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _quoted(word: str) -> str:
-    """A word as it is, or in quotes and escaped where a person could misread it."""
+    """Return a word as it is, or quoted and escaped if it could be misread."""
     return word if word and word.isprintable() and not any(mark in word for mark in " '\"\\") else ascii(word)

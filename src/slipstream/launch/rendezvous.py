@@ -3,7 +3,7 @@
 `StaticRendezvous` serves one machine, or several whose ranks are given. The launcher of machine 0 serves a store and the others are its
 clients; each attempt is a generation with keys of its own, and from the second on with a store of its own for the workers. Each launcher
 writes a heartbeat; failures, exits and losses are counted in one number, so checking the job is one small request. There is no thread:
-the agent calls `look` while it waits. `TorchRendezvous` wraps a backend of torch (c10d, etcd, ...) chosen with `--rdzv_backend`; it
+the agent calls `has_news` while it waits. `TorchRendezvous` wraps a backend of torch (c10d, etcd, ...) chosen with `--rdzv_backend`; it
 cannot tell which process failed on another machine.
 """
 
@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from slipstream.errors import ConfigError, LaunchError
@@ -25,20 +25,15 @@ from slipstream.launch.store import StoreAddress, connect_store, interface_towar
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
-
-__all__ = ["MachineLostError", "RendezvousTimeouts", "StaticRendezvous", "TorchRendezvous", "static_rendezvous", "torch_rendezvous"]
-
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousHandler as _Handler, RendezvousInfo
 else:
     _Handler = object
 
+__all__ = ["MachineLostError", "RendezvousTimeouts", "StaticRendezvous", "TorchRendezvous", "make_rendezvous"]
+
 _PREFIX: Final = "slipstream/launchers"
-_BEAT_EVERY: Final = 1.0
-_LOOK_EVERY: Final = 0.2
+_HEARTBEAT_SECONDS: Final = 1.0
+_CHECK_SECONDS: Final = 0.2
 
 
 class MachineLostError(LaunchError):
@@ -47,19 +42,19 @@ class MachineLostError(LaunchError):
 
 @dataclass(frozen=True)
 class RendezvousTimeouts:
-    """What `rdzv_conf` may say for machines whose ranks are given."""
+    """The settings of `rdzv_conf` for machines whose ranks are given."""
 
     timeout: float = 60.0
-    """Seconds to wait for machine 0 to be there."""
+    """Seconds to wait for machine 0."""
     join_timeout: float = 600.0
-    """Seconds that the launchers which are there wait for the rest."""
+    """Seconds that the launchers wait for each other."""
     heartbeat: float = 15.0
-    """Seconds without a sign of life after which a machine counts as lost."""
+    """Seconds without a heartbeat after which a machine counts as lost."""
 
     @classmethod
     def read(cls, plan: LaunchPlan) -> RendezvousTimeouts:
         known = cls.__dataclass_fields__
-        for name, text in plan.meeting.settings.items():
+        for name, text in plan.rendezvous.settings.items():
             if name not in known:
                 raise ConfigError(
                     f"rdzv_conf has {name}={text}, which the rendezvous backend static does not know.\nIt knows: {', '.join(known)}."
@@ -69,26 +64,11 @@ class RendezvousTimeouts:
                     raise ValueError(text)
             except ValueError:
                 raise ConfigError(f"rdzv_conf has {name}={text}, which is not a number of seconds above 0.") from None
-        return cls(**{name: float(text) for name, text in plan.meeting.settings.items()})
-
-
-@dataclass
-class _Heartbeats:
-    """When each of the other machines was last heard of."""
-
-    counts: dict[int, int] = field(default_factory=dict)
-    changed: dict[int, float] = field(default_factory=dict)
-
-    def silent(self, machine: int, count: int, now: float) -> float:
-        """For how many seconds the machine has said nothing new."""
-        if self.counts.get(machine) != count:
-            self.counts[machine] = count
-            self.changed[machine] = now
-        return now - self.changed[machine]
+        return cls(**{name: float(text) for name, text in plan.rendezvous.settings.items()})
 
 
 class StaticRendezvous(_Handler):
-    """The verbs of a rendezvous handler; `static_rendezvous` joins them with torch's class."""
+    """A rendezvous in our own store; `make_rendezvous` combines it with torch's class."""
 
     def __init__(
         self,
@@ -99,28 +79,29 @@ class StaticRendezvous(_Handler):
     ) -> None:
         self._plan = plan
         self._listener = listener
-        self._settings = RendezvousTimeouts.read(plan)
+        self._timeouts = RendezvousTimeouts.read(plan)
         self._check = check
         self._note = note
         self._host = socket.gethostname()
         self._run_id = secrets.token_hex(8)
         self._control: TCPStore | None = None
-        self._place: StoreAddress | None = None
+        self._address: StoreAddress | None = None
         self._listening_on: str = LOOPBACK
         self._hosts: dict[int, str] = {plan.machine_rank: self._host}
-        self._beats = _Heartbeats()
-        self._next_beat = self._next_look = 0.0
-        self._news_seen = 0
+        self._heartbeats: dict[int, tuple[int, float]] = {}
+        """The last count of each other machine, and when it changed."""
+        self._next_heartbeat = self._next_check = 0.0
+        self._events_seen = 0
         self._lost: list[tuple[int, str]] = []
-        self._counted = False
-        """The others know of this launcher as the one with its machine rank."""
+        self._registered = False
+        """This launcher holds its machine rank in the store."""
         self.generation = -1
         self.raw_store: TCPStore | None = None
-        """The store that the workers of this attempt use, without any prefix."""
+        """The store of the workers of this attempt, without a prefix."""
         self.interface: str | None = None
         """The network interface that leads to the other machines."""
 
-    # what torch's agent asks
+    # called by torch's agent
 
     def get_backend(self) -> str:
         return "static"
@@ -136,16 +117,16 @@ class StaticRendezvous(_Handler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody may join a job whose machines are given, so there is nothing to close."""
+        """Do nothing: no machine can join a job whose machines are given."""
 
     def num_nodes_waiting(self) -> int:
-        """Launchers that have already gone on to the next attempt."""
+        """Return how many launchers have started the next attempt."""
         return 0 if self._alone else self._number(f"{self.generation + 1}/arrived")
 
     def shutdown(self) -> bool:
-        """Let go of the stores; the launcher of machine 0 first waits a little until the others have read what they need."""
-        if self._control is not None and self._counted:
-            self._leave_together()
+        """Close the stores; the launcher of machine 0 first waits until the others have read what they need."""
+        if self._control is not None and self._registered:
+            self._await_leaving()
         self.raw_store = self._control = None
         return True
 
@@ -156,13 +137,13 @@ class StaticRendezvous(_Handler):
         if self._control is None:
             self._open()
         self.generation += 1
-        self._news_seen = 0
-        place = self._open_attempt()
+        self._events_seen = 0
+        address = self._open_attempt()
         if not self._alone:
-            self._await_all(f"{self.generation}/arrived", self._settings.join_timeout)
+            self._await_all(f"{self.generation}/arrived", self._timeouts.join_timeout)
         assert self._control is not None
         store = PrefixStore(f"{_PREFIX}/{self.generation}/agent", self._control)
-        return RendezvousInfo(store, self._plan.machine_rank, self._plan.num_machines, RendezvousStoreInfo(place.host, place.port))
+        return RendezvousInfo(store, self._plan.machine_rank, self._plan.num_machines, RendezvousStoreInfo(address.host, address.port))
 
     # opening
 
@@ -171,22 +152,22 @@ class StaticRendezvous(_Handler):
         return self._plan.num_machines == 1
 
     def _open(self) -> None:
-        meeting = self._plan.meeting
+        spec = self._plan.rendezvous
         if self._plan.hosts_store:
-            listener, place = self._listener or open_listener(meeting.host, meeting.port, "main_process_port")
+            listener, address = self._listener or open_listener(spec.host, spec.port, "main_process_port")
             self._listening_on = listener.getsockname()[0]
-            self._control, self._place = serve_store(listener, place), place
+            self._control, self._address = serve_store(listener, address), address
         else:
-            self._place = StoreAddress(meeting.host, meeting.port or 0)
+            self._address = StoreAddress(spec.host, spec.port or 0)
             self._control = connect_store(
-                self._place, patience=self._settings.timeout, limit=self._settings.heartbeat, check=self._check, note=self._note
+                self._address, patience=self._timeouts.timeout, limit=self._timeouts.heartbeat, check=self._check, note=self._note
             )
         if not self._alone:
-            self._introduce()
+            self._register()
 
-    def _introduce(self) -> None:
-        """Say who we are, find out who the others are, and refuse what does not fit together."""
-        self.interface = interface_towards(self._plan.meeting.host)
+    def _register(self) -> None:
+        """Claim the machine rank, and raise if another launcher holds it or the settings differ."""
+        self.interface = interface_towards(self._plan.rendezvous.host)
         if self._plan.hosts_store:
             self._set("run", self._run_id)
         else:
@@ -199,15 +180,15 @@ class StaticRendezvous(_Handler):
                 f"Two launchers have machine_rank={self._plan.machine_rank}: {other['host']} (pid {other['pid']}) "
                 f"and {self._host} (pid {os.getpid()}).\nGive every machine a rank of its own, from 0 to {self._plan.num_machines - 1}."
             )
-        self._counted = True
-        self._compare_terms()
+        self._registered = True
+        self._compare_settings()
 
-    def _compare_terms(self) -> None:
+    def _compare_settings(self) -> None:
         mine = {"num_machines": self._plan.num_machines, "num_processes": self._plan.num_processes, "max_restarts": self._plan.max_restarts}
         if self._plan.hosts_store:
-            self._set("terms", json.dumps(mine))
+            self._set("settings", json.dumps(mine))
             return
-        theirs = json.loads(self._await_text("terms"))
+        theirs = json.loads(self._await_text("settings"))
         for name, value in mine.items():
             if theirs.get(name) != value:
                 self._abort(
@@ -216,40 +197,40 @@ class StaticRendezvous(_Handler):
                 )
 
     def _open_attempt(self) -> StoreAddress:
-        """The store of this attempt's workers: the launchers' own at first, then a fresh one each time."""
-        assert self._place is not None
+        """Open the store of this attempt's workers: the launchers' own at first, then a fresh one each time."""
+        assert self._address is not None
         if self.generation == 0:
             self.raw_store = self._control
-            return self._place
+            return self._address
         if self._plan.hosts_store:
             listener, fresh = open_listener(self._listening_on, None)
-            place = StoreAddress(self._place.host, fresh.port)
-            self.raw_store = serve_store(listener, place)
+            address = StoreAddress(self._address.host, fresh.port)
+            self.raw_store = serve_store(listener, address)
             if not self._alone:
-                self._set(f"{self.generation}/port", str(place.port))
-            return place
-        place = StoreAddress(self._place.host, int(self._await_text(f"{self.generation}/port")))
-        self.raw_store = connect_store(place, patience=self._settings.timeout, limit=self._settings.heartbeat, check=self._check)
-        return place
+                self._set(f"{self.generation}/port", str(address.port))
+            return address
+        address = StoreAddress(self._address.host, int(self._await_text(f"{self.generation}/port")))
+        self.raw_store = connect_store(address, patience=self._timeouts.timeout, limit=self._timeouts.heartbeat, check=self._check)
+        return address
 
-    # meeting the others
+    # waiting for the others
 
     def _await_all(self, key: str, patience: float) -> None:
-        """Count ourselves in and wait until every launcher has; keeps up the heartbeat meanwhile."""
-        self._request(lambda store: store.add(f"{_PREFIX}/{key}", 1))
+        """Announce this launcher and wait for all of them, with a heartbeat meanwhile."""
+        self._add(key)
         self._set(f"{key}/{self._plan.machine_rank}", self._host)
-        start, said = time.monotonic(), False
+        start, noted = time.monotonic(), False
         while self._number(key) < self._plan.num_machines:
             self._check()
             self._stop_if_aborted()
-            self.beat()
+            self.send_heartbeat()
             waited = time.monotonic() - start
             if waited > patience:
                 raise ConfigError(
                     f"{self._missing(key)} did not come within {patience:.0f} s.\nTo wait longer: --rdzv_conf join_timeout=3600"
                 )
-            if waited > 5 and not said:
-                said = True
+            if waited > 5 and not noted:
+                noted = True
                 self._note(f"waiting for {self._missing(key)}")
             time.sleep(0.05)
         self._stop_if_aborted()
@@ -261,7 +242,7 @@ class StaticRendezvous(_Handler):
         return f"machine{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
 
     def _abort(self, message: str) -> None:
-        """Tell everybody that it cannot work, and stop."""
+        """Stop every launcher with an error."""
         self._set("abort", message)
         raise ConfigError(message)
 
@@ -269,9 +250,9 @@ class StaticRendezvous(_Handler):
         if self._has("abort"):
             raise ConfigError(self._await_text("abort"))
 
-    def _leave_together(self) -> None:
+    def _await_leaving(self) -> None:
         try:
-            gone = self._request(lambda store: store.add(f"{_PREFIX}/gone", 1))
+            gone = self._add("gone")
             deadline = time.monotonic() + 5.0
             there = sum(self._has(f"machine/{machine}") for machine in range(self._plan.num_machines)) - len(self._lost)
             while self._plan.hosts_store and gone < there and time.monotonic() < deadline:
@@ -282,61 +263,62 @@ class StaticRendezvous(_Handler):
 
     # while workers run
 
-    def beat(self) -> None:
-        """A sign of life, at most once a second."""
+    def send_heartbeat(self) -> None:
+        """Write a heartbeat, at most once a second; machine 0 checks those of the others."""
         now = time.monotonic()
-        if self._alone or now < self._next_beat:
+        if self._alone or now < self._next_heartbeat:
             return
-        self._next_beat = now + _BEAT_EVERY
-        self._request(lambda store: store.add(f"{_PREFIX}/beat/{self._plan.machine_rank}", 1))
+        self._next_heartbeat = now + _HEARTBEAT_SECONDS
+        self._add(f"heartbeat/{self._plan.machine_rank}")
         if self._plan.hosts_store:
-            self._listen_for_others(now)
+            self._check_heartbeats(now)
 
-    def _listen_for_others(self, now: float) -> None:
-        limit = self._settings.heartbeat
+    def _check_heartbeats(self, now: float) -> None:
+        limit = self._timeouts.heartbeat
         for machine, host in self._hosts.items():
             if machine == self._plan.machine_rank or any(machine == lost for lost, _ in self._lost):
                 continue
-            if self._beats.silent(machine, self._number(f"beat/{machine}"), now) > limit:
+            count = self._number(f"heartbeat/{machine}")
+            last, since = self._heartbeats.get(machine, (-1, now))
+            self._heartbeats[machine] = (count, since if count == last else now)
+            if count == last and now - since > limit:
                 self._lost.append((machine, f"Nothing was heard of machine {machine} (host {host}) for {limit:.0f} s."))
 
     def lost_machines(self) -> list[tuple[int, str, str]]:
-        """Machine, host and reason of those that are gone, as far as this launcher has noticed itself."""
+        """Return machine, host and reason of the machines that this launcher has found lost."""
         return [(machine, self._hosts.get(machine, "unknown host"), reason) for machine, reason in self._lost]
 
-    def look(self) -> bool:
-        """Whether something has happened in this attempt anywhere that this launcher has not looked at yet."""
+    def has_news(self) -> bool:
+        """Return whether a launcher has published something since the last call."""
         now = time.monotonic()
-        if self._alone or now < self._next_look:
+        if self._alone or now < self._next_check:
             return False
-        self._next_look = now + _LOOK_EVERY
-        news = self._number(f"{self.generation}/news")
-        fresh = news != self._news_seen
-        self._news_seen = news
-        return fresh
+        self._next_check = now + _CHECK_SECONDS
+        before, self._events_seen = self._events_seen, self._number(f"{self.generation}/events")
+        return before != self._events_seen
 
-    def post(self, failures: Sequence[WorkerFailure]) -> None:
-        """Tell the other launchers how this machine's processes failed."""
+    def publish(self, failures: Sequence[WorkerFailure]) -> None:
+        """Tell the other launchers how the processes of this machine failed."""
         if self._alone or not failures:
             return
         key = f"{self.generation}/failures/{self._plan.machine_rank}"
         if not self._has(key):
             self._request(lambda store: store.append(f"{_PREFIX}/{self.generation}/order", f"{self._plan.machine_rank},"))
         self._set(key, json.dumps([failure.to_json() for failure in failures]))
-        self._request(lambda store: store.add(f"{_PREFIX}/{self.generation}/news", 1))
+        self._add(f"{self.generation}/events")
 
-    def reported(self) -> list[list[WorkerFailure]]:
-        """What the other launchers have told, one list for each, in the order in which they were the first to tell."""
+    def published(self) -> list[list[WorkerFailure]]:
+        """Return the failures of every launcher, one list for each, in the order of their first failure."""
         if self._alone or not self._has(f"{self.generation}/order"):
             return []
         order = [int(machine) for machine in self._await_text(f"{self.generation}/order").split(",") if machine]
-        told = {machine: self._await_text(f"{self.generation}/failures/{machine}") for machine in order}
-        return [[WorkerFailure.from_json(entry) for entry in json.loads(text)] for text in told.values()]
+        texts = [self._await_text(f"{self.generation}/failures/{machine}") for machine in dict.fromkeys(order)]
+        return [[WorkerFailure.from_json(failure) for failure in json.loads(text)] for text in texts]
 
-    def finished(self) -> None:
-        """This machine's processes have all ended well."""
+    def mark_finished(self) -> None:
+        """Tell the others that the processes of this machine have all succeeded."""
         if not self._alone:
-            self._request(lambda store: store.add(f"{_PREFIX}/{self.generation}/finished", 1))
+            self._add(f"{self.generation}/finished")
 
     def all_finished(self) -> bool:
         return self._alone or self._number(f"{self.generation}/finished") >= self._plan.num_machines
@@ -350,9 +332,9 @@ class StaticRendezvous(_Handler):
             with silence_stderr():
                 return ask(self._control)
         except RuntimeError as error:  # torch.distributed.DistError: closed, refused or silent for too long
-            place = f"{self._place.host}, port {self._place.port}" if self._place else "its address"
+            address = f"{self._address.host}, port {self._address.port}" if self._address else "its address"
             raise MachineLostError(
-                f"machine 0 ({self._hosts.get(0, 'unknown host')}, {place}) cannot be reached any more from {self._host}: "
+                f"machine 0 ({self._hosts.get(0, 'unknown host')}, {address}) cannot be reached any more from {self._host}: "
                 f"{str(error).splitlines()[0]}"
             ) from None
 
@@ -362,12 +344,15 @@ class StaticRendezvous(_Handler):
     def _has(self, key: str) -> bool:
         return bool(self._request(lambda store: store.check([f"{_PREFIX}/{key}"])))
 
+    def _add(self, key: str, amount: int = 1) -> int:
+        return int(self._request(lambda store: store.add(f"{_PREFIX}/{key}", amount)))
+
     def _number(self, key: str) -> int:
-        return int(self._request(lambda store: store.add(f"{_PREFIX}/{key}", 0)))
+        return self._add(key, 0)
 
     def _await_text(self, key: str) -> str:
-        """The value of a key that a launcher is about to write."""
-        deadline = time.monotonic() + self._settings.timeout
+        """Wait for a key that a launcher is about to write, and return its value."""
+        deadline = time.monotonic() + self._timeouts.timeout
         while not self._has(key):
             self._check()
             if time.monotonic() > deadline:
@@ -377,13 +362,18 @@ class StaticRendezvous(_Handler):
         return text.decode()
 
 
-def static_rendezvous(
+def make_rendezvous(
     plan: LaunchPlan,
     check: Callable[[], None],
     note: Callable[[str], None],
     listener: tuple[socket.socket, StoreAddress] | None = None,
-) -> StaticRendezvous:
-    """The handler, as a subclass of torch's; made here so that this room does not import torch before it must."""
+) -> StaticRendezvous | TorchRendezvous:
+    """Return the handler that the plan asks for; made here so that importing this module does not import torch.
+
+    `check` is called during waits and may raise; `note` receives messages for the user; `listener` is a port that is already taken.
+    """
+    if not plan.rendezvous.is_own:
+        return TorchRendezvous(plan, check)
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     made: StaticRendezvous = type("Rendezvous", (StaticRendezvous, RendezvousHandler), {})(plan, check, note, listener)
@@ -391,12 +381,12 @@ def static_rendezvous(
 
 
 class TorchRendezvous:
-    """A backend of torch, with the further questions of our agent."""
+    """A backend of torch (c10d, etcd, ...), with the further methods that our agent calls."""
 
-    def __init__(self, handler: RendezvousHandler, check: Callable[[], None]) -> None:
-        self._handler = handler
+    def __init__(self, plan: LaunchPlan, check: Callable[[], None]) -> None:
+        self._handler = _torch_handler(plan)
         self._check = check
-        self._place: StoreAddress | None = None
+        self._address: StoreAddress | None = None
         self.generation = -1
         self.interface: str | None = None
 
@@ -413,52 +403,52 @@ class TorchRendezvous:
         except RendezvousError as error:
             raise _rendezvous_error(self._handler.get_backend(), error) from None
         self.generation += 1
-        meeting = info.bootstrap_store_info
-        self._place = StoreAddress(meeting.master_addr, meeting.master_port) if meeting is not None else None
+        store = info.bootstrap_store_info
+        self._address = StoreAddress(store.master_addr, store.master_port) if store is not None else None
         return info
 
     @property
     def raw_store(self) -> TCPStore | None:
-        """A connection to the workers' store, or None when nobody serves it any more."""
-        if self._place is None:
+        """A new connection to the store of the workers; None if nobody serves it."""
+        if self._address is None:
             return None
         try:
-            return connect_store(self._place, patience=1.0, limit=5.0, check=self._check)
+            return connect_store(self._address, patience=1.0, limit=5.0, check=self._check)
         except (ConfigError, RuntimeError):
             return None
 
-    def beat(self) -> None:
-        """The backend has heartbeats of its own."""
+    def send_heartbeat(self) -> None:
+        """Do nothing: the backend has its own heartbeats."""
 
-    def look(self) -> bool:
+    def has_news(self) -> bool:
         return False
 
-    def post(self, failures: Sequence[WorkerFailure]) -> None:
-        """The other launchers see for themselves."""
+    def publish(self, failures: Sequence[WorkerFailure]) -> None:
+        """Do nothing: the other launchers see failures through the backend."""
 
-    def reported(self) -> list[list[WorkerFailure]]:
+    def published(self) -> list[list[WorkerFailure]]:
         return []
 
     def lost_machines(self) -> list[tuple[int, str, str]]:
         return []
 
-    def finished(self) -> None:
-        """Nobody else needs to know before the exit barrier of torch's agent."""
+    def mark_finished(self) -> None:
+        """Do nothing: the exit barrier of torch's agent waits."""
 
     def all_finished(self) -> bool:
         return True
 
 
-def torch_rendezvous(plan: LaunchPlan, check: Callable[[], None]) -> TorchRendezvous:
-    """The backend that the plan names, with its settings."""
+def _torch_handler(plan: LaunchPlan) -> _Handler:
+    """Return the handler of the backend that the plan names, with its settings."""
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    settings = dict(plan.meeting.settings)
-    host = f"[{plan.meeting.host}]" if ":" in plan.meeting.host else plan.meeting.host
-    endpoint = settings.pop("endpoint", f"{host}:{plan.meeting.port or 0}")
+    spec, settings = plan.rendezvous, dict(plan.rendezvous.settings)
+    host = f"[{spec.host}]" if ":" in spec.host else spec.host
+    endpoint = settings.pop("endpoint", f"{host}:{spec.port or 0}")
     parameters = RendezvousParameters(
-        backend=plan.meeting.backend,
+        backend=spec.backend,
         endpoint=endpoint,
         run_id=settings.pop("id", "slipstream"),
         min_nodes=plan.num_machines,
@@ -467,10 +457,9 @@ def torch_rendezvous(plan: LaunchPlan, check: Callable[[], None]) -> TorchRendez
     )
     try:
         with silence_stderr():
-            handler = get_rendezvous_handler(parameters)
-        return TorchRendezvous(handler, check)
+            return get_rendezvous_handler(parameters)
     except (ValueError, ImportError, RuntimeError, RendezvousError) as error:
-        raise _rendezvous_error(f"{plan.meeting.backend} at {endpoint}", error) from None
+        raise _rendezvous_error(f"{spec.backend} at {endpoint}", error) from None
 
 
 def _rendezvous_error(backend: str, error: Exception) -> ConfigError:

@@ -1,10 +1,9 @@
 """The rendezvous store of a job: opening it as server or client, and the keys that the launcher and the workers share.
 
 The server listens on a socket that is bound here, because torch would listen on every interface. A client first tries a plain socket and
-reports what it tried; torch's client would print stack traces. Connections to other machines get time limits, so a cut cable is an error
-and not an endless wait, and name lookups while torch connects are limited to one second. Keys live under one prefix per attempt, so a
-restarted job never reads what the previous attempt wrote; `ExitNotice` records how a worker ended. Nothing here imports torch before a
-store is opened.
+reports what it tried; torch's client would print stack traces. Connections to other machines get time limits, so a broken connection is
+an error and not an endless wait. Keys live under one prefix per attempt, so a restarted job never reads what the previous attempt wrote.
+Nothing here imports torch before a store is opened.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from slipstream.errors import ConfigError
-from slipstream.launch.workers import WorkerProcesses, open_descriptors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 __all__ = [
     "ALARM_KEY", "ExitNotice", "FOLLOWED_LOSS_KEY", "LOST_HOLDERS_KEY", "StoreAddress", "attempt_prefix", "connect_store", "exit_key",
-    "holds_items_key", "interface_towards", "local_address_towards", "open_listener", "serve_store", "short_name_lookups",
+    "holds_items_key", "interface_towards", "local_address_towards", "open_listener", "serve_store", "short_name_lookups", "signal_name",
     "silence_stderr", "wait_for_listener",
 ]
 
@@ -42,17 +40,17 @@ _PAUSE: Final = 0.25
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """A store's address as the processes are told it."""
+    """The address of a store, as the processes receive it."""
 
     host: str
     port: int
 
 
 def open_listener(host: str, port: int | None, origin: str = "") -> tuple[socket.socket, StoreAddress]:
-    """A listening socket on `host`, on the given port or a free one; `origin` says where the port came from.
+    """Return a listening socket on `host`, on the given port or a free one; `origin` is the option of the port, for errors.
 
-    >>> listener, place = open_listener("127.0.0.1", None)
-    >>> listener.getsockname() == (place.host, place.port)
+    >>> listener, address = open_listener("127.0.0.1", None)
+    >>> listener.getsockname() == (address.host, address.port)
     True
     >>> listener.close()
     """
@@ -60,7 +58,7 @@ def open_listener(host: str, port: int | None, origin: str = "") -> tuple[socket
     for family, address in _addresses_to_bind(host, port or 0):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if port:  # a fixed port may still be remembered from the job before; a free one must be free for everybody
+            if port:  # a fixed port may still be in TIME_WAIT from the last job; a free one must be free for everybody
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(_BACKLOG)
@@ -75,7 +73,7 @@ def open_listener(host: str, port: int | None, origin: str = "") -> tuple[socket
 
 
 def _addresses_to_bind(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """The address itself; where that is not one of this machine's (a translated or loopback name), every interface."""
+    """Return the address itself; where that is not an address of this machine (a translated or loopback name), every interface."""
     everywhere = [(socket.AF_INET, ("0.0.0.0", port))]
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -103,86 +101,90 @@ def _cannot_listen(host: str, port: int | None, origin: str, problem: OSError | 
     return f"The launcher cannot listen on {host}, port {port}{where}: {reason}.\nmain_process_ip must be an address of machine 0."
 
 
-def serve_store(listener: socket.socket, place: StoreAddress) -> TCPStore:
-    """A store that answers on `listener`, and this process's own connection to it."""
+def serve_store(listener: socket.socket, address: StoreAddress) -> TCPStore:
+    """Serve a store on `listener`; return this process's connection to it."""
     from torch._C._distributed_c10d import TCPStore
 
     bound = listener.getsockname()[0]
     host = "127.0.0.1" if bound == "0.0.0.0" else bound
-    with silence_stderr():  # torch remarks on addresses without a name, which are no mistake
-        return TCPStore(host, place.port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
+    with silence_stderr():  # torch warns about addresses without a name, which are correct
+        return TCPStore(host, address.port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(
-    place: StoreAddress, *, patience: float, limit: float, check: Callable[[], None], note: Callable[[str], None] = lambda text: None
+    address: StoreAddress, *, patience: float, limit: float, check: Callable[[], None], note: Callable[[str], None] = lambda text: None
 ) -> TCPStore:
-    """A client of the store at `place`, which may take up to `patience` seconds to appear.
+    """Return a client of the store at `address`, which may take up to `patience` seconds to appear.
 
-    `limit` is after how many seconds of silence an established connection counts as lost; `check` is called in between and may
-    raise; `note` is told once when it takes longer.
+    An open connection counts as lost after `limit` seconds of silence. `check` is called during the wait and may raise; `note` receives
+    one message if the wait is long.
     """
     from torch._C._distributed_c10d import TCPStore
 
-    wait_for_listener(place, patience, check, note)
-    _check_is_store(place, patience)
+    from slipstream.launch.workers import open_descriptors
+
+    wait_for_listener(address, patience, check, note)
+    _check_is_store(address, patience)
     before = open_descriptors()
     with silence_stderr():
-        store = TCPStore(place.host, place.port, None, False, timedelta(seconds=limit), wait_for_workers=False)
+        store = TCPStore(address.host, address.port, None, False, timedelta(seconds=limit), wait_for_workers=False)
     for number in open_descriptors() - before:
-        _set_keepalive(number, place.port, limit)
+        _set_keepalive(number, address.port, limit)
     return store
 
 
-def _check_is_store(place: StoreAddress, patience: float) -> None:
-    """Talk to whoever listens from a process that can be given up: torch's client waits for an answer without a limit."""
+def _check_is_store(address: StoreAddress, patience: float) -> None:
+    """Raise if what listens is not a store. A child tries it, because torch's client waits for an answer without a limit."""
     if sys.platform != "linux":
         return
+    from slipstream.launch.workers import WorkerProcesses
+
     answer = -1
-    crew = WorkerProcesses()
-    crew.fork(0, lambda: _probe_store(place, patience))
+    workers = WorkerProcesses()
+    workers.fork(0, lambda: _probe_store(address, patience))
     deadline = time.monotonic() + patience
-    while crew.running and time.monotonic() < deadline:
-        crew.wait(deadline - time.monotonic())
-        answer = next((end.exit_code for end in crew.poll()), answer)
-    crew.stop(signum=signal.SIGKILL)
+    while workers.running and time.monotonic() < deadline:
+        workers.wait(deadline - time.monotonic())
+        answer = next((end.exit_code for end in workers.poll()), answer)
+    workers.stop(signum=signal.SIGKILL)
     if answer != 0:
-        heard = f"no answer within {patience:.0f} s" if answer < 0 else "an answer in another language"
+        reply = f"no answer within {patience:.0f} s" if answer < 0 else "an answer in another language"
         raise ConfigError(
-            f"Something listens at {place.host}, port {place.port} (main_process_ip, main_process_port), but it is not a launcher.\n"
-            f"Tried: a connection, and the first words of torch's store; there was {heard}.\n"
-            "Check the address and the port, and whether a proxy or another service answers in its place."
+            f"Something listens at {address.host}, port {address.port} (main_process_ip, main_process_port), but it is not a launcher.\n"
+            f"Tried: a connection, and the first words of torch's store; there was {reply}.\n"
+            "Check the address and the port, and whether a proxy or another service answers in its address."
         )
 
 
-def _probe_store(place: StoreAddress, patience: float) -> NoReturn:
+def _probe_store(address: StoreAddress, patience: float) -> NoReturn:
     from torch._C._distributed_c10d import TCPStore
 
     try:
         with silence_stderr():
-            TCPStore(place.host, place.port, None, False, timedelta(seconds=patience), wait_for_workers=False)
+            TCPStore(address.host, address.port, None, False, timedelta(seconds=patience), wait_for_workers=False)
     except RuntimeError:
         os._exit(3)
     os._exit(0)
 
 
-def wait_for_listener(place: StoreAddress, patience: float, check: Callable[[], None], note: Callable[[str], None]) -> None:
-    """Return when somebody listens at `place`; a ConfigError with all that was tried when nobody does in time."""
+def wait_for_listener(address: StoreAddress, patience: float, check: Callable[[], None], note: Callable[[str], None]) -> None:
+    """Return when something listens at `address`; raise a ConfigError with what was tried if nothing does in time."""
     start = time.monotonic()
-    tries, said = 0, False
+    tries, noted = 0, False
     while True:
         tries += 1
         try:
-            socket.create_connection((place.host, place.port), timeout=min(5.0, patience)).close()
+            socket.create_connection((address.host, address.port), timeout=min(5.0, patience)).close()
             return
         except OSError as error:
             problem = _describe_os_error(error)
         check()
         waited = time.monotonic() - start
         if waited >= patience:
-            raise ConfigError(_unreachable(place, problem, tries, waited))
-        if waited > 3 and not said:
-            said = True
-            note(f"waiting for machine 0 at {place.host}, port {place.port} ({problem}); giving up after {patience:.0f} s")
+            raise ConfigError(_unreachable(address, problem, tries, waited))
+        if waited > 3 and not noted:
+            noted = True
+            note(f"waiting for machine 0 at {address.host}, port {address.port} ({problem}); giving up after {patience:.0f} s")
         time.sleep(_PAUSE)
 
 
@@ -194,14 +196,14 @@ def _describe_os_error(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _unreachable(place: StoreAddress, problem: str, tries: int, waited: float) -> str:
+def _unreachable(address: StoreAddress, problem: str, tries: int, waited: float) -> str:
     try:
-        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)})
-        resolved = f"{place.host} is {', '.join(found)}" if found != [place.host] else f"address {place.host}"
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)})
+        resolved = f"{address.host} is {', '.join(found)}" if found != [address.host] else f"address {address.host}"
     except OSError:
-        resolved = f"{place.host} has no address here"
+        resolved = f"{address.host} has no address here"
     return (
-        f"Machine 0 cannot be reached at {place.host}, port {place.port} (main_process_ip, main_process_port).\n"
+        f"Machine 0 cannot be reached at {address.host}, port {address.port} (main_process_ip, main_process_port).\n"
         f"Tried: {resolved}; {tries} connections in {waited:.0f} s; the last one: {problem}.\n"
         "Start the launcher on machine 0 too, check that both give the same address and port, and that no firewall is between them.\n"
         "To wait longer: --rdzv_conf timeout=300"
@@ -209,7 +211,7 @@ def _unreachable(place: StoreAddress, problem: str, tries: int, waited: float) -
 
 
 def _set_keepalive(number: int, port: int, limit: float) -> None:
-    """Time limits on the connection that torch has just opened; it sets none, and some of its requests wait without one."""
+    """Set time limits on the connection that torch has just opened; it sets none, and some of its requests wait without one."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
         if connection.getpeername()[1] != port:
             return
@@ -222,19 +224,19 @@ def _set_keepalive(number: int, port: int, limit: float) -> None:
 
 @contextlib.contextmanager
 def silence_stderr() -> Iterator[None]:
-    """Keep what torch's C++ side prints about a failed request (stack traces) off the terminal; the exception comes through."""
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    """Hide what torch's C++ code prints about a failed request (stack traces); the exception passes through."""
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-        os.close(nowhere)
+        os.close(null)
 
 
 def local_address_towards(host: str) -> str:
-    """The address of this machine on the way to `host`; an OSError if there is none.
+    """Return the address of this machine on the route to `host`; raise an OSError if there is none.
 
     >>> local_address_towards("127.0.0.1")
     '127.0.0.1'
@@ -246,16 +248,18 @@ def local_address_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface over which `host` is reached from here, or None when it cannot be told."""
+    """Return the network interface over which `host` is reached, or None if that is unknown."""
     import psutil
 
     try:
         own = local_address_towards(host)
     except OSError:
         return None
-    named = [name for name, entries in psutil.net_if_addrs().items() if any(entry.address.partition("%")[0] == own for entry in entries)]
-    # machine 0 reaches itself over the loopback interface's route, but with the address of the right one
-    return named[0] if named else None
+    # machine 0 reaches itself over the route of the loopback interface, but with the address of the right one
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == own for address in addresses):
+            return name
+    return None
 
 
 _RESOLVER_VARIABLE = "RES_OPTIONS"
@@ -263,7 +267,7 @@ _RESOLVER_VARIABLE = "RES_OPTIONS"
 
 @contextlib.contextmanager
 def short_name_lookups() -> Iterator[None]:
-    """For the time of the block, a name server that does not answer costs one second. No effect where the C library has no such setting.
+    """Limit each name lookup in the block to one second. No effect where the C library has no such setting.
 
     >>> with short_name_lookups():
     ...     pass
@@ -282,35 +286,47 @@ def short_name_lookups() -> Iterator[None]:
 
 
 ALARM_KEY = "alarm"
-"""A counter: raised by one whenever something happens that every waiting rank must look at (a rank ended, a rank gave up)."""
+"""A counter that grows when every waiting rank must check the others (a rank ended, a rank gave up)."""
 
-LOST_HOLDERS_KEY = "bearing/lost"
-"""A counter: processes of this attempt that were lost and that the others can do without; see `holds_items_key`."""
-FOLLOWED_LOSS_KEY = "bearing/followed"
+LOST_HOLDERS_KEY = "holds_items/lost"
+"""A counter: processes of this attempt that were lost and whose items the others take over; see `holds_items_key`."""
+FOLLOWED_LOSS_KEY = "holds_items/followed"
 """A counter: processes that failed because of such a loss."""
 
 
 def attempt_prefix(run_id: str, attempt: int) -> str:
-    """The key prefix of one attempt of one job."""
+    """Return the key prefix of one attempt of one job."""
     return f"slipstream/{run_id}/{attempt}"
 
 
 def exit_key(rank: int) -> str:
-    """Where the agent writes the `ExitNotice` of a rank, below the attempt's prefix."""
+    """Return the key of the `ExitNotice` of a rank, below the prefix of the attempt; the agent writes it."""
     return f"exit/{rank}"
 
 
 def holds_items_key(rank: int) -> str:
-    """Where a rank writes "1" while it works on items that the others take over if it dies, and "0" afterwards; below the same prefix.
+    """Return the key under which a rank writes "1" while it works on items that the others take over if it dies, and "0" afterwards.
 
-    The agent reads it when a rank has died: the loss of one that had written "1" does not end the attempt for the others.
+    The agent reads it when a rank has died: the loss of a rank that had written "1" does not end the attempt for the others.
     """
-    return f"bearing/{rank}"
+    return f"holds_items/{rank}"
+
+
+def signal_name(exit_code: int) -> str:
+    """Return the name of the signal behind a negative exit code.
+
+    >>> signal_name(-9), signal_name(-35)[:6]
+    ('SIGKILL', 'signal')
+    """
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
 
 
 @dataclass(frozen=True)
 class ExitNotice:
-    """How a worker ended without being asked to: written by the agent as soon as it knows.
+    """How a worker ended by itself; the agent writes it as soon as it knows.
 
     >>> notice = ExitNotice(rank=1, host="node0", pid=4711, exit_code=-9, reason="killed")
     >>> ExitNotice.from_json(notice.to_json()) == notice
@@ -337,12 +353,7 @@ class ExitNotice:
     @property
     def signal_name(self) -> str | None:
         """SIGKILL for -9; None for an ordinary exit."""
-        if self.exit_code is None or self.exit_code >= 0:
-            return None
-        try:
-            return signal.Signals(-self.exit_code).name
-        except ValueError:
-            return f"signal {-self.exit_code}"
+        return None if self.exit_code is None or self.exit_code >= 0 else signal_name(self.exit_code)
 
     def __str__(self) -> str:
         if self.exit_code is None:

@@ -1,12 +1,11 @@
 """Print a warning once per machine when several processes give the same one: warnings of Python and warnings that libraries log.
 
-The launcher passes each worker its `WorkerOutput` settings in one variable; the worker installs them before the user's program runs. The
-first process to give a warning claims it by creating a file named after its text and place, and prints it with its rank; the same warning
-of the others is dropped on the terminal and kept in their log files.
+The launcher passes each worker its `WorkerOutput` settings in one variable. The first process to give a warning claims it by creating a
+file named after its text and origin, and prints it with its rank; the others drop it on the terminal and keep it in their log files.
 
 Never dropped: errors, warnings of one process only, repetitions by the process that was first, records of the user's own code, warnings
 with a traceback, and everything if claims cannot be made. Python warnings are left alone if the user has replaced `showwarning`, asks for
-"always" or "error", or runs under pytest. With the format json, terminal text of handlers, warnings and unraisable exceptions become
+"always" or "error", or runs under pytest. With the format json, terminal output of handlers, warnings and unraisable exceptions become
 lines of JSON. Printed warnings are reported to the run, if there is one.
 """
 
@@ -28,6 +27,8 @@ from typing import Any, Final, TextIO
 
 from slipstream.launch.output import (
     NOTIFIED,
+    STDERR,
+    STDOUT,
     JsonLineFormatter,
     effective_handlers,
     is_console_handler,
@@ -39,12 +40,10 @@ from slipstream.launch.output import (
 
 __all__ = ["OUTPUT_VARIABLE", "WarningDedup", "WorkerOutput", "install_warning_dedup"]
 
-OUTPUT_VARIABLE: Final = "SLIPSTREAM_INTERNAL_VOICE"
+OUTPUT_VARIABLE: Final = "SLIPSTREAM_INTERNAL_OUTPUT"
 """The variable with the `WorkerOutput` of a worker."""
 _MAX_CLAIMS: Final = 1000
-"""Claims of one process; a program that has so many different warnings is told all of them."""
-_STDOUT: Final = 1
-_STDERR: Final = 2
+"""Claims per process; a program with more different warnings prints all further ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +56,9 @@ class WorkerOutput:
 
     json: bool = False
     claims: str = ""
-    """The folder where this machine's processes claim warnings; empty: each gives all of its own."""
+    """The folder where the processes of this machine claim warnings; empty: each prints all its own."""
     hidden: str = ""
-    """Where a worker writes down what the terminal shall leave out: this path, a dot, and the number of the stream."""
+    """The lines that the terminal leaves out go to this path, a dot, and the number of the stream."""
     files: int = 0
     """The streams that are files of this worker, with the rank put before every line by the launcher: 1 stdout, 2 stderr, 3 both."""
 
@@ -72,71 +71,71 @@ class WorkerOutput:
 
 
 def install_warning_dedup(text: str, environ: Mapping[str, str]) -> None:
-    """Take up what the launcher wrote into the variable, in a worker that is about to run the user's program."""
+    """Install the settings that the launcher wrote into the variable, before the user's program runs."""
     if text:
         WarningDedup(WorkerOutput.load(text), int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")), environ).install()
 
 
 class WarningDedup:
-    """The part of one process in what all of them say."""
+    """Decides in one process which warnings it prints for all processes of the machine."""
 
-    def __init__(self, voice: WorkerOutput, rank: int, world: int, environ: Mapping[str, str]) -> None:
-        self._voice = voice
+    def __init__(self, output: WorkerOutput, rank: int, world: int, environ: Mapping[str, str]) -> None:
+        self._output = output
         self._rank = rank
-        self._formatter = JsonLineFormatter(lambda: (rank, world), environ) if voice.json else None
+        self._formatter = JsonLineFormatter(lambda: (rank, world), environ) if output.json else None
         self._claimed: dict[str, bool] = {}
-        self._telling = _NotifyState()
+        self._notifying = _NotifyState()
         here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         folders = (here, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
         self._installed = tuple(os.path.normcase(folder) + os.sep for folder in folders)
 
     def install(self) -> None:
-        """From now on: every warning of this process, and every record that is logged, comes past here."""
-        made = logging.getLogRecordFactory()
+        """Intercept the warnings of this process and the records that reach the terminal."""
+        factory = logging.getLogRecordFactory()
 
         def make(name: str, *rest: Any, **keywords: Any) -> logging.LogRecord:
             known = logging.Logger.manager.loggerDict.get(name)
-            self._meet(list(effective_handlers(known if isinstance(known, logging.Logger) else logging.root)))
-            return made(name, *rest, **keywords)
+            self._attach(list(effective_handlers(known if isinstance(known, logging.Logger) else logging.root)))
+            return factory(name, *rest, **keywords)
 
         logging.setLogRecordFactory(make)
         if logging.lastResort is not None:
-            self._meet([logging.lastResort])
+            self._attach([logging.lastResort])
         if getattr(warnings.showwarning, "__module__", "") in ("warnings", "_py_warnings"):
-            warnings.showwarning = self._show
+            warnings.showwarning = self._show_warning
         if self._formatter is not None:
-            self._speak_json()
+            self._install_json()
 
-    def _speak_json(self) -> None:
-        """What Python itself prints, and the lines that it is printed on."""
+    def _install_json(self) -> None:
+        """Print exceptions that Python itself reports as JSON, on lines of their own."""
         if sys.stdout is not None:
             start_on_new_line(sys.stdout)
         if sys.stderr is not None:
-            atexit.register(start_on_new_line(sys.stderr))  # what the launcher has to say follows
+            atexit.register(start_on_new_line(sys.stderr))  # messages of the launcher follow
         if threading.excepthook is threading.__excepthook__:
-            threading.excepthook = self._thread_failed
+            threading.excepthook = self._print_thread_exception
         if sys.unraisablehook is sys.__unraisablehook__:
-            sys.unraisablehook = self._could_not_raise
+            sys.unraisablehook = self._print_unraisable
 
-    def _thread_failed(self, told: threading.ExceptHookArgs) -> None:
-        """In the place of `threading.excepthook`."""
-        if told.exc_type is not SystemExit:
-            name = told.thread.name if told.thread is not None else "unknown"
-            self._print_exception("threading", "Exception in thread %s", (name,), told)
+    def _print_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        """Replace `threading.excepthook`."""
+        if args.exc_type is not SystemExit:
+            name = args.thread.name if args.thread is not None else "unknown"
+            self._print_exception("threading", "Exception in thread %s", (name,), args)
 
-    def _could_not_raise(self, told: sys.UnraisableHookArgs) -> None:
-        """In the place of `sys.unraisablehook`: an exception in __del__ or the like."""
-        self._print_exception("sys.unraisablehook", "%s: %r", (told.err_msg or "Exception ignored in", told.object), told)
+    def _print_unraisable(self, args: sys.UnraisableHookArgs) -> None:
+        """Replace `sys.unraisablehook`, which reports exceptions in __del__ and similar."""
+        self._print_exception("sys.unraisablehook", "%s: %r", (args.err_msg or "Exception ignored in", args.object), args)
 
-    def _print_exception(self, logger: str, text: str, args: tuple[object, ...], told: Any) -> None:
-        info = (told.exc_type, told.exc_value, told.exc_traceback)
+    def _print_exception(self, logger: str, text: str, args: tuple[object, ...], hook: Any) -> None:
+        info = (hook.exc_type, hook.exc_value, hook.exc_traceback)
         record = logging.LogRecord(logger, logging.ERROR, "", 0, text, args, info)
         if self._formatter is not None and sys.stderr is not None:
             with contextlib.suppress(OSError):
                 sys.stderr.write(self._formatter.format(record) + "\n")
 
-    def _meet(self, handlers: Sequence[logging.Handler]) -> None:
-        """Handlers that print to the terminal ask before they print a warning, and speak JSON where that is wanted."""
+    def _attach(self, handlers: Sequence[logging.Handler]) -> None:
+        """Filter the handlers that print to the terminal, and set the JSON formatter where it is wanted."""
         if self._formatter is not None:
             use_json_formatter(handlers, self._formatter)
         for handler in handlers:
@@ -145,7 +144,7 @@ class WarningDedup:
 
     # warnings of Python
 
-    def _show(
+    def _show_warning(
         self,
         message: Warning | str,
         category: type[Warning],
@@ -154,30 +153,30 @@ class WarningDedup:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        """In the place of `warnings.showwarning`."""
+        """Replace `warnings.showwarning`."""
         stream: Any = sys.stderr if file is None else file
         if stream is None:  # a process without a terminal
             return
         text = warnings.formatwarning(message, category, filename, lineno, line)
-        if file is None and self._formatter is not None:
-            said = f"{category.__name__}: {message}"
-            record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (said,), None)
-            text = self._formatter.format(record) + "\n"
         if file is None:
+            short = f"{category.__name__}: {message}"
+            if self._formatter is not None:
+                record = logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (short,), None)
+                text = self._formatter.format(record) + "\n"
             wanted = _user_wants_all(category, str(message))
-            if wanted or self.first(category.__qualname__, str(message), filename, lineno):
-                self._tell("py.warnings", f"{category.__name__}: {message}")
-            elif not self._only_in_file(text, stream):
+            if wanted or self.is_first(category.__qualname__, str(message), filename, lineno):
+                self._notify("py.warnings", short)
+            elif not self._hide_from_terminal(text, stream):
                 return
             text = text if wanted else self.label(stream) + text
-        with contextlib.suppress(OSError):  # as Python does it: a terminal that is gone is no reason to fail
+        with contextlib.suppress(OSError):  # as Python does: a closed terminal is no reason to fail
             stream.write(text)
 
     # both
 
-    def first(self, *what: object) -> bool:
-        """Whether this process is the one that is heard with this; also every time that it says it again."""
-        if not self._voice.claims:
+    def is_first(self, *what: object) -> bool:
+        """Return whether this process prints this warning: it is the first to claim it, now or before."""
+        if not self._output.claims:
             return True
         name = hashlib.sha256(repr(what).encode(errors="backslashreplace")).hexdigest()
         if name not in self._claimed:
@@ -188,25 +187,25 @@ class WarningDedup:
 
     def _claim(self, name: str) -> bool:
         try:
-            os.close(os.open(os.path.join(self._voice.claims, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(os.open(os.path.join(self._output.claims, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             return False
-        except OSError:  # the folder is gone, or the disk is full: rather too often than not at all
-            return True
+        except OSError:  # the folder is gone, or the disk is full: print it rather than lose it
+            pass
         return True
 
     def _file(self, stream: object) -> int:
-        """The number of a stream that is a file, else 0."""
-        return self._voice.files & (_STDOUT if stream is sys.stdout or stream is sys.__stdout__ else _STDERR)
+        """Return the number of a stream that is a file, else 0."""
+        return self._output.files & (STDOUT if stream is sys.stdout or stream is sys.__stdout__ else STDERR)
 
-    def _only_in_file(self, text: str, stream: Any) -> bool:
-        """Whether the text may still be written: to a file, after the launcher was told to leave it out on the terminal."""
+    def _hide_from_terminal(self, text: str, stream: Any) -> bool:
+        """Return whether the text may be written: to a log file, after the launcher was told to leave it out on the terminal."""
         number = self._file(stream)
         if not number or not text.endswith("\n"):
             return False
         try:
             data = text.encode(getattr(stream, "encoding", None) or "utf-8", getattr(stream, "errors", None) or "strict")
-            file = os.open(f"{self._voice.hidden}.{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            file = os.open(f"{self._output.hidden}.{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except (OSError, ValueError):
             return True
         try:
@@ -216,50 +215,48 @@ class WarningDedup:
         return True
 
     def label(self, stream: object) -> str:
-        """What tells whose warning it is, where nothing else does."""
-        named = self._rank == 0 or self._formatter is not None or not self._voice.claims or self._file(stream) > 0
+        """Return the rank as a prefix, where nothing else names it."""
+        named = self._rank == 0 or self._formatter is not None or not self._output.claims or self._file(stream) > 0
         return "" if named else f"[RANK {self._rank}] "
 
-    def lets_through(self, record: logging.LogRecord, handler: logging.Handler) -> bool:
-        """Whether a handler that prints to the terminal prints this record."""
+    def is_printed(self, record: logging.LogRecord, handler: logging.Handler) -> bool:
+        """Return whether a handler that prints to the terminal prints this record."""
         if record.levelno < logging.WARNING:
             return True
         text, stream = record_message(record), getattr(handler, "stream", None)
-        if not self._is_heard(record, text):
-            return self._only_in_file(handler.format(record) + getattr(handler, "terminator", "\n"), stream)
+        is_shared = self._is_shared(record, text)
+        if is_shared and not self.is_first(record.name, record.levelno, text, record.pathname, record.lineno):
+            return self._hide_from_terminal(handler.format(record) + getattr(handler, "terminator", "\n"), stream)
         if not vars(record).get(NOTIFIED):
             setattr(record, NOTIFIED, True)
-            self._tell(record.name, text)
-            label = self.label(stream) if self._is_shared(record, text) else ""
+            self._notify(record.name, text)
+            label = self.label(stream) if is_shared else ""
             record.msg = f"{label}{record.msg}" if label else record.msg
         return True
 
-    def _is_heard(self, record: logging.LogRecord, text: str) -> bool:
-        return not self._is_shared(record, text) or self.first(record.name, record.levelno, text, record.pathname, record.lineno)
-
     def _is_shared(self, record: logging.LogRecord, text: str) -> bool:
-        """A warning that one process gives for all of them; not one of every process on purpose, or that is shown already."""
+        """Return whether one process may print this record for all; not if every process logs it on purpose."""
         is_warning = record.levelno < logging.ERROR and not record.exc_info
         return is_warning and self._is_installed(record.pathname) and not text.startswith("[RANK ")
 
-    def _tell(self, logger: str, text: str) -> None:
-        """What the terminal shows is told to whoever keeps the events of the run; what they say of it is not."""
-        if not self._telling.active:
-            self._telling.active = True
+    def _notify(self, logger: str, text: str) -> None:
+        """Pass a printed warning to the listeners, but not what they log themselves."""
+        if not self._notifying.active:
+            self._notifying.active = True
             try:
-                for hear in warning_listeners():
-                    hear(logger, text)
+                for listener in warning_listeners():
+                    listener(logger, text)
             finally:
-                self._telling.active = False
+                self._notifying.active = False
 
     def _is_installed(self, path: str) -> bool:
-        """The file of a library, ours included, or of Python itself; the user's own files are elsewhere."""
+        """Return whether a file belongs to a library, ours included, or to Python itself, and not to the user."""
         path = os.path.normcase(path)
         return "site-packages" in path or "dist-packages" in path or path.startswith(self._installed)
 
 
 class _NotifyState(threading.local):
-    """Whether this thread is about to tell."""
+    """Whether this thread is notifying listeners."""
 
     active: bool = False
 
@@ -267,16 +264,16 @@ class _NotifyState(threading.local):
 class _ConsoleFilter:
     """The filter of one handler."""
 
-    def __init__(self, chorus: WarningDedup, handler: logging.Handler) -> None:
-        self._chorus = chorus
+    def __init__(self, dedup: WarningDedup, handler: logging.Handler) -> None:
+        self._dedup = dedup
         self._handler = handler
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return self._chorus.lets_through(record, self._handler)
+        return self._dedup.is_printed(record, self._handler)
 
 
 def _user_wants_all(category: type[Warning], text: str) -> bool:
-    """The user, or pytest, wants to see every single one."""
+    """Return whether the user, or pytest, wants to see every warning."""
     if "_pytest" in sys.modules or any(option.startswith(("a", "e")) for option in sys.warnoptions):
         return True
     return any(

@@ -1,9 +1,9 @@
 """One worker that runs Python: set up the process, run the target, record how it ended, exit.
 
-A forked worker enters through `ForkedWorker.live`, a fresh interpreter through `python -m slipstream.launch.worker KIND NAME ARGUMENTS`.
+A forked worker enters through `ForkedWorker.run`, a fresh interpreter through `python -m slipstream.launch.worker KIND NAME ARGUMENTS`.
 A script runs as with `python script.py`, a module as with `python -m module`; `__main__`, `sys.argv`, `sys.path[0]` and the exit are
-those of a fresh interpreter. A failure is written to a file for the launcher, which prints it once for the whole job, so a worker prints
-a traceback only if that is impossible or the user has installed an `excepthook`. Nothing here imports torch.
+those of a fresh interpreter. A failure is written to a file for the launcher, which prints it once for the whole job. A worker prints a
+traceback only if it cannot write the file or the user has installed an `excepthook`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,30 +24,19 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 from slipstream.config.sources import get_int_from_env, patch_environment
 from slipstream.errors import ConfigError, PeerLostError, SlipstreamError
 from slipstream.launch.failure_report import WorkerError, write_worker_error
+from slipstream.launch.plan import Target
 from slipstream.launch.warning_dedup import OUTPUT_VARIABLE, install_warning_dedup
-from slipstream.launch.workers import die_with_parent
+from slipstream.launch.workers import die_with_parent, flush_streams
 
 __all__ = [
-    "ERROR_FILE_VARIABLE", "ForkedWorker", "PrepareForLaunch", "STACK_FILE_VARIABLE", "Target", "TargetKind", "end_interpreter",
-    "run_in_fresh_interpreter", "run_target", "run_worker", "set_environ", "user_traceback",
+    "ERROR_FILE_VARIABLE", "ForkedWorker", "PrepareForLaunch", "STACK_FILE_VARIABLE", "end_interpreter", "run_target", "run_worker",
+    "set_environ", "user_traceback",
 ]
-
-
-TargetKind = Literal["script", "module", "executable", "function"]
-
-
-@dataclass(frozen=True)
-class Target:
-    """What to run: its kind, its name (a path, a module, a program or the file of a function) and its arguments, untouched."""
-
-    kind: TargetKind
-    name: str
-    arguments: tuple[str, ...] = ()
 
 
 class PrepareForLaunch:
@@ -75,7 +64,7 @@ class PrepareForLaunch:
 
 
 def run_target(target: Target) -> None:
-    """Run a script, module or function in this process; exceptions come through, SystemExit among them."""
+    """Run a script, module or function in this process; every exception passes through, SystemExit included."""
     _RUNNERS[target.kind](target)
 
 
@@ -97,7 +86,8 @@ def _run_module(target: Target) -> None:
     _set_first_path_entry(os.getcwd())
     sys.argv[:] = ["-m", *target.arguments]
     try:
-        # what `python -m` itself uses to find a module, packages with a __main__ included
+        # What `python -m` itself uses to find a module, packages with a __main__ included. Private in CPython 3.10 to 3.13; the
+        # comparison with plain Python in tests/launch/test_launch_worker.py notices. It can go when runpy has a public function.
         _, spec, code = runpy._get_module_details(target.name)  # type: ignore[attr-defined]
     except (runpy._Error, ImportError) as error:  # type: ignore[attr-defined]
         if isinstance(error, ImportError) and error.name and not target.name.startswith(error.name):
@@ -109,7 +99,7 @@ def _run_module(target: Target) -> None:
 
 
 def _run_function(target: Target) -> None:
-    """A pickled (function, arguments) pair, in a private folder that the launching process of the same user has just written."""
+    """Call a pickled function from a private folder that the launching process of the same user has just written."""
     import cloudpickle
 
     _new_main(__spec__=None)
@@ -124,14 +114,14 @@ _RUNNERS: Final[Mapping[str, Callable[[Target], None]]] = MappingProxyType(
 
 
 def _set_first_path_entry(folder: str) -> None:
-    """Put a folder where a fresh interpreter would, in place of what this one's start put there."""
-    if getattr(sys.flags, "safe_path", False):  # Python 3.11 and later, -P: the user wants no such entry
+    """Make a folder the first entry of `sys.path`, as a fresh interpreter would."""
+    if getattr(sys.flags, "safe_path", False):  # Python 3.11 and later with -P: no such entry is wanted
         return
     sys.path[0:1] = [folder]
 
 
 def _new_main(**names: object) -> dict[str, object]:
-    """A fresh `__main__` module in place of the launcher's."""
+    """Replace the launcher's `__main__` by a fresh module and return its namespace."""
     main = types.ModuleType("__main__")
     main.__dict__.update(names, __builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
@@ -139,7 +129,7 @@ def _new_main(**names: object) -> dict[str, object]:
 
 
 def user_traceback(error: BaseException) -> types.TracebackType | None:
-    """The traceback from the first frame of the user's code on, without the frames of this room.
+    """Return the traceback from the first frame of the user's code, without the frames of this package's launcher.
 
     >>> try:
     ...     1 / 0
@@ -157,7 +147,7 @@ def user_traceback(error: BaseException) -> types.TracebackType | None:
 
 
 def _drop_own_frames(traceback: types.TracebackType | None) -> None:
-    """An exception that we raise on purpose says all there is to say: the way to it inside of this package is left out."""
+    """Leave out our own frames below the user's call, for an exception that we raise on purpose."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     last = None
     while traceback is not None:
@@ -174,9 +164,10 @@ def end_interpreter(code: int) -> NoReturn:
     The interpreter itself is not torn down: a forked worker still holds objects of the launcher whose threads it does not have.
     """
     with contextlib.suppress(KeyboardInterrupt):
-        threading._shutdown()  # type: ignore[attr-defined] # what the interpreter calls first when it ends
+        # What the interpreter calls first when it ends. Private in CPython 3.10 to 3.13; tests/launch/test_launch_worker.py notices.
+        threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _flush_files()  # before objects go: the collector may close the inner part of a text file before the outer part has written
+    _flush_files()  # first: the collector may close the buffer of a text file before the text has been written to it
     sys.modules.pop("__main__", None)
     gc.collect()
     _flush_files()
@@ -184,42 +175,40 @@ def end_interpreter(code: int) -> NoReturn:
 
 
 def _flush_files() -> None:
-    """Files that the program never closed; text before bytes, because it writes into them."""
+    """Flush files that the program never closed; text files first, because they write into byte files."""
     for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
         for file in [found for found in gc.get_objects() if type(found) is kind]:
             with contextlib.suppress(ValueError, OSError):
                 file.flush()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, OSError, AttributeError):
-            stream.flush()
+    flush_streams()
 
 
-ERROR_FILE_VARIABLE: Final = "SLIPSTREAM_INTERNAL_CONFESSION"
-"""The variable with the path where a failing worker leaves its record."""
-STACK_FILE_VARIABLE: Final = "SLIPSTREAM_INTERNAL_STACK"
-"""The variable with the path where a crashing worker's stack is written."""
+ERROR_FILE_VARIABLE: Final = "SLIPSTREAM_INTERNAL_ERROR_FILE"
+"""Variable with the path of the `WorkerError` that a failing worker writes."""
+STACK_FILE_VARIABLE: Final = "SLIPSTREAM_INTERNAL_STACK_FILE"
+"""Variable with the path of the stack that a crashing worker writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForkedWorker:
-    """What a forked worker is told; everything else it inherits."""
+    """What a forked worker needs beyond what it inherits."""
 
     target: Target
     environment: Mapping[str, str]
-    """Complete: it replaces the launcher's."""
+    """All variables of the worker; they replace those of the launcher."""
     stdout: int | None
     stderr: int | None
     """Open files that replace the standard streams, or None to keep them."""
     foreign: frozenset[int]
-    """Open files of the launcher that are none of the worker's business."""
+    """Open files of the launcher, to be closed in the worker."""
     handlers: Mapping[signal.Signals, Any]
-    """What signals did before the launcher installed handlers of its own."""
+    """The signal handlers from before the launcher installed its own."""
     blocked: frozenset[int]
-    """The signals that were blocked before the fork blocked all of them."""
+    """The signals that were blocked before the fork blocked all."""
     parent: int
 
-    def live(self) -> NoReturn:
-        """The whole life of a forked worker, from right after the fork."""
+    def run(self) -> NoReturn:
+        """Set up the process right after the fork, run the target, and end."""
         die_with_parent(self.parent)
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
@@ -237,7 +226,7 @@ class ForkedWorker:
 
 
 def set_environ(environment: Mapping[str, str]) -> None:
-    """Set variables of this process: the launcher's, before it imports what reads them, and a forked worker's."""
+    """Set variables of this process: in the launcher, before it imports what reads them; in a forked worker, after the fork."""
     os.environ.update(environment)
 
 
@@ -248,20 +237,20 @@ def run_worker(target: Target) -> NoReturn:
             # a line of one rank stays in one piece, also where PYTHONUNBUFFERED would write its end separately
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     _enable_faulthandler(os.environ.pop(STACK_FILE_VARIABLE, ""))
-    confession_path = os.environ.pop(ERROR_FILE_VARIABLE, "")
+    error_path = os.environ.pop(ERROR_FILE_VARIABLE, "")
     install_warning_dedup(os.environ.pop(OUTPUT_VARIABLE, ""), os.environ)
     code = 0
     try:
         run_target(target)
     except SystemExit as request:
-        code = _exit_code(request, confession_path)
+        code = _exit_code(request, error_path)
     except BaseException as error:
-        code = _record_failure(error, confession_path)
+        code = _record_failure(error, error_path)
     end_interpreter(code)
 
 
 def _reseed() -> None:
-    """A fork copies random states; fresh interpreters would each have one of their own."""
+    """Seed the random generators anew: a fork copies their states, and fresh interpreters would each have their own."""
     random.seed()
     legacy = sys.modules.get("numpy.random")
     if legacy is not None:
@@ -277,35 +266,32 @@ def _enable_faulthandler(path: str) -> None:
             faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), all_threads=False)
 
 
-def _exit_code(request: SystemExit, confession_path: str) -> int:
-    """The exit code that the interpreter would give; a text is the message of a failure."""
+def _exit_code(request: SystemExit, error_path: str) -> int:
+    """Return the exit code that the interpreter would use; a text is the message of a failure."""
     if request.code is None:
         return 0
     if request.code != 0:
-        sys.last_type, sys.last_value = (
-            SystemExit,
-            RuntimeError(f"exit code {request.code}"),
-        )  # for what runs at exit; see `_record_failure`
+        sys.last_type, sys.last_value = SystemExit, RuntimeError(f"exit code {request.code}")  # for exit handlers; see `_record_failure`
     if isinstance(request.code, int):
         return request.code & 0xFF
-    _write_error(WorkerError(kind="exit", type="SystemExit", message=str(request.code), traceback="", when=time.time()), confession_path)
+    _write_error(WorkerError(kind="exit", type="SystemExit", message=str(request.code), traceback="", when=time.time()), error_path)
     return 1
 
 
-def _record_failure(error: BaseException, confession_path: str) -> int:
-    """Write down an exception that nobody caught; returns the exit code that belongs to it."""
+def _record_failure(error: BaseException, error_path: str) -> int:
+    """Write an uncaught exception to the error file; return its exit code."""
     when = time.time()
-    sys.last_type, sys.last_value = type(error), RuntimeError(str(error))  # for what runs at exit; its words, and not its frames
+    sys.last_type, sys.last_value = type(error), RuntimeError(str(error))  # for exit handlers: the text without the frames
     error.__traceback__ = user_traceback(error)
     _call_excepthooks(error)
     kind, code = _kind_and_code(error)
     text = "" if kind in ("interrupt", "peer") else "".join(traceback.format_exception(error))
-    _write_error(WorkerError(kind=kind, type=_qualified_name(type(error)), message=str(error), traceback=text, when=when), confession_path)
+    _write_error(WorkerError(kind=kind, type=_qualified_name(type(error)), message=str(error), traceback=text, when=when), error_path)
     return code
 
 
 def _call_excepthooks(error: BaseException) -> None:
-    """Hooks of ours look at the error and print nothing of it; one of the user's prints it as it likes."""
+    """Call our own hooks, which only look at the error, and then a hook of the user, which may print it."""
     hook: Any = sys.excepthook
     while hasattr(hook, "look_at_failure"):  # see observability/memory.py
         hook.look_at_failure(error)
@@ -315,7 +301,7 @@ def _call_excepthooks(error: BaseException) -> None:
 
 
 def _is_user_hook(hook: Any) -> bool:
-    """Not Python's own, and not the one that torch installs to put the rank before every line."""
+    """Return whether a hook is neither Python's own nor torch's, which prefixes every line with the rank."""
     return hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
@@ -329,23 +315,18 @@ def _kind_and_code(error: BaseException) -> tuple[Any, int]:
 
 
 def _qualified_name(kind: type) -> str:
-    """The name as Python prints it above a traceback; our own exceptions without the path of their room."""
+    """Return the name as Python prints it above a traceback; our own exceptions without their module."""
     plain = kind.__module__ in ("builtins", "__main__") or kind.__module__.partition(".")[0] == "slipstream"
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _write_error(confession: WorkerError, path: str) -> None:
+def _write_error(worker_error: WorkerError, path: str) -> None:
     try:
-        write_worker_error(path, confession)
-    except OSError:  # no record is possible, so the user must read it here
-        print(confession.traceback or confession.message, file=sys.stderr, flush=True)
-
-
-def run_in_fresh_interpreter(arguments: list[str]) -> NoReturn:
-    """The entry of a worker that was started with an interpreter of its own."""
-    kind, name, *rest = arguments
-    run_worker(Target(kind, name, tuple(rest)))  # type: ignore[arg-type]
+        write_worker_error(path, worker_error)
+    except OSError:  # the launcher will not find it, so print it here
+        print(worker_error.traceback or worker_error.message, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    run_in_fresh_interpreter(sys.argv[1:])
+    _kind, _name, *_arguments = sys.argv[1:]
+    run_worker(Target(_kind, _name, tuple(_arguments)))  # type: ignore[arg-type]

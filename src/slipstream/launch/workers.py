@@ -2,7 +2,7 @@
 
 `WorkerProcesses` holds one child per local rank, forked from this interpreter or executed as a program. Each child leads its own session,
 so a signal reaches everything that it started and Ctrl-C reaches only the launcher. Exits are noticed at once, and `stop` returns when
-every child is gone. `capture_signals` turns signals to the launcher into requests that are checked at safe points: the first asks to stop
+every child has ended. `capture_signals` turns signals to the launcher into requests that are checked at safe points: the first asks to stop
 the workers, the second to kill them. Parent-death signals, orphan adoption and out-of-memory counters are Linux only; elsewhere these
 functions do nothing. Nothing here interprets an exit code, restarts a process, or imports torch.
 """
@@ -26,7 +26,7 @@ from typing import Any, Final
 
 __all__ = [
     "KILL_AFTER", "ProcessExit", "StopRequested", "StopRequests", "WorkerProcesses", "become_subreaper", "capture_signals",
-    "die_with_parent", "oom_kill_counts", "open_descriptors", "prepare_child", "terminate_descendants",
+    "die_with_parent", "flush_streams", "oom_kill_counts", "open_descriptors", "terminate_descendants", "tie_to_parent",
 ]
 
 
@@ -35,76 +35,61 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _IS_LINUX: Final = sys.platform == "linux"
 
 
-def _prctl() -> Callable[[int, int], int] | None:
+def _prctl(option: int) -> Callable[[int], int]:
+    """Return a function that sets an option of this process; it does nothing where the system has no prctl."""
     if not _IS_LINUX:
-        return None
-    library = ctypes.CDLL(None, use_errno=True)
-    prctl = library.prctl
+        return lambda value: 0
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl.argtypes = [ctypes.c_int, ctypes.c_ulong]
     prctl.restype = ctypes.c_int
-    return prctl
+    return lambda value: int(prctl(option, value))
 
 
 def become_subreaper() -> None:
-    """From now on a descendant whose parent ends becomes a child of this process, so that it can still be found and ended."""
-    prctl = _prctl()
-    if prctl is not None:
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    """Adopt every descendant whose parent ends, so that it can be found and ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER)(1)
+
+
+def tie_to_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], None]:
+    """Return a function that a child calls to end with its parent. It looks nothing up, so it may run between fork and exec."""
+    set_death_signal = _prctl(_PR_SET_PDEATHSIG)
+
+    def tie() -> None:
+        set_death_signal(signum)
+        if _IS_LINUX and os.getppid() != parent:  # it has ended already
+            os._exit(128 + signum)
+
+    return tie
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Ask the kernel to end this process when its parent ends; ends it at once when that has already happened."""
-    prctl = _prctl()
-    if prctl is None:
-        return
-    prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:
-        os._exit(128 + signum)
-
-
-def prepare_child(parent: int) -> Callable[[], None]:
-    """What a new child runs between fork and exec to die with its parent; everything it needs is looked up beforehand."""
-    prctl = _prctl()
-
-    def prepare() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(128 + signal.SIGKILL)
-
-    return prepare
+    """Ask the kernel to end this process when its parent ends, or end it now if that has happened."""
+    tie_to_parent(parent, signum)()
 
 
 def open_descriptors() -> frozenset[int]:
-    """The numbers of the files that this process has open; empty where the system does not tell."""
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return frozenset()
-    return frozenset(int(name) for name in names if _is_open(int(name)))
-
-
-def _is_open(number: int) -> bool:
-    """False for the one through which the list itself was read."""
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
+    """Return the numbers of the files that this process has open; empty where the system does not list them."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                os.fstat(int(name))  # fails for the file through which the list itself was read
+                found.add(int(name))
+    return frozenset(found)
 
 
 def oom_kill_counts() -> dict[str, int]:
-    """How often the kernel's out-of-memory killer has struck so far: "here" (this control group) and "host", where known.
+    """Return how often the out-of-memory killer has acted: "here" (this control group) and "host", where known.
 
     >>> all(count >= 0 for count in oom_kill_counts().values())
     True
     """
-    found = {"here": _first_count(_group_counters(), "oom_kill"), "host": _first_count([Path("/proc/vmstat")], "oom_kill")}
+    found = {"here": _oom_kills(_group_counters()), "host": _oom_kills([Path("/proc/vmstat")])}
     return {scope: count for scope, count in found.items() if count is not None}
 
 
 def _group_counters() -> list[Path]:
-    """Files that may hold this control group's counter: version 2, version 1, and both as a container sees them."""
+    """Return the files that may hold the counter of this control group: version 2, version 1, and both as a container sees them."""
     mount = Path("/sys/fs/cgroup")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -120,28 +105,25 @@ def _group_counters() -> list[Path]:
     return candidates
 
 
-def _first_count(files: list[Path], name: str) -> int | None:
+def _oom_kills(files: list[Path]) -> int | None:
+    """Return the counter of the first file that has one."""
     for file in files:
-        try:
-            lines = file.read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            key, _, count = line.partition(" ")
-            if key == name and count.isdigit():
-                return int(count)
+        with contextlib.suppress(OSError):
+            counts = dict(line.split(maxsplit=1) for line in file.read_text().splitlines() if " " in line)
+            if counts.get("oom_kill", "").isdigit():
+                return int(counts["oom_kill"])
     return None
 
 
 _POLL_SECONDS: Final = 0.01
-"""Seconds of a wait where the system cannot report the end of a child."""
+"""Seconds between looks where the system cannot report the end of a child."""
 KILL_AFTER: Final = 2.0
-"""Seconds from the polite signal to SIGKILL."""
+"""Seconds from the first signal to SIGKILL."""
 
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """How a child ended, and when that was seen."""
+    """How a child ended, and when the launcher saw it."""
 
     local_rank: int
     pid: int
@@ -164,7 +146,7 @@ class _Child:
         return os.waitstatus_to_exitcode(status) if pid else None
 
     def send(self, signum: signal.Signals) -> None:
-        """To the child and to everything in its session; a child that has just been forked may not lead one yet."""
+        """Signal the child and everything in its session; a child that was just forked may not lead one yet."""
         for deliver in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 deliver(self.pid, signum)
@@ -174,21 +156,21 @@ class _Child:
 class WorkerProcesses:
     """The children by local rank.
 
-    >>> crew = WorkerProcesses()
-    >>> crew.execute(0, [sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
-    >>> crew.wait(20)
-    >>> [end.exit_code for end in crew.poll()], crew.running
+    >>> workers = WorkerProcesses()
+    >>> workers.execute(0, [sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
+    >>> workers.wait(20)
+    >>> [end.exit_code for end in workers.poll()], workers.running
     ([3], [])
     """
 
     def __init__(self) -> None:
         self._children: dict[int, _Child] = {}
         self.pids: dict[int, int] = {}
-        """The process id of every child that was started, also of those that have ended."""
+        """The process id of every child, also of those that have ended."""
 
     @property
     def running(self) -> list[int]:
-        """Local ranks whose process has not ended, as far as `poll` has seen."""
+        """Local ranks whose process had not ended at the last `poll`."""
         return list(self._children)
 
     def fork(self, local_rank: int, body: Callable[[], None]) -> None:
@@ -196,7 +178,7 @@ class WorkerProcesses:
 
         Every signal is blocked in the child until `body` has set up its own handlers and unblocks them.
         """
-        _flush()
+        flush_streams()
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with warnings.catch_warnings():  # newer Pythons warn of any thread; the store's server never touches Python
@@ -216,15 +198,15 @@ class WorkerProcesses:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> None:
-        """Start a child that is a program of its own; `stdout` and `stderr` are open files, or None to share ours."""
-        _flush()
+        """Start a program as a child; `stdout` and `stderr` are open files, or None to share ours."""
+        flush_streams()
         program = subprocess.Popen(
             list(command),
             env=dict(environment),
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=prepare_child(os.getpid()),  # noqa: PLW1509 - one prctl call, looked up beforehand
+            preexec_fn=tie_to_parent(os.getpid()),  # noqa: PLW1509 - one prctl call, looked up beforehand
         )
         self._add(local_rank, _Child(program.pid, _open_pidfd(program.pid), program))
 
@@ -239,7 +221,7 @@ class WorkerProcesses:
         select.select([*watches, *([] if wake is None else [wake])], [], [], max(0.0, limit))
 
     def poll(self) -> list[ProcessExit]:
-        """The children that have ended since the last look; a child killed by a signal comes before one that exited."""
+        """Return the children that have ended since the last call; those killed by a signal come first."""
         ends: list[ProcessExit] = []
         for local_rank, child in list(self._children.items()):
             exit_code = child.poll()
@@ -253,7 +235,7 @@ class WorkerProcesses:
         return sorted(ends, key=lambda end: end.exit_code >= 0)
 
     def send(self, signum: signal.Signals) -> None:
-        """A signal to every child that still runs, and to what it started."""
+        """Signal every child that still runs, and what it started."""
         for child in self._children.values():
             child.send(signum)
 
@@ -268,7 +250,7 @@ class WorkerProcesses:
     ) -> list[ProcessExit]:
         """Give the children `grace` seconds to end by themselves, then `signum`, then after `patience` seconds SIGKILL.
 
-        Returns how they ended. `hurry` is asked again and again; once it says yes, SIGKILL is sent at once.
+        Return how they ended. When `hurry` returns True, SIGKILL is sent at once.
         """
         ends = self._await_all(grace, hurry, wake)
         if self._children:
@@ -289,19 +271,19 @@ class WorkerProcesses:
 
 
 def _run_child(body: Callable[[], None]) -> None:
-    """The whole life of a forked child. It must never return into the launcher's stack."""
+    """Run a forked child to its end. It must never return into the launcher's stack."""
     try:
         os.setsid()
         body()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        _flush()
+        flush_streams()
         os._exit(1)
 
 
-def _flush() -> None:
-    """What is buffered now would otherwise be written by the child as well."""
+def flush_streams() -> None:
+    """Write buffered output now; after a fork both processes would write it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
@@ -316,7 +298,7 @@ def _open_pidfd(pid: int) -> int | None:
 
 
 def _reap_adopted(own: set[int]) -> None:
-    """Let go of adopted orphans that have ended; they are nobody else's to wait for."""
+    """Reap adopted orphans that have ended: nobody else can."""
     while sys.platform == "linux":  # elsewhere there is no adoption
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -329,15 +311,12 @@ def _reap_adopted(own: set[int]) -> None:
 
 
 def terminate_descendants(patience: float = KILL_AFTER) -> list[str]:
-    """End every process that descends from this one and is still there; returns how each was called.
-
-    Orphans are found because the launcher has adopted them (`system.adopt_orphans`).
-    """
+    """End every remaining descendant of this process, adopted orphans included (`become_subreaper`); return their names."""
     if sys.platform == "linux":
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return []  # nobody is left, which is the usual case
+            return []  # no descendant is left, which is the usual case
     import psutil  # takes a while to import, and is hardly ever needed
 
     found = psutil.Process().children(recursive=True)
@@ -367,7 +346,7 @@ class StopRequested(Exception):
 
 
 class StopRequests:
-    """What has been asked of the launcher so far."""
+    """The signals that the launcher has received."""
 
     def __init__(self) -> None:
         self.wake, self._waker = os.pipe()
@@ -375,7 +354,7 @@ class StopRequests:
             os.set_blocking(end, False)
         self.received: list[signal.Signals] = []
         self.previous: dict[signal.Signals, Any] = {}
-        """What the signals did before; a worker goes back to it."""
+        """The handlers from before; a worker restores them."""
 
     @property
     def stop(self) -> signal.Signals | None:
@@ -383,18 +362,18 @@ class StopRequests:
         return self.received[0] if self.received else None
 
     def check(self) -> None:
-        """Raise `StopRequested` when the launcher was asked to stop."""
+        """Raise `StopRequested` if a signal has arrived."""
         if self.received:
             raise StopRequested(self.received[0])
 
     def hurry(self) -> bool:
-        """Asked a second time: no more patience with the workers. Also empties the pipe that wakes the launcher."""
+        """Return whether a second signal has arrived, so that workers are killed. Also empties the wake-up pipe."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self.wake, 64):
                 pass
         return len(self.received) > 1
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
         with contextlib.suppress(BlockingIOError):
             os.write(self._waker, b"!")
@@ -409,7 +388,7 @@ def capture_signals() -> Iterator[StopRequests]:
         if before is signal.SIG_IGN and signum is signal.SIGHUP:
             continue
         requests.previous[signum] = before
-        signal.signal(signum, requests._note)
+        signal.signal(signum, requests._receive)
     try:
         yield requests
     finally:

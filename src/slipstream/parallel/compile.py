@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.config.handlers import KwargsHandler
-from slipstream.devices.table import _StringEnum
+from slipstream.devices.table import StringEnum
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 from slipstream.precision.autocast import transfer_hooks
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class DynamoBackend(_StringEnum):
+class DynamoBackend(StringEnum):
     """Backends of `torch.compile` by the names that scripts use. Those that this torch does not have are refused when they are used.
 
     >>> str(DynamoBackend.INDUCTOR)

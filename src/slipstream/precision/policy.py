@@ -20,7 +20,7 @@ import torch
 
 from slipstream.config.handlers import KwargsHandler
 from slipstream.devices.packages import installed
-from slipstream.devices.table import CPU, _StringEnum, family_of, is_fp16_available
+from slipstream.devices.table import CPU, StringEnum, family_of, is_fp16_available
 from slipstream.errors import ConfigError
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-class PrecisionType(_StringEnum):
+class PrecisionType(StringEnum):
     """The values of `mixed_precision`.
 
     >>> "bf16" in PrecisionType, str(PrecisionType.FP16)
@@ -42,7 +42,7 @@ class PrecisionType(_StringEnum):
     BF16 = "bf16"
 
 
-class FP8BackendType(_StringEnum):
+class FP8BackendType(StringEnum):
     """Packages that train in float8. AO (torchao) is the one that runs here.
 
     >>> FP8BackendType.AO.value

@@ -1,6 +1,6 @@
 """The options page of the documentation, generated from the declarations.
 
-`python -m slipstream.config.options_page` prints it; a test compares `docs/options.md` with it.
+`python docs/options_page.py` prints it; a test compares `docs/options.md` with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["options_page"]
 _INTRODUCTION: Final = """\
 # Options
 
-<!-- Made by `python -m slipstream.config.options_page`; change the declarations in src/slipstream/config/schema.py instead. -->
+<!-- Made by `python docs/options_page.py`; change the declarations in src/slipstream/config/schema.py instead. -->
 
 Every option can be given in several places. The strongest one that names it wins:
 
