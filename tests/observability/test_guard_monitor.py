@@ -105,11 +105,11 @@ def test_a_loss_that_is_not_finite_is_told_with_its_step_and_the_parameter() -> 
     accelerator.backward(net(batch(0)).mean())
     net[0].bias.grad[0] = math.inf
     guards.examine(window([1.0, 0.9, math.nan, 0.8], first=40))
-    [finding] = guards.voice.said
+    [finding] = guards.reporter.reported
     assert (finding.kind, finding.step, finding.rank) == ("nan", 42, 0)
     assert "the loss is nan; the gradient nearest to the loss that is infinite now is 0.bias (1 of 4 are)" in finding.text
     guards.examine(window([math.nan] * 50, first=44))
-    assert len(guards.voice.said) == 1
+    assert len(guards.reporter.reported) == 1
 
 
 def test_a_norm_that_is_not_finite_is_told_before_the_loss_is() -> None:
@@ -120,7 +120,7 @@ def test_a_norm_that_is_not_finite_is_told_before_the_loss_is() -> None:
     net[0].weight.grad[0] = math.nan
     accelerator.clip_grad_norm_(net.parameters(), 1.0)
     guards.examine(window([1.0, math.nan]))
-    [finding] = guards.voice.said
+    [finding] = guards.reporter.reported
     assert finding.step == 0
     assert "the norm of the gradients is nan, and the loss was finite until then" in finding.text
     assert "every gradient is nan" in finding.text
@@ -140,7 +140,7 @@ def test_an_ordinary_run_is_left_in_peace() -> None:
         guards.examine(window(losses[first : first + 500].tolist(), first))
         times = {"data": [0.2], "forward": [0.3], "backward": [0.4], "waiting": [0.0]}
         guards.interval({"seconds": 1.0, "first": first, "last": first + 499, "steps": 500, "phases": times, "slowest": [500]})
-    assert not guards.voice.said
+    assert not guards.reporter.reported
 
 
 # -- how it is said ---------------------------------------------------------------------------------------------------
@@ -148,17 +148,17 @@ def test_an_ordinary_run_is_left_in_peace() -> None:
 
 def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogCaptureFixture) -> None:
     told: list[dict[str, Any]] = []
-    voice = FindingReporter(told.append)
-    said = [step for step in range(5000) if voice.say(GuardFinding("spike", step, 0, "it jumped", "look"))]
+    reporter = FindingReporter(told.append)
+    said = [step for step in range(5000) if reporter.report(GuardFinding("spike", step, 0, "it jumped", "look"))]
     assert said == [0, 100, 1100]
-    assert voice.say(GuardFinding("drift", 7, None, "apart", "look", {"ranks": [1]}))
+    assert reporter.report(GuardFinding("drift", 7, None, "apart", "look", {"ranks": [1]}))
     assert [(entry["guard"], entry["step"]) for entry in told] == [("spike", 0), ("spike", 100), ("spike", 1100), ("drift", 7)]
     assert told[3] == {"kind": "guard", "guard": "drift", "step": 7, "rank": None, "text": "apart", "remedy": "look", "ranks": [1]}
     lines = [record.getMessage() for record in caplog.records]
     assert lines[1] == "step 100, rank 0: it jumped. What to do: look. (Found 99 times more since it was said last.)"
     assert lines[2].endswith("(Not said again in this run.)")
     for step in (8, 110):
-        voice.say(GuardFinding("drift", step, None, "apart", "look"))
+        reporter.report(GuardFinding("drift", step, None, "apart", "look"))
     assert caplog.records[-1].getMessage().endswith("(Found once more since it was said last.)")
 
 
@@ -182,9 +182,9 @@ def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(rank
             if turn == rank:
                 ledger.settle()
             accelerator.wait_for_everyone()
-        held = not guards.voice.said
+        held = not guards.reporter.reported
         ledger.finish()
-        return held, [(entry.step, entry.rank) for entry in guards.voice.said]
+        return held, [(entry.step, entry.rank) for entry in guards.reporter.reported]
 
     first, second = ranks(2).outcomes(run)
     assert first.value == (True, [(8, 1)]), "the other is a consequence"
@@ -200,9 +200,9 @@ def test_nan_again() -> None:
     guards.examine(window([1.0, math.nan]))
     for first in range(2, 1000, 10):
         guards.examine(window([math.nan] * 10, first=first))
-    assert [finding.step for finding in guards.voice.said] == [1]
+    assert [finding.step for finding in guards.reporter.reported] == [1]
     guards.examine(window([1.0, math.nan], first=2000))
-    assert [finding.step for finding in guards.voice.said] == [1, 2001]
+    assert [finding.step for finding in guards.reporter.reported] == [1, 2001]
 
 
 SHORT = """
@@ -230,18 +230,18 @@ def test_nan_short_loop() -> None:
 
 def test_the_main_process_does_not_wait_forever_for_ranks_that_tell_nothing() -> None:
     accelerator, guards = guarded(GuardKwargs())
-    guards.voice.waits = frozenset(("nan",))
+    guards.reporter.held_kinds = frozenset(("nan",))
     guards.examine(window([1.0, math.nan]))
     looks = 0
-    while not guards.voice.said and looks < 100:
+    while not guards.reporter.reported and looks < 100:
         guards.examine(window([1.0], first=2 + looks))
         looks += 1
-    assert ([entry.step for entry in guards.voice.said], looks) == ([1], 6)
+    assert ([entry.step for entry in guards.reporter.reported], looks) == ([1], 6)
     guards.examine(window([math.nan], first=300))
     guards.interval({"seconds": 1.0, "first": 0, "last": 299, "steps": 300, "phases": {}, "slowest": [300]})
-    assert len(guards.voice.said) == 1
+    assert len(guards.reporter.reported) == 1
     guards.interval({"seconds": 1.0, "first": 300, "last": 300, "steps": 1, "phases": {}, "slowest": [1]})
-    assert [entry.step for entry in guards.voice.said] == [1, 300]
+    assert [entry.step for entry in guards.reporter.reported] == [1, 300]
 
 
 # -- times ------------------------------------------------------------------------------------------------------------

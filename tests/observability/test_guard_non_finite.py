@@ -76,7 +76,7 @@ def test_an_update_that_is_left_out_is_as_if_the_batch_had_not_been_there(clip: 
     assert skipped["rates"][-1] == scheduler.get_last_lr()[0]
     assert skipped["rates"][1] == skipped["rates"][2], "the scheduler does not move"
     assert skipped["updates"] == STEPS - 1
-    [finding] = guards.voice.said
+    [finding] = guards.reporter.reported
     assert (finding.kind, finding.step) == ("nan", 2)
     assert finding.details["parameter"] == "0.weight", "although a norm that is NaN makes every gradient so"
 
@@ -90,7 +90,7 @@ def test_every_rank_leaves_the_update_out_and_names_the_rank_and_the_parameter(r
         with pytest.raises(NonFiniteError) as raised:
             train(refusing, passes=[3], bad_rank=1)
         same_rate = skipped["rates"][-1] == without["rates"][-1]
-        return same(skipped, without), skipped["skipped"], same_rate, guards.voice.said, str(raised.value)
+        return same(skipped, without), skipped["skipped"], same_rate, guards.reporter.reported, str(raised.value)
 
     for equal, skipped, same_rate, said, message in ranks(2).run(run):
         assert equal
@@ -120,7 +120,7 @@ def test_a_window_of_accumulation_is_left_out_as_a_whole(ranks: Any) -> None:
         accelerator, guards = guarded(GuardKwargs(on_nan="skip", **QUIET), gradient_accumulation_steps=2)
         skipped = train(accelerator, passes=[2], bad_rank=1, name="2.bias")
         without = train(Accelerator(cpu=True, gradient_accumulation_steps=2), leave_out=[2, 3])
-        return same(skipped, without), skipped["skipped"], [(entry.rank, entry.details["parameter"]) for entry in guards.voice.said]
+        return same(skipped, without), skipped["skipped"], [(found.rank, found.details["parameter"]) for found in guards.reporter.reported]
 
     for equal, skipped, said in ranks(2).run(run):
         assert equal
@@ -141,7 +141,8 @@ def test_without_averaging_each_rank_decides_for_itself(ranks: Any) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 local.step()
-        return optimizer.updates, [entry.rank for entry in guards.voice.said], [parameter.sum().item() for parameter in net.parameters()]
+        reported = [found.rank for found in guards.reporter.reported]
+        return optimizer.updates, reported, [parameter.sum().item() for parameter in net.parameters()]
 
     (first, said, weights), (second, told, others) = ranks(2).run(run)
     assert (first, said) == (4, [])
@@ -198,7 +199,8 @@ def test_sharded_models_are_left_out_alike_and_never_compared_as_replicas(ranks:
             net.weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
             optimizer.step()
             skipped.append(accelerator.optimizer_step_was_skipped)
-        return skipped, optimizer.updates, [(entry.rank, entry.details["parameter"]) for entry in guards.voice.said], len(guards._drifts)
+        reported = [(found.rank, found.details["parameter"]) for found in guards.reporter.reported]
+        return skipped, optimizer.updates, reported, len(guards._drifts)
 
     assert ranks(2).run(run) == [([True, True, False], 1, [(0, "weight")], 0)] * 2
 
@@ -215,7 +217,8 @@ def test_ranks_that_are_done_are_not_asked(ranks: Any) -> None:
                 accelerator.backward(net(batch(number, rank)).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-        return optimizer.updates, [(entry.step, entry.rank) for entry in guards.voice.said], bool(torch.isfinite(net[0].weight).all())
+        reported = [(found.step, found.rank) for found in guards.reporter.reported]
+        return optimizer.updates, reported, bool(torch.isfinite(net[0].weight).all())
 
     assert ranks(2).run(run) == [(1, [(1, None)], True), (1, [(1, 1)], True)]
 
@@ -326,6 +329,6 @@ def test_overflows_of_fp16_are_normal_and_a_row_of_them_is_not() -> None:
         return accelerator.optimizer_step_was_skipped
 
     assert [step() for _ in range(25)] == [True, True] + [False] * 3 + [True] * 20
-    assert not guards.voice.said
+    assert not guards.reporter.reported
     with pytest.raises(NonFiniteError, match="fp16 has left out 20 updates in a row"):
         step()

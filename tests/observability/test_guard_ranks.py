@@ -36,7 +36,7 @@ def failing(steps: int, poison: Any = None, clip: bool = False, bad: int = 10) -
         optimizer.step()
         optimizer.zero_grad()
     accelerator._components.ledger.finish()
-    return [(finding.step, finding.rank, finding.text.partition(";")[0]) for finding in guards.voice.said]
+    return [(finding.step, finding.rank, finding.text.partition(";")[0]) for finding in guards.reporter.reported]
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -76,7 +76,7 @@ def test_replicas_that_drift_apart_are_told_with_the_parameter_and_the_rank(rank
                     net[2].weight[0, 1] += 1e-12
             accelerator.wait_for_everyone()
             guards.examine(window([]))
-            said.append([(entry.kind, entry.step, entry.rank, entry.text) for entry in guards.voice.said])
+            said.append([(entry.kind, entry.step, entry.rank, entry.text) for entry in guards.reporter.reported])
         return said
 
     main, other = ranks(2).run(run)
@@ -111,7 +111,7 @@ def drifting(steps: int, at: int, where: str, folder: str = "") -> Any:
             net[0].bias.copy_(own)
     if where != "checkpoint":
         accelerator.end_training()
-    return [(finding.kind, finding.step, finding.rank, finding.text) for finding in guards.voice.said]
+    return [(finding.kind, finding.step, finding.rank, finding.text) for finding in guards.reporter.reported]
 
 
 @pytest.mark.parametrize(("at", "where", "step", "told"), [
@@ -167,7 +167,7 @@ def test_replicas_that_may_differ_are_not_compared(ranks: Any) -> None:
             step(number)
         accelerator.wait_for_everyone()
         guards.examine(window([]))
-        return guards.voice.said, optimizer.updates
+        return guards.reporter.reported, optimizer.updates
 
     assert ranks(2).run(run) == [([], 9), ([], 10)]
 
@@ -192,7 +192,7 @@ def reading(kind: str) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     accelerator._components.ledger.finish()
-    return len(net._forward_pre_hooks), [(finding.kind, finding.text) for finding in guards.voice.said]
+    return len(net._forward_pre_hooks), [(finding.kind, finding.text) for finding in guards.reporter.reported]
 
 
 def test_same_batches(ranks: Any) -> None:

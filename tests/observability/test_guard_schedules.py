@@ -25,7 +25,7 @@ def scheduled(make: Any, per_update: int, updates: int) -> list[GuardFinding]:
             scheduler.step()
         if update % 7 == 0:
             rates = [group["lr"] for group in optimizer.param_groups]
-            found.append(schedule.look(update, rates, moves=scheduler.last_epoch, course=ScheduleLength.of(scheduler), per_process=True))
+            found.append(schedule.look(update, rates, moves=scheduler.last_epoch, length=ScheduleLength.of(scheduler), per_process=True))
     return [finding for finding in found if finding]
 
 
@@ -83,7 +83,7 @@ def training(
                 scheduler.step()
                 optimizer.zero_grad()
     accelerator._components.ledger.finish()
-    return [str(finding) for finding in guards.voice.said if finding.kind == "schedule"]
+    return [str(finding) for finding in guards.reporter.reported if finding.kind == "schedule"]
 
 
 def test_length_before_prepare(ranks: Any) -> None:

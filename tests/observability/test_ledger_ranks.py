@@ -251,7 +251,7 @@ def test_events_of_other_ranks_reach_the_sinks_of_rank_0() -> None:
 def test_two_accelerators_do_not_hear_each_other() -> None:
     store = HashStore()
     first = StoreExchange(lambda: store, 0, 1, 2)
-    first.publish(b"one")
+    first.send(b"one")
     assert StoreExchange(lambda: store, 1, 0, 2).collect() == {}
     assert StoreExchange(lambda: store, 0, 0, 2).collect() == {1: b"one"}
 

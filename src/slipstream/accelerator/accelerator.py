@@ -36,9 +36,8 @@ from slipstream.data.options import DataLoaderConfiguration
 from slipstream.devices.table import RNGType
 from slipstream.distributed.state import AcceleratorState
 from slipstream.observability.options import ProfileKwargs
-from slipstream.observability.recorder import RunRecorder, absolute_place, add_local_tracker, attach_guards
+from slipstream.observability.recorder import RunRecorder, attach_guards
 from slipstream.observability.timing.report import LedgerReport
-from slipstream.observability.trackers.registry import Trackers, resolve_trackers
 from slipstream.parallel.compile import TorchDynamoPlugin
 
 __all__ = ["Accelerator"]
@@ -143,20 +142,12 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         self._saver = Saver(self._components, self.project_configuration, async_save)
         self._saver.begin_numbering()
         self._guards = attach_guards(self._components, self._handlers.guards)
-        self._start_recorder(log_with, told)
+        self._recorder = RunRecorder(self._components, self.project_configuration, log_with, told)
         self._own = frozenset(vars(self))
 
     def __reduce__(self) -> Any:
         added = {name: value for name, value in vars(self).items() if name not in self._own and name != "_own"}
         return _rebuild, (type(self), self.arguments(), added)
-
-    def _start_recorder(self, log_with: Any, told: dict[str, Any]) -> None:
-        folder = absolute_place(self.logging_dir)
-        chosen = resolve_trackers(log_with, folder)
-        self._log_with = [tracker.name for tracker in chosen]
-        trackers = add_local_tracker(chosen, self.project_configuration)
-        self._trackers = Trackers(trackers, folder, is_main_process=self.state.is_main_process)
-        self._recorder = RunRecorder(self._components, self.project_configuration, self._trackers, told)
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT_ATTRIBUTES:
@@ -173,12 +164,12 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
     @property
     def log_with(self) -> list[str]:
         """The names of the trackers that were chosen."""
-        return self._log_with
+        return self._recorder.log_with
 
     @property
     def trackers(self) -> list[Any]:
         """The trackers that were started."""
-        return self._trackers.started
+        return self._recorder.trackers.started
 
     def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None) -> None:
         """Start a run on the main process: its directory below `project_dir`, and the trackers of `log_with`.
@@ -189,15 +180,15 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name; with `unwrap`, the package's own run object."""
-        return self._trackers.get(name, unwrap)
+        return self._recorder.trackers.get(name, unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Send values to every tracker, from the main process."""
-        self._trackers.log(values, step, log_kwargs)
+        self._recorder.trackers.log(values, step, log_kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Send images by name (one, a list, or a batch each) to every tracker that stores images."""
-        self._trackers.log_images(values, step, log_kwargs)
+        self._recorder.trackers.log_images(values, step, log_kwargs)
 
     def log_table(
         self,
@@ -209,7 +200,7 @@ class Accelerator(ProcessesMixin, PreparationMixin, TrainingLoopMixin, Checkpoin
         log_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Send a table (rows with `columns`, a dict of columns, records, an array, a data frame) to every tracker that stores tables."""
-        self._trackers.log_table(table_name, columns, data, dataframe, step, log_kwargs)
+        self._recorder.trackers.log_table(table_name, columns, data, dataframe, step, log_kwargs)
 
     @property
     def run_dir(self) -> Path | None:

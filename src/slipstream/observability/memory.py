@@ -45,7 +45,7 @@ NamedTensor = tuple[str, str, torch.Tensor]
 
 
 def named_tensors(models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> Iterator[NamedTensor]:
-    """The parameters, buffers and gradients of models, and what optimizers keep for each parameter.
+    """Return the parameters, buffers and gradients of models, and what optimizers keep for each parameter.
 
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -154,11 +154,11 @@ class MemorySnapshot:
         return "\n".join(lines)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return as JSON has it."""
         return asdict(self)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Writes all of it as a JSON file, which is whole or not there."""
+        """Write all of it as a JSON file, which is whole or not there."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
@@ -171,7 +171,7 @@ class MemorySnapshot:
 
 
 def memory_snapshot(count: int = 50, *, names: Iterable[NamedTensor] | None = None) -> MemorySnapshot:
-    """What tensors are alive in this process now; `count` is how many entries are listed.
+    """Return what tensors are alive in this process now; `count` is how many entries are listed.
 
     Parameters, buffers, gradients and states of optimizers that were prepared have their names; `names` gives others, as
     `named_tensors(models, optimizers)` makes them.
@@ -220,7 +220,7 @@ class _Storage:
 
 
 def _find_storages(named: Iterable[NamedTensor]) -> list[_Storage]:
-    """Every piece of memory once; named tensors first, as what they are called counts."""
+    """Return every piece of memory once; named tensors first, as what they are called counts."""
     found: dict[tuple[str, int], _Storage] = {}
     for kind, name, whole in named:
         for tensor in _inner_tensors(whole):
@@ -235,7 +235,7 @@ def _find_storages(named: Iterable[NamedTensor]) -> list[_Storage]:
 
 
 def _inner_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """A tensor that is made of others (sharded, quantised), as those."""
+    """Return a tensor that is made of others (sharded, quantised), as those."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -247,7 +247,7 @@ def _inner_tensors(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def _add_storage(found: dict[tuple[str, int], _Storage], tensor: torch.Tensor) -> _Storage | None:
-    """The memory behind a tensor; None for one that has none, or is of a kind that does not say."""
+    """Return the memory behind a tensor; None for one that has none, or is of a kind that does not say."""
     try:
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" or not storage.nbytes():  # of fakes too
@@ -262,7 +262,7 @@ def _add_storage(found: dict[tuple[str, int], _Storage], tensor: torch.Tensor) -
 
 
 def _group_alike(blocks: Iterable[_Storage]) -> list[AliveTensors]:
-    """Those with a name one by one, the others by what they look like."""
+    """Return those with a name one by one, the others by what they look like."""
     groups: dict[Any, list[_Storage]] = {}
     for block in blocks:
         groups.setdefault((block.name, block.kind, block.shape, block.dtype, block.device, block.bytes), []).append(block)
@@ -312,18 +312,18 @@ class MemoryWatch:
         return self._names() is not None
 
     def named(self) -> Iterator[NamedTensor]:
-        """The tensors that have names; none once their owner is gone."""
+        """Return the tensors that have names; none once their owner is gone."""
         names = self._names()
         if names is not None:
             yield from names()
 
     def folder(self) -> Path | None:
-        """Where a snapshot is written."""
+        """Return where a snapshot is written."""
         folder = self._folder()
         return None if folder is None else folder()
 
     def tell(self, path: Path, snapshot: MemorySnapshot) -> None:
-        """Says where a snapshot is."""
+        """Report where a snapshot is."""
         tell = None if self._tell is None else self._tell()
         if tell is not None:
             tell(path, snapshot)
@@ -338,7 +338,7 @@ class MemoryWatch:
 
 
 def watch_memory(names: _Names, folder: _Folder = lambda: None, tell: _OnSnapshot | None = None) -> MemoryWatch:
-    """From now on, an error about memory that ends this process is answered with a snapshot.
+    """Return from now on, an error about memory that ends this process is answered with a snapshot.
 
     `names()` gives what tensors are called (`named_tensors(models, optimizers)`), `folder()` where `memory-rank<rank>.json` goes, or None
     for nowhere, and `tell(path, snapshot)` is called when it is there. Methods are held weakly: a watch keeps nobody alive.
@@ -426,5 +426,5 @@ def _report_snapshot(error: BaseException) -> None:
 
 
 def _hold_weakly(function: Any) -> Callable[[], Any]:
-    """A function as it is, and a method by a weak reference to its object: both asked by a call."""
+    """Return a function as it is, and a method by a weak reference to its object: both asked by a call."""
     return weakref.WeakMethod(function) if inspect.ismethod(function) else lambda: function

@@ -184,7 +184,7 @@ class ProfileKwargs(KwargsHandler):
         return self.building(self.on_trace_ready)
 
     def building(self, on_trace_ready: Callable[..., Any] | None) -> profile:
-        """The same with another function to call when a recording ends."""
+        """Return the same with another function to call when a recording ends."""
         return profile(
             activities=None
             if self.activities is None

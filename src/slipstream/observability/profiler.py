@@ -83,7 +83,7 @@ class TopOperators:
 
 
 def top_operators(profiler: Any, count: int = 10) -> TopOperators:
-    """The `count` operators that took the most time of their own in what a profiler has recorded (its last cycle, with a schedule).
+    """Return the `count` operators that took the most time of their own in what a profiler has recorded (its last cycle, with a schedule).
 
     >>> import torch
     >>> from torch.profiler import ProfilerActivity, profile
@@ -126,7 +126,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns under each other: the first to the left, numbers to the right."""
+    """Return columns under each other: the first to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -158,7 +158,7 @@ _NO_PROCESS: Final = "Traces"
 def merge_traces(
     folder: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, *, ranks: Collection[int] | None = None
 ) -> Path:
-    """One trace of those that ranks have written into a folder (`profile_0.json`, ...); gives back its path.
+    """Return one trace of those that ranks have written into a folder (`profile_0.json`, ...); gives back its path.
 
     `output` is where it goes, `profile_merged.json` in the same folder if nothing is said; `ranks` are those that are wanted, all that are
     there otherwise. For runs whose processes did not all come to the end of the block, and for traces that were brought together from
@@ -265,7 +265,7 @@ class _Trace:
         return {"rank": self.rank, "host": self.host, "file": self.path.name, **more}
 
     def events(self, base: int, ranks: int) -> Iterator[dict[str, Any]]:
-        """The events as they are in the merged file, and then what its processes are called."""
+        """Return the events as they are in the merged file, and then what its processes are called."""
         shift = (self.base - base) / 1000
         with open(self.path, encoding="utf-8", errors="surrogateescape") as file:
             document = _JsonStream(file, self.path)
@@ -297,7 +297,7 @@ class _Trace:
         return known
 
     def _processes(self) -> Iterator[dict[str, Any]]:
-        """The host first, then the devices, then what is no process."""
+        """Return the host first, then the devices, then what is no process."""
         own = [number for given, number in self._pids.items() if not isinstance(given, str)]
         main = next((number for number in own if self._labels.get(number) == "CPU"), own[0] if own else None)
         names = {number: self._labels.get(number) or str(given) for given, number in self._pids.items()}
@@ -309,7 +309,7 @@ class _Trace:
 
 
 def _read_trailing_base(path: Path) -> int:
-    """What a trace counts its times from, where it says so after the events; 0 if it does not."""
+    """Return what a trace counts its times from, where it says so after the events; 0 if it does not."""
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - _TAIL))
         found = re.findall(rb'"%s"\s*:\s*(\d+)' % _BASE.encode(), file.read())
@@ -327,7 +327,7 @@ class _JsonStream:
         self._at += 1
 
     def keys_before(self, last: str) -> Iterator[str]:
-        """Keys as they come; the caller takes the value of each before the next. Stops inside the list of the key `last`."""
+        """Return keys as they come; the caller takes the value of each before the next. Stops inside the list of the key `last`."""
         while True:
             if self._next() == "}":
                 raise self._damaged(f"it has no {last!r}")
@@ -343,17 +343,17 @@ class _JsonStream:
             yield key
 
     def value(self) -> Any:
-        """The value that comes next."""
+        """Return the value that comes next."""
         self._next()
         return self._decoded()
 
     def items(self) -> Iterator[Any]:
-        """What is in the list that was come to."""
+        """Return what is in the list that was come to."""
         while self._next() != "]":
             yield self._decoded()
 
     def _next(self) -> str:
-        """The next character that counts, which stays."""
+        """Return the next character that counts, which stays."""
         while True:
             gap = _GAP.match(self._text, self._at)
             assert gap is not None
@@ -390,7 +390,7 @@ _OnTrace = Callable[[Path], object]
 
 @contextmanager
 def run_profiler(handler: ProfileKwargs | None, runtime: Runtime | None = None, tell: _OnTrace | None = None) -> Iterator[profile]:
-    """A block that torch's profiler watches; with `output_trace_dir`, `profile_<rank>.json` is there when it ends.
+    """Return a block that torch's profiler watches; with `output_trace_dir`, `profile_<rank>.json` is there when it ends.
 
     `runtime` is that of this process, which knows its rank and the others; `tell` is called with the path of each trace that is there when
     the block ends, that of this rank and, if it was made here, that of all.
@@ -418,7 +418,7 @@ def run_profiler(handler: ProfileKwargs | None, runtime: Runtime | None = None, 
 
 
 def _prepare_folder(given: str) -> Path:
-    """The folder for traces, made if need be; an error now and not after the run if nothing can be written there."""
+    """Return the folder for traces, made if need be; an error now and not after the run if nothing can be written there."""
     folder = Path(given)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -485,7 +485,7 @@ class _Recording:
 
 
 def _merge_if_last(folder: Path, recording: _Recording, runtime: Runtime | None) -> Path | None:
-    """The trace of all ranks, if this is the last of them to have written its own."""
+    """Return the trace of all ranks, if this is the last of them to have written its own."""
     if runtime is None or runtime.process.world_size == 1:
         return None
     logger, process = get_logger(__name__), runtime.process
@@ -513,6 +513,6 @@ def _merge_if_last(folder: Path, recording: _Recording, runtime: Runtime | None)
 
 
 def _is_last(store: Any, key: str, process: Process, *, written: bool) -> bool:
-    """Whether all others have written the trace of the same block: the first of each on this folder, the second, and so on."""
+    """Return whether all others have written the trace of the same block: the first of each on this folder, the second, and so on."""
     number = store.add(f"{key}/{process.rank}", 1)
     return bool(written and store.add(f"{key}/block {number}", 1) == process.world_size)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from slipstream.training.stepper import PreparedModel
 
 __all__ = [
-    "BackwardOrder", "SKIP_STREAK", "UpdateGuard", "all_finite", "classify_non_finite", "exchange_alone", "find_non_finite",
-    "format_value", "make_scaler_finding", "to_floats",
+    "BackwardOrder", "SKIP_STREAK", "UpdateGuard", "all_finite", "classify_non_finite", "find_non_finite", "make_scaler_finding",
+    "to_floats",
 ]
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether every entry of these is finite. Waits for the device.
+    """Return whether every entry of these is finite. Waits for the device.
 
     >>> all_finite([torch.ones(2), torch.zeros(0)]), all_finite([torch.tensor([1.0, float("nan")])]), all_finite([torch.full((2,), 3e38)])
     (True, False, True)
@@ -48,7 +48,7 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def find_non_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[str, str] | None:
-    """The first name whose tensor is not finite, and "nan" or "infinite".
+    """Return the first name whose tensor is not finite, and "nan" or "infinite".
 
     >>> find_non_finite([("weight", torch.ones(1)), ("bias", torch.tensor([float("inf")]))])
     ('bias', 'infinite')
@@ -71,17 +71,8 @@ def classify_non_finite(tensor: torch.Tensor) -> str:
     return "nan" if bool(entries.isnan().any()) else "infinite"
 
 
-def format_value(value: float) -> str:
-    """How a number is told.
-
-    >>> format_value(float("-inf")), format_value(2.3456789)
-    ('-inf', '2.346')
-    """
-    return f"{value:.4g}"
-
-
 def to_floats(values: Sequence[Any]) -> list[float]:
-    """Tensors, or numbers, as numbers: the mean of one with several values. Those on a device are fetched together.
+    """Return tensors, or numbers, as numbers: the mean of one with several values. Those on a device are fetched together.
 
     >>> to_floats([torch.tensor(1.0), 2.5, torch.tensor([1.0, 2.0])])
     [1.0, 2.5, 1.5]
@@ -116,14 +107,14 @@ class BackwardOrder:
         ]
 
     def end(self) -> None:
-        """Stops listening, once there is something known."""
+        """Stop listening, once there is something known."""
         if self._handles and self._came:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
 
     def named(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters, the one nearest to the loss first; those that had no gradient last."""
+        """Return the parameters, the one nearest to the loss first; those that had no gradient last."""
         return sorted(reversed(list(model.named_parameters())), key=lambda entry: self._came.get(entry[0], math.inf))
 
 
@@ -149,35 +140,22 @@ _BucketFindings = tuple[list[int], Any]
 """The identities of parameters of a bucket, and what was seen: a word for each, or their norms, still on the device."""
 
 
-def _unknown() -> None:
-    return None
-
-
-def exchange_alone(value: Any, reason: str = "") -> list[Any]:
-    """The exchange of a single process.
-
-    >>> exchange_alone(3)
-    [3]
-    """
-    return [value]
-
-
 class UpdateGuard:
     """Looks at updates before they are made; one for each Accelerator."""
 
     def __init__(
         self,
         mode: str,
-        voice: FindingReporter,
+        reporter: FindingReporter,
         *,
         rank: int = 0,
         averages: bool = False,
-        exchange: Callable[..., list[Any]] = exchange_alone,
-        step: Callable[[], int | None] = _unknown,
-        loss: Callable[[], float | None] = _unknown,
+        exchange: Callable[..., list[Any]],
+        step: Callable[[], int | None],
+        loss: Callable[[], float | None],
     ) -> None:
         self._raises = mode == "raise"
-        self._voice = voice
+        self._reporter = reporter
         self._rank = rank
         self._averages = averages
         self._exchange = exchange
@@ -192,14 +170,14 @@ class UpdateGuard:
         """How many updates were left out."""
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Listens to the first backward pass of a model, for the order of its parameters."""
+        """Listen to the first backward pass of a model, for the order of its parameters."""
         if model not in self._orders:
             self._orders[model] = BackwardOrder(model)
 
     # -- while gradients are made ---------------------------------------------------------------------------------
 
     def look_at_bucket(self, bucket: Any) -> None:
-        """Looks at this rank's own gradients before they are averaged. Waits for no device."""
+        """Look at this rank's own gradients before they are averaged. Waits for no device."""
         buffer = bucket.buffer()
         if buffer.is_cpu and all_finite([buffer]):
             return
@@ -218,7 +196,7 @@ class UpdateGuard:
     # -- before an update -----------------------------------------------------------------------------------------
 
     def refuses(self, optimizer: AcceleratedOptimizer, linked: OptimizerLink, closure: Any) -> bool:
-        """Whether this update is to be left out; with `on_nan="raise"`, an error instead."""
+        """Return whether this update is to be left out; with `on_nan="raise"`, an error instead."""
         if closure is not None:
             raise ConfigError(
                 f"{type(linked.inner).__name__}.step(closure) with on_nan={'raise' if self._raises else 'skip'!r}: the closure computes "
@@ -243,9 +221,9 @@ class UpdateGuard:
         self._forget(models)
         self.skipped += 1
         if self._raises:
-            self._voice.note(finding, shared=self._averaged(models))
+            self._reporter.record(finding, shared=self._averaged(models))
             raise NonFiniteError(f"{finding} on_nan='skip' leaves such updates out.")
-        self._voice.say(finding, shared=self._averaged(models))
+        self._reporter.report(finding, shared=self._averaged(models))
         return True
 
     def _trace(self, models: Sequence[PreparedModel], tried: int, alone: bool, sharded: bool) -> GuardFinding:
@@ -274,7 +252,7 @@ class UpdateGuard:
         return GuardFinding("nan", step, rank, text, _REMEDY, {"parameter": name, "ranks": [rank for rank, _, _ in culprits]})
 
     def _ask(self, report: Any, step: int, now: tuple[str, str] | None) -> list[Any]:
-        """The reports of all ranks. Where others have found nothing they do not come to it: then this rank's own finding is the error."""
+        """Return the reports of all ranks. If others found nothing and do not report, this rank's own finding is the error."""
         what = "gradients are not finite" if now is None else f"the gradient of {now[0]} is {now[1]}"
         try:
             return self._exchange(report, f"step {step}: {what} on rank {self._rank}")
@@ -284,18 +262,18 @@ class UpdateGuard:
                 why = "and other ranks go on without finding theirs so: it was changed on some ranks only, after backward had averaged it"
                 remedy = "change gradients on every rank alike, or before they are averaged (in a hook of the parameter)"
             finding = GuardFinding("nan", step, self._rank, f"{what} on rank {self._rank}, {why}", remedy, {"ranks": [self._rank]})
-            self._voice.note(finding)
+            self._reporter.record(finding)
             raise NonFiniteError(f"{finding}\n{error}") from None
 
     def _averaged(self, models: Sequence[PreparedModel]) -> bool:
-        """Whether gradients of these were averaged over all ranks, all of which are here."""
+        """Return whether gradients of these were averaged over all ranks, all of which are here."""
         return self._averages and all(getattr(model.prepared, "require_backward_grad_sync", True) for model in models)
 
     def _first(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
         return find_non_finite((name, entry.grad) for model in models for name, entry in self._named(model))
 
     def _own_part(self, models: Sequence[PreparedModel]) -> tuple[str, str] | None:
-        """The first of this rank's own gradients that was not finite, by what was seen in the buckets, the earliest pass first."""
+        """Return the first of this rank's own gradients that was not finite, by what was seen in the buckets, the earliest pass first."""
         named = [(name, id(entry)) for model in models for name, entry in self._named(model)]
         for identities, seen in self._seen:
             words = seen if isinstance(seen, list) else ["" if norm < float("inf") else "not finite" for norm in seen.tolist()]
@@ -324,10 +302,10 @@ class UpdateGuard:
             finding = make_scaler_finding(self._step(), streak)
             if self._raises:
                 raise NonFiniteError(str(finding))
-            self._voice.say(finding, shared=self._averages)
+            self._reporter.report(finding, shared=self._averages)
 
 
 def make_scaler_finding(step: int | None, streak: int) -> GuardFinding:
-    """What is said of a loss scaler that leaves out update after update."""
+    """Return what is said of a loss scaler that leaves out update after update."""
     text = f"fp16 has left out {streak} updates in a row, so it is not the loss scale that makes gradients overflow"
     return GuardFinding("nan", step, None, text, f"{_REMEDY}; mixed_precision='bf16' has the range of float32")

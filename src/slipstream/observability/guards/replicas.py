@@ -31,7 +31,7 @@ _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def sum_bits(parameters: Sequence[torch.Tensor]) -> bytes:
-    """The sum of the bits of each, as eight bytes per parameter. Waits for the device.
+    """Return the sum of the bits of each, as eight bytes per parameter. Waits for the device.
 
     >>> one, other = torch.ones(3), torch.ones(3)
     >>> other[1] += 1e-7
@@ -56,7 +56,7 @@ def _sum_tensor_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def select_replicated(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Those that every process holds as a whole: plain tensors with values, not wrappers that answer for a part of one.
+    """Return those that every process holds as a whole: plain tensors with values, not wrappers that answer for a part of one.
 
     >>> [name for name, _ in select_replicated([("weight", torch.ones(1)), ("bias", torch.ones(1, device="meta"))])]
     ['weight']
@@ -112,7 +112,7 @@ class DriftGuard:
         self._reports = RankReports(store, rank, world_size, f"drift/{key}", "weights are compared")
 
     def look(self, moment: ComparisonPoint, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Reports the sums of these parameters."""
+        """Report the sums of these parameters."""
         if self._reports.wants(moment.key):
             sums = sum_bits([parameter for _, parameter in named])
             self._reports.add(moment.key, sums, (moment, [name for name, _ in named]))
@@ -169,12 +169,12 @@ class FirstBatchHashes:
         self._is_over = False
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Looks at the calls of a model too."""
+        """Look at the calls of a model too."""
         if not self._is_over:
             self._handles.append(model.register_forward_pre_hook(_InputHook(self), with_kwargs=True))
 
     def look(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Takes the inputs of a call in."""
+        """Take the inputs of a call in."""
         if self._is_over or not module.training or not torch.is_grad_enabled():
             return
         if self._reads_loader():

@@ -43,7 +43,7 @@ _BUILD_REMEDY = (
 
 @dataclass
 class ScheduleGuard:
-    """Watches the learning rate of one optimizer.
+    """Checks the learning rate of one optimizer.
 
     >>> schedule = ScheduleGuard()
     >>> for update in range(1, 200, 10):
@@ -61,19 +61,19 @@ loader // gradient_accumulation_steps) * epochs, and not that of samples or batc
     ended: int | None = None
     """The number of updates when the end was first seen."""
     before: int | None = None
-    """The number of updates when it was last looked at and had not ended."""
+    """The number of updates when it was last examined and had not ended."""
     moved: int | None = None
 
     def look(
-        self, updates: int, rates: list[float], *, moves: int | None = None, course: ScheduleLength | None = None, per_process: bool = False
+        self, updates: int, rates: list[float], *, moves: int | None = None, length: ScheduleLength | None = None, per_process: bool = False
     ) -> GuardFinding | None:
-        """Takes in how it stands after so many updates; `moves` is how often the scheduler moved, if it is known."""
-        course = course or ScheduleLength()
+        """Check the rates after so many updates; `moves` is how often the scheduler moved, if that is known."""
+        known = length or ScheduleLength()
         rate = max(rates, default=0.0)
         self.highest = max(self.highest, rate)
-        bottom = course.lowest + _ZERO_SHARE * (self.highest - course.lowest)
-        over = course.length is not None and moves is not None and moves > course.length
-        if not over and (not self.highest > course.lowest or rate > bottom):
+        bottom = known.lowest + _ZERO_SHARE * (self.highest - known.lowest)
+        over = known.length is not None and moves is not None and moves > known.length
+        if not over and (not self.highest > known.lowest or rate > bottom):
             self.ended, self.before = None, updates
             return None
         if self.ended is None:
@@ -81,8 +81,7 @@ loader // gradient_accumulation_steps) * epochs, and not that of samples or batc
             return None
         if updates - self.ended < max(_MIN_UPDATES_AFTER_END, self.ended // 20):
             return None
-        length = course.length if over and rate > bottom else None
-        return self._finding(updates, rate, moves, per_process, length)
+        return self._finding(updates, rate, moves, per_process, known.length if over and rate > bottom else None)
 
     def _finding(self, updates: int, rate: float, moves: int | None, per_process: bool, length: int | None) -> GuardFinding:
         told = "" if moves is None else f" (the scheduler has moved {moves} times in {updates} updates)"
@@ -93,7 +92,7 @@ loader // gradient_accumulation_steps) * epochs, and not that of samples or batc
         return GuardFinding("schedule", updates, None, text, self._remedy(times, per_process), {"moves": moves})
 
     def _when(self) -> str:
-        """As exact as it is known: rates are looked at once in a while."""
+        """Return when the end was reached, as exactly as is known: rates are examined once in a while."""
         if self.before is None:
             return f"by update {self.ended} at the latest"
         return f"at update {self.ended}" if self.ended == self.before + 1 else f"between update {self.before} and {self.ended}"
@@ -117,7 +116,7 @@ loader // gradient_accumulation_steps) * epochs, and not that of samples or batc
 
 @dataclass(frozen=True)
 class ScheduleLength:
-    """What a scheduler says of its own end.
+    """The length of a schedule, as far as its scheduler tells.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -137,7 +136,7 @@ class ScheduleLength:
 
     @classmethod
     def of(cls, scheduler: Any) -> ScheduleLength:
-        """By the scheduler's own attributes; one that begins again and again has no end."""
+        """Return the length by the scheduler's attributes; one with warm restarts has no end."""
         if hasattr(scheduler, "T_mult") or (hasattr(scheduler, "cycle_momentum") and not hasattr(scheduler, "total_steps")):
             return cls(lowest=-1.0)
         if hasattr(scheduler, "cycle_momentum"):
@@ -147,7 +146,7 @@ class ScheduleLength:
 
 
 def _find_total(scheduler: Any) -> int | None:
-    """How many moves a scheduler is made for; None where it does not say."""
+    """Return how many moves a scheduler is made for; None where it does not say."""
     for name in ("T_max", "total_steps", "total_iters"):
         if (total := _positive_int(getattr(scheduler, name, None))) is not None:
             return total
@@ -163,7 +162,7 @@ def _find_total(scheduler: Any) -> int | None:
 
 
 def _lengths_of_function(function: Any) -> Iterator[int]:
-    """The lengths that a function of the step knows: as an argument that was filled in, from around it, or as an attribute."""
+    """Return the lengths that a function of the step knows: as an argument that was filled in, from around it, or as an attribute."""
     known: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         known = {**function.keywords, **known}
@@ -249,12 +248,12 @@ steps; if 8 passes are meant, it fits.
 
 
 def _multiple(total: int, unit: int) -> int | None:
-    """How many times a unit a length is; None where it is not, or by chance."""
+    """Return how many times a unit a length is; None where it is not, or by chance."""
     return total // unit if unit >= _MIN_BATCHES and total % unit == 0 and total // unit <= _MAX_PASSES else None
 
 
 def _divided(pace: SchedulePace) -> int | None:
-    """How many passes a length is, if all batches of all passes were divided by those of an update."""
+    """Return how many passes a length is, if all batches of all passes were divided by those of an update."""
     passes = -(-pace.total * pace.steps // pace.original)
     return (
         passes if pace.original >= _MIN_BATCHES and pace.original * passes // pace.steps == pace.total and passes <= _MAX_PASSES else None
@@ -299,7 +298,7 @@ accelerator.gradient_accumulation_steps) updates per pass of the prepared loader
 
 
 def _explain_unit(times: float, processes: int, steps: int) -> str:
-    """What a schedule that is so many times too long was counted in, and what to do; nothing where that is not known."""
+    """Return what a schedule that is so many times too long was counted in, and what to do; nothing where that is not known."""
 
     def is_near(factor: int) -> bool:
         return factor > 1 and abs(times - factor) <= 0.1 * factor

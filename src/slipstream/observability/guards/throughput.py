@@ -30,7 +30,7 @@ class _RecentIntervals:
         self._seen = 0
 
     def take(self, interval: Mapping[str, Any]) -> bool:
-        """Takes an interval in; whether there are enough to say something."""
+        """Take an interval in; whether there are enough to say something."""
         if not interval.get("steps"):
             return False
         self._seen += 1
@@ -57,7 +57,7 @@ DataLoader(..., num_workers=2, prefetch_factor=4, persistent_workers=True).
         self._recent = _RecentIntervals()
 
     def look(self, interval: Mapping[str, Any], *, workers: int | None = None, pinned: bool = True) -> GuardFinding | None:
-        """Takes an interval in. `workers`: how many the loader has, if one is known; `pinned`: whether pinning would bring nothing."""
+        """Take an interval in. `workers`: how many the loader has, if one is known; `pinned`: whether pinning would bring nothing."""
         if not self._recent.take(interval):
             return None
         seconds = sum(entry["seconds"] for entry in self._recent.last)
@@ -89,7 +89,7 @@ DataLoader(..., num_workers=2, prefetch_factor=4, persistent_workers=True).
 
 
 def suggest_workers(step: float, wait: float, workers: int) -> int:
-    """How many workers a loader needs so that steps do not wait, by the seconds of a step and those that it waits.
+    """Return how many workers a loader needs so that steps do not wait, by the seconds of a step and those that it waits.
 
     >>> suggest_workers(step=0.1, wait=0.06, workers=0), suggest_workers(step=0.1, wait=0.05, workers=4)
     (2, 8)
@@ -116,7 +116,7 @@ class StragglerGuard:
         self._recent = _RecentIntervals()
 
     def look(self, interval: Mapping[str, Any]) -> GuardFinding | None:
-        """Takes an interval in."""
+        """Take an interval in."""
         last = interval.get("slowest") or []
         if len(last) < 2 or not self._recent.take(interval):
             return None
@@ -152,7 +152,7 @@ class StragglerGuard:
 
 
 def _sum_by_rank(intervals: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]], phase: str) -> list[float]:
-    """The seconds of each rank in a phase, over intervals."""
+    """Return the seconds of each rank in a phase, over intervals."""
     rows = [interval["phases"].get(phase) or [] for interval in intervals]
     return [sum(row[rank] or 0.0 for row in rows if rank < len(row)) for rank in range(max(map(len, rows), default=0))]
 

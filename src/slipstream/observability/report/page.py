@@ -63,7 +63,7 @@ _GENERATOR_TAG: Final = b'<meta name="generator" content="Slipstream">'
 def render_page(
     views: Iterable[Mapping[str, Any]], *, live: bool = False, title: str | None = None, left_out: Iterable[tuple[object, str]] = ()
 ) -> str:
-    """The document that shows these views, laid over each other; `live` also lets it ask its server for news.
+    """Return the document that shows these views, laid over each other; `live` also lets it ask its server for news.
 
     `left_out` are folders that look like runs and cannot be read, each with the reason; the page says so.
 
@@ -114,7 +114,7 @@ _DOCUMENT: Final = """<!doctype html>
 
 
 def content_security_policy(*, live: bool = False) -> str:
-    """The content security policy of the page, for its head and for the server that sends it: its own style and script, and nothing else.
+    """Return the content security policy of the page: its own style and script, and nothing else.
 
     >>> "connect-src 'none'" in content_security_policy(), "connect-src 'self'" in content_security_policy(live=True)
     (True, True)
@@ -142,7 +142,7 @@ def _to_safe_json(data: Any) -> str:
 
 
 def _escape_direction(text: str) -> str:
-    """Characters that turn the direction of what follows are spelled out."""
+    """Return characters that turn the direction of what follows are spelled out."""
     return "".join(f"\\u{ord(entry):04x}" if entry in _DIRECTION_MARKS else entry for entry in text)
 
 
@@ -150,7 +150,7 @@ _DIRECTION_MARKS: Final = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2
 
 
 def is_report(start: bytes) -> bool:
-    """Whether a file that starts so, over at least some kilobytes, is a page of this module.
+    """Return whether a file that starts so, over at least some kilobytes, is a page of this module.
 
     >>> is_report(render_page([]).encode()), is_report(b"<!doctype html> another page")
     (True, False)
@@ -176,7 +176,7 @@ def _add_labels(views: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _pack_series(series: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a series as base64 of arrays, which is smaller than digits and quicker to read."""
+    """Return the numbers of a series as base64 of arrays, which is smaller than digits and quicker to read."""
     steps, times, values = series["steps"], series["times"], series["values"]
     whole = all(isinstance(step, int) and -_INT32_LIMIT <= step < _INT32_LIMIT for step in steps)
     return {
@@ -208,7 +208,7 @@ def _pack_numbers(kind: str, values: Sequence[float | None]) -> str:
 
 
 def _to_float32_if_exact(numbers: array[float]) -> array[float]:
-    """The same numbers in four bytes each, if every one of them survives it; else as they came."""
+    """Return the same numbers in four bytes each, if every one of them survives it; else as they came."""
     small = array("f", numbers)
     return small if all(entry == other or other != other for entry, other in zip(small, numbers, strict=True)) else numbers
 
@@ -233,7 +233,7 @@ def write(
     points: int = 4000,
     left_out: list[tuple[Path, str]] | None = None,
 ) -> Path:
-    """Writes the page of these runs and returns its path.
+    """Write the page of these runs and returns its path.
 
     Each path is the folder of a run, or a folder with runs in it. Without `output` the page of one run is `report.html` in its folder,
     and that of several is `report.html` here. `points` is what a curve keeps at most: first, last, lowest and highest of each part of it.
@@ -262,7 +262,7 @@ def render_report(
     points: int = 4000,
     left_out: list[tuple[Path, str]] | None = None,
 ) -> str:
-    """The page that `write` writes, as text."""
+    """Return the page that `write` writes, as text."""
     broken: list[tuple[Path, str]] = [] if left_out is None else left_out
     folders = _find_folders(paths, broken)
     return render_page(_read_views(folders, points), title=title, left_out=broken)
@@ -277,7 +277,7 @@ def _find_folders(paths: _AnyPath | Sequence[_AnyPath], left_out: list[tuple[Pat
 
 
 def _check_target(target: Path) -> None:
-    """Refuses a place where something would be lost."""
+    """Refuse a place where something would be lost."""
     if target.is_dir():
         raise ConfigError(f"The output {target} is a folder: give the name of a file, such as {target / 'report.html'}.")
     whole = target.parent.resolve() / target.name
@@ -312,7 +312,7 @@ def _read_views(folders: Iterable[Path], points: int) -> list[dict[str, Any]]:
 
 
 def _embed_images(folder: Path, images: Mapping[str, Sequence[Mapping[str, Any]]], room: int) -> dict[str, list[dict[str, Any]]]:
-    """The pictures as data: URIs, the newest of each name first, as long as there is room."""
+    """Return the pictures as data: URIs, the newest of each name first, as long as there is room."""
     found = {name: [{"step": shot["step"], "time": shot["time"]} for shot in shots] for name, shots in images.items()}
     ages = sorted((age, name) for name, shots in images.items() for age in range(1, len(shots) + 1))
     with ConfinedFolder(folder) as inside:

@@ -71,7 +71,7 @@ _DENY_ALL: Final = "default-src 'none'; frame-ancestors 'none'"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine alone.
+    """Return whether a host is this machine alone.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("box.example")
     (True, True, True, False, False)
@@ -125,7 +125,7 @@ class ReportServer(ThreadingHTTPServer):
             return
 
     def server_bind(self) -> None:
-        """Binds without asking a name server what this machine is called."""
+        """Bind without asking a name server what this machine is called."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, int(self.server_address[1])
 
@@ -139,7 +139,7 @@ class ReportServer(ThreadingHTTPServer):
     # -- beginning and end ----------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Answers until `close` is called in another thread, or until Ctrl-C; everything has ended when this returns."""
+        """Answer until `close` is called in another thread, or until Ctrl-C; everything has ended when this returns."""
         self.watch.start()
         try:
             self.serve_forever(poll_interval=0.1)
@@ -147,7 +147,7 @@ class ReportServer(ThreadingHTTPServer):
             self._end()
 
     def close(self) -> None:
-        """Ends `serve`, from another thread."""
+        """End `serve`, from another thread."""
         self.shutdown()
 
     def _end(self) -> None:
@@ -175,7 +175,7 @@ class ReportServer(ThreadingHTTPServer):
             return True
 
     def is_refused(self, request: Any) -> bool:
-        """Whether a connection is one too many."""
+        """Return whether a connection is one too many."""
         with self._guard:
             return request in self._refused
 

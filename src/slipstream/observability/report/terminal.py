@@ -67,7 +67,7 @@ def show_runs(
     interval: float = 0.5,
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Draws the runs at these places until Ctrl-C; once, if the output is no terminal."""
+    """Draw the runs at these places until Ctrl-C; once, if the output is no terminal."""
     console = Console() if console is None else console
     watch = RunWatcher(places, wait=console.is_terminal)
     watch.look()
@@ -90,7 +90,7 @@ def show_runs(
 
 
 def _render_all(watch: RunWatcher, console: Console, height: int | None = None) -> RenderableType:
-    """The picture of the runs, and below it which folders are left out."""
+    """Return the picture of the runs, and below it which folders are left out."""
     runs = watch.runs()
     lines = [_crop(Text(f"left out: {escape_control(why)}", style="yellow"), console.width) for _, why in watch.unreadable]
     if not runs:
@@ -102,7 +102,7 @@ def _render_all(watch: RunWatcher, console: Console, height: int | None = None) 
 
 
 def render_runs(runs: Iterable[WatchedRun], console: Console, height: int | None) -> RenderableType:
-    """What is drawn of these runs, the running and the newest first; with a `height` those that fit."""
+    """Return what is drawn of these runs, the running and the newest first; with a `height` those that fit."""
     order = sort_newest_first(runs)
     lines: list[Text] = []
     for place, watched in enumerate(order):
@@ -169,7 +169,7 @@ def _render_figures(run: Run) -> Text:
 
 
 def _is_current(info: Mapping[str, Any]) -> bool:
-    """Whether the last seconds of a run say how fast it is: not where it has stopped without a word."""
+    """Return whether the last seconds of a run say how fast it is: not where it has stopped without a word."""
     return info.get("state") != "killed" and "silent" not in info
 
 
@@ -194,7 +194,7 @@ def _sum(intervals: Iterable[Mapping[str, Any]], name: str) -> float:
 
 
 def _render_curves(run: Run, width: int, height: int, rows: int, ascii_only: bool) -> list[Text]:
-    """The curves side by side, those of losses first."""
+    """Return the curves side by side, those of losses first."""
     count = max(1, width // _COLUMN)
     each = (width - 2 * (count - 1)) // count
     names = sorted(run.series, key=lambda name: ("loss" not in name.lower(), name))
@@ -226,7 +226,7 @@ def _render_curve(name: str, series: Series, width: int, height: int, ascii_only
 
 
 def _render_times(run: Run, width: int, console: Console) -> list[Text]:
-    """Where the time of the last seconds went: a bar, and its legend."""
+    """Return where the time of the last seconds went: a bar, and its legend."""
     sums: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
     for interval in run.ledger[-_RECENT_INTERVALS:]:
         for name, seconds in interval["phases"].items():
@@ -251,7 +251,7 @@ def _render_times(run: Run, width: int, console: Console) -> list[Text]:
 
 
 def _render_ranks(run: Run, width: int, console: Console) -> list[Text]:
-    """A cell for each rank, higher and redder the longer its own work takes, and who the others waited for."""
+    """Return a cell for each rank, higher and redder the longer its own work takes, and who the others waited for."""
     own: list[float] = []
     slowest: list[float] = []
     for interval in run.ledger[-_RECENT_INTERVALS:]:

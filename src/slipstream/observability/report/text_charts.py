@@ -20,7 +20,7 @@ _ASCII: Final = "._-~=+*#"
 
 
 def draw_curve(xs: Sequence[float], ys: Sequence[float | None], width: int, height: int, *, ascii_only: bool = False) -> list[str]:
-    """A curve as lines of text, `width` characters each; None in `ys` is a gap.
+    """Return a curve as lines of text, `width` characters each; None in `ys` is a gap.
 
     >>> print("\\n".join(draw_curve(range(8), [0, 1, 2, 3, 4, 5, 6, 7], 4, 2)))
     ⠀⠀⡠⠊
@@ -50,7 +50,7 @@ def draw_curve(xs: Sequence[float], ys: Sequence[float | None], width: int, heig
 
 
 def _draw_line(cells: list[list[int]], start: tuple[int, int], end: tuple[int, int]) -> None:
-    """Sets the dots from one place to another."""
+    """Set the dots from one place to another."""
     (column, row), (to_column, to_row) = start, end
     count = max(abs(to_column - column), abs(to_row - row), 1)
     for number in range(count + 1):
@@ -60,7 +60,7 @@ def _draw_line(cells: list[list[int]], start: tuple[int, int], end: tuple[int, i
 
 
 def _last_by_column(xs: Sequence[float], ys: Sequence[float | None], width: int) -> list[float | None]:
-    """The last number of each column."""
+    """Return the last number of each column."""
     found: list[float | None] = [None] * width
     first, last = xs[0], xs[-1]
     for x, y in zip(xs, ys, strict=True):
@@ -70,7 +70,7 @@ def _last_by_column(xs: Sequence[float], ys: Sequence[float | None], width: int)
 
 
 def draw_levels(values: Sequence[float | None], *, ascii_only: bool = False, low: float | None = None) -> str:
-    """One character for each value, higher for larger ones; a blank for None. The lowest stands for `low`, or for the smallest value.
+    """Return one character for each value, higher for larger ones and blank for None; the lowest stands for `low` or the smallest value.
 
     >>> draw_levels([0.0, 1.0, None, 2.0])
     '▁▅ █'
@@ -87,7 +87,7 @@ def draw_levels(values: Sequence[float | None], *, ascii_only: bool = False, low
 
 
 def apportion(parts: Mapping[str, float], width: int) -> dict[str, int]:
-    """How many of `width` characters each part gets, so that they add up.
+    """Return how many of `width` characters each part gets, so that they add up.
 
     >>> apportion({"data": 1.0, "forward": 1.0, "backward": 2.0}, 10)
     {'data': 3, 'forward': 2, 'backward': 5}
@@ -104,7 +104,7 @@ def apportion(parts: Mapping[str, float], width: int) -> dict[str, int]:
 
 
 def select_latest_attempt(steps: Sequence[float], values: Sequence[float | None]) -> tuple[list[float], list[float | None]]:
-    """The points of a curve whose steps may go back, without those that were done again later.
+    """Return the points of a curve whose steps may go back, without those that were done again later.
 
     >>> select_latest_attempt([1, 2, 3, 2, 3, 4], [1.0, 2.0, 3.0, 2.5, 3.5, 4.5])
     ([1, 2, 3, 4], [1.0, 2.5, 3.5, 4.5])
@@ -119,7 +119,7 @@ def select_latest_attempt(steps: Sequence[float], values: Sequence[float | None]
 
 
 def escape_control(text: object) -> str:
-    r"""A text from a file in one line, with everything written out that a terminal would obey.
+    r"""Return a text from a file in one line, with everything written out that a terminal would obey.
 
     >>> escape_control("loss\x1b[2J")
     'loss\\x1b[2J'
@@ -129,7 +129,7 @@ def escape_control(text: object) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """A number in a few characters.
+    """Return a number in a few characters.
 
     >>> format_number(0.123456), format_number(123456.7), format_number(None), format_number(12.0), format_number(2.5e-7)
     ('0.1235', '1.235e+05', '-', '12', '2.5e-07')

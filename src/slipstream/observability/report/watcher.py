@@ -37,7 +37,7 @@ _MAX_NEW_POINTS: Final = 1000
 
 
 def encode_event(kind: str, value: Any) -> bytes:
-    r"""A server-sent event.
+    r"""Return a server-sent event.
 
     >>> encode_event("update", {"run": "first"})
     b'event: update\ndata: {"run":"first"}\n\n'
@@ -77,7 +77,7 @@ class WatchedRun:
         *,
         only_series: bool = False,
     ) -> bytes:
-        """What `Run.view` gives, as JSON, with the number of the last message that is in it; or its name, number and series alone."""
+        """Return `Run.view` as JSON with the number of the last message that is in it; or name, number and series alone."""
         with self._lock:
             if not self._whole:
                 self._run.refresh()
@@ -90,19 +90,19 @@ class WatchedRun:
             return f'{_to_json(found)[:-1]},"ledger":{self._ledger()}}}'.encode()
 
     def _ledger(self) -> str:
-        """The columns of the ledger as JSON. They are the larger part of a view and change once a second, so the text is kept."""
+        """Return the columns of the ledger as JSON. They are the larger part of a view and change once a second, so the text is kept."""
         if self._spelled_ledger is None or self._spelled_ledger[0] != self._run.ledger_lines:
             self._spelled_ledger = self._run.ledger_lines, _to_json(to_columns(self._run.ledger))
         return self._spelled_ledger[1]
 
     @contextmanager
     def reading(self) -> Iterator[Run]:
-        """The run itself, for as long as the block lasts; nobody else reads it meanwhile."""
+        """Return the run itself, for as long as the block lasts; nobody else reads it meanwhile."""
         with self._lock:
             yield self._run
 
     def info(self) -> dict[str, Any]:
-        """What run.json says, as it is to be shown; nothing if it cannot be read."""
+        """Return what run.json says, as it is to be shown; nothing if it cannot be read."""
         try:
             info = self._run.told() or read_info(self.path)
         except ConfigError:  # it was there a moment ago; its folder is being moved or deleted
@@ -110,12 +110,12 @@ class WatchedRun:
         return {**info, "state": "killed"} if info.get("state") == "running" and is_gone(info) else info
 
     def summary(self) -> dict[str, Any]:
-        """What a list of runs says about it."""
+        """Return what a list of runs says about it."""
         info = self.info()
         return {"name": self.key, "path": str(self.path), **{name: info.get(name) for name in ("project", "state", "started", "ended")}}
 
     def news(self) -> dict[str, Any] | None:
-        """Reads the next block of what is new and gives it back as a message; None if there is nothing more."""
+        """Read the next block of what is new and gives it back as a message; None if there is nothing more."""
         with self._lock:
             if not self._run.refresh(blocks=1):
                 self._whole = True
@@ -140,7 +140,7 @@ class WatchedRun:
         return {**series.part(places), "count": len(series)}
 
     def _others(self) -> dict[str, Any]:
-        """What is told again as a whole when it has changed."""
+        """Return what is told again as a whole when it has changed."""
         run = self._run
         found = {"info": run.told(), "config": run.config, "skipped": run.skipped}
         return {**found, "images": self._images(), "tables": dict(run.tables), "texts": dict(run.texts)}
@@ -176,7 +176,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _is_new_run(path: Path) -> bool:
-    """Whether a folder that has appeared is a run; a pipe in the place of its file is not waited for."""
+    """Return whether a folder that has appeared is a run; a pipe in the place of its file is not waited for."""
     try:
         return stat.S_ISREG(os.lstat(path / "run.json").st_mode) and is_run(path)
     except (OSError, RecursionError):  # nothing there yet, or a file that was made to be no run
@@ -191,7 +191,7 @@ class Listener:
         self.ended = False
 
     def put(self, data: bytes) -> bool:
-        """Hands a message over; False if the queue is full, and then this listener has ended."""
+        """Hand a message over; False if the queue is full, and then this listener has ended."""
         try:
             self._queue.put_nowait(data)
         except queue.Full:
@@ -209,7 +209,7 @@ class Listener:
             self._queue.put_nowait(None)
 
     def next(self, seconds: float) -> bytes | None:
-        """The next message; an empty one after so many seconds without."""
+        """Return the next message; an empty one after so many seconds without."""
         try:
             found = self._queue.get(timeout=seconds)
         except queue.Empty:
@@ -250,21 +250,21 @@ class RunWatcher:
         self.left_out -= {run.path for run in self._runs.values()}
 
     def runs(self) -> list[WatchedRun]:
-        """All runs, in the order in which they were found."""
+        """Return all runs, in the order in which they were found."""
         with self._lock:
             return list(self._runs.values())
 
     def summaries(self) -> list[dict[str, Any]]:
-        """What a list of all runs says, the newest that is running first."""
+        """Return what a list of all runs says, the newest that is running first."""
         return [watched.summary() for watched in sort_newest_first(self.runs())]
 
     def run(self, key: str) -> WatchedRun | None:
-        """The run of this name."""
+        """Return the run of this name."""
         with self._lock:
             return self._runs.get(key)
 
     def listen(self) -> Listener | None:
-        """One more listener; None where there are too many, or it is over."""
+        """Return one more listener; None where there are too many, or it is over."""
         with self._lock:
             if len(self._listeners) >= _MAX_LISTENERS or self._stop.is_set():
                 return None
@@ -287,12 +287,12 @@ class RunWatcher:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to look."""
+        """Begin to look."""
         self._thread = threading.Thread(target=self._work, name="slipstream watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and all listeners; twice does no harm."""
+        """End the thread and all listeners; twice does no harm."""
         self._stop.set()
         with self._lock:
             listeners, self._listeners = self._listeners, []
@@ -302,7 +302,7 @@ class RunWatcher:
             self._thread.join()
 
     def look(self) -> None:
-        """Looks once: for new runs, for those that are gone, and for what is new in each. The thread does this again and again."""
+        """Look once: for new runs, for those that are gone, and for what is new in each. The thread does this again and again."""
         if self._lose() + self._discover():
             self._publish(encode_event("runs", self.summaries()))
         for run in self.runs():
@@ -330,7 +330,7 @@ class RunWatcher:
                 self.forget(listener)
 
     def _lose(self) -> int:
-        """Forgets runs whose folder was deleted or has another name now; how many."""
+        """Forget runs whose folder was deleted or has another name now; how many."""
         gone = [run for run in self.runs() if run.identity is None or run.identity != _identity(run.path)]
         with self._lock:
             for entry in gone:
@@ -338,7 +338,7 @@ class RunWatcher:
         return len(gone)
 
     def _discover(self) -> int:
-        """Watches runs that have appeared; how many."""
+        """Watch runs that have appeared; how many."""
         known = self.left_out | {run.path for run in self.runs()}
         new = [path for path in self._named if path not in known and _is_new_run(path)]
         for parent in self._parents:

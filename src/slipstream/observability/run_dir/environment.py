@@ -35,7 +35,7 @@ _Section = dict[str, Any]
 
 
 def environment_report(environ: Mapping[str, str], *, config_file: str | None = None, deep: bool = False) -> dict[str, _Section]:
-    """The report as plain data, section by section; every text in it is fit to be shown."""
+    """Return the report as plain data, section by section; every text in it is fit to be shown."""
     sections: dict[str, _Section] = {
         "versions": _versions(),
         "system": _system(),

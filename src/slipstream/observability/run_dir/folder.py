@@ -50,7 +50,7 @@ _CHUNK: Final = 1 << 20
 
 
 def index_path(path: Path) -> Path:
-    """The index of a file of lines.
+    """Return the index of a file of lines.
 
     >>> index_path(Path("runs/first/metrics.jsonl")).name
     'metrics.index'
@@ -103,7 +103,7 @@ class JsonLinesWriter:
         self.lines += 1
 
     def close(self) -> None:
-        """Lets go of the files; a second time it does nothing."""
+        """Release go of the files; a second time it does nothing."""
         for file in (self._file, self._index):
             if file is not None and file >= 0:
                 os.close(file)
@@ -129,7 +129,7 @@ class JsonLinesWriter:
             written += more
 
     def _trim_index(self) -> None:
-        """Drops entries that a crash left half written, or that are ahead of the file."""
+        """Drop entries that a crash left half written, or that are ahead of the file."""
         assert self._index is not None
         whole = min(os.fstat(self._index).st_size // INDEX_RECORD.size, -(-self.lines // INDEX_EVERY))
         os.ftruncate(self._index, whole * INDEX_RECORD.size)
@@ -153,7 +153,7 @@ _DEAD_STATES: Final = (b"Z", b"X", b"x")
 
 
 def identify_process() -> dict[str, Any]:
-    """How this process can be recognised later: its number, and what makes the number its own.
+    """Return how this process can be recognised later: its number, and what makes the number its own.
 
     >>> sorted(identify_process())
     ['host', 'pid', 'pid_namespace', 'pid_started']
@@ -163,7 +163,7 @@ def identify_process() -> dict[str, Any]:
 
 
 def is_gone(info: Mapping[str, Any]) -> bool:
-    """Whether the process of the latest attempt is known to have ended; False also where nobody here can know.
+    """Return whether the process of the latest attempt is known to have ended; False also where nobody here can know.
 
     >>> is_gone({"attempts": [identify_process()]}), is_gone({}), is_gone({"attempts": [{**identify_process(), "host": "elsewhere"}]})
     (False, False, False)
@@ -186,7 +186,7 @@ def is_gone(info: Mapping[str, Any]) -> bool:
 
 
 def _pid_namespace() -> int | None:
-    """Which processes can be seen from here: those of a container have numbers of their own."""
+    """Return which processes can be seen from here: those of a container have numbers of their own."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:  # a system without it
@@ -194,7 +194,7 @@ def _pid_namespace() -> int | None:
 
 
 def _process_state(pid: int) -> tuple[bytes | None, int | None]:
-    """The state of a process and when it was started, in the clock of the kernel; None where the system does not say."""
+    """Return the state of a process and when it was started, in the clock of the kernel; None where the system does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return fields[0], int(fields[19])
@@ -249,7 +249,7 @@ class RunFolder:
         details: Mapping[str, Any] | None = None,
         attempt: Mapping[str, Any] | None = None,
     ) -> RunFolder:
-        """Makes the folder of a run below `<root>/runs`, or finds the one that this run began in an earlier attempt.
+        """Create the folder of a run below `<root>/runs`, or finds the one that this run began in an earlier attempt.
 
         Without a name it is that of the project and the time. A name that is taken is an error, unless `resume` says that the run goes
         on. `restarted` says that a launcher started the job `run_id` again. `details` are fields of run.json, and `attempt` says what
@@ -291,7 +291,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """The folder of a run that is there."""
+        """Return the folder of a run that is there."""
         return cls(Path(path), read_info(Path(path)))
 
     def _begin(self, attempt: Mapping[str, Any] | None, kind: str) -> RunFolder:
@@ -305,7 +305,7 @@ class RunFolder:
         return self
 
     def end(self, state: str) -> None:
-        """Notes how the run ended ("finished", "ended" without end_training, "interrupted" or "failed") and lets go of its files."""
+        """Record how the run ended ("finished", "ended" without end_training, "interrupted" or "failed") and lets go of its files."""
         self.update(state=state, ended=self._now())
         if self._events is not None:
             self._events.close()
@@ -314,7 +314,7 @@ class RunFolder:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def update(self, **fields: Any) -> None:
-        """Changes fields of run.json."""
+        """Change fields of run.json."""
         self.info.update(fields)
         self.write_json(_INFO, self.info)
 
@@ -324,7 +324,7 @@ class RunFolder:
         self.write_text(name, text + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
-        """The same for a text."""
+        """Return the same for a text."""
         target = self.path / name
         beside = target.with_name(f".{name}.{os.getpid()}")
         beside.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -332,11 +332,11 @@ class RunFolder:
         return target
 
     def journal(self, name: str, *, indexed: bool = False) -> JsonLinesWriter:
-        """A file of JSON lines, to be closed by who asked for it."""
+        """Return a file of JSON lines, to be closed by who asked for it."""
         return JsonLinesWriter(self.path / name, indexed=indexed)
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, rank: int | None = None, **details: Any) -> None:
-        """Notes what happens now, for the time axis of the report."""
+        """Record what happens now, for the time axis of the report."""
         self.add_event({"time": self._now(), "kind": kind, "step": step, "rank": rank, "text": text, **details})
 
     def add_event(self, event: Mapping[str, Any]) -> None:
@@ -350,7 +350,7 @@ class RunFolder:
 
 
 def run_name(project: str, now: float | None = None) -> str:
-    """A name for a run that has none: the project and the time.
+    """Return a name for a run that has none: the project and the time.
 
     >>> run_name("my project/7", now=0.0)
     'my-project-7-19700101-000000'
@@ -401,7 +401,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _find_by_run_id(runs: Path, run_id: str | None) -> Path | None:
-    """The run that carries this identity, newest first; a launcher gives one to all attempts of a job."""
+    """Return the run that carries this identity, newest first; a launcher gives one to all attempts of a job."""
     if not run_id or run_id == "none" or not runs.is_dir():
         return None
     found = [path for path, info in _runs_in(runs) if info.get("id") == run_id]
@@ -412,7 +412,7 @@ def _find_by_run_id(runs: Path, run_id: str | None) -> Path | None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Return whether a folder is that of a run."""
     try:
         return bool(read_info(path))
     except ConfigError:
@@ -438,12 +438,12 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float | None:
-    """A number that can be written down again."""
+    """Return a number that can be written down again."""
     return value if isfinite(value := float(text)) else None
 
 
 def started_at(info: Mapping[str, Any]) -> float:
-    """When a run began, whatever its file says: 0 where that is no number.
+    """Return when a run began, whatever its file says: 0 where that is no number.
 
     >>> started_at({"started": 5}), started_at({"started": "now"})
     (5.0, 0.0)
@@ -456,7 +456,7 @@ def started_at(info: Mapping[str, Any]) -> float:
 
 
 def find_runs(path: str | os.PathLike[str], left_out: list[tuple[Path, str]] | None = None) -> list[Path]:
-    """The runs at a place, oldest first: it is one itself, or has them in it, or in `runs/`.
+    """Return the runs at a place, oldest first: it is one itself, or has them in it, or in `runs/`.
 
     Folders in there that look like runs and cannot be read as such go to `left_out`, with the reason.
 
@@ -480,7 +480,7 @@ def find_runs(path: str | os.PathLike[str], left_out: list[tuple[Path, str]] | N
 
 
 def runs_at(place: Path, left_out: list[tuple[Path, str]]) -> list[Path]:
-    """The same where there may be none yet."""
+    """Return the same where there may be none yet."""
     if not place.exists():
         raise ConfigError(f"{place} does not exist: give the folder of a run, or a project_dir that has runs/ in it")
     if (place / _INFO).exists():
@@ -494,7 +494,7 @@ def runs_at(place: Path, left_out: list[tuple[Path, str]]) -> list[Path]:
 
 
 def _runs_in(folder: Path, broken: list[tuple[Path, str]] | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The runs in a folder with what their run.json says; those that only look like runs go to `broken`."""
+    """Return the runs in a folder with what their run.json says; those that only look like runs go to `broken`."""
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_dir():
             continue

@@ -64,7 +64,7 @@ class LineReader:
         self._dropping = False
 
     def read(self, folder: ConfinedFolder) -> list[str]:
-        """The next whole lines, a block of them at the most; `more` says whether to call again at once."""
+        """Return the next whole lines, a block of them at the most; `more` says whether to call again at once."""
         self.more = False
         try:
             file = folder.open(self.name)
@@ -110,7 +110,7 @@ class LineReader:
         return self._lines(data, end) if end else []
 
     def _goes_on(self, file: int) -> bool:
-        """Whether what was read last still stands before the place where reading goes on."""
+        """Return whether what was read last still stands before the place where reading goes on."""
         return os.pread(file, len(self._before), self._offset - len(self._before)) == self._before
 
     def _pass(self, data: bytes, count: int) -> None:
@@ -267,7 +267,7 @@ class Run:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def refresh(self, blocks: int | None = None) -> bool:
-        """Reads what is new, all of it or so many blocks (of about 256 KB) of each file; whether there was anything."""
+        """Read what is new, all of it or so many blocks (of about 256 KB) of each file; whether there was anything."""
         self.fresh_ledger, self.fresh_events, self.fresh_lost = [], [], False
         try:
             with ConfinedFolder(self.path) as folder:
@@ -311,7 +311,7 @@ class Run:
         return changed
 
     def _document(self, folder: ConfinedFolder, name: str, attribute: str) -> bool:
-        """A JSON file that is replaced as a whole, read again when it is another one."""
+        """Return a JSON file that is replaced as a whole, read again when it is another one."""
         try:
             file = folder.open(name)
             try:
@@ -377,7 +377,7 @@ class Run:
                     series.add(place, time, number)
 
     def _number(self, name: str, value: Any, step: float | None, time: float) -> float | None:
-        """A value as a number; None where it is a text, which is kept as one, or nothing that can be shown."""
+        """Return a value as a number; None where it is a text, which is kept as one, or nothing that can be shown."""
         if isinstance(value, str) and value not in _NOT_NUMBERS:
             self._keep(self.texts, name, {"step": _limit_depth(step), "time": _limit_depth(time), "text": value[:_LONGEST_TEXT]})
             return None
@@ -475,7 +475,7 @@ class Run:
         *,
         ledger: bool = True,
     ) -> dict[str, Any]:
-        """All that the page shows of this run, as plain values that JSON knows.
+        """Return all that the page shows of this run, as plain values that JSON knows.
 
         `series` are those named, or all, each thinned to at most `points` between the steps `low` and `high`; with very many series
         it is fewer points for each. A series is `steps`, `times` (seconds since 1970), `values` (None where there is no number) and
@@ -500,14 +500,14 @@ class Run:
     def curves(
         self, names: Iterable[str] | None = None, points: int = 2000, low: float | None = None, high: float | None = None
     ) -> dict[str, Any]:
-        """The `series` of a view alone."""
+        """Return the `series` of a view alone."""
         chosen = [name for name in (self.series if names is None else names) if name in self.series]
         each = min(points, max(50, _MOST_POINTS // max(1, len(chosen))))
         return {name: self.series[name].view(each, low, high) for name in chosen}
 
 
 def _parse_record(line: str, skipped: Counter[str]) -> dict[str, Any] | None:
-    """A line as the object that it is; a blank one is nothing, and anything else is counted."""
+    """Return a line as the object that it is; a blank one is nothing, and anything else is counted."""
     try:
         record, end = _decode(line)
         if end != len(line):
@@ -532,7 +532,7 @@ def _parse_unusual(line: str, skipped: Counter[str]) -> Any:
 
 
 def _to_float(value: Any) -> float:
-    """A number, or one of the texts that stand for none."""
+    """Return a number, or one of the texts that stand for none."""
     try:
         return float(value) if value is not None else nan
     except OverflowError:
@@ -544,7 +544,7 @@ def _to_time(value: Any) -> float:
 
 
 def _limit_depth(value: Any, deepest: int = 4) -> Any:
-    """What JSON can say, within limits: no nan, no infinity, no endless text, no endless depth."""
+    """Return what JSON can say, within limits: no nan, no infinity, no endless text, no endless depth."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, str):

@@ -31,7 +31,7 @@ _POINTS_WITH_GAP: Final = 5
 def thin_curve(
     xs: Sequence[float], ys: Sequence[float], count: int, low: float | None = None, high: float | None = None
 ) -> tuple[array[float], array[float]]:
-    """At most `count` of the points, those that show: first, last, and the smallest and largest of every bucket.
+    """Return at most `count` of the points, those that show: first, last, and the smallest and largest of every bucket.
 
     `xs` do not fall (`select_points` does without). With `low` and `high` only the points between them are taken, and the neighbour on
     each side, so that a line reaches the edge of the picture. What is no number in `ys` stays as a gap. Counts below `MIN_POINTS`
@@ -49,7 +49,7 @@ def thin_curve(
 
 
 def visible_range(xs: Sequence[float], low: float | None, high: float | None, first: int = 0, end: int | None = None) -> tuple[int, int]:
-    """From which point to which (not included) a curve shows between two limits, with a neighbour on each side to draw a line to.
+    """Return from which point to which (not included) a curve shows between two limits, with a neighbour on each side to draw a line to.
 
     Of points that all lie on one side of the limits nothing shows. `first` and `end` are the part of `xs` that is looked at.
 
@@ -82,7 +82,7 @@ class BlockExtremes:
         self.highs: array[int] = array("q")
 
     def follow(self, values: array[float]) -> None:
-        """Takes in the whole blocks that have come since the last call."""
+        """Take in the whole blocks that have come since the last call."""
         for first in range(len(self.lows) * _BLOCK, len(values) - _BLOCK + 1, _BLOCK):
             block = values[first : first + _BLOCK].tolist()
             plain = isfinite(sum(block))
@@ -91,7 +91,7 @@ class BlockExtremes:
 
 
 def select_points(ys: Sequence[float], start: int, stop: int, count: int, blocks: BlockExtremes | None = None) -> Sequence[int]:
-    """The places of the points that `thin_curve` keeps of those from `start` to `stop`, in order; with `blocks` of `ys` it is quicker.
+    """Return the indices of at most `count` points that show a curve from `start` to `stop`; with `blocks` of `ys` it is quicker.
 
     >>> list(select_points([0.0, 1.0, 2.0, 9.0, 3.0, 4.0, 5.0, 6.0], 0, 8, 5))
     [0, 3, 7]
@@ -120,7 +120,7 @@ def _select_by_bucket(ys: Sequence[float], start: int, stop: int, buckets: int, 
 
 
 def _extremes_of_blocks(ys: Sequence[float], first: int, last: int, blocks: BlockExtremes) -> set[int] | None:
-    """What a bucket keeps, from what is known of its blocks; None where that is not enough."""
+    """Return what a bucket keeps, from what is known of its blocks; None where that is not enough."""
     begin, end = -(-first // _BLOCK), min(last // _BLOCK, len(blocks.lows))
     if end <= begin:
         return None
@@ -138,7 +138,7 @@ def _extremes_of_blocks(ys: Sequence[float], first: int, last: int, blocks: Bloc
 
 
 def _extremes_of_values(ys: Sequence[float], first: int, last: int) -> set[int]:
-    """The same from the values themselves."""
+    """Return the same from the values themselves."""
     bucket = ys[first:last]
     if isinstance(bucket, array):
         bucket = bucket.tolist()  # twice as fast to look through as the array
@@ -148,7 +148,7 @@ def _extremes_of_values(ys: Sequence[float], first: int, last: int) -> set[int]:
 
 
 def _extremes_with_gap(bucket: Sequence[float]) -> set[int]:
-    """The same for values some of which may be no numbers; also where the sum alone is too large for one."""
+    """Return the same for values some of which may be no numbers; also where the sum alone is too large for one."""
     numbers = [place for place, value in enumerate(bucket) if isfinite(value)]
     places = {0, len(bucket) - 1}
     if numbers:
@@ -190,11 +190,11 @@ class Series:
         self.values.append(value)
 
     def settle(self) -> None:
-        """Looks through what is new, so that the next view is quick."""
+        """Look through what is new, so that the next view is quick."""
         self._blocks.follow(self.values)
 
     def view(self, points: int, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-        """At most `points` of it between two steps as plain lists; `count` says how many there are in all."""
+        """Return at most `points` of it between two steps as plain lists; `count` says how many there are in all."""
         shown = [range(0, len(self))] if low is None and high is None else list(self._between(low, high))
         if len(shown) <= 1:
             start, stop = (shown[0].start, shown[0].stop) if shown else (0, 0)
@@ -206,14 +206,14 @@ class Series:
         return {**self.part(places), "count": len(self)}
 
     def _between(self, low: float | None, high: float | None) -> Iterator[range]:
-        """What lies between two steps, of each stretch over which steps do not fall."""
+        """Return what lies between two steps, of each stretch over which steps do not fall."""
         for first, end in zip([0, *self.turns], [*self.turns, len(self)], strict=True):
             start, stop = visible_range(self.steps, low, high, first, end)
             if stop > start:
                 yield range(start, stop)
 
     def part(self, places: Sequence[int]) -> dict[str, Any]:
-        """Some of the points as plain lists."""
+        """Return some of the points as plain lists."""
         if isinstance(places, range):
             where = slice(places.start, places.stop)
             columns = (self.steps[where].tolist(), self.times[where].tolist(), self.values[where].tolist())
@@ -227,7 +227,7 @@ class Series:
 
 
 def to_json_values(values: Sequence[float]) -> list[float | None]:
-    """As they were logged, every digit: a counter or a slow ramp far from zero needs them. What is no number becomes None.
+    """Return as they were logged, every digit: a counter or a slow ramp far from zero needs them. What is no number becomes None.
 
     >>> to_json_values([1 / 3, 123456789.0, float("nan"), float("inf")])
     [0.3333333333333333, 123456789.0, None, None]
@@ -243,7 +243,7 @@ def to_json_times(times: Sequence[float]) -> list[float | None]:
 
 
 def to_json_steps(steps: Sequence[float]) -> list[float]:
-    """Whole steps as whole numbers.
+    """Return whole steps as whole numbers.
 
     >>> to_json_steps([3.0, 2.5])
     [3, 2.5]
@@ -301,7 +301,7 @@ class IntervalList:
 
 
 def normalize_interval(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the ledger with every field there and of the right kind; what is missing or no number is None.
+    """Return a line of the ledger with every field there and of the right kind; what is missing or no number is None.
 
     >>> normalize_interval({"time": 5.0, "seconds": "x", "phases": {"data": [0.5, None]}})["phases"]
     {'data': [0.5, None]}
@@ -319,7 +319,7 @@ def normalize_interval(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_intervals(entry: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two neighbouring intervals as one."""
+    """Return two neighbouring intervals as one."""
     names = [*entry["phases"], *(name for name in other["phases"] if name not in entry["phases"])]
     added = {name: _combine(_add, entry[name], other[name]) for name in ("seconds", "steps", "samples", "tokens", "flops")}
     return {

@@ -46,79 +46,51 @@ __all__ = ["FlopCount", "Ledger", "StoreExchange", "measure_peak_flops"]
 _POLL_SECONDS = 0.01
 
 
-class StoreExchange:
-    """The ledger's keys in the store. `store` gives the store as it is now; None for one process, or before a group was opened."""
+class StoreMessages:
+    """Messages between ranks under keys of the rendezvous store.
 
-    def __init__(self, store: Callable[[], Any], number: int, rank: int, world_size: int) -> None:
+    `store` returns the current store; None for one process, or before a group was opened. A store that fails ends the exchange over that
+    store with one warning (`warning.format(reason)`), never the training.
+    """
+
+    def __init__(self, store: Callable[[], Any], prefix: str, warning: str, logger: str = __name__) -> None:
         self._store = store
-        self._rank = rank
-        self._others = [other for other in range(world_size) if other != 0]
-        self._key = f"ledger/{number}/{{}}".format
+        self._prefix = prefix
+        self._warning, self._logger = warning, logger
         self._failed: Any = None
-        """The store that did not answer: another one may."""
 
-    # -- ranks other than 0 ---------------------------------------------------------------------------------------
+    @property
+    def reachable(self) -> bool:
+        """Whether there is a store that has not failed."""
+        return self._store() not in (None, self._failed)
 
-    def can_publish(self) -> bool:
-        """Whether rank 0 has taken what this rank told before."""
-        return bool(self._ask(lambda store: not store.check([self._key(self._rank)]), False))
+    def has(self, *keys: str) -> bool:
+        """Return whether there is a message under each key."""
+        return bool(self._ask(lambda store: store.check([f"{self._prefix}/{key}" for key in keys]), False))
 
-    def publish(self, message: bytes) -> bool:
-        """Leaves a message for rank 0; to be called where `can_publish` says so. Whether it was left."""
-        return bool(self._ask(lambda store: _publish(store, self._key(self._rank), message), False))
+    def publish(self, key: str, message: bytes) -> bool:
+        """Leave a message; return whether that worked."""
 
-    def publish_last(self, message: bytes) -> bool:
-        """Leaves the last message, beside one that may not have been taken."""
-        return bool(self._ask(lambda store: _publish(store, self._key(f"{self._rank}/last"), message), False))
+        def publish(store: Any) -> bool:
+            store.set(f"{self._prefix}/{key}", message)
+            store.check([f"{self._prefix}/{key}"])  # `set` does not wait for an answer: now it is there
+            return True
 
-    def is_closed(self) -> bool:
-        """Whether rank 0 takes no messages any more: one that was left before this was asked may not have been taken."""
-        return bool(self._ask(lambda store: store.check([self._key("closed")]), True))
+        return bool(self._ask(publish, False))
 
-    def take_back(self) -> bytes | None:
-        """Takes the message of this rank that rank 0 has not taken, if there is one."""
-        return self._take(self._key(self._rank))
-
-    # -- rank 0 ---------------------------------------------------------------------------------------------------
-
-    def collect(self) -> dict[int, bytes]:
-        """What the others have left, which is gone from the store afterwards."""
-        return {other: message for other in self._others if (message := self._take(self._key(other))) is not None}
-
-    def collect_last(self, wait: float) -> dict[int, list[bytes]]:
-        """All that is left of everybody: waits so many seconds for those who have not said their last word."""
-        found: dict[int, list[bytes]] = {}
-        missing, deadline = list(self._others), time.monotonic() + wait
-        while True:
-            for other in list(missing):
-                last = self._take(self._key(f"{other}/last"))
-                if last is not None:
-                    missing.remove(other)
-                    earlier = self._take(self._key(other))
-                    found[other] = [last] if earlier is None else [earlier, last]
-            if not missing or self._store() in (None, self._failed) or time.monotonic() >= deadline:
-                break
-            time.sleep(_POLL_SECONDS)
-        for other in missing:
-            earlier = self._take(self._key(other))
-            if earlier is not None:
-                found[other] = [earlier]
+    def read(self, key: str) -> bytes | None:
+        """Return a message, which stays; None if there is none."""
+        found: bytes | None = self._ask(lambda store: read_now(store, f"{self._prefix}/{key}"), None)
         return found
 
-    def close(self) -> dict[int, list[bytes]]:
-        """Says that no messages are taken any more, and then takes what was left until then."""
-        self._ask(lambda store: _publish(store, self._key("closed"), b"closed"), False)
-        return self.collect_last(0.0)
+    def delete(self, key: str) -> bool:
+        """Remove a message; return whether there was one."""
+        return bool(self._ask(lambda store: store.delete_key(f"{self._prefix}/{key}"), False))
 
-    def _take(self, key: str) -> bytes | None:
-        def take(store: Any) -> bytes | None:
-            if not store.check([key]):
-                return None
-            message = read_now(store, key)
-            return message if message is not None and store.delete_key(key) else None  # who deletes the key has the message
-
-        found: bytes | None = self._ask(take, None)
-        return found
+    def take(self, key: str) -> bytes | None:
+        """Return and remove a message; None if there is none. Of two ranks that take it, the one that deletes it gets it."""
+        message = self.read(key) if self.has(key) else None
+        return message if message is not None and self.delete(key) else None
 
     def _ask(self, what: Callable[[Any], Any], otherwise: Any) -> Any:
         store = self._store()
@@ -128,18 +100,68 @@ class StoreExchange:
             return what(store)
         except RuntimeError as error:  # torch's errors of stores: closed, not reached, too late
             self._failed = store
-            told = next(iter(str(error).splitlines()), type(error).__name__)
-            get_logger(__name__).warning(
-                f"the ledger of rank {self._rank} does not reach the others any more ({told}): it goes on with this rank alone",
-                main_process_only=False,
-            )
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            get_logger(self._logger).warning(self._warning.format(reason), main_process_only=False)
             return otherwise
 
 
-def _publish(store: Any, key: str, message: bytes) -> bool:
-    store.set(key, message)
-    store.check([key])  # `set` does not wait for an answer: now it is there
-    return True
+class StoreExchange(StoreMessages):
+    """The messages of a ledger to rank 0, one key for each rank."""
+
+    def __init__(self, store: Callable[[], Any], number: int, rank: int, world_size: int) -> None:
+        warning = f"the ledger of rank {rank} does not reach the others any more ({{}}): it goes on with this rank alone"
+        super().__init__(store, f"ledger/{number}", warning)
+        self._rank = str(rank)
+        self._others = range(1, world_size)
+
+    # -- ranks other than 0 ---------------------------------------------------------------------------------------
+
+    def can_publish(self) -> bool:
+        """Return whether rank 0 has taken the previous message of this rank."""
+        return not self.has(self._rank) and self.reachable
+
+    def send(self, message: bytes) -> bool:
+        """Leave a message for rank 0, where `can_publish` allows it."""
+        return self.publish(self._rank, message)
+
+    def send_last(self, message: bytes) -> bool:
+        """Leave the last message, beside one that may not have been taken."""
+        return self.publish(f"{self._rank}/last", message)
+
+    def is_closed(self) -> bool:
+        """Return whether rank 0 takes no more messages: one that was left before may not have been taken."""
+        return self.has("closed") or not self.reachable
+
+    def take_back(self) -> bytes | None:
+        """Return and remove the message of this rank that rank 0 has not taken, if there is one."""
+        return self.take(self._rank)
+
+    # -- rank 0 ---------------------------------------------------------------------------------------------------
+
+    def collect(self) -> dict[int, bytes]:
+        """Return and remove the messages of the other ranks."""
+        return {other: message for other in self._others if (message := self.take(str(other))) is not None}
+
+    def collect_last(self, wait: float) -> dict[int, list[bytes]]:
+        """Return and remove all remaining messages; wait so many seconds for ranks that have not left their last one."""
+        found: dict[int, list[bytes]] = {}
+        missing, deadline = list(self._others), time.monotonic() + wait
+        while True:
+            for other in list(missing):
+                last = self.take(f"{other}/last")
+                if last is not None:
+                    missing.remove(other)
+                    earlier = self.take(str(other))
+                    found[other] = [last] if earlier is None else [earlier, last]
+            if not missing or not self.reachable or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        return {**found, **{other: [earlier] for other in missing if (earlier := self.take(str(other))) is not None}}
+
+    def close(self) -> dict[int, list[bytes]]:
+        """Announce that no more messages are taken, and then take what was left until then."""
+        self.publish("closed", b"closed")
+        return self.collect_last(0.0)
 
 
 _MATRIX_SIZE = 768
@@ -164,7 +186,7 @@ class FlopCount:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """What runs in the block counts; a block inside of another adds nothing."""
+        """Return what runs in the block counts; a block inside of another adds nothing."""
         from torch.utils.flop_counter import FlopCounterMode
 
         if self._inside:
@@ -181,7 +203,7 @@ class FlopCount:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype | None = None) -> float:
-    """Operations per second of a product of matrices on this device: the best of a few."""
+    """Return operations per second of a product of matrices on this device: the best of a few."""
     factor = torch.ones((_MATRIX_SIZE, _MATRIX_SIZE), device=device, dtype=dtype or torch.get_default_dtype())
     best, first = float("inf"), time.perf_counter()
     with torch.no_grad():
@@ -326,7 +348,7 @@ class Ledger:
     # -- now and then ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Has the steps since the last time examined, tells them, and on rank 0 hears what the others told. Waits for nobody."""
+        """Have the steps since the last time examined, tells them, and on rank 0 hears what the others told. Waits for nobody."""
         meter = self.meter
         if meter is None:
             return
@@ -340,7 +362,7 @@ class Ledger:
                 self._tell()
 
     def _drain(self, meter: Meter) -> StepWindow:
-        """Takes the rows of steps that have ended."""
+        """Take the rows of steps that have ended."""
         first = self._drained
         rows = self._read(meter)
         losses = self.losses
@@ -370,10 +392,10 @@ class Ledger:
                 self._hear(other, unpack_message(message))
             self._join()
         elif self._exchange.can_publish():
-            self._exchange.publish(pack_message(self._message()))
+            self._exchange.send(pack_message(self._message()))
 
     def _message(self, tail: list[float] | None = None) -> RankMessage:
-        """What this rank has to tell; it counts as told."""
+        """Return what this rank has to tell; it counts as told."""
         rows, self._untold = self._untold, self._untold[:0]
         events, self.events = self.events, []
         if self.rank:
@@ -424,7 +446,7 @@ class Ledger:
             self.events.append(told)
 
     def report(self) -> LedgerReport:
-        """What is known now: see `LedgerReport`. Not collective; on rank 0 with all that the others have told so far."""
+        """Return what is known now: see `LedgerReport`. Not collective; on rank 0 with all that the others have told so far."""
         if self._finished is not None:
             return self._finished
         if self.meter is not None and self.meter.thread == get_ident():  # another thread may look, and touch nothing
@@ -432,7 +454,7 @@ class Ledger:
         return self._report(self._tail())
 
     def finish(self) -> LedgerReport:
-        """The end of the run: tells the last steps and what came after them; rank 0 waits a moment for the others. Once."""
+        """Return the end of the run: tells the last steps and what came after them; rank 0 waits a moment for the others. Once."""
         if self._finished is not None or self.meter is None:
             return self._finished or self._report(None)
         if self._clock is not None:
@@ -463,7 +485,7 @@ class Ledger:
 
     def _publish_last(self, tail: list[float]) -> LedgerReport:
         message = self._message(tail)
-        self._exchange.publish_last(pack_message(message))
+        self._exchange.send_last(pack_message(message))
         if self.unheard and self._exchange.is_closed():
             earlier = self._exchange.take_back()
             for event in [*(unpack_message(earlier).events if earlier else ()), *message.events]:
@@ -497,7 +519,7 @@ class Ledger:
             self._deliver(self.sinks, entry)
 
     def _tail(self) -> list[float]:
-        """The row of what came after the last step, which goes on."""
+        """Return the row of what came after the last step, which goes on."""
         meter = self.meter
         if meter is None:
             return [0.0] * COLUMNS
@@ -528,7 +550,7 @@ def _settle_if_alive(ledger: weakref.ref[Ledger], meter: weakref.ref[Meter], now
 
 
 def _find_token_counter(wanted: str | Callable[[Any], int] | None, batch: Any) -> Callable[[Any], int] | None:
-    """How the tokens of a loader's batches are counted, found out from the first; None where it has none."""
+    """Return how the tokens of a loader's batches are counted, found out from the first; None where it has none."""
     if callable(wanted):
         return wanted
     name = wanted or "input_ids"

@@ -157,24 +157,24 @@ class Meter:
         self.add(self.clock())
 
     def enter(self, phase: int) -> None:
-        """Begins a phase."""
+        """Begin a phase."""
         self.add(phase)
         self.add(self.clock())
 
     def leave(self) -> None:
-        """Ends it."""
+        """End it."""
         self.add(LEAVE)
         self.add(self.clock())
 
     def wait(self) -> bool:
-        """Begins a wait for other ranks, unless it belongs to what is being done, or another thread waits; then False."""
+        """Begin a wait for other ranks, unless it belongs to what is being done, or another thread waits; then False."""
         if self.keeps_waits or not self.has_begun or self.thread != get_ident():
             return False
         self.enter(EXPOSED)
         return True
 
     def end_wait(self, begun: bool) -> None:
-        """Ends it, if it was begun."""
+        """End it, if it was begun."""
         if begun:
             self.leave()
             if len(self.log) > LOG_LIMIT:
@@ -193,7 +193,7 @@ class Meter:
 
 @contextmanager
 def mark_phase(meter: Meter | None, phase: int) -> Iterator[None]:
-    """A block that belongs to a phase, for what happens seldom; without a meter, just the block."""
+    """Return a block that belongs to a phase, for what happens seldom; without a meter, just the block."""
     if meter is None:
         yield
         return

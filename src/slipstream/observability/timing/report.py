@@ -103,12 +103,12 @@ def _rank_sums(values: Rows, known: Rows) -> list[float | None]:
 
 
 def sum_counts(taken: Rows, column: int) -> int | None:
-    """Samples or tokens of all ranks; None where none were counted."""
+    """Return samples or tokens of all ranks; None where none were counted."""
     return int(numpy.nansum(taken[:, :, column])) or None
 
 
 def make_interval(taken: Rows, first: int, began: float) -> dict[str, Any]:
-    """The entry of `ledger.jsonl` for these steps, without memory and FLOPs."""
+    """Return the entry of `ledger.jsonl` for these steps, without memory and FLOPs."""
     by_phase, slowest = split_phases(taken)
     wall = float(numpy.nansum(taken[0, :, :PHASES]))
     rounded = {name: [None if value is None else round(value, 6) for value in values] for name, values in by_phase.items()}
@@ -217,7 +217,7 @@ class LedgerReport:
     # -- in words -------------------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """The whole report as text; phases that took no time to speak of are left out."""
+        """Return the whole report as text; phases that took no time to speak of are left out."""
         ranks = range(min(self.world_size, _RANKS_SHOWN)) if self.world_size > 1 else ()
         lines = [self._head(), f"{'':20}{'share':>7}{'seconds':>10}" + "".join(f"{f'rank {rank}':>10}" for rank in ranks)]
         shares, totals = self.shares, self.totals
@@ -229,7 +229,7 @@ class LedgerReport:
         return "\n".join([*lines, *self.answers()])
 
     def answers(self) -> list[str]:
-        """What the numbers mean: throughput, what more processes bring, who is waited for, memory."""
+        """Return what the numbers mean: throughput, what more processes bring, who is waited for, memory."""
         lines = [self._throughput(), self._scaling()]
         slowest = self.slowest_rank
         if slowest is not None:
@@ -322,7 +322,7 @@ class RunTotals:
         self.memory: list[tuple[int | None, int | None]] = [(None, None)] * world_size
 
     def copy(self) -> RunTotals:
-        """One that can be added to apart."""
+        """Return one that can be added to apart."""
         return copy.deepcopy(self)
 
     def remember(self, rank: int, memory: tuple[int | None, int | None]) -> None:
@@ -330,7 +330,7 @@ class RunTotals:
         self.memory[rank] = memory
 
     def add(self, taken: Rows, first: int) -> dict[str, Any]:
-        """Adds steps of all ranks (ranks x steps x columns); gives their interval."""
+        """Add steps of all ranks (ranks x steps x columns); gives their interval."""
         entry = make_interval(taken, first, self.began)
         entry["flops"] = self._flops(entry["samples"], entry["steps"])
         entry["memory"] = self._told_memory()
@@ -348,7 +348,7 @@ class RunTotals:
         return entry
 
     def add_alone(self, rank: int, rows: Rows) -> None:
-        """Adds steps of a rank that knows no other: its communication may be waiting."""
+        """Add steps of a rank that knows no other: its communication may be waiting."""
         if not len(rows):
             return
         totals = rows.sum(axis=0)
@@ -356,7 +356,7 @@ class RunTotals:
         self.steps += len(rows)
 
     def add_tails(self, tails: Mapping[int, list[float]], first: int) -> dict[str, Any]:
-        """Adds what came after the last step, by rank; gives its interval, which has no steps. The first rank's is the wall time."""
+        """Add what came after the last step, by rank; gives its interval, which has no steps. The first rank's is the wall time."""
         taken = numpy.full((self.world_size, 1, COLUMNS), numpy.nan)
         for rank, tail in tails.items():
             taken[rank, 0] = tail
@@ -400,7 +400,7 @@ class RunTotals:
         return {"host": [host for host, _ in self.memory], "device": None if not any(device) else device}
 
     def report(self, rank: int, late: int, intervals: list[dict[str, Any]]) -> LedgerReport:
-        """The record that scripts get."""
+        """Return the record that scripts get."""
         flops = self.flops or None
         return LedgerReport(
             phases=self.phases,

@@ -99,7 +99,7 @@ class RankMessage:
 
 
 def pack_message(message: RankMessage) -> bytes:
-    """A message as bytes.
+    """Return a message as bytes.
 
     >>> unpack_message(pack_message(RankMessage(7, numpy.ones((2, COLUMNS))))).first
     7
@@ -110,7 +110,7 @@ def pack_message(message: RankMessage) -> bytes:
 
 
 def unpack_message(data: bytes) -> RankMessage:
-    """A message that was packed."""
+    """Return a message that was packed."""
     (length,) = _LENGTH.unpack_from(data)
     header = json.loads(data[_LENGTH.size : _LENGTH.size + length])
     rows = numpy.frombuffer(data, dtype="<f4", offset=_LENGTH.size + length).reshape(-1, COLUMNS).astype(numpy.float64)
@@ -119,7 +119,7 @@ def unpack_message(data: bytes) -> RankMessage:
 
 
 def to_seconds(rows: Rows) -> Rows:
-    """Rows whose times are nanoseconds, with seconds."""
+    """Return rows whose times are nanoseconds, with seconds."""
     made = numpy.array(rows, dtype=numpy.float64)
     made[..., :PHASES] *= 1e-9
     return made
@@ -151,11 +151,11 @@ class MeterReader:
         """What each open pass has had so far of `_EVALUATION_COLUMNS`, as long as nothing was trained in it; then None."""
 
     def copy(self) -> MeterReader:
-        """One that reads on apart."""
+        """Return one that reads on apart."""
         return copy.deepcopy(self)
 
     def read(self, log: Sequence[int], spent: _Array | None = None) -> _Array:
-        """The rows of the steps that ended in this part of the log. `spent`: times between marks as another clock measured them."""
+        """Return the rows of the steps that ended in this part of the log. `spent`: times between marks as another clock measured them."""
         if not len(log):
             return numpy.zeros((0, COLUMNS))
         events = numpy.array(log, dtype=numpy.int64).reshape(-1, 2)
@@ -183,7 +183,7 @@ class MeterReader:
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def _phases(self, codes: _Array, timed: _Array) -> _Array:
-        """The phase that ended with each mark that has a time."""
+        """Return the phase that ended with each mark that has a time."""
         marks = codes[timed]
         depth = len(self._stack) + numpy.cumsum(numpy.where(marks < PHASES, 1, numpy.where(marks == LEAVE, -1, 0)))
         before = self._top()
@@ -199,7 +199,7 @@ class MeterReader:
         return self._stack[-1] if self._stack else self._base
 
     def _bases(self, codes: _Array, timed: _Array) -> _Array:
-        """The phase outside of all phases after each of the marks: that before training, until it begins."""
+        """Return the phase outside of all phases after each of the marks: that before training, until it begins."""
         if self._base == OTHER:
             return numpy.full(len(timed), OTHER)
         begun = numpy.flatnonzero((codes == TRAINING_BEGIN) | (codes == STEP_END))[:1]
@@ -219,14 +219,14 @@ class MeterReader:
             after[places] = numpy.where(begun < 0, outside, after[places[begun]])
 
     def _level(self, level: int, depth: _Array, after: _Array) -> int:
-        """The phase that is open at a level in the end."""
+        """Return the phase that is open at a level in the end."""
         found = numpy.flatnonzero(depth == level)
         return int(after[found[-1]]) if len(found) else self._stack[level - 1]
 
     # -- passes over loaders --------------------------------------------------------------------------------------
 
     def _passed(self, codes: _Array, values: _Array, timed: _Array, phases: _Array, spent: _Array, counts: _Array) -> None:
-        """Makes evaluations of the passes in which nothing was trained; changes `phases` and `counts`."""
+        """Create evaluations of the passes in which nothing was trained; changes `phases` and `counts`."""
         limits = numpy.flatnonzero((codes == PASS_BEGIN) | (codes == PASS_END))
         if not len(limits) and not self._passes:
             return
@@ -265,7 +265,7 @@ def _any_between(places: _Array, first: int, last: int) -> bool:
 
 
 def _pass_sums(codes: _Array, timed: _Array, phases: _Array, spent: _Array, counts: _Array, first: int) -> _Array:
-    """What a pass that began at this place has had of `_EVALUATION_COLUMNS` since."""
+    """Return what a pass that began at this place has had of `_EVALUATION_COLUMNS` since."""
     since = timed > first
     times = [float(spent[since & (phases == phase)].sum()) for phase in (DATA, FORWARD)]
     later = codes[first + 1 :], counts[first + 1 :]
@@ -288,12 +288,12 @@ class DeviceClock:
         return perf_counter_ns()
 
     def wait(self) -> None:
-        """Waits until the device has passed all marks: at the end of a run."""
+        """Wait until the device has passed all marks: at the end of a run."""
         if self._events:
             self._events[-1].synchronize()
 
     def take(self, log: Sequence[int]) -> tuple[int, Any]:
-        """How much of a log the device has passed, and the nanoseconds between its marks there. What was taken is forgotten."""
+        """Return how much of a log the device has passed, and the nanoseconds between its marks there. What was taken is forgotten."""
         done = self._done()
         if done == len(self._events):
             length = len(log)
@@ -310,7 +310,7 @@ class DeviceClock:
         return length, numpy.array(spent)
 
     def _done(self) -> int:
-        """How many events the device has passed: they come in order."""
+        """Return how many events the device has passed: they come in order."""
         low, high = 0, len(self._events)
         while low < high:
             middle = (low + high) // 2

@@ -13,14 +13,14 @@ behind it). Pass an instance to `Accelerator(log_with=...)`, or its name once th
             print(step, values)
 
 Trackers run on the main process unless `main_process_only` is False. On other processes a `NullTracker` accepts every call and does
-nothing, so scripts need no condition around their calls. `TableMixin` and `ProjectTracker` hold what several trackers share.
+nothing, so scripts need no condition around their calls. `TableMixin`, `ImageMixin` and `PackageTracker` hold what several trackers
+share.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import re
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -29,16 +29,14 @@ from typing import Any
 from slipstream.config.redaction import redact_text
 from slipstream.distributed.cluster import this_process
 from slipstream.errors import ConfigError
+from slipstream.observability.trackers.images import ImagesByName, to_images
 from slipstream.observability.trackers.values import Table, make_table
 
-__all__ = ["GeneralTracker", "NullTracker", "ProjectTracker", "TableMixin", "check_logging_folder", "on_main_process"]
-
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:\-]+://")
+__all__ = ["GeneralTracker", "ImageMixin", "NullTracker", "PackageTracker", "TableMixin", "check_logging_folder", "on_main_process"]
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for methods of a tracker: runs on the main process only, where the tracker has `main_process_only`; else gives None.
+    """Decorate a method of a tracker so that it runs on the main process only and returns None elsewhere, if `main_process_only` is set.
 
     >>> class Printer(GeneralTracker):
     ...     @on_main_process
@@ -58,14 +56,14 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_logging_folder(tracker: str, logging_dir: str | os.PathLike[str]) -> Path:
-    """The logging folder of a tracker that writes files; a URL is none.
+    """Return the logging folder of a tracker that writes files; raise an error for a URL.
 
     >>> check_logging_folder("local", "s3://bucket/run")
     Traceback (most recent call last):
         ...
     slipstream.errors.ConfigError: the tracker local writes into a folder of this machine, and 's3://bucket/run' is a URL: give it one ...
     """
-    if _URL.match(os.fspath(logging_dir)):
+    if "://" in os.fspath(logging_dir):
         shown = redact_text(os.fspath(logging_dir))
         raise ConfigError(
             f"the tracker {tracker} writes into a folder of this machine, and {shown!r} is a URL: give it one of its own, "
@@ -75,36 +73,36 @@ def check_logging_folder(tracker: str, logging_dir: str | os.PathLike[str]) -> P
 
 
 class GeneralTracker:
-    """The base of trackers: each verb does nothing until a subclass says otherwise.
+    """The base class of trackers; its methods do nothing.
 
     >>> GeneralTracker(_blank=True).log({"loss": 1.0}, step=1)
     """
 
     name: str
-    """What the tracker is called in `log_with` and `get_tracker`."""
+    """The name of the tracker in `log_with` and `get_tracker`."""
     requires_logging_directory: bool
     """Whether the class is called with a folder after the name of the run."""
     main_process_only: bool = True
-    """Whether it works on the main process alone."""
+    """Whether it runs on the main process only."""
 
     def __init__(self, _blank: bool = False) -> None:
         self._blank = _blank
 
     def start(self) -> None:
-        """Begins the run: called once, before anything else."""
+        """Begin the run: called once, before anything else."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keeps the settings of the run."""
+        """Store the settings of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keeps values of one step."""
+        """Store values of one step."""
 
     def finish(self) -> None:
-        """Ends the run."""
+        """End the run."""
 
 
 class NullTracker(GeneralTracker):
-    """What stands for a tracker on the processes where it does not work.
+    """Takes the place of a tracker on processes where it does not run.
 
     >>> nothing = NullTracker("wandb")
     >>> nothing.log_images({"sample": []}), nothing.tracker.summary.update(best=1)
@@ -119,7 +117,7 @@ class NullTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """An object that takes everything and does nothing."""
+        """An object that accepts every call and does nothing."""
         return _NullObject()
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +127,7 @@ class NullTracker(GeneralTracker):
 
 
 class _NullObject:
-    """Takes every call, attribute and item."""
+    """Accepts every call, attribute and item."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -153,7 +151,7 @@ class _NullObject:
 
 
 class TableMixin:
-    """A tracker that keeps tables, in the way that its `_keep_table` says."""
+    """Adds `log_table`; `_keep_table` stores the table."""
 
     _own_cells: str | None = None
     """The package whose objects stay as they are in cells."""
@@ -168,37 +166,70 @@ class TableMixin:
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Logs a table: rows with `columns`, a dict of columns, records, an array of two dimensions, or a data frame."""
+        """Log a table, given as rows with `columns`, a dict of columns, records, a two-dimensional array, or a data frame."""
         self._keep_table(table_name, make_table(table_name, columns, data, dataframe, own=self._own_cells), step, kwargs)
 
     def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
-class ProjectTracker(GeneralTracker):
-    """A run that `init` of a package makes, in a project; keywords go to that call, and `run_name` is the project."""
+class ImageMixin:
+    """Adds `log_images`; `_keep_images` stores the images, and those that cannot be read are an error afterwards."""
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images by name, each an image, a list or a batch; keywords go to the call of the package that stores an image."""
+        found = ImagesByName(values, self._read_images)
+        self._keep_images(found, step, kwargs)
+        found.refuse()
+
+    def _read_images(self, given: Any) -> list[Any]:
+        return list(to_images(given))
+
+    def _keep_images(self, images: ImagesByName, step: int | None, keywords: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class PackageTracker(ImageMixin, GeneralTracker):
+    """A tracker around one object of a package, which `start` creates with the keywords, and `finish` ends.
+
+    The object is in the attribute that `_handle` names. `_create` and `_close` are for packages that have no `init(project=...)` and no
+    `finish()`.
+    """
 
     requires_logging_directory = False
+    _handle = "run"
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self.run: Any = None
+        setattr(self, self._handle, None)
 
     @property
     def tracker(self) -> Any:
-        """The run, as the package has it."""
-        return self.run
+        """The object of the package."""
+        return getattr(self, self._handle)
+
+    @property
+    def _package(self) -> Any:
+        return importlib.import_module(self.name)
 
     @on_main_process
     def start(self) -> None:
-        """Makes the run."""
-        self.run = importlib.import_module(self.name).init(**{"project": self.run_name, **self.init_kwargs})
+        """Create the object of the package."""
+        setattr(self, self._handle, self._create())
 
     @on_main_process
     def finish(self) -> None:
-        """Ends the run; what the package has not sent or written yet is waited for."""
-        if self.run is not None:
-            self.run.finish()
-            self.run = None
+        """End the run, and wait for what the package has not sent or written yet."""
+        opened = self.tracker
+        if opened is not None:
+            setattr(self, self._handle, None)
+            self._close(opened)
+
+    def _create(self) -> Any:
+        return self._package.init(**{"project": self.run_name, **self.init_kwargs})
+
+    def _close(self, opened: Any) -> None:
+        opened.finish()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -29,7 +29,7 @@ _COLOR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
 
 
 def to_images(given: Any) -> list[ImageArray]:
-    """One picture, a list of them, or a batch, as a list.
+    """Return one picture, a list of them, or a batch, as a list.
 
     >>> [one.shape for one in to_images(numpy.zeros((5, 8, 9, 3)))], len(to_images([numpy.zeros((4, 4))] * 2))
     ([(8, 9, 3), (8, 9, 3), (8, 9, 3), (8, 9, 3), (8, 9, 3)], 2)
@@ -42,7 +42,7 @@ def to_images(given: Any) -> list[ImageArray]:
 
 
 def to_image(given: Any) -> ImageArray:
-    """One picture as bytes.
+    """Return one picture as bytes.
 
     >>> to_image(numpy.ones((2, 2), dtype=bool)).tolist()
     [[[255], [255]], [[255], [255]]]
@@ -77,7 +77,7 @@ def _from_figure(figure: Any) -> ImageArray:
 
 
 def _to_uint8(values: NDArray[Any], *, first: bool, what: Any) -> ImageArray:
-    """An array of some layout and type as a picture; `first` says where the channels are if both ends could be."""
+    """Return an array of some layout and type as a picture; `first` says where the channels are if both ends could be."""
     if values.ndim == 2:
         values = values[:, :, None]
     if values.ndim != 3 or not {values.shape[0], values.shape[2]} & set(_CHANNELS) or values.size == 0:
@@ -124,6 +124,12 @@ class ImagesByName:
             except Exception as error:  # one without data, or a figure that cannot draw itself: the others are kept all the same
                 self.wrong[str(name)] = f"{describe_type(given)} cannot be read as a picture ({type(error).__name__}: {error})"
 
+    def numbered(self, separator: str) -> Iterator[tuple[str, Any]]:
+        """Return each image with its name, followed by the separator and a number where the name has several."""
+        for name, several in self.made.items():
+            for number, image in enumerate(several):
+                yield name if len(several) == 1 else f"{name}{separator}{number}", image
+
     def refuse(self) -> None:
         """An error for what is no picture; nothing where everything is one."""
         if self.wrong:
@@ -131,7 +137,7 @@ class ImagesByName:
 
 
 def encode_png(image: ImageArray) -> bytes:
-    """A picture as the content of a PNG file.
+    """Return a picture as the content of a PNG file.
 
     >>> encode_png(to_image(numpy.zeros((2, 3, 3))))[:8]
     b'\\x89PNG\\r\\n\\x1a\\n'
@@ -149,5 +155,5 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def to_three_channels(picture: Any) -> Any:
-    """A grey picture with three channels, which every viewer takes; any other as it is."""
+    """Return a grey picture with three channels, which every viewer takes; any other as it is."""
     return picture.repeat(3, axis=2) if picture.shape[2] == 1 else picture

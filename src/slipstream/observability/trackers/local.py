@@ -92,7 +92,7 @@ class LocalTracker(TableMixin, GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Makes or finds the folder of the run, and opens the file."""
+        """Create or finds the folder of the run, and opens the file."""
         if self.folder is None:
             self.folder = RunFolder.create(self.logging_dir, self._wanted, project=self.run_name, resume=self._resume)
         try:
@@ -103,7 +103,7 @@ class LocalTracker(TableMixin, GeneralTracker):
             ) from error
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Writes the first line of this start, with its settings; and, in a folder of its own, config.json."""
+        """Write the first line of this start, with its settings; and, in a folder of its own, config.json."""
         journal = self._open()
         if journal is None:
             return
@@ -114,7 +114,7 @@ class LocalTracker(TableMixin, GeneralTracker):
             self.folder.write_json("config.json", {"settings": settings, "options": {}})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Writes one line; keywords become part of it."""
+        """Write one line; keywords become part of it."""
         journal = self._journal
         if journal is None or not self._begun or kwargs:
             return self._log_with(values, step, kwargs)
@@ -150,7 +150,7 @@ class LocalTracker(TableMixin, GeneralTracker):
         raise_if_unsupported(self.name, found.others)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Writes pictures as PNG files into `media/`, and a line that names them; see `observability/trackers/images.py` for what a
+        """Write pictures as PNG files into `media/`, and a line that names them; see `observability/trackers/images.py` for what a
         picture is.
         """
         journal = self._beginning()
@@ -173,14 +173,14 @@ class LocalTracker(TableMixin, GeneralTracker):
         found.refuse()
 
     def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
-        """Writes a table, of rows with `columns` or of a data frame, as one line."""
+        """Write a table, of rows with `columns` or of a data frame, as one line."""
         journal = self._beginning()
         if journal is not None:
             self._append(journal, step, {"table": {"name": name, "columns": table.columns, "rows": table.rows}, **to_plain(keywords)})
 
     @on_main_process
     def finish(self) -> None:
-        """Closes the file, and ends the run where the folder is its own."""
+        """Close the file, and ends the run where the folder is its own."""
         if self._journal is not None:
             journal, self._journal, self._begun = self._journal, None, False
             try:
@@ -207,14 +207,14 @@ class LocalTracker(TableMixin, GeneralTracker):
             )
 
     def _beginning(self) -> JsonLinesWriter | None:
-        """The file, with the first line of this start in it."""
+        """Return the file, with the first line of this start in it."""
         journal = self._open()
         if journal is not None and not self._begun:
             self.store_init_configuration({})
         return journal
 
     def _open(self) -> JsonLinesWriter | None:
-        """The file; None on processes that keep nothing."""
+        """Return the file; None on processes that keep nothing."""
         if self._journal is None:
             self._check_started()
         return self._journal

@@ -120,7 +120,7 @@ class ChosenTrackers(list[_Tracker]):
 
 
 def missing_account(name: str, environ: Mapping[str, str]) -> str | None:
-    """Why a tracker cannot run without asking somebody for an account; None where it can, and for those that need none.
+    """Return why a tracker cannot run without asking somebody for an account; None where it can, and for those that need none.
 
     >>> missing_account("wandb", {"WANDB_MODE": "offline"}), missing_account("local", {})
     (None, None)
@@ -137,7 +137,7 @@ def missing_account(name: str, environ: Mapping[str, str]) -> str | None:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """The trackers of this version whose packages are installed.
+    """Return the trackers of this version whose packages are installed.
 
     >>> LoggerType.LOCAL in get_available_trackers()
     True
@@ -146,7 +146,7 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
-    """Checks that a class of yours can be used as `log_with="its name"`, and gives it back: also a decorator.
+    """Check that a class of yours can be used as `log_with="its name"`, and gives it back: also a decorator.
 
     >>> @register_tracker_class
     ... class Printer(GeneralTracker):
@@ -169,7 +169,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
 def resolve_trackers(
     log_with: _Given | Sequence[_Given] | Set[_Given] | None, logging_dir: str | os.PathLike[str] | None
 ) -> ChosenTrackers:
-    """The trackers that `log_with` names, each once and in order: instances of the user's as they are, and classes to be made.
+    """Return the trackers that `log_with` names, each once and in order: instances of the user's as they are, and classes to be made.
 
     >>> [tracker.name for tracker in resolve_trackers(["local", LoggerType.LOCAL], "runs")]
     ['local']
@@ -207,7 +207,7 @@ def filter_trackers(
 
 
 def _to_list(log_with: Any) -> list[Any]:
-    """What was given, one by one; a set has no order, so the names give it one, which is the same on every process."""
+    """Return what was given, one by one; a set has no order, so the names give it one, which is the same on every process."""
     if isinstance(log_with, set | frozenset):
         return sorted(log_with, key=lambda entry: str(getattr(entry, "name", entry)) if not isinstance(entry, str) else str(entry))
     return [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
@@ -342,7 +342,7 @@ class Trackers:
             _check_keywords(chosen, (init_kwargs or {}).get(chosen.name, {}))
 
     def start(self, project: str, config: Any = None, init_kwargs: _Keywords = None, *, folder: RunFolder | None = None) -> None:
-        """Begins a run: `init_kwargs` has keywords for each tracker by its name, and `config` is kept by all of them.
+        """Begin a run: `init_kwargs` has keywords for each tracker by its name, and `config` is kept by all of them.
 
         `folder` is that of the run, where there is one already; the tracker `local` writes into it.
         """
@@ -397,7 +397,7 @@ class Trackers:
         return make(project, self._logging_dir, **keywords) if chosen.requires_logging_directory else make(project, **keywords)
 
     def finish(self) -> None:
-        """Ends every tracker; a second time it does nothing."""
+        """End every tracker; a second time it does nothing."""
         ending, self.started = self.started, []
         for tracker in ending:
             self._safely(tracker, "finish", tracker.finish)
@@ -405,7 +405,7 @@ class Trackers:
     # -- a run ----------------------------------------------------------------------------------------------------
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: _Keywords = None) -> None:
-        """Sends values to every tracker; `log_kwargs` has keywords for each by its name."""
+        """Send values to every tracker; `log_kwargs` has keywords for each by its name."""
         if log_kwargs is not None:
             self._check_names("log_kwargs", log_kwargs)
         if not self.started:
@@ -424,7 +424,7 @@ class Trackers:
                 self._failed(tracker, "log", error)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, log_kwargs: _Keywords = None) -> None:
-        """Sends pictures by name (one, a list, or a batch each) to every tracker that keeps pictures; the others are named once."""
+        """Send pictures by name (one, a list, or a batch each) to every tracker that keeps pictures; the others are named once."""
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f'log_images() has {describe_type(values)}: pictures are a dict of names, as in log_images({{"sample": picture}}, step=1)'
@@ -440,7 +440,7 @@ class Trackers:
         step: int | None = None,
         log_kwargs: _Keywords = None,
     ) -> None:
-        """Sends a table (`observability/trackers/values.py` says what is one) to every tracker that keeps tables; the others are named
+        """Send a table (`observability/trackers/values.py` says what is one) to every tracker that keeps tables; the others are named
         once.
         """
         if not isinstance(table_name, str):
@@ -467,7 +467,7 @@ class Trackers:
                 self._failed(tracker, verb, error, given[0] if verb == "log_table" else "")
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name, or, with `unwrap`, the object of the package behind it."""
+        """Return a tracker by its name, or, with `unwrap`, the object of the package behind it."""
         wanted = str(getattr(name, "value", name))
         for tracker in self.started:
             if tracker.name == wanted:
@@ -499,7 +499,7 @@ class Trackers:
             self._failed(tracker, verb, error)
 
     def _failed(self, tracker: GeneralTracker, verb: str, error: Exception, name: str = "") -> None:
-        """Says what went wrong, once for each kind of error and each name of a value (`name`, where the error does not know it)."""
+        """Report what went wrong, once for each kind of error and each name of a value (`name`, where the error does not know it)."""
         kind = type(error).__name__
         if isinstance(error, RejectedValuesError):
             fresh = [entry for entry in error.wrong if (kind, entry) not in self._said.get((tracker.name, verb), ())]
@@ -552,7 +552,7 @@ def _check_keywords(kind: GeneralTracker | type[GeneralTracker], keywords: Mappi
 
 
 def _to_int_step(step: Any) -> int:
-    """A step as a number of Python's, whatever counted it."""
+    """Return a step as a number of Python's, whatever counted it."""
     try:
         whole = int(step)
         if whole == step:
@@ -563,7 +563,7 @@ def _to_int_step(step: Any) -> int:
 
 
 def to_settings(config: Any) -> dict[str, Any] | None:
-    """Settings as a dict: of a mapping, or of an object with attributes such as `argparse.Namespace` or a dataclass.
+    """Return settings as a dict: of a mapping, or of an object with attributes such as `argparse.Namespace` or a dataclass.
 
     >>> from types import SimpleNamespace
     >>> to_settings(SimpleNamespace(lr=0.1))

@@ -33,7 +33,7 @@ _MAX_DEPTH = 50
 
 
 def to_plain(value: Any) -> Any:
-    """The value as data that JSON and YAML know; numbers that they do not know (nan, inf) become texts.
+    """Return the value as data that JSON and YAML know; numbers that they do not know (nan, inf) become texts.
 
     >>> import torch
     >>> to_plain({"lr": torch.tensor(0.5), "dtype": torch.float32, "betas": (0.9, float("inf")), "layers": {3, 1}, 4: None})
@@ -74,7 +74,7 @@ def _finite_or_text(value: float) -> Any:
 
 
 def _from_array(value: Any, above: tuple[int, ...]) -> Any:
-    """Tensors and arrays, and numbers of numpy, as their elements; anything else as its text."""
+    """Return tensors and arrays, and numbers of numpy, as their elements; anything else as its text."""
     size = _count_elements(value)
     if size is None:
         return _describe_object(value)
@@ -88,7 +88,7 @@ def _from_array(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _describe_object(value: Any) -> str:
-    """What stands for an object: the name of a class or function, which is the same in every run; else what str() says."""
+    """Return what stands for an object: the name of a class or function, which is the same in every run; else what str() says."""
     if isinstance(value, functools.partial):
         return f"partial of {_describe_object(value.func)}"
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
@@ -107,7 +107,7 @@ def _count_elements(value: Any) -> int | None:
 
 
 def to_number(value: Any) -> Any:
-    """A number where the value is one in another form (a tensor or array of one element); any other value as it is.
+    """Return a number where the value is one in another form (a tensor or array of one element); any other value as it is.
 
     >>> import torch
     >>> to_number(torch.tensor([3])), to_number("text"), to_number(True)
@@ -117,7 +117,7 @@ def to_number(value: Any) -> Any:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with names that are joined by slashes; a name that comes again gets a number, so that both values are kept.
+    """Return nested dicts as one, with names joined by slashes; a repeated name gets a number, so that both values are kept.
 
     >>> flatten({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "b/c": 4})
     {'a': 1, 'b/c': 2, 'b/d/e': 3, 'b/c-2': 4}
@@ -150,7 +150,7 @@ class RejectedValuesError(TypeError):
         super().__init__(self.text(self.wrong))
 
     def text(self, names: Iterable[str]) -> str:
-        """The message about some of them.
+        """Return the message about some of them.
 
         >>> RejectedValuesError("picture", {"a": "it is a text", "b": "it is None"}).text(["a", "b"])
         'the pictures a and b are left out: it is a text; it is None'
@@ -168,7 +168,7 @@ class UnsupportedTypeError(RejectedValuesError):
         super().__init__("value", wrong)
 
     def text(self, names: Iterable[str]) -> str:
-        """The message about some of them."""
+        """Return the message about some of them."""
         some = list(names)
         named = _join_names([f"{name} is {self.wrong[name]}" for name in some])
         of_it = "each" if len(some) > 1 else "it"
@@ -179,7 +179,7 @@ class UnsupportedTypeError(RejectedValuesError):
 
 
 def _join_names(names: list[str]) -> str:
-    """Names as one says them.
+    """Return names as a list in a sentence.
 
     >>> _join_names(["a"]), _join_names(["a", "b", "c"]), _join_names(list("abcdefgh"))
     ('a', 'a, b and c', 'a, b, c, d, e and 3 more')
@@ -195,13 +195,15 @@ class ValuesByKind:
     numbers: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    """Objects of the package that stores the values."""
 
 
-def sort_values(values: Mapping[str, Any]) -> ValuesByKind:
-    """The values of one call, sorted.
+def sort_values(values: Mapping[str, Any], own: str | None = None) -> ValuesByKind:
+    """Return the values of one call by kind; `own` is the package whose objects go to `own`.
 
     >>> sort_values({"loss": 0.5, "eval": {"accuracy": 1, "note": "good"}, "weights": [1, 2]})
-    ValuesByKind(numbers={'loss': 0.5, 'eval/accuracy': 1}, texts={'eval/note': 'good'}, others={'weights': [1, 2]})
+    ValuesByKind(numbers={'loss': 0.5, 'eval/accuracy': 1}, texts={'eval/note': 'good'}, others={'weights': [1, 2]}, own={})
     """
     found = ValuesByKind()
     for name, given in flatten(values).items():
@@ -215,7 +217,7 @@ def sort_values(values: Mapping[str, Any]) -> ValuesByKind:
         elif isinstance(value, str):
             found.texts[name] = value
         else:
-            found.others[name] = given
+            (found.own if _is_from_package(own, given) else found.others)[name] = given
     return found
 
 
@@ -240,7 +242,7 @@ def raise_if_unsupported(tracker: str, others: Mapping[str, Any], keeps: str = "
 
 
 def describe_type(value: Any) -> str:
-    """What a value is, in a word or two.
+    """Return what a value is, in a word or two.
 
     >>> import torch
     >>> describe_type(torch.zeros(3)), describe_type(None), describe_type([1]), describe_type(1)
@@ -267,7 +269,7 @@ class Table:
     rows: list[list[Any]]
 
     def markdown(self) -> str:
-        """The table as text.
+        """Return the table as text.
 
         >>> print(Table(["a", "b"], [[1, "x|y"]]).markdown())
         | a | b |
@@ -284,7 +286,7 @@ class _NoTableError(Exception):
 
 
 def make_table(name: str, columns: Sequence[str] | None, data: Any, dataframe: Any = None, own: str | None = None) -> Table:
-    """A table of what was given; `columns` names the columns, or, where they have names, chooses among them.
+    """Return a table of what was given; `columns` names the columns, or, where they have names, chooses among them.
 
     Cells become plain data, but for objects of the package `own`.
 
