@@ -278,26 +278,28 @@ class Guards:
 
     def examine(self, window: Any) -> None:
         """Check losses, norms, learning rates and weights since the last call. On every rank."""
-        from slipstream.observability.guards.non_finite import to_floats
-
         self._patience = self._patience - 1 if self.reporter.holds else _PATIENCE
         if not self._patience:
             self.reporter.release()
-        steps = [step for step, _ in window.losses]
-        losses = to_floats([loss for _, loss in window.losses])
+        if window.losses or self._norms:
+            self._examine_losses(window.losses)
+        if self._rank == 0:
+            if self.options.schedule and window.steps:
+                self._examine_schedules()
+            self._compare()
+
+    def _examine_losses(self, found: Sequence[tuple[int, Any]]) -> None:
+        from slipstream.observability.guards.loss_spikes import LossSpikeGuard
+        from slipstream.observability.guards.non_finite import to_floats
+
+        steps = [step for step, _ in found]
+        losses = to_floats([loss for _, loss in found])
         if self.options.on_nan != "off":
             self._examine_finite(steps, losses)
         if self.options.loss_spike is not None:
-            if self._spikes is None:
-                from slipstream.observability.guards.loss_spikes import LossSpikeGuard
-
-                self._spikes = LossSpikeGuard(self.options.loss_spike, self._rank)
+            self._spikes = self._spikes or LossSpikeGuard(self.options.loss_spike, self._rank)
             for step, loss in _mean_by_step(steps, losses):
                 self.reporter.report(self._spikes.look(step, loss))
-        if self._rank == 0:
-            if self.options.schedule:
-                self._examine_schedules()
-            self._compare()
 
     def _compare(self) -> None:
         """Compare the reports of all ranks, on the main process."""

@@ -40,7 +40,7 @@ from slipstream.observability.timing.step_times import (
     unpack_message,
 )
 
-__all__ = ["FlopCount", "Ledger", "StoreExchange", "measure_peak_flops"]
+__all__ = ["FlopCount", "Ledger", "StoreExchange", "StoreMessages", "measure_peak_flops"]
 
 
 _POLL_SECONDS = 0.01
