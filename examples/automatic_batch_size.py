@@ -1,9 +1,9 @@
-"""The largest batch that fits into memory, found by trying; the batch of an update stays what it was.
+"""The largest batch that fits into memory, found by trial, with a constant effective batch size.
 
     slipstream launch --cpu --num_processes 2 examples/automatic_batch_size.py
 
-The function is called with a smaller batch as long as it runs out of memory: on any process, since all of them go on with the same size.
-With `effective_batch_size` the number of batches per update grows as the batch shrinks, so that the training stays the same.
+The function is called with smaller and smaller batches until no process runs out of memory; all of them use the same size.
+With `effective_batch_size` the number of batches per update grows as the batch shrinks, so training stays the same.
 """
 
 import torch
@@ -16,12 +16,12 @@ EFFECTIVE = 64  # samples per update, over all processes
 
 
 def device_memory(batch_size: int, process: int) -> None:
-    """In place of devices that are too small: 20 samples fit on the first one, and 10 on the others."""
+    """Simulate small devices: 20 samples fit on the first one, and 10 on the others."""
     if batch_size > (20 if process == 0 else 10):
         raise MemoryError(f"a batch of {batch_size} does not fit")
 
 
-# Everything is built inside, so that nothing of a failed try is kept. 256 is too much for 64 samples per update: it begins with less.
+# Everything is built inside, so that a failed attempt keeps nothing. 256 exceeds the 64 samples per update: the search starts lower.
 @find_executable_batch_size(starting_batch_size=256, effective_batch_size=EFFECTIVE)
 def train(batch_size: int, gradient_accumulation_steps: int, epochs: int) -> tuple[int, int, float]:
     accelerator = Accelerator(gradient_accumulation_steps=gradient_accumulation_steps)

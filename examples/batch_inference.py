@@ -1,4 +1,4 @@
-"""Batch inference on as many processes as you like, and what happens when they disagree.
+"""Batch inference on any number of processes, and what happens when they disagree.
 
     slipstream launch --cpu --num_processes 2 examples/batch_inference.py
 
@@ -35,28 +35,28 @@ class Scorer(torch.nn.Module):
 def main() -> None:
     state = PartialState()
     me = state.process_index
-    torch.manual_seed(0)  # every process makes the same model
+    torch.manual_seed(0)  # the same model on every process
     model = Scorer().to(state.device).eval()
     state.print(f"{state.num_processes} process(es), {state.device.type}, backend {state.backend}\n")
 
-    # 1. Share the work. Seven reviews do not divide by two; nobody has to care.
+    # 1. Share the work. Seven reviews do not divide by two, which is fine.
     with state.split_between_processes(REVIEWS) as mine, torch.inference_mode():
         scores = [model(text) for text in mine]
         done_by = [f"process {me}" for _ in mine]
 
-    # 2. Bring the results together: tensors and text, of uneven lengths, in the order of the input.
+    # 2. Gather the results: tensors and text, of uneven lengths, in input order.
     scores, done_by = state.gather(torch.stack(scores)), state.gather(done_by)
     for text, score, worker in zip(REVIEWS, scores.tolist(), done_by, strict=True):
         state.print(f"  {score:+.3f}  {worker}  {text}")
 
-    # 3. A mistake, on purpose: each process brings another shape to the same reduce. Elsewhere this hangs, aborts, or returns garbage.
+    # 3. A mistake, on purpose: each process passes another shape to the same reduce. Without checks this hangs, aborts, or returns garbage.
     state.print("\nNow a mistake: every process calls reduce() with another shape.\n")
     try:
         state.reduce(torch.ones(2 + me))
     except DistributedOperationException as error:
         state.print(f"{type(error).__name__} on every process:\n{error}\n")
 
-    # 4. The error was only an error: the group goes on.
+    # 4. The process group still works.
     total = state.reduce(torch.tensor(float(len(mine))), reduction="sum")
     state.print(f"And the processes still work together: {total:.0f} reviews were scored by all of them.")
     state.destroy_process_group()

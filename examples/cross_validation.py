@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from slipstream import Accelerator
 from slipstream.utils import set_seed
 
-FOLDS, SAMPLES = 5, 103  # 103 divides by nothing here; nobody has to care
+FOLDS, SAMPLES = 5, 103  # 103 does not divide evenly, which is fine
 
 
 def main() -> None:
@@ -37,11 +37,11 @@ def main() -> None:
 
         with torch.no_grad():
             found = [accelerator.gather_for_metrics(model(inputs)) for inputs, _ in test_loader]
-        predictions[held_out] = torch.cat(found).cpu()  # in the order of the fold, without what filled up a batch
+        predictions[held_out] = torch.cat(found).cpu()  # in the order of the fold, without repeated samples
         error = (predictions[held_out] - y[held_out]).square().mean().item()
         accelerator.print(f"fold {number}: {len(others)} samples to learn from, {len(held_out)} held out, error {error:.4f}")
 
-        # Nothing of this fold is kept: neither by the Accelerator, nor under these names.
+        # Keep nothing of this fold: neither in the Accelerator, nor under these names.
         model, optimizer, train_loader, test_loader = accelerator.free_memory(model, optimizer, train_loader, test_loader)
 
     assert not predictions.isnan().any()  # every sample was held out once

@@ -1,9 +1,9 @@
-"""The demo: a small model learns which arm of a spiral a point lies on, on as many processes as you like.
+"""The demo: a small model learns which arm of a spiral a point lies on, on any number of processes.
 
     slipstream launch --cpu --num_processes 2 examples/demo.py
 
-It shows what the model says of the plane before and after, an accuracy over every test sample, where the time went, and last the path of
-a report: a page with the curves, to open in a browser. The same file runs as `python examples/demo.py`, on one process; the batches are
+It shows the predictions over the plane before and after training, the accuracy over every test sample, where the time went, and the path of
+a report to open in a browser. The same file runs as `python examples/demo.py`, on one process; the batches are
 the same, so the result is too, up to rounding.
 """
 
@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 35, 17
 
 
 def spiral(count: int, seed: int) -> TensorDataset:
-    """Points on two arms that wind around each other."""
+    """Return points on two interleaved spiral arms."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.arange(count) % 2
     distance = torch.rand(count, generator=generator).sqrt()
@@ -31,7 +31,7 @@ def spiral(count: int, seed: int) -> TensorDataset:
 
 
 def picture(model: torch.nn.Module, device: torch.device) -> list[str]:
-    """What the model says of each place in the plane."""
+    """Return the prediction for each place in the plane, as text."""
     rows, columns = torch.linspace(1, -1, HEIGHT), torch.linspace(-1, 1, WIDTH)
     plane = torch.cartesian_prod(rows, columns).flip(1).to(device)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def main() -> None:
 
     before = picture(accelerator.unwrap_model(model), accelerator.device)
     started, samples, step, right, total = time.perf_counter(), 0, 0, 0, 0
-    epochs = tqdm(range(EPOCHS), unit="epoch", disable=None)  # shown once, and not at all where there is no terminal (None)
+    epochs = tqdm(range(EPOCHS), unit="epoch", disable=None)  # shown once, and only on a terminal (None)
     for epoch in epochs:
         for points, arms in train_loader:
             with accelerator.accumulate(model):

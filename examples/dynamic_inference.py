@@ -1,10 +1,10 @@
-"""Many prompts of very different lengths: handed out as processes become free, kept in a file, and resumed after an interruption.
+"""Many prompts of very different lengths: distributed dynamically, stored in a file, and resumed after an interruption.
 
     slipstream launch --cpu --num_processes 2 examples/dynamic_inference.py
 
-A process that finishes early takes the next batch instead of waiting. `key=len` hands out the long prompts first and puts those of about
-the same length into one batch, so that little is computed for padding. Every finished prompt is a line in the file of results: a run that
-is killed, on one process or all of them, goes on from there. Kill one while it works (kill -9): the others finish what it leaves.
+A process that finishes early takes the next batch instead of waiting. `key=len` processes long prompts first and puts prompts of similar
+length into one batch, so that little is computed for padding. Every finished prompt is a line in the results file: a run that
+is killed, on one process or all of them, resumes from there. Kill one during the work (kill -9): the others finish its prompts.
 """
 
 import tempfile
@@ -30,7 +30,7 @@ class Writer(torch.nn.Module):
         self.choose = torch.nn.Linear(32, 26)
 
     def generate(self, prompts: list[str]) -> list[str]:
-        """The next characters of each prompt; one forward pass for all of them, padded to the longest."""
+        """Return the next characters of each prompt; one forward pass for all of them, padded to the longest."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(list(prompt.encode())) for prompt in prompts], batch_first=True)
         packed = torch.nn.utils.rnn.pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
@@ -44,20 +44,20 @@ class Writer(torch.nn.Module):
 
 
 def padding(batches: list[list[str]]) -> float:
-    """The part of what a model reads that is only padding."""
+    """Return the share of the model's input that is padding."""
     read = sum(len(batch) * max(map(len, batch)) for batch in batches)
     return 1 - sum(len(prompt) for batch in batches for prompt in batch) / read
 
 
 def main() -> None:
     state = PartialState()
-    torch.manual_seed(0)  # every process makes the same model
+    torch.manual_seed(0)  # the same model on every process
     model = Writer().eval()
     place = tempfile.TemporaryDirectory() if state.is_main_process else None
     folder = broadcast_object_list([place.name if place else None])[0]  # in your script: a path that all processes know
     results = Path(folder) / "results.jsonl"
 
-    # 1. A run that is interrupted. An exception on one process reaches all of them; a kill would do just as well.
+    # 1. An interrupted run. An exception on one process reaches all of them; a kill has the same effect.
     def interrupted(batch: list[str]) -> list[str]:
         if PROMPTS[4] in batch:
             raise KeyboardInterrupt("as if somebody had pressed Ctrl-C")
@@ -70,7 +70,7 @@ def main() -> None:
         state.wait_for_everyone()
         state.print("interrupted; what was finished is in the file")
 
-    # 2. The same call goes on. Nothing is worked on twice, and nothing is left out; on any number of processes.
+    # 2. The same call resumes, on any number of processes. No prompt is processed twice, and none is lost.
     handed_out: list[list[str]] = []
 
     def work(batch: list[str]) -> list[str]:
@@ -85,13 +85,13 @@ def main() -> None:
     for prompt, text in list(zip(PROMPTS, texts, strict=True))[:5]:
         state.print(f"  {prompt[-24:]:>24} -> {text}")
 
-    # 3. What the order is worth.
+    # 3. What ordering by length saves.
     plain = [PROMPTS[start : start + 4] for start in range(0, len(PROMPTS), 4)]
     by_length = sorted(PROMPTS, key=len)
     grouped = [by_length[start : start + 4] for start in range(0, len(PROMPTS), 4)]
     state.print(f"padding: {padding(plain):.0%} in the order of the input, {padding(grouped):.0%} with key=len")
 
-    # 4. The same as a loop, where a function does not fit.
+    # 4. The same as a loop, if a function does not fit.
     with state.split_between_processes(PROMPTS, balance="dynamic", key=len) as items:
         for prompt in items:
             items.done(len(prompt.split()))

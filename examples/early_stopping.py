@@ -1,9 +1,9 @@
-"""Early stopping: one process sees a reason to stop, and all of them stop, at the same place.
+"""Early stopping: one process decides to stop, and all of them stop at the same step.
 
     slipstream launch --cpu --num_processes 2 examples/early_stopping.py
 
-`set_trigger()` raises a flag on the process that calls it. `check_trigger()`, which every process calls, says whether anybody did.
-A plain `break` on one process would leave the others waiting for it; here that would be an error that names it.
+`set_trigger()` sets a flag on the process that calls it. `check_trigger()`, which every process calls, says whether any process did.
+A plain `break` on one process would leave the others waiting for it; Slipstream turns that into an error that names the process.
 """
 
 import torch
@@ -19,7 +19,7 @@ def main() -> None:
     accelerator = Accelerator()
     set_seed(0)
     x = torch.randn(128, 8)
-    y = x[:, :1] + torch.randn(128, 1)  # mostly noise: the model will learn it by heart, and get worse on data that it has not seen
+    y = x[:, :1] + torch.randn(128, 1)  # mostly noise: the model overfits, and gets worse on unseen data
     train_loader = DataLoader(TensorDataset(x[:32], y[:32]), batch_size=8 // accelerator.num_processes, shuffle=True)
     test_loader = DataLoader(TensorDataset(x[32:], y[32:]), batch_size=48)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -42,7 +42,7 @@ def main() -> None:
             print(f"epoch {epoch:2d}  test loss {loss:.3f}{'' if since else '  best so far'}")
             if since == PATIENCE:
                 accelerator.set_trigger()
-        if accelerator.check_trigger():  # asked by everyone
+        if accelerator.check_trigger():  # called by every process
             break
 
     stopped = accelerator.gather([epoch])

@@ -1,9 +1,9 @@
-"""The batch of the textbook: 24 samples per update, however many processes there are, and whatever fits on one device.
+"""A fixed effective batch size: 24 samples per update, on any number of processes, whatever fits on one device.
 
     slipstream launch --cpu --num_processes 2 examples/effective_batch.py
 
-`batch_size` of the loader is the most that fits on a device. How much of it is used, and how many batches make an update, follows from the
-number of processes: 24 = samples per device x processes x batches per update. The losses that are printed do not change.
+`batch_size` of the loader is the largest that fits on a device. The batch size that is used, and the number of batches per update, follow
+from the number of processes: 24 = samples per device x processes x batches per update. The printed losses do not change.
 """
 
 import torch
@@ -16,7 +16,7 @@ EFFECTIVE = 24
 
 
 def train(fits: int) -> list[float]:
-    """The loss of every epoch, with loaders whose batches are as large as fits."""
+    """Return the loss of every epoch, for a loader whose batches are the largest that fit."""
     accelerator = Accelerator(effective_batch_size=EFFECTIVE)
     set_seed(0)
     x = torch.randn(100, 3, dtype=torch.float64)

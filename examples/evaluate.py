@@ -1,4 +1,4 @@
-"""Evaluation on as many processes as you like: equal batches by padding, metrics over every sample once, early stopping, one report.
+"""Evaluation on any number of processes: equal batches by padding, metrics over every sample once, early stopping, one report.
 
     slipstream launch --cpu --num_processes 2 examples/evaluate.py
 """
@@ -16,7 +16,7 @@ logger = get_logger(__name__, log_level="INFO")
 
 
 def prepare_data(path: Path) -> list[dict[str, object]]:
-    """Slow in real life: so the main process does it once, and the others read what it wrote."""
+    """Prepare the data once on the main process, since it is slow in practice; the others read the result."""
     if not path.exists():
         path.write_text(json.dumps([{"text": "x" * length, "label": length % 2} for length in range(1, 12)]))
     rows: list[dict[str, object]] = json.loads(path.read_text())
@@ -29,9 +29,9 @@ def main() -> None:
         folder = Path(state.broadcast(own))  # that of the main process, on every process
         with state.main_process_first():
             rows = prepare_data(folder / "rows.json")
-        state.wait_for_everyone()  # until all have read: the folder goes now
+        state.wait_for_everyone()  # all have read: the folder is deleted next
 
-    # Eleven rows on two processes: six each, one of them repeated. The gather leaves the repeated one out again.
+    # Eleven rows on two processes: six each, one of them repeated. The gather drops the repeated one.
     with state.split_between_processes(rows, apply_padding=True) as share:
         predicted = torch.tensor([len(str(row["text"])) % 2 for row in share])
         labels = torch.tensor([row["label"] for row in share])
@@ -40,7 +40,7 @@ def main() -> None:
     assert result["texts"] == [row["text"] for row in rows]
     accuracy = (result["predicted"] == result["labels"]).double().mean().item()
 
-    # Any process may find a reason to stop; all of them learn of it.
+    # Any process may decide to stop; all of them learn of it.
     if state.is_last_process and accuracy == 1.0:
         state.set_trigger()
     stop = state.check_trigger()

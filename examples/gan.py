@@ -1,4 +1,4 @@
-"""Two models that train against each other: each has its optimizer, and updates of its own.
+"""Two models that train against each other, each with its own optimizer and its own updates.
 
     slipstream launch --cpu --num_processes 2 examples/gan.py
 
@@ -17,7 +17,7 @@ STEPS = 2  # batches per update, for each of the models
 
 
 def wrong(judge: torch.nn.Module, numbers: torch.Tensor, real: bool) -> torch.Tensor:
-    """How far the judge is from saying that these numbers are real, or not."""
+    """Return the loss of the judge for numbers that are real, or not."""
     verdicts = judge(numbers)
     return torch.nn.functional.binary_cross_entropy_with_logits(verdicts, torch.full_like(verdicts, float(real)))
 
@@ -32,7 +32,7 @@ def main() -> None:
     real = 4 + 0.5 * torch.randn(1024, 1)
     data = DataLoader(real, batch_size=128 // STEPS // accelerator.num_processes, shuffle=True)
     maker, judge, make, tell, data = accelerator.prepare(maker, judge, make, tell, data)
-    set_seed(1, device_specific=True)  # from here on other noise on each process
+    set_seed(1, device_specific=True)  # from here on different noise on each process
 
     updates = {"judge": 0, "maker": 0}
     for _ in range(20):
@@ -46,7 +46,7 @@ def main() -> None:
                 tell.zero_grad()
                 updates["judge"] += accelerator.sync_gradients
 
-            judge.requires_grad_(False)  # the maker's loss goes through the judge, and leaves no gradient in it
+            judge.requires_grad_(False)  # the maker's loss passes through the judge, without gradients for it
             with accelerator.accumulate(maker):
                 accelerator.backward(wrong(judge, maker(noise), real=True))
                 make.step()

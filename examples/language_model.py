@@ -1,10 +1,10 @@
-"""A language model, weighed by tokens: every token counts the same, whichever process, batch or sentence it stands in.
+"""A language model weighted by tokens: every token counts the same, in every process, batch and sentence.
 
     slipstream launch --cpu --num_processes 2 examples/language_model.py
 
 Sentences have different lengths, so batches hold different numbers of tokens. A mean over each batch, averaged over batches and
 processes, would count the tokens of short sentences more; and with another number of processes it would be another mean.
-`backward(loss_sum, weight=tokens)` takes the sum instead. The losses that are printed are those of one process and one big batch.
+`backward(loss_sum, weight=tokens)` takes the sum instead. The printed losses are those of one process and one big batch.
 """
 
 import torch
@@ -28,13 +28,13 @@ PADDING = 0
 
 
 def pad(sentences: list[str]) -> torch.Tensor:
-    """Bytes of the sentences, one row for each; every row begins with byte 1 and ends with byte 2."""
+    """Return the bytes of the sentences, one row each; every row begins with byte 1 and ends with byte 2."""
     rows = [torch.tensor([1, *sentence.encode(), 2]) for sentence in sentences]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
 
 
 class NextByte(torch.nn.Module):
-    """Guesses a byte from those before it, through a small recurrent network."""
+    """Predict the next byte with a small recurrent network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def main() -> None:
                 accelerator.backward(loss, weight=tokens_here)  # the sum, and how many tokens are in it
                 optimizer.step()
                 optimizer.zero_grad()
-            # For the report: one value per sample, gathered without those that only kept a process busy.
+            # For the report: one value per sample, gathered without repeated samples.
             sums = accelerator.gather_for_metrics(torch.stack([loss.detach(), tokens_here.double()]).reshape(1, 2))
             total += sums[:, 0].sum().item()
             count += int(sums[:, 1].sum())

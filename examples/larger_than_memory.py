@@ -1,13 +1,13 @@
-"""A model that is larger than the memory it may take: it writes text for many prompts, from weights that stay in their files.
+"""A model larger than its memory limit: it generates text for many prompts, from weights that stay in their files.
 
     python examples/larger_than_memory.py
     python examples/larger_than_memory.py --layers 48 --width 1024 --memory 500MiB
     slipstream launch --cpu --num_processes 2 examples/larger_than_memory.py
 
-A model is made and saved in several files, as one that you have downloaded would be; with --folder it is kept, and used again. From
-there on the weights are never in memory as a whole: the skeleton has none, the plan divides it into what stays in memory and what stays
-on the disk, and what comes from the disk is within --memory too. Several processes share the prompts, and the pages of the files.
-At the end the texts are compared with those of the plain model, if that fits.
+A model is built and saved in several files, like a downloaded one; with --folder it is kept and reused. From
+there on the weights are never completely in memory: the skeleton has none, the device map divides them between memory and
+disk, and blocks from the disk stay within --memory too. Several processes share the prompts, and the pages of the files.
+At the end the texts are compared with those of the plain model, if it fits.
 """
 
 import argparse
@@ -23,7 +23,7 @@ WORDS, LENGTH = 1000, 8
 
 
 class Layer(torch.nn.Module):
-    """One layer of a small transformer, as the ones that you know."""
+    """One layer of a small transformer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Model(torch.nn.Module):
 
 
 def write(model: torch.nn.Module, prompt: torch.Tensor, count: int) -> list[int]:
-    """The prompt, and the `count` most likely words after it."""
+    """Return the prompt and the `count` most likely words after it."""
     text = prompt.unsqueeze(0)
     for _ in range(count):
         text = torch.cat([text, model(text).argmax(-1, keepdim=True)], dim=1)
@@ -61,13 +61,13 @@ def write(model: torch.nn.Module, prompt: torch.Tensor, count: int) -> list[int]
 
 
 def mapped(folder: Path) -> int | None:
-    """Bytes of the files in a folder that are in the memory of this process; None where the system does not tell."""
+    """Return the resident bytes of the files in a folder; None if the system does not report them."""
     table = Path("/proc/self/smaps")
     if not table.exists():
         return None
     total, counts = 0, False
     for line in table.read_text().splitlines():
-        if "-" in line.split(maxsplit=1)[0]:  # addresses, and the file that is there
+        if "-" in line.split(maxsplit=1)[0]:  # an address range, and the file mapped there
             counts = str(folder) in line
         elif counts and line.startswith("Rss:"):
             total += int(line.split()[1]) * 1024
@@ -88,7 +88,7 @@ def run(accelerator: Accelerator, folder: Path, options: argparse.Namespace) -> 
     files = len(list(folder.glob("*.safetensors")))
     accelerator.print(f"{convert_bytes(total)} of weights in {files} files, {convert_bytes(memory)} of memory for them")
 
-    # 2. The plan: what stays in memory, and what on the disk; with room for the largest layer that comes from there.
+    # 2. The device map: what stays in memory, and what on disk, with room for the largest layer from disk.
     plan = infer_auto_device_map(model, max_memory={"cpu": memory})
     accelerator.print(f"\n{plan.table()}\n")
 
@@ -96,7 +96,7 @@ def run(accelerator: Accelerator, folder: Path, options: argparse.Namespace) -> 
     model = load_checkpoint_and_dispatch(model, folder, device_map=plan)
     before = mapped(folder)
 
-    # 4. Each layer that is read serves all prompts of this process.
+    # 4. Each layer is read once for all prompts of this process.
     torch.manual_seed(1)
     prompts = torch.randint(0, WORDS, (options.sequences, LENGTH))
     with torch.inference_mode(), accelerator.split_between_processes(list(prompts)) as mine:

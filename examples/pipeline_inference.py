@@ -1,4 +1,4 @@
-"""One model over several processes: each holds a part of it, and a batch goes through all of them in pieces.
+"""One model over several processes: each holds one stage, and a batch passes through all of them in chunks.
 
     slipstream launch --cpu --num_processes 2 examples/pipeline_inference.py
 
@@ -13,7 +13,7 @@ ROWS, LENGTH, WORDS, WIDTH = 8, 12, 100, 64
 
 
 class Layer(torch.nn.Module):
-    """One layer of a small transformer, as the ones that you know."""
+    """One layer of a small transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ class Model(torch.nn.Module):
 
 def main() -> None:
     accelerator = Accelerator()
-    torch.manual_seed(0)  # every process makes the same model
+    torch.manual_seed(0)  # the same model on every process
     model = Model().eval()
     total = sum(one.nbytes for one in model.parameters())
 
-    # 1. Cut it: as many stages as processes, as even as can be. The example shows what the model will be called with.
+    # 1. Split it into as many balanced stages as processes. The example shows how the model will be called.
     example = torch.randint(0, WORDS, (ROWS, LENGTH))
     model = prepare_pippy(model, split_points="auto", example_args=(example,), gather_output=True)
     held = accelerator.gather([sum(one.nbytes for one in model.parameters() if not one.is_meta)])
@@ -59,7 +59,7 @@ def main() -> None:
         scores = model(torch.randint(0, WORDS, (rows, LENGTH)))
         accelerator.print(f"{rows} rows: next words {scores.argmax(-1).tolist()}")
 
-    # 3. Let go of it.
+    # 3. Free it.
     model = accelerator.free_memory(model)[0]
     accelerator.print("done")
     accelerator.state.destroy_process_group()

@@ -1,9 +1,9 @@
-"""The machine is taken away: SIGTERM comes, the run saves and ends; started again, it goes on.
+"""Preemption: on SIGTERM the run saves and ends; started again, it resumes.
 
     slipstream launch --cpu --num_processes 2 examples/preemption.py --project_dir runs/preemption
 
-Send SIGTERM to the launcher, as clusters do before they take a machine back, and run the same command again. The launcher hands the signal
-on to every process, and gives them ten seconds. Without --project_dir the example plays both parts itself, in a temporary folder.
+Send SIGTERM to the launcher, as clusters do before they take a machine back, and run the same command again. The launcher forwards the
+signal to every process, and gives them ten seconds. Without --project_dir the example plays both parts itself, in a temporary folder.
 """
 
 import argparse
@@ -21,7 +21,7 @@ EPOCHS = 4
 
 
 def train(folder: str, *, signal_after: int | None = None) -> bool:
-    """Trains from the newest checkpoint on, if there is one; whether it came to the end."""
+    """Train from the newest valid checkpoint on, if there is one; return whether training is complete."""
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(project_config=project)
     signal.signal(signal.SIGTERM, lambda number, frame: accelerator.set_trigger())
@@ -31,7 +31,7 @@ def train(folder: str, *, signal_after: int | None = None) -> bool:
     model = torch.nn.Linear(4, 1)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.02), loader)
 
-    if accelerator.save_iteration:  # the number of the next checkpoint: there are some
+    if accelerator.save_iteration:  # the number of the next checkpoint: some exist
         accelerator.print(f"goes on from {os.path.basename(accelerator.load_state())}, in epoch {loader.epoch}")
 
     batches, loss = 0, torch.zeros(())
@@ -43,9 +43,9 @@ def train(folder: str, *, signal_after: int | None = None) -> bool:
             optimizer.zero_grad()
             batches += 1
             if batches == signal_after and accelerator.is_main_process:
-                os.kill(os.getpid(), signal.SIGTERM)  # plays the cluster
-            if accelerator.check_trigger():  # whether the signal has come to any of the processes: all of them stop at the same batch
-                path = accelerator.save_state()  # inside the loop, where the loader knows its place
+                os.kill(os.getpid(), signal.SIGTERM)  # simulates the cluster
+            if accelerator.check_trigger():  # whether any process got the signal: all of them stop at the same batch
+                path = accelerator.save_state()  # inside the loop, where the loader knows its position
                 accelerator.print(f"told to stop after {batches} batches, in epoch {epoch}: saved {os.path.basename(path)}")
                 accelerator.wait_for_everyone()
                 return False

@@ -1,9 +1,9 @@
-"""Going on as if nothing had happened: a run that was cut in the middle of an epoch, and resumed, ends with the same bits.
+"""Exact resume: a run that is interrupted in the middle of an epoch and resumed ends with the same bits.
 
     slipstream launch --cpu --num_processes 2 examples/resume.py
 
-One run trains to the end, and saves on the way. Another begins with other random numbers, loads that checkpoint, and trains the rest. Data
-in random order, dropout, accumulation, a schedule and a record of the script's own go on where they were, in the middle of an update too.
+One run trains to the end, and saves a checkpoint. Another begins with other random numbers, loads that checkpoint, and trains the rest.
+Shuffled data, dropout, accumulation, a schedule and a custom object resume exactly, also in the middle of an update.
 """
 
 import tempfile
@@ -18,7 +18,7 @@ EPOCHS = 3
 
 
 class Record:
-    """The losses so far; `register_for_checkpointing` makes it a part of the checkpoint."""
+    """The losses so far; `register_for_checkpointing` adds it to the checkpoint."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -31,7 +31,7 @@ class Record:
 
 
 def run(seed: int, folder: str, *, save_after: int | None = None) -> tuple[list[float], torch.Tensor]:
-    """The losses and the weights at the end, of a run that saves after so many batches, or else loads."""
+    """Return the final losses and weights of a run that saves after the given number of batches, or else loads."""
     accelerator = Accelerator(gradient_accumulation_steps=4)
     set_seed(seed)
     x = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))  # the data is always the same
@@ -44,7 +44,7 @@ def run(seed: int, folder: str, *, save_after: int | None = None) -> tuple[list[
     accelerator.register_for_checkpointing(record)
 
     if save_after is None:
-        accelerator.load_state(folder)  # the next loop over the loader continues where the checkpoint was saved
+        accelerator.load_state(folder)  # the next loop over the loader continues at the position of the checkpoint
         accelerator.print(f"goes on after {len(record.losses)} batches, in epoch {loader.epoch}")
 
     for _ in range(loader.epoch, EPOCHS):
@@ -67,7 +67,7 @@ def run(seed: int, folder: str, *, save_after: int | None = None) -> tuple[list[
 def main() -> None:
     accelerator = Accelerator()
     with tempfile.TemporaryDirectory() as mine:
-        folder = broadcast_object_list([f"{mine}/middle"])[0]  # that of the main process: all of them have to mean the same
+        folder = broadcast_object_list([f"{mine}/middle"])[0]  # that of the main process, for all of them
         losses, weights = run(1, folder, save_after=17)
         again, ended = run(2, folder)
         accelerator.wait_for_everyone()

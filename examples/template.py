@@ -1,10 +1,10 @@
-"""The whole template of a training script: put your model and your data in.
+"""A complete template of a training script: insert your model and your data.
 
     python examples/template.py
     slipstream launch --cpu --num_processes 2 examples/template.py --mixed_precision bf16 --project_dir runs/template
 
-The batch of an update (64 samples), the order of the data, the learning rates and the metric are the same on any number of processes. A run
-that was stopped, or killed, goes on from its newest checkpoint when it is started again with the same --project_dir.
+The effective batch size (64 samples), the order of the data, the learning rates and the metric are the same on any number of processes.
+A run that was stopped or killed resumes from its newest valid checkpoint when it is started again with the same --project_dir.
 """
 
 import argparse
@@ -41,37 +41,37 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 def train(options: argparse.Namespace, folder: str) -> float:
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
-        effective_batch_size=options.batch_size,  # of an update, over all processes; accumulation follows from it
+        effective_batch_size=options.batch_size,  # samples per update, over all processes; accumulation follows from it
         log_with="local",  # one line of JSON for each log(); "wandb" and "tensorboard" work the same way
         # the two newest checkpoints and the best one stay, in folder/checkpoints
         project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2, keep_best=1, best_mode="max"),
     )
     accelerator.init_trackers("template", config=vars(options))
-    set_seed(options.seed)  # before the model is made, and before prepare: it is the seed of the data's order, too
+    set_seed(options.seed)  # before the model is built, and before prepare: it also seeds the order of the data
 
     # Plain PyTorch.
     train_set, test_set = dataset(503, seed=1), dataset(201, seed=2)
-    train_loader = DataLoader(train_set, batch_size=16, shuffle=True)  # 16: the most that fits a device
+    train_loader = DataLoader(train_set, batch_size=16, shuffle=True)  # 16: the largest that fits on a device
     test_loader = DataLoader(test_set, batch_size=64)
     model = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     updates = options.epochs * math.ceil(len(train_set) / options.batch_size)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=updates)  # counted in updates
 
-    # In any order; they come back in the same one.
+    # In any order; they come back in the same order.
     model, optimizer, train_loader, test_loader, scheduler = accelerator.prepare(model, optimizer, train_loader, test_loader, scheduler)
     accelerator.print(accelerator.precision)
 
     deadline = time.monotonic() + options.seconds
     accuracy, stop = 0.0, False
-    if accelerator.save_iteration:  # the number of the next checkpoint: there are some already
-        path = accelerator.load_state()  # the newest that is whole; the next loop over a loader continues where it was saved
+    if accelerator.save_iteration:  # the number of the next checkpoint: some exist
+        path = accelerator.load_state()  # the newest valid one; the next loop over a loader continues at its position
         accuracy = evaluate(accelerator, model, test_loader)
         accelerator.print(f"goes on from {path}: epoch {train_loader.epoch}, accuracy {accuracy:.3f}")
     for epoch in range(train_loader.epoch, options.epochs):
         for points, labels in train_loader:
             with accelerator.accumulate(model):
-                # The mean over this batch: do not divide it by the steps of accumulation or the number of processes.
+                # The mean over this batch: do not divide it by accumulation steps or the number of processes.
                 loss = torch.nn.functional.cross_entropy(model(points), labels)
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)  # acts once per update
@@ -80,11 +80,11 @@ def train(options: argparse.Namespace, folder: str) -> float:
                 optimizer.zero_grad()
             if accelerator.sync_gradients:  # this batch ended an update
                 accelerator.log({"loss": loss.item(), "lr": scheduler.get_last_lr()[0]}, step=optimizer.updates)
-                if time.monotonic() > deadline:  # clocks differ: whoever sees it first says so,
+                if time.monotonic() > deadline:  # clocks differ: the first process that sees it sets the trigger,
                     accelerator.set_trigger()
                 stop = accelerator.check_trigger()  # and all of them leave the loop at the same batch
                 if stop:
-                    accelerator.save_state()  # before the loop is left: the epoch is not over
+                    accelerator.save_state()  # before leaving the loop: the epoch is not over
                     break
         accuracy = evaluate(accelerator, model, test_loader)
         accelerator.log({"accuracy": accuracy}, step=optimizer.updates)

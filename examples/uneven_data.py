@@ -2,12 +2,12 @@
 
     slipstream launch --cpu --num_processes 2 examples/uneven_data.py
 
-By default the last batch is dealt out as it is. Losses are weighed by samples, so each update has exactly the gradient that one process
-would compute on the whole batch; this script compares them. A process that gets nothing of the last batch is handed a batch that counts
-nothing, so that it can keep step.
+By default the last batch stays short. Losses are weighted by samples, so each update has exactly the gradient that one process
+would compute on the whole batch; this script compares them. A process without a share of the last batch gets a batch of weight
+zero, so that it keeps step.
 
 `even_batches=True` completes the last batch with samples from the start, so that all batches have the same size. Those samples count
-twice in the training; in what is gathered for metrics, everything counts once either way.
+twice in training; in gathered metrics every sample counts once either way.
 """
 
 import torch
@@ -27,7 +27,7 @@ def problem() -> tuple[TensorDataset, torch.nn.Module]:
 
 
 def prepared(even_batches: bool) -> tuple[torch.Tensor, list[int], list[int]]:
-    """The weights after an epoch, the samples that were handed out, and those that were gathered for metrics."""
+    """Return the weights after an epoch, the samples that were read, and those that were gathered for metrics."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even_batches))
     data, model = problem()
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=BATCH))

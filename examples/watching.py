@@ -1,11 +1,11 @@
-"""Seeing what a run does: curves, pictures and tables, where the time went, and guards that say what is wrong and what to do.
+"""Monitoring a run: curves, images and tables, where the time went, and guards that report problems and remedies.
 
     python examples/watching.py
     slipstream launch --cpu --num_processes 2 examples/watching.py
 
-Two things are wrong on purpose. The loader is slow, and a guard names the workers that it should have. One batch holds a NaN, and its
-update is left out. Nothing in the loop looks for either. The run keeps its folder in outputs/watching/runs, and
-`slipstream watch outputs/watching` shows it while it goes on.
+Two things are wrong on purpose. The loader is slow, and a guard suggests a number of workers. One batch holds a NaN, and its
+update is skipped. Nothing in the loop checks for either. The run folder is in outputs/watching/runs, and
+`slipstream watch outputs/watching` shows it live.
 """
 
 import json
@@ -21,7 +21,7 @@ SAMPLES, BATCH, EPOCHS = 320, 16, 3
 
 
 class SlowParabola(Dataset):
-    """Points of a parabola, each of which takes as long as a picture that has to be decoded; one is not a number."""
+    """Points of a parabola, each as slow to load as an encoded image; one is NaN."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -33,7 +33,7 @@ class SlowParabola(Dataset):
 
 
 def curve(model: torch.nn.Module, size: int = 48) -> torch.Tensor:
-    """What the model has learned, as a picture: white below its curve, and black above."""
+    """Return what the model has learned as an image: white below its curve, and black above."""
     with torch.no_grad():
         heights = model(torch.linspace(-1, 1, size)[:, None]).squeeze(1)
     return (torch.linspace(1.1, -0.1, size)[:, None] < heights[None, :]).float()
@@ -41,9 +41,9 @@ def curve(model: torch.nn.Module, size: int = 48) -> torch.Tensor:
 
 def main() -> None:
     accelerator = Accelerator(
-        project_dir="outputs/watching",  # with it the run has a folder, and at the end a report
+        project_dir="outputs/watching",  # creates a run folder, and at the end a report
         on_nan="skip",
-        kwargs_handlers=[LedgerKwargs(interval=0.1)],  # a second is usual: this run is over in three
+        kwargs_handlers=[LedgerKwargs(interval=0.1)],  # the default is a second: this run takes three
         effective_batch_size=BATCH,
     )
     accelerator.init_trackers("parabola", config={"epochs": EPOCHS, "batch": BATCH})
