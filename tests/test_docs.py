@@ -1,4 +1,4 @@
-"""What the documents say is so: every Python block runs, every link leads somewhere, every example in a docstring is right."""
+"""The documentation is true: every Python block runs, every link resolves, every docstring example is right."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def blocks(kind: str) -> Iterator[Any]:
 
 
 def run_as_script(code: str, folder: Path) -> None:
-    """Runs a block in a folder that the processes share; the pool puts the working directory back."""
+    """Run a block in a folder that the processes share; the pool restores the working directory."""
     os.chdir(folder)
     exec(compile(code, "script.py", "exec"), {"__name__": "__main__"})
 
@@ -47,7 +47,7 @@ def done() -> dict[str, list[Outcome]]:
 
 @pytest.fixture
 def outcomes_of(ranks, done, tmp_path) -> Callable[[str], list[Outcome]]:
-    """What came of a block on two processes; it is run once for all tests of this file."""
+    """Return the outcomes of a block on two processes; each block runs once for all tests of this file."""
 
     def of(code: str) -> list[Outcome]:
         if code not in done:
@@ -58,13 +58,14 @@ def outcomes_of(ranks, done, tmp_path) -> Callable[[str], list[Outcome]]:
 
 
 @pytest.mark.parametrize("code", list(blocks("")))
-def test_a_python_block_runs_on_two_processes(outcomes_of, code):
+def test_python_blocks_run(outcomes_of, code):
+    """Every Python block runs on two processes."""
     assert [outcome.traceback or outcome.summary for outcome in outcomes_of(code) if outcome.failed] == []
 
 
 @pytest.mark.parametrize("block", list(blocks("pytest")))
-def test_a_block_of_tests_passes(pytester, rank_pools, block):
-    """In a session of its own, with the pools of ranks of this one."""
+def test_pytest_blocks_pass(pytester, rank_pools, block):
+    """Every block of tests passes in a pytest session of its own, with the rank pools of this one."""
     pytester.makeconftest("""
 import pytest
 
@@ -85,12 +86,13 @@ def rank_pools(request):
     assert counts["passed"] >= block.count("def test_") > 0
 
 
-def test_there_are_blocks_of_tests():
+def test_pytest_blocks_exist():
+    """The pages have blocks of tests, so the test above checks something."""
     assert len(list(blocks("pytest"))) > 2
 
 
 def printed() -> Iterator[Any]:
-    """Blocks that are followed by what they print; not those of the page whose lines have a time."""
+    """Yield blocks that are followed by their output, except on the page whose lines have a time."""
     output = re.compile(r"\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     for page in PAGES:
         text = page.read_text()
@@ -101,14 +103,14 @@ def printed() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("code", "shown"), list(printed()))
-def test_pages_show_what_is_really_printed(outcomes_of, code, shown):
-    """Line by line, in this order: what a thread says about the run may come between any two of them."""
-    came = iter(outcomes_of(code)[0].output.splitlines())
-    assert [line for line in shown.strip().splitlines() if not any(line in entry for entry in came)] == []
+def test_shown_output(outcomes_of, code, shown):
+    """Pages show what is printed, line by line, in order; messages of threads may come between any two lines."""
+    output = iter(outcomes_of(code)[0].output.splitlines())
+    assert [line for line in shown.strip().splitlines() if not any(line in printed_line for printed_line in output)] == []
 
 
 def cheat_sheet() -> list[str]:
-    """The lines in the right column of the cheat sheet, in order."""
+    """Return the lines in the right column of the cheat sheet, in order."""
     section = (ROOT / "docs" / "coming-from-accelerate.md").read_text().partition("## Cheat sheet")[2].partition("\nWhat to look")[0]
     cells = [row.split(" | ")[1] for row in section.splitlines() if row.startswith("| `")]
     return [line for cell in cells for line in re.findall(r"`([^`]+)`", cell)]
@@ -157,7 +159,8 @@ def test_cheat_sheet_commands(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_pages_lead_somewhere(page):
+def test_links(page):
+    """Every link between pages leads to a file and a heading that exist."""
     lost = []
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
         if "://" in target:
@@ -169,12 +172,13 @@ def test_links_between_pages_lead_somewhere(page):
 
 
 def anchors(page: Path) -> set[str]:
-    """What the headings of a page can be linked by."""
+    """Return the anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_dependency_has_its_reason_and_no_other_is_listed():
+def test_dependencies_page():
+    """Every dependency has its reason on the page, and no other is listed."""
     section, listed = "", {}
     for line in (ROOT / "docs" / "dependencies.md").read_text().splitlines():
         if line.startswith("## "):
@@ -199,12 +203,14 @@ def modules_with_examples() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", list(modules_with_examples()))
-def test_examples_in_docstrings_are_right(name):
+def test_docstring_examples(name):
+    """Every example in a docstring is right."""
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
 
 
-def test_the_manifest_that_is_shown_is_a_real_one():
+def test_shown_manifest():
+    """The manifest on the format page can be parsed."""
     shown = re.search(r"^```json\n(.*?)\n^```$", (ROOT / "docs" / "checkpoint-format.md").read_text(), re.MULTILINE | re.DOTALL)
     assert shown is not None
     assert parse_manifest(shown[1].encode(), "docs/checkpoint-format.md").models[0].aliases == {"head.weight": "embed.weight"}

@@ -1,4 +1,4 @@
-"""The examples run, on one process and on several, and say the same; the demo runs through the real command line, as `make demo` does."""
+"""The examples run on one process and on several, with the same results; the demo runs through the real command line, as in `make demo`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Outputs = Callable[..., list[str]]
 
 
 def run(path: Path, arguments: tuple[str, ...], folder: Path) -> str:
-    """Runs a file as a script, on one rank, in a folder that the processes share; what it printed."""
+    """Run a file as a script on one rank, in a folder that the processes share; return what it printed."""
     before, here, sys.argv = sys.argv, os.getcwd(), [str(path), *arguments]
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -40,7 +40,7 @@ def done() -> dict[object, list[str]]:
 
 @pytest.fixture
 def outputs(ranks, done, tmp_path_factory) -> Outputs:
-    """What an example printed on each of so many ranks; it is run once for all tests of this file."""
+    """Return what an example printed on each rank; each example runs once for all tests of this file."""
 
     def of(name: str, size: int, *arguments: str) -> list[str]:
         key = (name, size, *arguments)
@@ -53,7 +53,8 @@ def outputs(ranks, done, tmp_path_factory) -> Outputs:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs_and_the_main_process_alone_speaks(outputs: Outputs, name, size):
+def test_examples_run(outputs: Outputs, name, size):
+    """Every example runs, and only the main process prints."""
     main, *others = outputs(name, size)
     assert main
     assert set(others) <= {""}
@@ -73,25 +74,29 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_results_do_not_depend_on_the_number_of_processes(outputs: Outputs, name):
+def test_results_independent_of_world_size(outputs: Outputs, name):
+    """Results do not depend on the number of processes."""
     alone, *others = (re.findall(SAME[name], outputs(name, size)[0], re.MULTILINE) for size in (1, 2, 4))
     assert len(alone) > 2
     assert others == [alone, alone]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_template_learns_in_every_precision(outputs: Outputs, precision):
+def test_template_precision(outputs: Outputs, precision):
+    """The template runs in every precision."""
     text = outputs("template", 2, "--mixed_precision", precision)[0]
     assert text.startswith(f"{precision}: parameters float32, compute {'bfloat16' if precision == 'bf16' else 'float16'}")
 
 
-def test_the_template_stops_in_time_on_every_process(outputs: Outputs):
+def test_template_time_limit(outputs: Outputs):
+    """The template stops in time on every process."""
     text = outputs("template", 2, "--seconds", "0")[0]
     assert "epoch 0  update   1 " in text
     assert "the time is up" in text
 
 
-def test_a_mistake_between_processes_is_explained(outputs: Outputs):
+def test_batch_inference_mismatch(outputs: Outputs):
+    """A mistake between processes is explained."""
     text = outputs("batch_inference", 2)[0]
     assert "process 0  a quiet film that stays with you" in text
     assert "process 1  seen it twice already" in text
@@ -100,19 +105,22 @@ def test_a_mistake_between_processes_is_explained(outputs: Outputs):
     assert "7 reviews were scored by all of them" in text
 
 
-def test_uneven_data_shows_what_is_repeated_and_what_is_not(outputs: Outputs):
+def test_uneven_data_counts(outputs: Outputs):
+    """The example shows how many samples are repeated with and without `even_batches`."""
     text = outputs("uneven_data", 2)[0]
     assert "even_batches=False: 15 samples were handed out for 13" in text
     assert "even_batches=True: 16 samples were handed out for 13" in text
 
 
-def test_the_batch_that_fits_is_the_same_on_all_processes(outputs: Outputs):
+def test_automatic_batch_size(outputs: Outputs):
+    """The batch that fits is the same on all processes."""
     assert "batches of 16 fit" in outputs("automatic_batch_size", 1)[0]
     assert "batches of 8 fit" in outputs("automatic_batch_size", 2)[0]
 
 
 @pytest.mark.launched
-def test_the_demo_runs_through_the_command_line(tmp_path):
+def test_demo_launched(tmp_path):
+    """The demo runs through the command line."""
     command = [Path(sys.executable).with_name("slipstream"), "launch", "--cpu", "--num_processes", "2", FOLDER / "demo.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr

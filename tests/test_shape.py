@@ -1,6 +1,7 @@
-"""The habits of this project, held by tests: sizes, layers, cycles, variables, torch-free rooms, exports, devices, state.
+"""The rules of the source tree: sizes, layers, cycles, variables, torch-free rooms, exports, devices, state.
 
-The checks are functions in `shape_checks.py`. Here they meet the tree; and each meets a bad example, so that none can pass by not looking.
+The checks are functions in `shape_checks.py`. They run on the tree, and on bad examples, so that none passes by
+checking nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ SOURCES = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sor
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forget_the_trees() -> Iterator[None]:
-    """They are parsed once for all checks, and would be walked by every garbage collection that comes later."""
+def _clear_syntax_trees() -> Iterator[None]:
+    """Drop the syntax trees after the tests: every later garbage collection would walk them."""
     yield
     checks.tree_of.cache_clear()
     checks.nodes_of.cache_clear()
@@ -35,11 +36,13 @@ def complaints(check: checks.Check) -> list[str]:
 
 
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
-def test_the_tree_keeps(check):
+def test_tree(check):
+    """The source tree passes every check."""
     assert complaints(check) == []
 
 
 def test_no_import_cycles():
+    """No module imports itself through others."""
     assert checks.cycles(SOURCES) == []
 
 
@@ -104,18 +107,20 @@ BAD = [
     (checks.documented, "distributed/collectives.py", "'''Doc.'''\n__all__ = ['a']\ndef a(): ...", "a is public and has no docstring"),
     (checks.no_shell, "launch/plan.py", "subprocess.run('ls', shell=True)", "shell=..."),
     (checks.no_shell, "launch/plan.py", "os.system('ls')", "os.system goes through a shell"),
-    (checks.set_order, "strategies/ddp.py", "seen: WeakSet[int] = WeakSet()\nfor one in seen:\n    f(one)", "walks the set seen"),
+    (checks.set_order, "strategies/ddp.py", "seen: WeakSet[int] = WeakSet()\nfor item in seen:\n    f(item)", "walks the set seen"),
     (checks.set_order, "strategies/ddp.py", "x = [f(y) for y in {1, 2} | z]", "walks the set {1, 2} | z"),
     (checks.set_order, "training/a.py", "def f(self):\n    self.a = set()\n    return [g(x) for x in list(self.a)]", "set list(self.a)"),
 ]
 
 
 @pytest.mark.parametrize(("check", "path", "text", "complaint"), BAD, ids=lambda value: getattr(value, "__name__", None))
-def test_a_bad_example_is_found(check, path, text, complaint):
+def test_bad_examples(check, path, text, complaint):
+    """Every check finds its bad examples."""
     assert any(complaint in found for found in check(path, text))
 
 
-def test_every_check_has_a_bad_example():
+def test_bad_examples_complete():
+    """Every check has a bad example."""
     assert {check for check, *_ in BAD} == set(checks.CHECKS)
 
 
@@ -134,20 +139,23 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("check", "path", "text"), GOOD, ids=lambda value: getattr(value, "__name__", None))
-def test_a_good_example_is_left_alone(check, path, text):
+def test_good_examples(check, path, text):
+    """No check complains about its good examples."""
     assert list(check(path, text)) == []
 
 
-def test_a_cycle_is_found_through_functions_but_not_through_types():
-    a = "def f():\n    from slipstream.comm import b"
-    assert checks.cycles({"comm/a.py": a, "comm/b.py": "from slipstream.comm.a import f"}) == ["comm.a -> comm.b -> comm.a"]
-    assert checks.cycles({"comm/a.py": a, "comm/b.py": "if TYPE_CHECKING:\n    from slipstream.comm.a import f"}) == []
+def test_cycle_detection():
+    """A cycle is found through imports in functions, but not through imports for type checking."""
+    a = "def f():\n    from slipstream.data import b"
+    assert checks.cycles({"data/a.py": a, "data/b.py": "from slipstream.data.a import f"}) == ["data.a -> data.b -> data.a"]
+    assert checks.cycles({"data/a.py": a, "data/b.py": "if TYPE_CHECKING:\n    from slipstream.data.a import f"}) == []
 
 
 @pytest.mark.parametrize(
     "table", [checks.MAY_TOUCH_VARIABLES, checks.MAY_NAME_DEVICES, checks.MAY_HOLD_STATE], ids=["variables", "devices", "state"]
 )
-def test_exceptions_are_for_files_that_exist_and_give_a_reason(table):
+def test_exception_tables(table):
+    """Exceptions to a rule are for files that exist, and give a reason."""
     assert {path: reason for path, reason in table.items() if path not in SOURCES or not reason} == {}
 
 
@@ -156,15 +164,17 @@ def test_contributing_shows_the_layers():
     assert checks.layer_table(lambda name: (SOURCE / name).exists()) in (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
 
 
-def in_a_fresh_interpreter(program: str) -> str:
+def run_in_new_interpreter(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100).stdout.strip()
 
 
-def test_import_slipstream_imports_no_torch():
-    assert in_a_fresh_interpreter("import sys, slipstream; print('torch' in sys.modules)") == "False"
+def test_import_without_torch():
+    """`import slipstream` does not import torch."""
+    assert run_in_new_interpreter("import sys, slipstream; print('torch' in sys.modules)") == "False"
 
 
-def test_torch_free_rooms_import_no_torch_by_any_way():
+def test_torch_free_rooms():
+    """Importing the torch-free rooms does not import torch, directly or indirectly."""
     modules = [name for name in module_names() if name.split(".", 1)[-1].replace(".", "/").startswith(checks.TORCH_FREE)]
     assert len(modules) > 10
     program = f"""
@@ -174,7 +184,7 @@ for name in {modules!r}:
     if "torch" in sys.modules:
         sys.exit(print(name))
 """
-    assert in_a_fresh_interpreter(program) == "", "this module brings torch along"
+    assert run_in_new_interpreter(program) == "", "this module imports torch"
 
 
 def module_names() -> Iterator[str]:
@@ -184,8 +194,8 @@ def module_names() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in module_names() if not name.endswith("__main__")])
-def test_what_all_promises_can_be_had(name):
-    """By importing, so that lazy names count: each can be fetched, and `dir` shows it."""
+def test_exported_names(name):
+    """Every name in `__all__`, lazy ones included, can be fetched, and `dir` shows it."""
     module = importlib.import_module(name)
     promised = getattr(module, "__all__", [])
     assert [entry for entry in promised if not hasattr(module, entry) or entry not in dir(module)] == []
@@ -201,11 +211,12 @@ def test_stubs_list_the_lazy_names(name):
     assert {name for name, home in shown.items() if getattr(importlib.import_module(home), name) is not getattr(module, name)} == set()
 
 
-def test_every_option_has_help():
+def test_option_help():
+    """Every option has a help text."""
     assert [option.name for option in OPTIONS.values() if not option.help.strip()] == []
 
 
-def test_test_files_have_names_of_their_own():
-    """pytest imports them by file name alone, except for conftest.py."""
+def test_unique_test_files():
+    """Test files have unique names, because pytest imports them by file name alone, except for conftest.py."""
     names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
     assert [name for name in names if names.count(name) > 1] == []

@@ -1,4 +1,4 @@
-"""Accumulation by `accumulate`, with a schedule that was counted in batches."""
+"""Accumulation by `accumulate`, with a schedule whose length is counted in batches."""
 
 from __future__ import annotations
 

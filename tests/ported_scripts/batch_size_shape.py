@@ -1,4 +1,4 @@
-"""The largest batch size that fits, with as much accumulation as it takes to keep the batch of an update."""
+"""The largest batch size that fits, with enough accumulation to keep the effective batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference batch by batch: each is split, its results and inputs are gathered as objects, and the main process writes them."""
+"""Batched inference: each batch is split, its results and inputs are gathered as objects, and the main process writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A communication hook of DDP, chosen by an option."""
+"""A DDP communication hook, selected by an option."""
 
 from __future__ import annotations
 

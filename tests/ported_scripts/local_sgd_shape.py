@@ -1,4 +1,4 @@
-"""Local SGD around an epoch, with accumulation inside of it."""
+"""Local SGD around an epoch, with accumulation inside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An epoch inside of `profile`, and the table of what it did."""
+"""An epoch inside `profile`, and its operator table."""
 
 from __future__ import annotations
 

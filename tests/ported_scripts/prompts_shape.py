@@ -1,4 +1,4 @@
-"""Inference over batches of prompts, split with padding; what comes of the padding is cut off by hand."""
+"""Inference over batches of prompts, split with padding; the script removes the padding by hand."""
 
 from __future__ import annotations
 

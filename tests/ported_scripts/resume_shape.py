@@ -1,4 +1,4 @@
-"""Checkpoints every so many steps or every epoch, and the arithmetic by which such scripts go on from one of them."""
+"""Checkpoints every few steps or every epoch, and the arithmetic by which such scripts resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_EPOCHS = 3
 
 
 def started(args: argparse.Namespace, accelerator: Accelerator, batches: int) -> tuple[int, int | None]:
-    """The epoch to begin with, and the batches of it that were trained on."""
+    """Return the first epoch, and how many of its batches were trained on."""
     if not args.resume_from_checkpoint:
         return 0, None
     accelerator.print(f"Resumed from checkpoint: {args.resume_from_checkpoint}")

@@ -1,4 +1,4 @@
-"""An optimizer with two modes: what it trains and what is evaluated are different weights, switched by `train` and `eval`."""
+"""An optimizer with two modes: it trains one set of weights and evaluates another, switched by `train` and `eval`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_EPOCHS = 2
 
 
 class AveragingSGD(torch.optim.SGD):
-    """SGD that is evaluated at the mean of the weights it went through."""
+    """SGD that is evaluated at the mean of its past weights."""
 
     steps = 0
 

@@ -1,4 +1,4 @@
-"""Early stopping: the process that has had enough sets the trigger, and all of them leave the loop at that batch."""
+"""Early stopping: one process sets the trigger, and all of them leave the loop at that batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_EPOCHS = 3
 
 
 class EarlyStoppingCallback:
-    """Says when the loss has not fallen for some batches."""
+    """Detect that the loss has not fallen for some batches."""
 
     def __init__(self, min_delta: float = 0.0, patience: int = 5) -> None:
         self.min_delta, self.patience = min_delta, patience

@@ -1,6 +1,6 @@
-"""Scripts in the shape of those that were written for Accelerate run on one and on two processes, and mean the same there.
+"""Scripts in the style of Accelerate's examples run on one and on two processes, with the same results.
 
-Each file beside this one is such a script. One process with the batch of both is the oracle; a script says nothing but what it has to.
+Each file beside this one is such a script. One process with the global batch is the oracle; a script gives no unnecessary warnings.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RULE = "--scheduler_steps_per_process"
 
 
 class Ran(NamedTuple):
-    """What one rank made of a script."""
+    """The result and the messages of a script on one rank."""
 
     result: dict[str, Any]
     messages: list[str]
 
 
-class _Kept(logging.Handler):
+class _MessageHandler(logging.Handler):
     def __init__(self, messages: list[str]) -> None:
         super().__init__(logging.WARNING)
         self.messages = messages
@@ -41,10 +41,10 @@ class _Kept(logging.Handler):
 
 
 @contextlib.contextmanager
-def messages_kept() -> Iterator[list[str]]:
-    """The warnings of a block, from both of the ways in which they are given."""
+def captured_messages() -> Iterator[list[str]]:
+    """Capture the warnings of a block, from `logging` and from `warnings`."""
     messages: list[str] = []
-    handler, logger = _Kept(messages), logging.getLogger("slipstream")
+    handler, logger = _MessageHandler(messages), logging.getLogger("slipstream")
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings(record=True) as given:
@@ -56,14 +56,14 @@ def messages_kept() -> Iterator[list[str]]:
 
 
 def run(name: str, arguments: tuple[str, ...], folder: Path) -> Ran:
-    """Runs a script on one rank, in a folder that the processes share."""
+    """Run a script on one rank, in a folder that the processes share."""
     before, here, path = sys.argv, os.getcwd(), str(FOLDER / f"{name}.py")
     sys.argv, sys.path = [path, *arguments], [str(FOLDER), *sys.path]
     try:
         os.chdir(folder)
-        with messages_kept() as messages, contextlib.redirect_stdout(io.StringIO()):
-            made = runpy.run_path(path, run_name="__main__")
-        return Ran(made["RESULT"], messages)
+        with captured_messages() as messages, contextlib.redirect_stdout(io.StringIO()):
+            names = runpy.run_path(path, run_name="__main__")
+        return Ran(names["RESULT"], messages)
     finally:
         os.chdir(here)
         sys.argv, sys.path = before, sys.path[1:]
@@ -74,7 +74,7 @@ Script = Callable[..., Ran]
 
 @pytest.fixture
 def script(ranks: Any, tmp_path: Path) -> Script:
-    """`script("text_shape", 2, "--cpu")`: what rank 0 made of it; the others have made the same."""
+    """Return a function that runs a script: `script("text_shape", 2, "--cpu")` is the result of rank 0, equal on the others."""
 
     def of(name: str, world: int, *arguments: str) -> Ran:
         first, *others = ranks(world).run(run, name, arguments, tmp_path, timeout=60)
@@ -89,10 +89,10 @@ def script(ranks: Any, tmp_path: Path) -> Script:
 TEXTS = ("completions", "written", "traces")
 
 
-def same(entry: dict[str, Any], other: dict[str, Any]) -> None:
-    """Asserts that two results are the same, numbers up to rounding."""
-    assert {name: entry.get(name) for name in TEXTS} == {name: other.get(name) for name in TEXTS}
-    numbers, others = ({name: value for name, value in result.items() if name not in TEXTS} for result in (entry, other))
+def same(single: dict[str, Any], other: dict[str, Any]) -> None:
+    """Assert that two results are the same, numbers up to rounding."""
+    assert {name: single.get(name) for name in TEXTS} == {name: other.get(name) for name in TEXTS}
+    numbers, others = ({name: value for name, value in result.items() if name not in TEXTS} for result in (single, other))
     torch.testing.assert_close(others, numbers, rtol=1e-6, atol=1e-9)
 
 
@@ -114,26 +114,27 @@ ALIKE: dict[str, Callable[[int], tuple[str, ...]]] = {
     "prompts_shape": lambda world: (),
     "captions_shape": lambda world: ("captions", str(4 // world)),
 }
-"""Scripts that mean the same on any number of processes, and their arguments."""
+"""Scripts with the same results on any number of processes, and their arguments."""
 
 
 IN_UPDATES = "build the schedule after prepare, for math.ceil(len(loader) / accelerator.gradient_accumulation_steps) updates"
-TOLD = {"accumulation_shape": IN_UPDATES, "batch_size_shape": IN_UPDATES}
-"""Those whose schedule counts batches where an update takes two, and what they are told on two processes."""
+EXPECTED_WARNINGS = {"accumulation_shape": IN_UPDATES, "batch_size_shape": IN_UPDATES}
+"""Scripts whose schedule counts batches where an update takes two, and the warning on two processes."""
 
 
-def said(ran: Ran) -> list[str]:
-    """The messages of a script, but those that tell of a batch size that did not fit."""
+def messages_of(ran: Ran) -> list[str]:
+    """Return the messages of a script, except those about a batch size that did not fit."""
     return [message for message in ran.messages if "did not fit" not in message]
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_alike(script: Script, name: str) -> None:
-    """Two processes make of a script what one process with the whole batch makes of it, and nothing is said without a reason."""
-    entry, two = (script(name, world, *ALIKE[name](world)) for world in (1, 2))
-    same(entry.result, two.result)
-    assert said(entry) == []
-    assert [TOLD.get(name, message) in message for message in said(two)] == [True] * (name in TOLD)
+    """Two processes give the result of one process with the global batch, without unnecessary warnings."""
+    single, two = (script(name, world, *ALIKE[name](world)) for world in (1, 2))
+    same(single.result, two.result)
+    assert messages_of(single) == []
+    expected = [True] * (name in EXPECTED_WARNINGS)
+    assert [EXPECTED_WARNINGS.get(name, message) in message for message in messages_of(two)] == expected
 
 
 COUNTED_BEFORE = {
@@ -142,17 +143,17 @@ COUNTED_BEFORE = {
     "trimmed_shape": "scheduler_steps_per_process=True",
     "accumulation_shape": IN_UPDATES,
 }
-"""Scripts that count their schedule before `prepare`, and the remedy."""
+"""Scripts that compute the length of their schedule before `prepare`, and the remedy."""
 
 
 @pytest.mark.parametrize("name", COUNTED_BEFORE)
 def test_schedule(script: Script, name: str) -> None:
-    """A script that counts its schedule before `prepare` runs as it was written; on two processes it is told what to write instead."""
-    entry, two = (script(name, world, *batch(world)) for world in (1, 2))
-    assert entry.messages == []
+    """A schedule of the length before `prepare` works as written; on two processes a warning says what to write instead."""
+    single, two = (script(name, world, *batch(world)) for world in (1, 2))
+    assert single.messages == []
     (message,) = two.messages
     assert COUNTED_BEFORE[name] in message
-    for metrics in (entry.result["metrics"], two.result["metrics"]):
+    for metrics in (single.result["metrics"], two.result["metrics"]):
         assert {measured["seen"] for measured in (metrics.values() if isinstance(metrics, dict) else metrics)} == {13}
 
 
@@ -164,7 +165,7 @@ CUTS += [("vision_shape", ("--checkpointing_steps", "1", "--log_with", "local"),
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("name", "saving", "checkpoint"), CUTS, ids=lambda value: value if isinstance(value, str) else "")
 def test_resume(script: Script, tmp_path: Path, world: int, name: str, saving: tuple[str, ...], checkpoint: str) -> None:
-    """A script that skips the batches of a checkpoint by its own arithmetic ends with the weights of the run that was never cut."""
+    """A script that skips batches by its own arithmetic resumes exactly: it ends with the weights of the uninterrupted run."""
     whole = script(name, world, *batch(world), *saving, "--output_dir", "whole")
     resumed = ("--output_dir", "rest", "--resume_from_checkpoint", str(tmp_path / "whole" / checkpoint))
     rest = script(name, world, *batch(world), *saving, *resumed)
@@ -183,48 +184,48 @@ def test_vision(script: Script) -> None:
 
 
 def test_folds(script: Script) -> None:
-    """A test loader that is not prepared is read by every process, and none of its rows is dropped."""
-    entry, two = (script("folds_shape", world, *batch(world), RULE) for world in (1, 2))
-    assert (entry.result.pop("rows"), two.result.pop("rows")) == (13, 26)
-    same(entry.result, two.result)
-    assert entry.messages == two.messages == []
+    """Every process reads a test loader that is not prepared, and none of its rows is dropped."""
+    single, two = (script("folds_shape", world, *batch(world), RULE) for world in (1, 2))
+    assert (single.result.pop("rows"), two.result.pop("rows")) == (13, 26)
+    same(single.result, two.result)
+    assert single.messages == two.messages == []
 
 
 def test_profile(script: Script) -> None:
-    """`profile` around an epoch changes nothing, gives a table, and leaves a trace of every process."""
-    entry, two = (script("profiler_shape", world, *batch(world), "--output_trace_dir", f"traces_{world}", RULE).result for world in (1, 2))
-    assert (entry.pop("traces"), two.pop("traces")) == (["profile_0.json"], ["profile_0.json", "profile_1.json"])
-    same(entry, two)
-    assert entry["found"] == [True, True]
+    """`profile` around an epoch changes nothing, returns a table, and writes a trace of every process."""
+    single, two = (script("profiler_shape", world, *batch(world), "--output_trace_dir", f"traces_{world}", RULE).result for world in (1, 2))
+    assert (single.pop("traces"), two.pop("traces")) == (["profile_0.json"], ["profile_0.json", "profile_1.json"])
+    same(single, two)
+    assert single["found"] == [True, True]
 
 
 def test_tokens(script: Script) -> None:
-    """A script that divides by the tokens of all processes means the same on two; with accumulation by hand it is told what to change."""
-    entry, two = (script("tokens_shape", world, *batch(world, 4), "--gradient_accumulation_steps", "2") for world in (1, 2))
-    same(entry.result, two.result)
-    for ran in (entry, two):
+    """Dividing by the tokens of all processes gives the same result on two; with manual accumulation a warning says what to change."""
+    single, two = (script("tokens_shape", world, *batch(world, 4), "--gradient_accumulation_steps", "2") for world in (1, 2))
+    same(single.result, two.result)
+    for ran in (single, two):
         (message,) = ran.messages
         assert "leave out a factor of 2 that makes up for it" in message
 
 
 @pytest.mark.parametrize("even", ["yes", "no"])
 def test_join(script: Script, even: str) -> None:
-    """In `join_uneven_inputs` too, a sample of a short last batch counts as much as any other."""
-    entry, two = (script("join_shape", world, *batch(world), "--even_batches", even) for world in (1, 2))
-    torch.testing.assert_close(two.result["weights"], entry.result["weights"])
-    assert entry.messages == two.messages == []
+    """In `join_uneven_inputs`, too, a sample of a short last batch has the weight of any other."""
+    single, two = (script("join_shape", world, *batch(world), "--even_batches", even) for world in (1, 2))
+    torch.testing.assert_close(two.result["weights"], single.result["weights"])
+    assert single.messages == two.messages == []
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "power_sgd"])
 def test_comm_hook(script: Script, hook: str) -> None:
     """A communication hook that compresses gradients trains nearly the same model."""
-    entry, two = (script("comm_hook_shape", world, *batch(world), "--ddp_comm_hook", hook, RULE) for world in (1, 2))
-    torch.testing.assert_close(two.result["weights"], entry.result["weights"], rtol=0.05, atol=0.05)
-    assert entry.messages == two.messages == []
+    single, two = (script("comm_hook_shape", world, *batch(world), "--ddp_comm_hook", hook, RULE) for world in (1, 2))
+    torch.testing.assert_close(two.result["weights"], single.result["weights"], rtol=0.05, atol=0.05)
+    assert single.messages == two.messages == []
 
 
 def test_local_sgd(script: Script) -> None:
-    """Local SGD with several steps ends with replicas that are the same, and evaluates every sample once."""
+    """Local SGD with several steps ends with equal replicas, and evaluates every sample once."""
     ran = script("local_sgd_shape", 2, *batch(2), "--gradient_accumulation_steps", "2", "--local_sgd_steps", "2", RULE)
     assert [metrics["seen"] for metrics in ran.result["metrics"]] == [13, 13]
     assert all(IN_UPDATES in message for message in ran.messages)

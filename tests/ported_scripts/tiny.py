@@ -65,7 +65,7 @@ class Classifier(torch.nn.Module):
 
 
 class Accuracy:
-    """A metric that is told batch by batch."""
+    """A metric that is updated batch by batch."""
 
     def __init__(self) -> None:
         self.right = self.seen = 0

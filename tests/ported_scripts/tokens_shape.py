@@ -1,4 +1,4 @@
-"""A mean over all tokens of an update: its batches are read ahead, their tokens counted over all processes, and `no_sync` is by hand."""
+"""A mean over all tokens of an update: batches are read ahead, tokens are counted over all processes, and `no_sync` is called by hand."""
 
 from __future__ import annotations
 

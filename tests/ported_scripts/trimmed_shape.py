@@ -1,4 +1,4 @@
-"""Metrics by `gather`, with the repeated samples of the last batch cut off by hand."""
+"""Metrics by `gather`, with the repeated samples of the last batch removed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frozen base, a one-cycle schedule, normalised inputs, checkpoints and a tracker; the loader itself is replaced by the rest of it."""
+"""A frozen base, a one-cycle schedule, normalised inputs, checkpoints and a tracker; on resume the rest of the loader replaces it."""
 
 from __future__ import annotations
 
