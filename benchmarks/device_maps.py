@@ -27,8 +27,9 @@ from torch import nn
 from turns import Times, compared, in_turns
 
 from slipstream.big_models.device_map.partition import divide_model
-from slipstream.big_models.device_map.plan import DeviceLookup, infer_auto_device_map
+from slipstream.big_models.device_map.plan import infer_auto_device_map
 from slipstream.big_models.device_map.sizes import make_sizer
+from slipstream.big_models.device_map.validation import find_entry
 from slipstream.big_models.empty_weights import init_empty_weights
 from slipstream.errors import ConfigError
 
@@ -151,10 +152,10 @@ def _random_part(chance: random.Random, depth: int) -> nn.Module:
 def loads(model: nn.Module, budget: dict[Any, int], plan: dict[str, Any]) -> list[int] | None:
     """Bytes on each device; None if the plan leaves something out or exceeds a budget."""
     groups = divide_model(model, frozenset({"Whole"}), make_sizer()).groups
-    places, held = DeviceLookup(plan), dict.fromkeys([*budget, "disk"], 0)
+    held = dict.fromkeys([*budget, "disk"], 0)
     layers: list[tuple[Any, int]] = []
     for group in groups:
-        devices = {plan.get(places.entry(piece.name) or "") for piece in group.pieces}
+        devices = {plan.get(find_entry(plan, piece.name) or "") for piece in group.pieces}
         device = devices.pop()
         if device is None or devices:
             return None

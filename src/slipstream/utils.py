@@ -9,8 +9,8 @@ from __future__ import annotations
 from slipstream.public_names import lazy_attributes
 
 _NAMES = {
-    "big_models.device_map.budget": "get_balanced_memory get_max_memory",
-    "big_models.device_map.plan": "DeviceMap check_device_map infer_auto_device_map",
+    "big_models.device_map.plan": "DeviceMap get_balanced_memory get_max_memory infer_auto_device_map",
+    "big_models.device_map.validation": "check_device_map",
     "big_models.device_map.sizes": """CustomDtype calculate_maximum_sizes check_tied_parameters_in_config
         check_tied_parameters_on_same_device compute_module_sizes dtype_byte_size find_tied_parameters get_max_layer_size
         id_tensor_storage named_module_tensors retie_parameters""",

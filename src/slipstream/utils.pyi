@@ -1,7 +1,7 @@
-from slipstream.big_models.device_map.budget import get_balanced_memory as get_balanced_memory, get_max_memory as get_max_memory
 from slipstream.big_models.device_map.plan import (
     DeviceMap as DeviceMap,
-    check_device_map as check_device_map,
+    get_balanced_memory as get_balanced_memory,
+    get_max_memory as get_max_memory,
     infer_auto_device_map as infer_auto_device_map,
 )
 from slipstream.big_models.device_map.sizes import (
@@ -17,6 +17,7 @@ from slipstream.big_models.device_map.sizes import (
     named_module_tensors as named_module_tensors,
     retie_parameters as retie_parameters,
 )
+from slipstream.big_models.device_map.validation import check_device_map as check_device_map
 from slipstream.big_models.hooks.module_tensors import (
     align_module_device as align_module_device,
     has_offloaded_params as has_offloaded_params,

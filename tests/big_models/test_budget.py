@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from slipstream.big_models.device_map import budget as budgets
-from slipstream.big_models.device_map.budget import get_balanced_memory, get_max_memory
-from slipstream.big_models.device_map.plan import infer_auto_device_map
+from slipstream.big_models.device_map import plan
+from slipstream.big_models.device_map.plan import get_balanced_memory, get_max_memory, infer_auto_device_map
 from slipstream.devices.memory import host_memory
 from slipstream.devices.table import CPU, FAMILIES, Family
 from slipstream.errors import ConfigError
@@ -64,10 +63,10 @@ def test_what_is_free_on_accelerators() -> None:
     def free(device: Any) -> int | None:
         return {f"{NUMBERED.type}:0": 70, "cpu": 500, NAMED.type: 60}.get(str(device))
 
-    assert budgets._measure_memory(fake(NUMBERED), free) == {0: 70, "cpu": 500}
+    assert plan._measure_memory(fake(NUMBERED), free) == {0: 70, "cpu": 500}
     integrated = fake(NUMBERED, get_device_properties=lambda _: SimpleNamespace(is_integrated=True))
-    assert budgets._measure_memory(integrated, free) == {0: 70}
-    assert budgets._measure_memory(fake(NAMED, recommended_max_memory=lambda: 60), free) == {NAMED.type: 60}
+    assert plan._measure_memory(integrated, free) == {0: 70}
+    assert plan._measure_memory(fake(NAMED, recommended_max_memory=lambda: 60), free) == {NAMED.type: 60}
 
 
 def layers(sizes: list[int]) -> nn.Module:

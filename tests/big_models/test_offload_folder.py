@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Weights cannot be offloaded to .*file.*: .*exists"):
         offload_weight(torch.ones(1), "weight", tmp_path / "file")
     (tmp_path / "index.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="is no index of weights, but a list"):
+    with pytest.raises(CheckpointError, match="is no index of offloaded weights"):
         save_offload_index({"a": {"dtype": "float32", "shape": []}}, tmp_path)
     with pytest.raises(CheckpointError, match="weight.* meta device"):
         offload_weight(torch.ones(1, device="meta"), "weight", tmp_path)

@@ -3,39 +3,47 @@
 Tensors of an entry on a device move there. Those on the disk, or in host memory while an accelerator computes, are offloaded: one hook
 for each block brings them. Weights for the disk that are in memory are written once; those that lie in files stay there. `Dispatcher`
 first finds where every tensor comes from, and raises if one has no values anywhere; only then does the model change. A dispatched model
-can be dispatched again. No second copy is kept, on disk or in memory.
+can be dispatched again: weights in files are found in the files that the previous dispatch has open. No second copy is kept.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from slipstream.big_models.device_map.budget import DISK, HOST, ResolvedDeviceMap, resolve_device
-from slipstream.big_models.device_map.partition import LARGEST_BLOCK, OffloadBlock, find_composite, find_offload_blocks, is_called
-from slipstream.big_models.device_map.plan import check_device_map, warn_unknown_classes
-from slipstream.big_models.device_map.sizes import parameter_identity
-from slipstream.big_models.hooks.forward_hooks import AlignDevicesHook, CpuOffload, UserCpuOffloadHook, add_hook_to_module, get_hooks
-from slipstream.big_models.hooks.weight_swap import ModuleSlot, find_slots, wrap_like
-from slipstream.big_models.previous_dispatch import (
-    TemporaryFolder,
-    find_offloaded_weights,
-    has_offloaded_modules,
-    record_dispatch,
-    remove_dispatch_hooks,
+from slipstream.big_models.device_map.partition import LARGEST_BLOCK, find_composite, find_offload_blocks, is_called, parameter_identity
+from slipstream.big_models.device_map.validation import (
+    DISK,
+    HOST,
+    ResolvedDeviceMap,
+    check_device_map,
+    format_names,
+    resolve_device,
+    warn_unknown_classes,
 )
-from slipstream.big_models.weight_store.offload_folder import OffloadValue, save_offload_index, write_offload_files
+from slipstream.big_models.hooks.forward_hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    SequentialHook,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    get_hooks,
+    remove_hook_from_module,
+)
+from slipstream.big_models.hooks.weight_swap import ModuleSlot, ModuleTensor, find_slots, wrap_like
+from slipstream.big_models.weight_store.offload_folder import group_by_size, save_offload_index, write_offload_files
 from slipstream.big_models.weight_store.store import PREFETCHED_BLOCKS, decide_residency
-from slipstream.big_models.weight_store.weights import INDEX_NAME, OffloadedWeightsLoader, PrefixedDataset
+from slipstream.big_models.weight_store.weights import INDEX_NAME, OffloadedWeightsLoader, PrefixedDataset, read_index
 from slipstream.devices.memory import convert_bytes
 from slipstream.errors import ConfigError, StateError
 from slipstream.files.atomic_files import check_local_path
@@ -44,341 +52,372 @@ from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
 
 __all__ = [
-    "Dispatcher", "INDEX_ATTRIBUTE", "WeightSources", "check_device_map", "cpu_offload", "cpu_offload_with_hook", "disk_offload",
-    "dispatch_checked", "dispatch_model", "missing_values_message",
+    "Dispatcher", "INDEX_ATTRIBUTE", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_checked", "dispatch_model",
+    "has_offloaded_modules", "keep_in_memory",
 ]
 
-
-_SHOWN: Final = 5
+INDEX_ATTRIBUTE: Final = "_slipstream_offload_index"
+"""The attribute of a model in which loading keeps where its weights on the disk are."""
 _SMALL_FILE: Final = 64 << 20
 """Blocks share a file up to this size: every file is held open, and a process may not have many."""
+_BLOCKS_IN_MEMORY: Final = 1 + PREFETCHED_BLOCKS
+_ANY_SIZE: Final = 1 << 62
 _Entries = Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class WeightSources:
-    """Where values may come from that are not in the model."""
-
-    state: Mapping[str, torch.Tensor]
-    index: _Entries
-    """What the caller says of weights in files: it goes before values in the model."""
-    own: _Entries
-    """What loading has left: it goes behind them."""
-    folder: Path | None
+# --- what a previous dispatch left -------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _DispatchedTensor:
-    """One tensor with all its places."""
+class _TemporaryFolder:
+    """A folder that is removed when nothing refers to it any more, by the process that made it (not by a forked one)."""
 
-    places: list[ModuleSlot]
-    away: bool
-    entry: Mapping[str, Any] | None = None
-    """Where it lies in a file."""
-    value: torch.Tensor | None = None
-    target: torch.device | None = None
-    """Where it is kept; None is the disk."""
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="slipstream-offload-"))
+        weakref.finalize(self, _remove_folder, self.path, os.getpid())
 
-    @property
-    def name(self) -> str:
-        return self.places[0].name
+
+def _remove_folder(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _OffloadedWeight(NamedTuple):
+    """A weight that a hook of a previous dispatch brings."""
+
+    hook: AlignDevicesHook
+    name: str
+    loader: OffloadedWeightsLoader | None
+    key: str
+    """Its name in the loader."""
 
     @property
-    def has_no_values(self) -> bool:
-        return self.entry is None and self.value is None
-
-    @property
-    def nbytes(self) -> int:
-        held = self.places[0].tensor
-        return held.numel() * held.element_size()
+    def identity(self) -> Hashable:
+        """Equal for all names of one weight; None if that is not known."""
+        first = None if self.loader is None else self.loader.first_names.get(self.key)
+        return None if first is None else (id(self.loader), first)
 
 
-def missing_values_message(names: Sequence[str]) -> str:
-    """The message about tensors on the meta device that nothing has values for."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (
-        f"{', '.join(names[:_SHOWN])}{more}: on the meta device, without values, and nothing that was given or loaded has them. "
-        "Call load_checkpoint_and_dispatch with a checkpoint that has these names, or say where they are with state_dict or offload_index; "
-        "buffers that no file has are made with the model, under init_empty_weights(include_buffers=False)."
-    )
+def has_offloaded_modules(model: nn.Module) -> bool:
+    """Return whether weights of a model are offloaded, by hooks of it or of modules below.
+
+    >>> has_offloaded_modules(nn.Linear(1, 1))
+    False
+    """
+    return any(True for module in model.modules() for _ in _offload_hooks(module))
+
+
+def _offload_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
+    yield from (hook for hook in get_hooks(module) if isinstance(hook, AlignDevicesHook) and hook.offload)
+
+
+def _find_offloaded_weights(model: nn.Module) -> dict[str, _OffloadedWeight]:
+    """Return the weights that hooks of a model bring, by their names in it."""
+    found: dict[str, _OffloadedWeight] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for hook in _offload_hooks(module):
+            weights = hook.weights_map
+            loader = getattr(weights, "dataset", weights)
+            known = loader if isinstance(loader, OffloadedWeightsLoader) else None
+            prefix = getattr(weights, "prefix", "")
+            for name, key in hook._names.items():
+                found[f"{path}.{name}" if path else name] = _OffloadedWeight(hook, name, known, prefix + key)
+    return found
+
+
+def _remove_dispatch_hooks(model: nn.Module) -> None:
+    """Remove the hooks of a previous dispatch, and no others. Weights that were in memory before it are back there."""
+    for module in model.modules():
+        hooks = get_hooks(module)
+        others = [hook for hook in hooks if not isinstance(hook, AlignDevicesHook)]
+        if len(others) == len(hooks):
+            continue
+        if not others:
+            remove_hook_from_module(module)
+            continue
+        for hook in hooks:
+            if hook not in others:
+                hook.detach_hook(module)
+        module._hf_hook = others[0] if len(others) == 1 else SequentialHook(*others)  # type: ignore[assignment]
+
+
+def keep_in_memory(model: nn.Module, but: Collection[str]) -> None:
+    """End a previous dispatch: offloaded weights, except those named, become views of their files, and the hooks go."""
+    offloaded = _find_offloaded_weights(model)
+    _remove_dispatch_hooks(model)
+    made: dict[Hashable, torch.Tensor] = {}
+    for slot in find_slots(model, recurse=True):
+        weight = offloaded.get(slot.name)
+        if weight is None or slot.name in but or not slot.tensor.is_meta:
+            continue
+        identity = weight.identity or id(slot.tensor)
+        if identity not in made:
+            value = weight.hook.weight(weight.name) if weight.loader is None else weight.loader[weight.key].detach()
+            made[identity] = wrap_like(slot.tensor, value.to(slot.tensor.dtype))
+        slot.store[slot.key] = made[identity]
+
+
+# --- the dispatch ------------------------------------------------------------------------------------------------------------
 
 
 class Dispatcher:
-    """A model, the devices of its parts, and the blocks that get hooks; `always`: weights come and go even where they are in memory."""
+    """A model, the devices of its parts, and the `blocks` that get hooks (name -> with all below it).
+
+    Values that are not in the model come from `index` (where weights lie in files; it goes before values in the model), `state`, the
+    previous dispatch, `loaded_index` (what loading has left) and the index of `folder`. `always`: weights are offloaded even where they
+    are in memory.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         targets: ResolvedDeviceMap,
-        parts: Sequence[OffloadBlock],
-        given: WeightSources,
-        offload_buffers: bool,
-        skip_keys: str | list[str] | None,
+        blocks: Mapping[str, bool],
         *,
+        state: Mapping[str, torch.Tensor] | None = None,
+        index: _Entries | None = None,
+        loaded_index: _Entries | None = None,
+        folder: Path | None = None,
+        offload_buffers: bool = False,
+        skip_keys: str | list[str] | None = None,
         always: bool = False,
     ) -> None:
-        self._model, self._targets, self._given = model, targets, given
-        self._offload_buffers, self._skip_keys, self._always = offload_buffers, skip_keys, always
+        self._model, self._targets, self._always = model, targets, always
+        self._state, self._index, self._loaded_index = state or {}, index or {}, loaded_index or {}
+        self._offload_buffers, self._skip_keys = offload_buffers, skip_keys
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._parts = [part for part in parts if is_called(self._modules[part.name])]
-        self._beside: _Entries = {}
-        self._is_skeleton = False
-        self._folder = given.folder
-        self._temporary: list[TemporaryFolder] = []
-        self._earlier = find_offloaded_weights(model)
+        self._blocks = {name: whole for name, whole in blocks.items() if is_called(self._modules[name])}
+        self._folder, self._given_folder = folder, folder
+        self._temporary: list[_TemporaryFolder] = []
+        self._earlier = _find_offloaded_weights(model)
 
     @torch.inference_mode(False)  # weights of that mode could not be used outside of it
     def run(self, limit: int | None = None, *, must_hold: bool = False) -> None:
-        """Does it. `limit`: bytes of offloaded weights in memory at a time; it is raised to what is needed, unless it must hold."""
-        tensors = self._tensors()
+        """Dispatch. `limit`: bytes of offloaded weights in memory at a time; it is raised to what is needed, unless it must hold."""
+        tensors = self._find_tensors()
         self._check_plain(tensors)
-        blocks = self._blocks(tensors)
-        names = [part.name or "the model" for part in blocks]
-        least = [sum(entry.nbytes for entry in block if entry.target is None) for block in blocks.values()]
-        if must_hold:  # what is read around them is known only later
-            _checked_limit(limit, must_hold, names, least)
+        blocks = self._offloaded_by_block(tensors)
+        names = [name or "the model" for name in blocks]
+        if must_hold:  # before anything is written; what is read around them is known only later
+            sizes = [sum(tensor.nbytes for tensor in block if tensor.target is None) for block in blocks.values()]
+            _check_limit(limit, must_hold, names, sizes)
         self._write(blocks, tensors)
-        loader = self._loader([tensor for tensor in tensors if tensor.away], limit)
-        taken = [loader.size_of(entry.name for entry in block) for block in blocks.values()]
-        loader.store.limit = _checked_limit(limit, must_hold, names, taken)
-        self._settle_all(tensors)
-        self._attach(blocks, loader, _tied_tensors(tensors))
-        record_dispatch(loader, [[place.name for place in tensor.places] for tensor in tensors if tensor.away], self._temporary)
-        if any(tensor.away for tensor in tensors):
+        offloaded = [tensor for tensor in tensors if tensor.offloaded]
+        loader = self._loader(offloaded, limit)
+        sizes = [loader.size_of(tensor.name for tensor in block) for block in blocks.values()]
+        loader.store.limit = _check_limit(limit, must_hold, names, sizes)
+        self._place_all(tensors)
+        shared = (tensor.value for tensor in tensors if len(tensor.slots) > 1 and tensor.value is not None)
+        self._attach(blocks, loader, {value.data_ptr(): {} for value in shared})
+        loader.first_names = {slot.name: tensor.name for tensor in offloaded for slot in tensor.slots}
+        loader.keeps_alive = tuple(dict.fromkeys(self._temporary))
+        if offloaded:
             self._model._apply = functools.partial(_refuse_move, self._model)  # type: ignore[method-assign]
 
     @torch.inference_mode(False)
-    def bring(self) -> None:
-        """Everything to its device, without any hook."""
-        self._settle_all(self._tensors())
+    def move(self) -> None:
+        """Bring everything to its device, without any hook."""
+        self._place_all(self._find_tensors())
 
-    def _settle_all(self, tensors: Sequence[_DispatchedTensor]) -> None:
-        staying = self._loader([tensor for tensor in tensors if not tensor.away], None)
+    def _place_all(self, tensors: Sequence[ModuleTensor]) -> None:
+        loader = self._loader([tensor for tensor in tensors if not tensor.offloaded], None)
         if self._earlier:
-            remove_dispatch_hooks(self._model)
+            _remove_dispatch_hooks(self._model)
         for tensor in tensors:
-            if not tensor.away:
-                self._settle(tensor, staying)
-            elif len(tensor.places) > 1:  # hooks leave one stand-in in each of their blocks
-                first = tensor.places[0]
-                for place in tensor.places[1:]:
-                    place.store[place.key] = first.store[first.key]
+            if not tensor.offloaded:
+                self._place(tensor, loader)
+            elif len(tensor.slots) > 1:  # hooks leave one placeholder in each of their blocks
+                first = tensor.slots[0]
+                tensor.put(first.store[first.key])
 
-    # -- finding out ----------------------------------------------------------------------------------------------------------
+    # -- finding values -------------------------------------------------------------------------------------------------------
 
-    def _tensors(self) -> list[_DispatchedTensor]:
+    def _find_tensors(self) -> list[ModuleTensor]:
         groups: dict[Hashable, list[ModuleSlot]] = {}
-        for place in find_slots(self._model, recurse=True):
-            known = self._earlier.get(place.name)
-            groups.setdefault((known and known.key) or parameter_identity(place.tensor), []).append(place)
-        found = [_DispatchedTensor(places, all(map(self._leaves, places))) for places in groups.values()]
-        self._hold_what_never_runs(found)
-        # Buffers of a skeleton have values too, those with which modules begin: not what was saved.
-        nothing_loaded = not self._given.index and not self._given.own
+        for slot in find_slots(self._model, recurse=True):
+            weight = self._earlier.get(slot.name)
+            groups.setdefault((weight and weight.identity) or parameter_identity(slot.tensor), []).append(slot)
+        tensors = [ModuleTensor(slots, offloaded=all(map(self._is_offloaded, slots))) for slots in groups.values()]
+        self._keep_unreached(tensors)
+        # Buffers of a model without weights have values too, those with which modules begin: not what was saved.
         named = self._model.named_parameters(remove_duplicate=False)
-        self._is_skeleton = nothing_loaded and any(entry.is_meta for name, entry in named if name not in self._earlier)
-        if self._given.folder is not None and (self._given.folder / INDEX_NAME).is_file():
-            self._beside = _read_index(self._given.folder)
-        for entry in found:
-            self._find_values(entry)
-        if nowhere := [entry.name for entry in found if entry.has_no_values]:
-            raise ConfigError(missing_values_message(nowhere))
-        return found
-
-    def _leaves(self, place: ModuleSlot) -> bool:
-        if place.store is not place.owner._parameters and not (self._offload_buffers and place.persistent):
-            return False
-        return self._always or self._targets.is_away(place.name)
-
-    def _hold_what_never_runs(self, tensors: Iterable[_DispatchedTensor]) -> None:
-        """Weights of modules that nobody calls, a ParameterList for one, cannot come when they run."""
-        reached = {id(place.tensor) for part in self._parts for place in find_slots(self._modules[part.name], part.whole)}
-        if left := [tensor for tensor in tensors if tensor.away and not any(id(place.tensor) in reached for place in tensor.places)]:
-            for entry in left:
-                entry.away = False
-            get_logger(__name__).warning(
-                f"{', '.join(entry.name for entry in left[:_SHOWN])} stay in memory "
-                f"({convert_bytes(sum(entry.nbytes for entry in left))}): they "
-                "belong to modules that are never called by themselves. Give the module that uses them one device in device_map."
-            )
-
-    def _find_values(self, dispatched_tensor: _DispatchedTensor) -> None:
-        names = [place.name for place in dispatched_tensor.places]
-        targets = [self._targets[name] for name in names]
-        dispatched_tensor.target = next((target for target in targets if target is not None), None)
-        if not dispatched_tensor.away:
-            staying = [target for place, target in zip(dispatched_tensor.places, targets, strict=True) if not self._leaves(place)]
-            dispatched_tensor.target = next((target for target in staying if target is not None), self._targets.main)
-        held = dispatched_tensor.places[0].tensor
-        unknown = held.is_meta or (self._is_skeleton and not isinstance(held, nn.Parameter))
-        dispatched_tensor.entry = _first_known(self._given.index, names) if dispatched_tensor.away or held.is_meta else None
-        if dispatched_tensor.entry is None:
-            dispatched_tensor.value = _first_known(self._given.state, names) if unknown else held.detach()
-        if dispatched_tensor.has_no_values and (known := _first_known(self._earlier, names)) is not None:
-            dispatched_tensor.entry, dispatched_tensor.value = known.entry, known.value() if known.entry is None else None
-            self._temporary += known.folders
-        if dispatched_tensor.has_no_values:
-            dispatched_tensor.entry = _first_known(self._given.own, names) or _first_known(self._beside, names)
-        if dispatched_tensor.has_no_values and not held.is_meta:
-            dispatched_tensor.value = held.detach()
-
-    def _blocks(self, tensors: Iterable[_DispatchedTensor]) -> dict[OffloadBlock, list[_DispatchedTensor]]:
-        """The offloaded tensors of each part. One that is tied across parts belongs to all of them."""
-        by_tensor = {id(place.tensor): tensor for tensor in tensors if tensor.away for place in tensor.places}
-        found: dict[OffloadBlock, list[_DispatchedTensor]] = {}
-        for part in self._parts:
-            ids = dict.fromkeys(id(place.tensor) for place in find_slots(self._modules[part.name], part.whole))
-            found[part] = list({id(entry): entry for key in ids if (entry := by_tensor.get(key)) is not None}.values())
-        return found
-
-    # -- doing ----------------------------------------------------------------------------------------------------------------
-
-    def _write(self, blocks: Mapping[OffloadBlock, Sequence[_DispatchedTensor]], tensors: Iterable[_DispatchedTensor]) -> None:
-        """Weights for the disk that are in memory, one file for each block, or for several small ones."""
-        seen: set[int] = set()
-        files: list[dict[str, _DispatchedTensor]] = []
-        room = 0
-        for block in blocks.values():
-            new = [entry for entry in block if entry.target is None and entry.value is not None and id(entry) not in seen]
-            seen.update(map(id, new))
-            size = sum(entry.nbytes for entry in new)
-            if not files or size > room:
-                files.append({})
-                room = _SMALL_FILE
-            files[-1].update({entry.name: entry for entry in new})
-            room -= size
-        if not seen:
-            return
-        total = sum(entry.nbytes for file in files for entry in file.values())
-        if self._folder is None:
-            self._temporary.append(TemporaryFolder(Path(tempfile.mkdtemp(prefix="slipstream-offload-"))))
-            self._folder = self._temporary[-1].path
-            get_logger(__name__).warning(
-                f"{convert_bytes(total)} of weights are written to {self._folder}, which goes when the model does. "
-                "Give offload_dir to choose another disk."
-            )
-        else:  # a model that takes its weights from here later has their buffers too
-            files[-1].update({tensor.name: tensor for tensor in tensors if self._goes_along(tensor)})
-        values = [
-            {name: OffloadValue(entry.value, entry.value.dtype) for name, entry in file.items() if entry.value is not None}
-            for file in files
-        ]
-        index = write_offload_files(self._folder, values, argument="offload_dir")
-        if self._given.folder is not None:
-            save_offload_index(index, self._folder)
-        for name, entry in ((name, entry) for file in files for name, entry in file.items() if entry.away):
-            entry.entry = {**index[name], "safetensors_file": str(self._folder.absolute() / index[name]["safetensors_file"])}
-            entry.value = None
-
-    def _check_plain(self, tensors: Iterable[_DispatchedTensor]) -> None:
-        """An error if something is to go to the disk that is more than its elements."""
+        is_empty = any(parameter.is_meta for name, parameter in named if name not in self._earlier)
+        is_empty = is_empty and not self._index and not self._loaded_index
+        folder_index = {} if self._given_folder is None else read_index(self._given_folder)
+        for entry in folder_index.values():
+            check_name(entry.get("safetensors_file", INDEX_NAME), str(self._given_folder))
         for tensor in tensors:
-            value: Any = tensor.value if tensor.away and tensor.target is None else None
+            self._set_target(tensor)
+            self._find_values(tensor, folder_index, is_empty)
+        if missing := [tensor.name for tensor in tensors if tensor.is_missing]:
+            raise ConfigError(
+                f"{format_names(missing)}: on the meta device, without values, and nothing that was given or loaded has them. "
+                "Call load_checkpoint_and_dispatch with a checkpoint that has these names, or say where they are with state_dict or "
+                "offload_index; buffers that no file has are made with the model, under init_empty_weights(include_buffers=False)."
+            )
+        return tensors
+
+    def _is_offloaded(self, slot: ModuleSlot) -> bool:
+        if not slot.is_parameter and not (self._offload_buffers and slot.persistent):
+            return False
+        return self._always or self._targets.is_offloaded(slot.name)
+
+    def _keep_unreached(self, tensors: Iterable[ModuleTensor]) -> None:
+        """Keep weights of modules that are never called, such as a ParameterList: no hook could bring them."""
+        reached = {id(slot.tensor) for name, whole in self._blocks.items() for slot in find_slots(self._modules[name], whole)}
+        if left := [tensor for tensor in tensors if tensor.offloaded and not any(id(slot.tensor) in reached for slot in tensor.slots)]:
+            for tensor in left:
+                tensor.offloaded = False
+            get_logger(__name__).warning(
+                f"{format_names(tensor.name for tensor in left)} stay in memory ({convert_bytes(sum(tensor.nbytes for tensor in left))}): "
+                "they belong to modules that are never called by themselves. Give the module that uses them one device in device_map."
+            )
+
+    def _set_target(self, tensor: ModuleTensor) -> None:
+        slots = [slot for slot in tensor.slots if tensor.offloaded or not self._is_offloaded(slot)]
+        default = None if tensor.offloaded else self._targets.main
+        tensor.target = next((device for slot in slots if (device := self._targets[slot.name]) is not None), default)
+
+    def _find_values(self, tensor: ModuleTensor, folder_index: _Entries, is_empty: bool) -> None:
+        def first(table: Mapping[str, Any]) -> Any:
+            return next((table[slot.name] for slot in tensor.slots if slot.name in table), None)
+
+        unknown = tensor.held.is_meta or (is_empty and not tensor.slots[0].is_parameter)
+        tensor.entry = first(self._index) if tensor.offloaded or tensor.held.is_meta else None
+        if tensor.entry is None:
+            tensor.value = first(self._state) if unknown else tensor.held.detach()
+        if tensor.is_missing and (weight := first(self._earlier)) is not None:
+            tensor.entry = None if weight.loader is None else weight.loader.entry_of(weight.key)
+            if tensor.entry is None:
+                tensor.value = weight.hook.weight(weight.name)
+            self._temporary += () if weight.loader is None else weight.loader.keeps_alive
+        if tensor.is_missing:
+            tensor.entry = first(self._loaded_index) or first(folder_index)
+        if tensor.is_missing and not tensor.held.is_meta:
+            tensor.value = tensor.held.detach()
+
+    def _check_plain(self, tensors: Iterable[ModuleTensor]) -> None:
+        """Raise if a tensor that is more than its elements is to go to the disk."""
+        for tensor in tensors:
+            value: Any = tensor.value if tensor.offloaded and tensor.target is None else None
             if value is not None and is_traceable_wrapper_subclass(value):
                 raise ConfigError(
                     f"{tensor.name} is a {type(value).__name__}: quantised weights, and others that are made of several tensors, cannot go "
                     "to the disk. Give its module another device in device_map, or offload the plain model."
                 )
 
-    def _goes_along(self, dispatched_tensor: _DispatchedTensor) -> bool:
-        """Whether it is a buffer of a module on the disk that stays in memory, and would be saved."""
-        if (
-            dispatched_tensor.away
-            or dispatched_tensor.value is None
-            or any(place.store is place.owner._parameters for place in dispatched_tensor.places)
-        ):
-            return False
-        return all(place.persistent and self._targets[place.name] is None for place in dispatched_tensor.places)
+    def _offloaded_by_block(self, tensors: Iterable[ModuleTensor]) -> dict[str, list[ModuleTensor]]:
+        """Return the offloaded tensors of each block. A tensor that is tied across blocks belongs to all of them."""
+        by_id = {id(slot.tensor): tensor for tensor in tensors if tensor.offloaded for slot in tensor.slots}
+        found: dict[str, list[ModuleTensor]] = {}
+        for name, whole in self._blocks.items():
+            inside = (by_id.get(id(slot.tensor)) for slot in find_slots(self._modules[name], whole))
+            found[name] = list({id(tensor): tensor for tensor in inside if tensor is not None}.values())
+        return found
 
-    def _loader(self, tensors: Iterable[_DispatchedTensor], limit: int | None) -> OffloadedWeightsLoader:
+    # -- changing the model ---------------------------------------------------------------------------------------------------
+
+    def _write(self, blocks: Mapping[str, Sequence[ModuleTensor]], tensors: Iterable[ModuleTensor]) -> None:
+        """Write weights for the disk that are in memory, one file for each block, or for several small ones."""
+        seen: set[int] = set()
+        groups: list[list[ModuleTensor]] = []
+        for block in blocks.values():
+            new = [tensor for tensor in block if tensor.target is None and tensor.value is not None and id(tensor) not in seen]
+            seen.update(map(id, new))
+            groups.append(new)
+        if not seen:
+            return
+        files = group_by_size(groups, _SMALL_FILE)
+        if self._folder is None:
+            self._temporary.append(_TemporaryFolder())
+            self._folder = self._temporary[-1].path
+            get_logger(__name__).warning(
+                f"{convert_bytes(sum(tensor.nbytes for file in files for tensor in file))} of weights are written to {self._folder}, "
+                "which goes when the model does. Give offload_dir to choose another disk."
+            )
+        else:  # a model that takes its weights from here later has their buffers too
+            files[-1] += [tensor for tensor in tensors if self._is_buffer_beside(tensor)]
+        index = write_offload_files(self._folder, files, argument="offload_dir")
+        if self._given_folder is not None:
+            save_offload_index(index, self._folder)
+        for tensor in (tensor for file in files for tensor in file if tensor.offloaded):
+            file = self._folder.absolute() / index[tensor.name]["safetensors_file"]
+            tensor.entry, tensor.value = {**index[tensor.name], "safetensors_file": str(file)}, None
+
+    def _is_buffer_beside(self, tensor: ModuleTensor) -> bool:
+        """Return whether it is a buffer of a module on the disk that stays in memory, and would be saved."""
+        if tensor.offloaded or tensor.value is None:
+            return False
+        return all(not slot.is_parameter and slot.persistent and self._targets[slot.name] is None for slot in tensor.slots)
+
+    def _loader(self, tensors: Iterable[ModuleTensor], limit: int | None) -> OffloadedWeightsLoader:
         state: dict[str, torch.Tensor] = {}
         index: dict[str, Mapping[str, Any]] = {}
         for tensor in tensors:
-            for place in tensor.places:
+            for slot in tensor.slots:
                 if tensor.entry is not None:
-                    index[place.name] = tensor.entry
-                elif tensor.away and tensor.value is not None:
-                    state[place.name] = tensor.value = tensor.value.to(HOST)
+                    index[slot.name] = tensor.entry
+                elif tensor.offloaded and tensor.value is not None:
+                    state[slot.name] = tensor.value = tensor.value.to(HOST)
         loader = OffloadedWeightsLoader(state, self._folder, index, limit=limit)
-        for other in {id(entry.loader): entry.loader for entry in self._earlier.values() if entry.loader is not None}.values():
-            loader.use_files_of(other)
+        for earlier in {id(weight.loader): weight.loader for weight in self._earlier.values()}.values():
+            if earlier is not None:
+                loader.use_files_of(earlier)
         return loader
 
-    def _settle(self, dispatched_tensor: _DispatchedTensor, loader: OffloadedWeightsLoader) -> None:
-        """A tensor that stays in memory goes to its device; what came from a file or from the caller takes the place of its stand-in."""
-        held = dispatched_tensor.places[0].tensor
-        value = dispatched_tensor.value if dispatched_tensor.entry is None else loader[dispatched_tensor.name]
+    def _place(self, tensor: ModuleTensor, loader: OffloadedWeightsLoader) -> None:
+        """Move a tensor that stays in memory to its device; values from a file or from the caller replace its placeholder."""
+        held, value = tensor.held, tensor.value if tensor.entry is None else loader[tensor.name]
         assert value is not None
-        assert dispatched_tensor.target is not None
-        if not held.is_meta and value.device == dispatched_tensor.target and value.data_ptr() == held.data_ptr():
-            return
-        made = wrap_like(held, value.to(dispatched_tensor.target, held.dtype))
-        for place in dispatched_tensor.places:
-            place.store[place.key] = made
+        if held.is_meta or value.device != tensor.target or value.data_ptr() != held.data_ptr():
+            tensor.put(wrap_like(held, value.to(tensor.target, held.dtype)))
 
     def _attach(
         self,
-        blocks: Mapping[OffloadBlock, Sequence[_DispatchedTensor]],
+        blocks: Mapping[str, Sequence[ModuleTensor]],
         loader: OffloadedWeightsLoader,
         tied: dict[int, dict[torch.device, torch.Tensor]],
     ) -> None:
         main = self._targets.main
-        for part, block in blocks.items():
-            device = main if block else self._device_of(part.name)
-            if not block and device == HOST == main:
-                continue
-            hook = AlignDevicesHook(
-                execution_device=device,
-                offload=bool(block),
-                io_same_device=not part.name,
-                weights_map=PrefixedDataset(loader, f"{part.name}." if part.name else "") if block else None,
-                offload_buffers=self._offload_buffers,
-                place_submodules=part.whole,
-                skip_keys=self._skip_keys,
-                tied_params_map=tied,
-            )
-            add_hook_to_module(self._modules[part.name], hook, append=True)
-        for name in self._divided(blocks):
-            hook = AlignDevicesHook(execution_device=self._device_of(name), skip_keys=self._skip_keys, tied_params_map=tied)
+
+        def attach(name: str, device: torch.device, **options: Any) -> None:
+            hook = AlignDevicesHook(execution_device=device, skip_keys=self._skip_keys, tied_params_map=tied, **options)
             add_hook_to_module(self._modules[name], hook, append=True)
-        if not any(not part.name and block for part, block in blocks.items()):
-            root = AlignDevicesHook(execution_device=main, io_same_device=True, skip_keys=self._skip_keys, tied_params_map=tied)
-            add_hook_to_module(self._model, root, append=True)
+
+        for name, block in blocks.items():
+            device = main if block else self._device_of(name)
+            if block or not device == HOST == main:
+                attach(
+                    name,
+                    device,
+                    offload=bool(block),
+                    io_same_device=not name,
+                    weights_map=PrefixedDataset(loader, f"{name}." if name else "") if block else None,
+                    offload_buffers=self._offload_buffers,
+                    place_submodules=self._blocks[name],
+                )
+        for name in self._divided(blocks):
+            attach(name, self._device_of(name))
+        if not blocks.get(""):
+            attach("", main, io_same_device=True)
 
     def _device_of(self, name: str) -> torch.device:
-        """Where a module runs."""
+        """Return where a module runs."""
         target = self._targets[name]
-        return self._targets.main if target is None or self._targets.is_away(name) else target
+        return self._targets.main if target is None or self._targets.is_offloaded(name) else target
 
-    def _divided(self, parts: Iterable[OffloadBlock]) -> list[str]:
-        """Modules whose blocks have hooks and that have none: what they compute themselves needs its inputs on one device, too."""
-        if self._targets.main == HOST:
-            return []
-        hooked = {part.name for part in parts}
-        found: dict[str, None] = {}
-        for name in hooked:
+    def _divided(self, blocks: Collection[str]) -> list[str]:
+        """Return modules without hooks whose blocks have some: what they compute themselves needs its inputs on one device, too."""
+        found: set[str] = set()
+        for name in blocks if self._targets.main != HOST else ():
             while name and name not in self._targets.entries:
                 name = name.rpartition(".")[0]
-                if name and name not in hooked and is_called(self._modules[name]):
-                    found[name] = None
+                if name and name not in blocks and is_called(self._modules[name]):
+                    found.add(name)
         return sorted(found)
 
 
-def _first_known(table: Mapping[str, Any], names: Iterable[str]) -> Any:
-    return next((table[name] for name in names if name in table), None)
-
-
-def _read_index(folder: Path) -> _Entries:
-    """The index of an offload folder; files are named within it."""
-    found = OffloadedWeightsLoader(save_folder=folder).index
-    for said in found.values():
-        if "safetensors_file" in said:
-            check_name(said["safetensors_file"], str(folder / INDEX_NAME))
-    return found
-
-
-def _checked_limit(limit: int | None, must_hold: bool, names: Sequence[str], sizes: Sequence[int]) -> int | None:
-    """A limit with which every block can run: else an error now, and not in the middle of a forward."""
+def _check_limit(limit: int | None, must_hold: bool, names: Sequence[str], sizes: Sequence[int]) -> int | None:
+    """Return a limit with which every block can run; raise now if there is none, and not in the middle of a forward."""
     largest = max(sizes, default=0)
     if limit is not None and limit < largest and not must_hold:
         get_logger(__name__).warning(
@@ -391,13 +430,8 @@ def _checked_limit(limit: int | None, must_hold: bool, names: Sequence[str], siz
     return limit
 
 
-def _tied_tensors(tensors: Iterable[_DispatchedTensor]) -> dict[int, dict[torch.device, torch.Tensor]]:
-    shared = (tensor for tensor in tensors if len(tensor.places) > 1)
-    return {entry.value.data_ptr(): {} for entry in shared if entry.value is not None}
-
-
 def _refuse_move(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """In the place of what `.to()`, `.half()` and the like do to every tensor: offloaded ones are not there to be moved or converted."""
+    """Refuse `.to()`, `.half()` and the like, which replace every tensor: offloaded ones are not there to be moved or converted."""
     if has_offloaded_modules(model):
         raise StateError(
             f"This {type(model).__name__} has offloaded modules (see its hf_device_map), whose weights cannot be moved or converted. Leave "
@@ -408,10 +442,7 @@ def _refuse_move(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], r
     return moved
 
 
-INDEX_ATTRIBUTE: Final = "_slipstream_offload_index"
-"""The attribute of a model under which loading leaves where its weights on the disk are."""
-_BLOCKS_IN_MEMORY: Final = 1 + PREFETCHED_BLOCKS
-_ANY_SIZE: Final = 1 << 62
+# --- public functions --------------------------------------------------------------------------------------------------------
 
 
 def dispatch_model(
@@ -428,9 +459,9 @@ def dispatch_model(
     *,
     limit: int | str | None = None,
 ) -> nn.Module:
-    """Puts every part of a model where `device_map` says, and attaches what brings offloaded weights; the same model comes back.
+    """Put every part of a model where `device_map` says, attach hooks that bring offloaded weights, and return the same model.
 
-    `main_device`: where offloaded modules run; the first accelerator of the map, or the processor. `state_dict`: values of weights that
+    `main_device`: where offloaded modules run; the first accelerator of the map, or the CPU. `state_dict`: values of weights that
     are on the meta device. `offload_dir`: where weights for the disk are written that are in memory; a temporary folder if it is not
     given. `offload_index`: where weights for the disk are, by name (`{"safetensors_file": ..., "weight_name": ...}`); those are not
     written. Buffers stay in memory unless `offload_buffers`. `skip_keys`: arguments of forward that are not moved.
@@ -452,29 +483,40 @@ def dispatch_model(
     targets = ResolvedDeviceMap(device_map, main_device)
     check_device_map(model, device_map)
     warn_unknown_classes(model, preload_module_classes, "preload_module_classes")
-    given = WeightSources(state_dict or {}, _checked_index(offload_index), getattr(model, INDEX_ATTRIBUTE, {}), _folder(offload_dir))
-    return dispatch_checked(model, device_map, targets, given, offload_buffers, skip_keys, preload_module_classes, force_hooks, limit)
+    if offload_index is not None and not (
+        isinstance(offload_index, Mapping) and all(isinstance(entry, Mapping) for entry in offload_index.values())
+    ):
+        raise ConfigError(
+            f"offload_index is a {type(offload_index).__name__}. Write a dict: name of a weight to where it is, "
+            'as {"safetensors_file": "model.safetensors", "weight_name": "head.weight"}.'
+        )
+    sources = {"state": state_dict, "index": offload_index, "loaded_index": getattr(model, INDEX_ATTRIBUTE, None)}
+    folder = None if offload_dir is None else check_local_path(offload_dir, "offload_dir")
+    options = {**sources, "folder": folder, "offload_buffers": offload_buffers, "skip_keys": skip_keys}
+    return dispatch_checked(model, device_map, targets, preload_module_classes or (), force_hooks, limit, **options)
 
 
 def dispatch_checked(
     model: nn.Module,
     device_map: Mapping[str, Any],
     targets: ResolvedDeviceMap,
-    given: WeightSources,
-    offload_buffers: bool,
-    skip_keys: str | list[str] | None,
-    whole: Iterable[str] | None,
+    whole: Iterable[str],
     force_hooks: bool,
     limit: int | str | None,
+    **options: Any,
 ) -> nn.Module:
-    """`dispatch_model` with a map that has been checked."""
-    if targets.single is not None and not force_hooks and not targets.is_away(next(iter(device_map))):
-        _move_all(model, targets, given)
+    """Dispatch by a map that has been checked; `options` are those of `Dispatcher`."""
+    if targets.single is not None and not force_hooks and not targets.is_offloaded(next(iter(device_map))):
+        slots = list(find_slots(model, recurse=True))
+        if has_offloaded_modules(model) or any(slot.tensor.is_meta for slot in slots):
+            Dispatcher(model, targets, {}, **{**options, "offload_buffers": False, "skip_keys": None}).move()
+        elif any(slot.tensor.device != targets.single for slot in slots):
+            model.to(targets.single)
     else:
         most = _limit(limit, device_map)
-        stay_whole = {*(whole or ()), *getattr(device_map, "whole", ()), *(getattr(model, "_no_split_modules", None) or ())}
-        parts = _find_blocks(model, targets, most, stay_whole)
-        Dispatcher(model, targets, parts, given, offload_buffers, skip_keys).run(most, must_hold=limit is not None)
+        stay_whole = {*whole, *getattr(device_map, "whole", ()), *(getattr(model, "_no_split_modules", None) or ())}
+        blocks = _find_blocks(model, targets, most, stay_whole)
+        Dispatcher(model, targets, blocks, **options).run(most, must_hold=limit is not None)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -486,7 +528,7 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keeps the weights in main memory, and brings those of each block to `execution_device` when it runs.
+    """Keep the weights in main memory, and bring those of each block to `execution_device` when it runs.
 
     >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 1)), execution_device="cpu")
     >>> model(torch.ones(1, 2)).shape, model[0].weight.is_meta
@@ -494,9 +536,9 @@ def cpu_offload(
     """
     warn_unknown_classes(model, preload_module_classes, "preload_module_classes")
     device = _execution_device(model, execution_device)
-    parts = find_offload_blocks(model, "", whole=preload_module_classes or ())
-    given = WeightSources(state_dict or {}, {}, {}, None)
-    Dispatcher(model, ResolvedDeviceMap({"": HOST}, device), parts, given, offload_buffers, None, always=True).run()
+    blocks = find_offload_blocks(model, "", whole=preload_module_classes or ())
+    targets = ResolvedDeviceMap({"": HOST}, device)
+    Dispatcher(model, targets, blocks, state=state_dict, offload_buffers=offload_buffers, always=True).run()
     return model
 
 
@@ -509,7 +551,7 @@ def disk_offload(
     *,
     limit: int | str | None = None,
 ) -> nn.Module:
-    """Writes the weights to `offload_dir`, and brings those of each block from there to `execution_device` when it runs.
+    """Write the weights to `offload_dir`, and bring those of each block from there to `execution_device` when it runs.
 
     If the model is on the meta device, they are taken from there: the folder is that of an earlier `disk_offload`, or `offload_state_dict`.
     `limit`: most bytes of weights that are in memory at a time.
@@ -523,16 +565,16 @@ def disk_offload(
     warn_unknown_classes(model, preload_module_classes, "preload_module_classes")
     device = _execution_device(model, execution_device)
     most = _limit(limit, {})
-    parts = find_offload_blocks(model, "", largest=_largest_block(most), whole=preload_module_classes or ())
-    given = WeightSources({}, {}, {}, check_local_path(offload_dir, "offload_dir"))
-    Dispatcher(model, ResolvedDeviceMap({"": DISK}, device), parts, given, offload_buffers, None).run(most, must_hold=limit is not None)
+    blocks = find_offload_blocks(model, "", largest=_largest_block(most), whole=preload_module_classes or ())
+    targets, folder = ResolvedDeviceMap({"": DISK}, device), check_local_path(offload_dir, "offload_dir")
+    Dispatcher(model, targets, blocks, folder=folder, offload_buffers=offload_buffers).run(most, must_hold=limit is not None)
     return model
 
 
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keeps a whole model in main memory until it is called, and then on its device until the handle, or the next model, sends it back.
+    """Keep a whole model in main memory until it is called, and then on its device until the handle, or the next model, sends it back.
 
     >>> model, handle = cpu_offload_with_hook(nn.Linear(2, 1), execution_device="cpu")
     >>> model(torch.ones(1, 2)).shape, handle.offload()
@@ -541,24 +583,6 @@ def cpu_offload_with_hook(
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)
-
-
-# --- what was given -----------------------------------------------------------------------------------------------------------
-
-
-def _checked_index(offload_index: Mapping[str, Mapping[str, Any]] | None) -> Mapping[str, Mapping[str, Any]]:
-    if offload_index is None:
-        return {}
-    if not isinstance(offload_index, Mapping) or not all(isinstance(entry, Mapping) for entry in offload_index.values()):
-        raise ConfigError(
-            f"offload_index is a {type(offload_index).__name__}. Write a dict: name of a weight to where it is, "
-            'as {"safetensors_file": "model.safetensors", "weight_name": "head.weight"}.'
-        )
-    return offload_index
-
-
-def _folder(offload_dir: str | os.PathLike[str] | None) -> Path | None:
-    return None if offload_dir is None else check_local_path(offload_dir, "offload_dir")
 
 
 def _limit(given: int | str | None, device_map: Mapping[str, Any]) -> int | None:
@@ -576,56 +600,49 @@ def _execution_device(model: nn.Module, given: Any) -> torch.device:
     if given is not None:
         return resolve_device(given, "execution_device")
     first = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
-    if first is None:  # of a model that is spread: where it runs
+    if first is None:  # of a dispatched model: where it runs
         known = (getattr(hook, "execution_device", None) for module in model.modules() for hook in get_hooks(module))
-        return resolve_device(next((entry for entry in known if entry is not None), HOST), "execution_device")
+        return resolve_device(next((device for device in known if device is not None), HOST), "execution_device")
     return first.device
 
 
 def _largest_block(limit: int | None) -> int:
-    """Above this size a module is divided."""
+    """Return the size above which a module is divided."""
     return LARGEST_BLOCK if limit is None else max(1, min(LARGEST_BLOCK, limit // _BLOCKS_IN_MEMORY))
 
 
-def _find_blocks(model: nn.Module, targets: ResolvedDeviceMap, limit: int | None, whole: Iterable[str]) -> list[OffloadBlock]:
-    """The blocks of all entries that need a hook, in the order of the model; a module that stands in two places counts once."""
+def _find_blocks(model: nn.Module, targets: ResolvedDeviceMap, limit: int | None, whole: Iterable[str]) -> dict[str, bool]:
+    """Return the blocks of all entries that need a hook, in the order of the model; a module that stands in two places counts once."""
     largest = _largest_block(limit)
     modules = dict(model.named_modules(remove_duplicate=False))
     order: dict[int, int] = {}
     for module in modules.values():
         order.setdefault(id(module), len(order))
-    found: dict[int, OffloadBlock] = {}
+    found: dict[int, tuple[str, bool]] = {}
     kept, apart = frozenset(whole), frozenset(targets.entries)
-    for name in targets.entries:
-        away = targets.is_away(name)
-        if not away and targets.main == HOST:
+    for entry in targets.entries:
+        offloaded = targets.is_offloaded(entry)
+        if not offloaded and targets.main == HOST:
             continue
-        if name in modules:
-            parts = find_offload_blocks(model, name, largest=largest if away else _ANY_SIZE, whole=kept, apart=apart)
+        if entry in modules:
+            blocks = find_offload_blocks(model, entry, largest=largest if offloaded else _ANY_SIZE, whole=kept, apart=apart)
         else:  # a tensor that has an entry of its own
-            parts = [OffloadBlock(name.rpartition(".")[0], False)]
-        for part in parts:
-            around = find_composite(modules, part.name) if away else None
-            number = order[id(modules[part.name if around is None else around])]
-            found[number] = found.get(number, part) if around is None else OffloadBlock(around, True)
-    _warn_encoders(modules, found.values())
-    return [part for _, part in sorted(found.items())]
+            blocks = {entry.rpartition(".")[0]: False}
+        for name, is_whole in blocks.items():
+            around = find_composite(modules, name) if offloaded else None
+            if around is None:
+                found.setdefault(order[id(modules[name])], (name, is_whole))
+            else:
+                found[order[id(modules[around])]] = (around, True)
+    _warn_encoders(modules, [name for name, _ in found.values()])
+    return dict(block for _, block in sorted(found.items()))
 
 
-def _warn_encoders(modules: Mapping[str, nn.Module], parts: Collection[OffloadBlock]) -> None:
-    """Whose results are others for padding, as weights of their layers come one after the other."""
-    inner = [name for name, module in modules.items() if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor]
-    if divided := [name for name in inner if any(part.name.startswith(f"{name}.") for part in parts)]:
+def _warn_encoders(modules: Mapping[str, nn.Module], blocks: Collection[str]) -> None:
+    """Warn of encoders whose layers get their weights one after the other, which changes their outputs for padding."""
+    encoders = [name for name, module in modules.items() if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor]
+    if divided := [name for name in encoders if any(block.startswith(f"{name}.") for block in blocks)]:
         get_logger(__name__).warning(
             f"The layers of {divided[0]} get their weights one after the other: outputs at padded positions are not set to zero, as the "
             "encoder does without gradients otherwise. Give it one device in device_map, and a limit that it fits into, if you need that."
         )
-
-
-def _move_all(model: nn.Module, targets: ResolvedDeviceMap, given: WeightSources) -> None:
-    """Everything goes to one device, if it is not there."""
-    places = list(find_slots(model, recurse=True))
-    if has_offloaded_modules(model) or any(place.tensor.is_meta for place in places):
-        Dispatcher(model, targets, (), given, False, None).bring()
-    elif any(place.tensor.device != targets.single for place in places):
-        model.to(targets.single)

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from slipstream.big_models.weight_store.mapped_file import WeightBlock
-from slipstream.big_models.weight_store.store import WeightStore
+from slipstream.big_models.weight_store.store import WeightBlock, WeightStore
 from slipstream.distributed.current import current_or_none
 from slipstream.distributed.work_queue.work import make_work_bar
 from slipstream.errors import ConfigError, StateError

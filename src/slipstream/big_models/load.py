@@ -15,23 +15,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
-from slipstream.big_models.device_map.budget import HOST, ResolvedDeviceMap
-from slipstream.big_models.device_map.plan import check_device_map, plan_device_map, warn_unknown_classes
-from slipstream.big_models.device_map.sizes import parse_class_names
-from slipstream.big_models.dispatch import INDEX_ATTRIBUTE, WeightSources, dispatch_checked
-from slipstream.big_models.hooks.weight_swap import wrap_like
-from slipstream.big_models.previous_dispatch import has_offloaded_modules, keep_in_memory
-from slipstream.big_models.weight_store.offload_folder import (
-    IndexEntry,
-    OffloadValue,
-    make_index_entry,
-    save_offload_index,
-    write_offload_files,
-)
+from slipstream.big_models.device_map.plan import plan_device_map
+from slipstream.big_models.device_map.validation import HOST, ResolvedDeviceMap, check_device_map, parse_class_names, warn_unknown_classes
+from slipstream.big_models.dispatch import INDEX_ATTRIBUTE, dispatch_checked, has_offloaded_modules, keep_in_memory
+from slipstream.big_models.hooks.weight_swap import ModuleSlot, ModuleTensor, wrap_like
+from slipstream.big_models.weight_store.offload_folder import group_by_size, save_offload_index, write_offload_files
+from slipstream.big_models.weight_store.store import release_pages
+from slipstream.big_models.weight_store.weights import make_index_entry
 from slipstream.checkpoint.model_io import load_weights, parse_dtype
 from slipstream.checkpoint.sharded import is_sharded
 from slipstream.checkpoint.tensor_bytes import dtype_name, memory_identity
@@ -39,7 +33,6 @@ from slipstream.checkpoint.weight_source import WeightFile, WeightSource, find_w
 from slipstream.checkpoint.weights import (
     METADATA,
     LoadReport,
-    TensorSlot,
     TensorSlots,
     arrange_state_dict,
     check_fit,
@@ -60,7 +53,6 @@ __all__ = [
     "load_state_dict",
 ]
 
-
 _LARGEST_FILE: Final = 1 << 30
 
 
@@ -75,96 +67,113 @@ class WeightLoadOptions:
     strict: bool = False
     folder: Path | None = None
     """Where weights for the disk are written, if the files of the checkpoint cannot be used as they are."""
+    as_stored: bool = False
+    """Floating point weights keep the dtype of the file."""
 
     def dtype_of(self, names: Iterable[str], held: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-        """The type that a tensor is to have: that of the model, if nothing else was said."""
-        if self.dtype is None or not (value.is_floating_point() and held.is_floating_point()):
+        """Return the dtype that a tensor is to have: that of the model, if nothing else was asked for."""
+        if not (value.is_floating_point() and held.is_floating_point()):
             return held.dtype
-        kept = any(f".{entry}." in f".{name}." for name in names for entry in self.keep)
+        if self.as_stored or self.dtype is None:
+            return value.dtype if self.as_stored else held.dtype
+        kept = any(f".{module}." in f".{name}." for name in names for module in self.keep)
         return torch.float32 if kept else self.dtype
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What came of it."""
+    """The report of a load, and where weights on the disk are."""
 
     report: LoadReport
-    index: dict[str, IndexEntry] = field(default_factory=dict)
-    """Where the weights are that are on the disk; files are named by their whole paths."""
-    written: dict[str, IndexEntry] = field(default_factory=dict)
+    index: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Index entries of the weights on the disk; files are named by their whole paths."""
+    written: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Those of them that were written to the folder, with names of files within it."""
 
 
-class _Origin(NamedTuple):
-    file: WeightFile
-    name: str
+@dataclass(eq=False, kw_only=True)
+class _LoadedTensor(ModuleTensor):
+    """A tensor of the model with its value in a file, the dtype that it is to have, and that file."""
 
-
-class _TensorLoad(NamedTuple):
-    held: torch.Tensor
-    names: list[str]
-    places: list[TensorSlot]
     value: torch.Tensor
-    dtype: torch.dtype
-    target: torch.device | None
-    origin: _Origin | None
-    again: bool
-    """The value is that of another weight too, to which this one is not tied."""
+    wanted: torch.dtype
+    origin: tuple[WeightFile, str] | None
+    """The file, and the name in it."""
+    is_shared: bool
+    """Whether the value is that of another weight too, to which this one is not tied."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.wanted
+
+    @property
+    def is_converted(self) -> bool:
+        return self.wanted is not self.value.dtype
 
     @property
     def is_copied(self) -> bool:
-        return self.target is not None and (self.again or self.dtype is not self.value.dtype or self.target != self.value.device)
+        return self.target is not None and (self.is_shared or self.is_converted or self.target != self.value.device)
 
     @property
     def is_written(self) -> bool:
-        """For the disk, and not there as it is wanted."""
-        if self.target is not None:
-            return False
-        return self.origin is None or self.origin.file.layout is None or self.dtype is not self.value.dtype or self._is_reshaped
+        """Whether it is for the disk and not there as it is wanted."""
+        in_place = self.origin is not None and self.origin[0].layout is not None and self.value.shape == self.held.shape
+        return self.target is None and (self.is_converted or not in_place)
 
-    @property
-    def _is_reshaped(self) -> bool:
-        return self.value.shape != self.held.shape
+    def release(self) -> None:
+        """Give back the pages that a copy was made from."""
+        if self.origin is not None and self.origin[0].layout is not None and isinstance(self.origin[0].buffer, mmap.mmap):
+            file, name = self.origin
+            assert file.layout is not None
+            entry, start = file.layout.entries[name], file.layout.data_start
+            release_pages(file.buffer, (start + entry.start, start + entry.end))
 
 
 @torch.inference_mode(False)  # weights of that mode could not be used outside of it
 def load_by_device_map(
-    model: torch.nn.Module, source: WeightSource, where: str, targets: ResolvedDeviceMap, wishes: WeightLoadOptions
+    model: torch.nn.Module, source: WeightSource, where: str, targets: ResolvedDeviceMap, options: WeightLoadOptions
 ) -> LoadedWeights:
-    """Loads the weights of `source`; `where` names it in messages. If there is an error, the model has not changed."""
+    """Load the weights of `source`; `where` names it in messages. If there is an error, the model has not changed."""
     files = _open_files(source, where)
     aliases = {**source.aliases, **{other: kept for file in files for other, kept in file.aliases.items()}}
-    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    values = {name: tensor for file in files for name, tensor in file.tensors.items()}
     extra = source.read_extra()
     places = tensor_slots(model)
-    _check_unsharded(places)
+    if sharded := next((slots for held, slots in places if is_sharded(held)), None):
+        raise ConfigError(f"device_map cannot place {sharded[0][0]}: it is divided over processes already. Load it without device_map.")
     tied = tied_names(model, places)
-    report = check_fit(model, tensors, aliases, extra, tied=tied)
+    report = check_fit(model, values, aliases, extra, tied=tied)
     report.demand_values(model, where)
-    report.demand(where, type(model).__name__, strict=wishes.strict)
-    state: Mapping[str, Any] = arrange_state_dict(model, tensors, aliases, extra, report, strict=wishes.strict, tied=tied)
-    known: Callable[[torch.Tensor], Any] = id
+    report.demand(where, type(model).__name__, strict=options.strict)
+    state: Mapping[str, Any] = arrange_state_dict(model, values, aliases, extra, report, strict=options.strict, tied=tied)
+    identity: Callable[[torch.Tensor], Any] = id
     if _needs_own_loading(model, report, extra):
-        state, known = _load_through_model(model, state, places), memory_identity
-    origins = {known(tensors[name]): _Origin(file, name) for file in files for name in file.tensors}
-    steps = [*_plan_loads(places, state, targets, wishes, lambda value: origins.get(known(value)))]
-    to_write = [step for step in steps if step.is_written]
-    if to_write and wishes.folder is None:
-        raise ConfigError(_folder_error(to_write[0], len(to_write), where))
-    _warn_conversions(steps, where, wishes)
-    with _progress(steps) as done, torch.no_grad():
-        written = _write_converted(to_write, wishes.folder, done) if to_write and wishes.folder else {}
-        index = {name: _index_entry(step, written, wishes) for step in steps if step.target is None for name in step.names}
-        for step in steps:
-            _place_tensor(step)
-            if step.is_copied:
-                _release_pages(step)
-                done(step.value.nbytes)
+        state, identity = _load_through_model(model, state, places), memory_identity
+    origins = {identity(values[name]): (file, name) for file in files for name in file.tensors}
+    tensors = list(_plan_loads(places, state, targets, options, lambda value: origins.get(identity(value))))
+    to_write = [tensor for tensor in tensors if tensor.is_written]
+    if to_write and options.folder is None:
+        raise ConfigError(_explain_needed_folder(to_write, where))
+    _warn_conversions(tensors, where, options)
+    total = sum(tensor.value.nbytes if tensor.is_copied else tensor.nbytes for tensor in tensors if tensor.is_copied or tensor.is_written)
+    with bar(total, "loading", "B") as shown, torch.no_grad():
+        written = _write_converted(to_write, options.folder, shown.update) if options.folder is not None else {}
+        index = {
+            slot.name: _index_entry(tensor, written, options.folder)
+            for tensor in tensors
+            if tensor.target is None
+            for slot in tensor.slots
+        }
+        for tensor in tensors:
+            _place_tensor(tensor)
+            if tensor.is_copied:
+                tensor.release()
+                shown.update(tensor.value.nbytes)
     return LoadedWeights(report, index, written)
 
 
 def _open_files(source: WeightSource, where: str) -> list[WeightFile]:
-    """All files, mapped. Sizes and headers are checked; checksums are not, as that would read everything."""
+    """Map all files. Sizes and headers are checked; checksums are not, as that would read everything."""
     files = [source.open(name, verify=False) for name in source.files]
     homes: dict[str, str] = {}
     for name, file in zip(source.files, files, strict=True):
@@ -176,13 +185,8 @@ def _open_files(source: WeightSource, where: str) -> list[WeightFile]:
     return files
 
 
-def _check_unsharded(places: Iterable[TensorSlots]) -> None:
-    if divided := next((where for held, where in places if is_sharded(held)), None):
-        raise ConfigError(f"device_map cannot place {divided[0][0]}: it is divided over processes already. Load it without device_map.")
-
-
 def _needs_own_loading(model: torch.nn.Module, report: LoadReport, extra: Mapping[str, Any]) -> bool:
-    """Whether only the model itself knows what becomes of the weights: it renames them, keeps other state, or makes up what is missing."""
+    """Return whether only the model's own load_state_dict will do: it renames keys, has other state, or fills in what is missing."""
     if may_rename_keys(model) or extra.keys() - {METADATA}:
         return True
     plain = torch.nn.Module._load_from_state_dict
@@ -191,7 +195,7 @@ def _needs_own_loading(model: torch.nn.Module, report: LoadReport, extra: Mappin
 
 
 def _load_through_model(model: torch.nn.Module, state: Mapping[str, Any], places: Sequence[TensorSlots]) -> dict[str, Any]:
-    """The weights as the model itself places them, under the names that they have in it; the model keeps what it has for now."""
+    """Return the weights as the model's own load_state_dict places them, by name; the model keeps what it has for now."""
     found: dict[str, Any] = {}
     try:
         model.load_state_dict(state, strict=False, assign=True)
@@ -215,148 +219,121 @@ def _plan_loads(
     places: Iterable[TensorSlots],
     state: Mapping[str, Any],
     targets: ResolvedDeviceMap,
-    wishes: WeightLoadOptions,
-    origin_of: Callable[[torch.Tensor], _Origin | None],
-) -> Iterator[_TensorLoad]:
-    taken: dict[Any, Any] = {}
+    options: WeightLoadOptions,
+    origin_of: Callable[[torch.Tensor], tuple[WeightFile, str] | None],
+) -> Iterator[_LoadedTensor]:
+    owners: dict[Any, Any] = {}
     for held, where in places:
         names = [name for name, _ in where]
         value = next((state[name] for name in names if name in state), None)
         if not isinstance(value, torch.Tensor):
             continue
-        target = _target_device(held, where, targets, wishes.offload_buffers)
-        dtype = wishes.dtype_of(names, held, value)
+        slots = []
+        for name, (module, key) in where:
+            is_parameter = key in module._parameters
+            store: dict[str, Any] = module._parameters if is_parameter else module._buffers
+            slots.append(ModuleSlot(name, store, key, held, module, is_parameter or key not in module._non_persistent_buffers_set))
         weight = memory_identity(held)
-        again = taken.setdefault(memory_identity(value), weight) != weight
-        yield _TensorLoad(held, names, [place for _, place in where], value, dtype, target, origin_of(value), again)
-
-
-def _target_device(
-    held: torch.Tensor, where: Sequence[tuple[str, TensorSlot]], targets: ResolvedDeviceMap, offload_buffers: bool
-) -> torch.device | None:
-    """A tied weight that one of its modules keeps in memory is there for all of them; buffers are in memory unless they are offloaded."""
-    found = None
-    for name, _ in where:
-        if not targets.is_away(name):
-            return targets[name]
-        found = found or targets[name]
-    if found is None and not isinstance(held, torch.nn.Parameter):
-        saved = all(key not in module._non_persistent_buffers_set for _, (module, key) in where)
-        return None if offload_buffers and saved else HOST
-    return found
-
-
-def _place_tensor(step: _TensorLoad) -> None:
-    if step.target is None:
-        if not step.held.is_meta or step.held.dtype is not step.dtype:
-            _replace_tensor(step, torch.empty(step.held.shape, dtype=step.dtype, device="meta"))
-        return
-    value = step.value
-    if step.is_copied:
-        value = value.to(step.target, step.dtype, copy=True)
-    if value.shape != step.held.shape:
-        value = value.reshape(step.held.shape)
-    plain = type(step.held) in (torch.Tensor, torch.nn.Parameter) and not step.held.is_inference()
-    if plain and step.held.device == value.device:
-        step.held.data = value  # the same object, so whoever holds it has the weights too
-    else:
-        _replace_tensor(step, value)
-
-
-def _replace_tensor(step: _TensorLoad, value: torch.Tensor) -> None:
-    held = step.held
-    if type(held) is torch.nn.Parameter and not held.__dict__:  # the usual case of what follows
-        made: torch.Tensor = torch.nn.Parameter(value, held.requires_grad)
-    else:
-        made = wrap_like(held, value)
-    for place in step.places:
-        set_tensor(place, made)
-
-
-def _release_pages(step: _TensorLoad) -> None:
-    """The pages that a copy was made from need not stay in memory."""
-    layout = step.origin.file.layout if step.origin else None
-    if step.origin is None or layout is None or not isinstance(step.origin.file.buffer, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    entry = layout.entries[step.origin.name]
-    start = -(-(layout.data_start + entry.start) // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (layout.data_start + entry.end) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > start:
-        step.origin.file.buffer.madvise(mmap.MADV_DONTNEED, start, end - start)
-
-
-# --- what the disk gets -----------------------------------------------------------------------------------------------------
-
-
-def _write_converted(steps: Sequence[_TensorLoad], folder: Path, done: Callable[[int], object]) -> dict[str, IndexEntry]:
-    total = sum(step.value.numel() * step.dtype.itemsize for step in steps)
-    get_logger(__name__).warning(f"{len(steps)} tensors ({convert_bytes(total)}) are written to {folder}: {_why_written(steps[0])}.")
-    files: list[dict[str, OffloadValue]] = []
-    room = 0
-    for step in steps:
-        size = step.value.numel() * step.dtype.itemsize
-        if size > room:
-            files.append({})
-            room = max(_LARGEST_FILE, size)
-        files[-1][step.names[0]] = OffloadValue(step.value.reshape(step.held.shape), step.dtype)
-        room -= size
-    by_name = {step.names[0]: step for step in steps}
-
-    def finished(name: str, size: int) -> None:
-        _release_pages(by_name[name])
-        done(size)
-
-    return write_offload_files(folder, files, done=finished, argument="offload_folder")
-
-
-def _index_entry(step: _TensorLoad, written: Mapping[str, IndexEntry], wishes: WeightLoadOptions) -> IndexEntry:
-    if step.is_written:
-        assert wishes.folder is not None
-        found = written[step.names[0]]
-        return {**found, "safetensors_file": str(wishes.folder.absolute() / found["safetensors_file"])}
-    assert step.origin is not None
-    return make_index_entry(str(Path(step.origin.file.where).absolute()), step.origin.name, step.dtype, step.value.shape)
-
-
-def _why_written(step: _TensorLoad) -> str:
-    if step.dtype is not step.value.dtype:
-        return f"{step.names[0]} is {dtype_name(step.value.dtype)} in the checkpoint and is to be {dtype_name(step.dtype)}"
-    return f"{step.names[0]} does not lie in a safetensors file as the model has it, and only such files are used in place"
-
-
-def _folder_error(step: _TensorLoad, count: int, where: str) -> str:
-    more = f" (and {count - 1} others)" if count > 1 else ""
-    remedy = "Give offload_folder, a folder on a disk with room for them"
-    if step.dtype is not step.value.dtype:
-        remedy += f", or leave them as they are with dtype={dtype_name(step.value.dtype)!r}"
-    return f"device_map puts {step.names[0]}{more} of {where} on the disk, but {_why_written(step)}. {remedy}."
-
-
-def _warn_conversions(steps: Iterable[_TensorLoad], where: str, wishes: WeightLoadOptions) -> None:
-    changed = [step for step in steps if step.target is not None and step.dtype is not step.value.dtype]
-    if changed and wishes.dtype is None:
-        total = sum(step.value.numel() * step.dtype.itemsize for step in changed)
-        old, new = dtype_name(changed[0].value.dtype), dtype_name(changed[0].dtype)
-        get_logger(__name__).warning(
-            f"{where}: {len(changed)} tensors are {old} in the file and {new} in the model; they are converted, which takes "
-            f"{convert_bytes(total)} of memory. Pass dtype={old!r} to use them in place."
+        yield _LoadedTensor(
+            slots=slots,
+            value=value,
+            wanted=options.dtype_of(names, held, value),
+            target=_target_device(slots, targets, options.offload_buffers),
+            origin=origin_of(value),
+            is_shared=owners.setdefault(memory_identity(value), weight) != weight,
         )
 
 
-@contextmanager
-def _progress(steps: Collection[_TensorLoad]) -> Iterator[Callable[[int], object]]:
-    """Says how many bytes have been copied."""
-    total = sum(
-        step.value.nbytes if step.is_copied else step.value.numel() * step.dtype.itemsize
-        for step in steps
-        if step.is_copied or step.is_written
-    )
-    with bar(total, "loading", "B") as shown:
-        yield shown.update
+def _target_device(slots: Sequence[ModuleSlot], targets: ResolvedDeviceMap, offload_buffers: bool) -> torch.device | None:
+    """Return where a tensor is kept: a tied one where one of its modules keeps it in memory; buffers in memory unless offloaded."""
+    devices = [targets[slot.name] for slot in slots]
+    for slot, device in zip(slots, devices, strict=True):
+        if not targets.is_offloaded(slot.name):
+            return device
+    found = next((device for device in devices if device is not None), None)
+    if found is None and not slots[0].is_parameter:
+        return None if offload_buffers and all(slot.persistent for slot in slots) else HOST
+    return found
+
+
+def _place_tensor(tensor: _LoadedTensor) -> None:
+    held, value = tensor.held, tensor.value
+    if tensor.target is None:
+        if not held.is_meta or held.dtype is not tensor.wanted:
+            _replace_tensor(tensor, torch.empty(held.shape, dtype=tensor.wanted, device="meta"))
+        return
+    if tensor.is_copied:
+        value = value.to(tensor.target, tensor.wanted, copy=True)
+    if value.shape != held.shape:
+        value = value.reshape(held.shape)
+    if type(held) in (torch.Tensor, torch.nn.Parameter) and not held.is_inference() and held.device == value.device:
+        held.data = value  # the same object, so whoever holds it has the weights too
+    else:
+        _replace_tensor(tensor, value)
+
+
+def _replace_tensor(tensor: _LoadedTensor, value: torch.Tensor) -> None:
+    held = tensor.held
+    if type(held) is torch.nn.Parameter and not held.__dict__:  # the usual case of what follows, and faster
+        tensor.put(torch.nn.Parameter(value, held.requires_grad))
+    else:
+        tensor.put(wrap_like(held, value))
+
+
+# --- the disk ----------------------------------------------------------------------------------------------------------------
+
+
+def _write_converted(tensors: Sequence[_LoadedTensor], folder: Path, done: Callable[[int], object]) -> dict[str, dict[str, Any]]:
+    if not tensors:
+        return {}
+    total = convert_bytes(sum(tensor.nbytes for tensor in tensors))
+    get_logger(__name__).warning(f"{len(tensors)} tensors ({total}) are written to {folder}: {_why_written(tensors[0])}.")
+
+    def finish(tensor: Any) -> None:
+        tensor.release()
+        done(tensor.nbytes)
+
+    files = group_by_size([[tensor] for tensor in tensors], _LARGEST_FILE)
+    return write_offload_files(folder, files, done=finish, argument="offload_folder")
+
+
+def _index_entry(tensor: _LoadedTensor, written: Mapping[str, dict[str, Any]], folder: Path | None) -> dict[str, Any]:
+    if tensor.is_written:
+        assert folder is not None
+        found = written[tensor.name]
+        return {**found, "safetensors_file": str(folder.absolute() / found["safetensors_file"])}
+    assert tensor.origin is not None
+    file, name = tensor.origin
+    return make_index_entry(str(Path(file.where).absolute()), name, tensor.wanted, tensor.value.shape)
+
+
+def _why_written(tensor: _LoadedTensor) -> str:
+    if tensor.is_converted:
+        return f"{tensor.name} is {dtype_name(tensor.value.dtype)} in the checkpoint and is to be {dtype_name(tensor.wanted)}"
+    return f"{tensor.name} does not lie in a safetensors file as the model has it, and only such files are used in place"
+
+
+def _explain_needed_folder(tensors: Sequence[_LoadedTensor], where: str) -> str:
+    first = tensors[0]
+    more = f" (and {len(tensors) - 1} others)" if len(tensors) > 1 else ""
+    remedy = "Give offload_folder, a folder on a disk with room for them"
+    if first.is_converted:
+        remedy += f", or leave them as they are with dtype={dtype_name(first.value.dtype)!r}"
+    return f"device_map puts {first.name}{more} of {where} on the disk, but {_why_written(first)}. {remedy}."
+
+
+def _warn_conversions(tensors: Iterable[_LoadedTensor], where: str, options: WeightLoadOptions) -> None:
+    changed = [tensor for tensor in tensors if tensor.target is not None and tensor.is_converted]
+    if changed and options.dtype is None:
+        old, new = dtype_name(changed[0].value.dtype), dtype_name(changed[0].wanted)
+        get_logger(__name__).warning(
+            f"{where}: {len(changed)} tensors are {old} in the file and {new} in the model; they are converted, which takes "
+            f"{convert_bytes(sum(tensor.nbytes for tensor in changed))} of memory. Pass dtype={old!r} to use them in place."
+        )
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of one file (safetensors, or of torch.save), mapped; with a device map each on its device, those for the disk mapped.
+    """Return the tensors of one file (safetensors, or of torch.save), mapped; with a device map, each on its device.
 
     >>> import tempfile
     >>> from slipstream.checkpoint.model_io import save_model
@@ -390,7 +367,7 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> LoadReport:
-    """Loads weights into a model, wherever its tensors are; those on the meta device get memory.
+    """Load weights into a model, wherever its tensors are; those on the meta device get memory.
 
     `checkpoint` is a file (safetensors, or of torch.save), an index, or a folder: one of `save_model`, of `save_state`, or of another
     library. Names that are missing or unexpected are a warning, or an error with `strict=True`, or if they would leave weights on the meta
@@ -410,13 +387,12 @@ def load_checkpoint_in_model(
     LoadReport(missing=(), unexpected=(), mismatched={}, renamed={})
     """
     _refuse_options(offload_8bit_bnb, full_state_dict, broadcast_from_rank0)
-    wishes = _load_options(model, "load_checkpoint_in_model", dtype, keep_in_fp32_modules, offload_buffers, strict, offload_folder)
+    options = _load_options(model, "load_checkpoint_in_model", dtype, keep_in_fp32_modules, offload_buffers, strict, offload_folder)
     if device_map is None:
-        _warn_unused(offload_folder=offload_folder is not None, offload_buffers=offload_buffers)
+        _warn_unused({"offload_folder": offload_folder, "offload_buffers": offload_buffers})
         return load_weights(model, checkpoint, dtype, keep_in_fp32_modules, strict=strict)
     path = check_local_path(checkpoint, "checkpoint")
-    found = _load(unwrap_module(model), path, _checked_mapping(device_map), wishes, folder_is_needed=True)
-    return found.report
+    return _load(unwrap_module(model), path, _checked_mapping(device_map), options, folder_is_needed=True).report
 
 
 def load_checkpoint_and_dispatch(
@@ -438,7 +414,7 @@ def load_checkpoint_and_dispatch(
     *,
     limit: int | str | None = None,
 ) -> torch.nn.Module:
-    """Loads weights by a device map, and attaches what brings those that are offloaded to their modules; the same model comes back.
+    """Load weights by a device map, attach hooks that bring the offloaded ones to their modules, and return the same model.
 
     `device_map` is a dict, or how it is to be found: "auto" and "balanced" fill accelerators evenly, "balanced_low_0" leaves the first
     one free for other things, "sequential" fills one after the other; `max_memory` says what each device may hold. Without one the
@@ -456,62 +432,47 @@ def load_checkpoint_and_dispatch(
     (torch.Size([1, 1]), True)
     """
     _refuse_options(False, full_state_dict, broadcast_from_rank0)
-    wishes = _load_options(model, "load_checkpoint_and_dispatch", dtype, None, offload_buffers, strict, offload_folder)
+    options = _load_options(model, "load_checkpoint_and_dispatch", dtype, None, offload_buffers, strict, offload_folder)
     if device_map is None:
-        _warn_unused(
-            max_memory=max_memory is not None,
-            no_split_module_classes=no_split_module_classes is not None,
-            offload_folder=offload_folder is not None,
-            offload_buffers=offload_buffers,
-            skip_keys=skip_keys is not None,
-            preload_module_classes=preload_module_classes is not None,
-            force_hooks=force_hooks,
-            limit=limit is not None,
-        )
+        given = {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes, "offload_folder": offload_folder}
+        others = {"skip_keys": skip_keys, "preload_module_classes": preload_module_classes, "force_hooks": force_hooks, "limit": limit}
+        _warn_unused({**given, "offload_buffers": offload_buffers, **others})
         load_weights(model, checkpoint, dtype, strict=strict)
         return model
     inner = unwrap_module(model)
     warn_unknown_classes(inner, preload_module_classes, "preload_module_classes")
-    device_map = _find_device_map(inner, device_map, max_memory, no_split_module_classes, wishes)
-    found = _load(inner, check_local_path(checkpoint, "checkpoint"), device_map, wishes)
+    if isinstance(device_map, str):
+        dtype = options.dtype
+        device_map = plan_device_map(inner, device_map, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers)
+    else:
+        warn_unknown_classes(inner, no_split_module_classes, "no_split_module_classes")
+        _warn_unused({"max_memory": max_memory}, "with a device map that is a dict")
+    path, device_map = check_local_path(checkpoint, "checkpoint"), _checked_mapping(device_map)
+    found = _load(inner, path, device_map, options)
     whole = [*(preload_module_classes or ()), *parse_class_names(no_split_module_classes)]
-    given = WeightSources({}, found.index, {}, wishes.folder)
-    dispatch_checked(inner, device_map, ResolvedDeviceMap(device_map), given, offload_buffers, skip_keys, whole, force_hooks, limit)
+    sources = {"index": found.index, "folder": options.folder, "offload_buffers": offload_buffers, "skip_keys": skip_keys}
+    dispatch_checked(inner, device_map, ResolvedDeviceMap(device_map), whole, force_hooks, limit, **sources)
     return model
 
 
-def _find_device_map(
-    model: torch.nn.Module,
-    device_map: str | Mapping[str, Any],
-    max_memory: Mapping[Any, Any] | None,
-    no_split_module_classes: Collection[str] | None,
-    wishes: WeightLoadOptions,
-) -> Mapping[str, Any]:
-    if isinstance(device_map, str):
-        return plan_device_map(model, device_map, max_memory, no_split_module_classes, wishes.dtype, offload_buffers=wishes.offload_buffers)
-    warn_unknown_classes(model, no_split_module_classes, "no_split_module_classes")
-    _warn_unused(max_memory=max_memory is not None, why="with a device map that is a dict")
-    return _checked_mapping(device_map)
-
-
 def _load(
-    model: torch.nn.Module, path: Path, device_map: Mapping[str, Any], wishes: WeightLoadOptions, *, folder_is_needed: bool = False
+    model: torch.nn.Module, path: Path, device_map: Mapping[str, Any], options: WeightLoadOptions, *, folder_is_needed: bool = False
 ) -> LoadedWeights:
     targets = ResolvedDeviceMap(device_map)
     check_device_map(model, device_map)
-    if folder_is_needed and wishes.folder is None and None in targets.entries.values():
+    if folder_is_needed and options.folder is None and None in targets.entries.values():
         name = next(name for name, target in targets.entries.items() if target is None)
         raise ConfigError(
             f"device_map puts {name or 'the whole model'} on the disk: give offload_folder, or call load_checkpoint_and_dispatch, "
             "which needs none where the files can be used as they are."
         )
     with _gc_paused():
-        found = load_by_device_map(model, find_weights(path), str(path), targets, wishes)
-    if found.written and wishes.folder is not None:
-        save_offload_index(found.written, wishes.folder)
+        found = load_by_device_map(model, find_weights(path), str(path), targets, options)
+    if found.written and options.folder is not None:
+        save_offload_index(found.written, options.folder)
     if found.index or hasattr(model, INDEX_ATTRIBUTE):
         setattr(model, INDEX_ATTRIBUTE, found.index)
-    if has_offloaded_modules(model):  # its hooks would go on bringing the weights from before
+    if has_offloaded_modules(model):  # its hooks would still bring the weights from before
         keep_in_memory(model, but=found.index)
         if folder_is_needed:
             get_logger(__name__).warning("The model was dispatched before, and is not any more: call dispatch_model to place it anew.")
@@ -520,7 +481,7 @@ def _load(
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """Hundreds of thousands of objects are made here, and all are kept: to look for garbage among them takes a third of the time."""
+    """Pause garbage collection: hundreds of thousands of objects are made and kept, and collections took a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -568,6 +529,6 @@ def _refuse_options(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_fro
         )
 
 
-def _warn_unused(why: str = "without a device_map", **given: bool) -> None:
-    if unused := [name for name, is_given in given.items() if is_given]:
+def _warn_unused(given: Mapping[str, Any], why: str = "without a device_map") -> None:
+    if unused := [name for name, value in given.items() if value is not None and value is not False]:
         get_logger(__name__).warning(f"{', '.join(unused)} changes nothing {why}.")

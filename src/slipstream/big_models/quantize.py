@@ -8,18 +8,18 @@ already, nothing to convert. Quantized models are for inference.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from slipstream.big_models.device_map.budget import ResolvedDeviceMap, get_balanced_memory
-from slipstream.big_models.device_map.plan import check_device_map, infer_auto_device_map
+from slipstream.big_models.device_map.plan import STRATEGIES, plan_device_map
 from slipstream.big_models.device_map.sizes import find_tied_parameters
-from slipstream.big_models.dispatch import dispatch_model
+from slipstream.big_models.device_map.validation import ResolvedDeviceMap, check_device_map
+from slipstream.big_models.dispatch import dispatch_model, has_offloaded_modules
+from slipstream.big_models.hooks.weight_swap import find_slots
 from slipstream.big_models.load import WeightLoadOptions, load_by_device_map
-from slipstream.big_models.previous_dispatch import has_offloaded_modules
 from slipstream.big_models.quantization_config import (
     BitsandbytesConverter,
     BnbQuantizationConfig,
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """The modules that lose most by being quantised: the one that makes the output, and those with tied weights.
+    """Return the modules that lose most by quantization: the output head, and those with tied weights.
 
     >>> get_keys_to_not_convert(nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 4)))
     ['2']
@@ -56,7 +56,7 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def _output_head(model: nn.Module) -> str | None:
-    """The module that makes the output: the one that the model names, else its last linear layer; a model without a head has none."""
+    """Return the output head: the one that the model names, else its last linear layer; None for a model without a head."""
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     ask = getattr(model, "get_output_embeddings", None)
     if not callable(ask):
@@ -72,7 +72,7 @@ def _output_head(model: nn.Module) -> str | None:
 
 
 def is_within_any(name: str, parts: Collection[str]) -> bool:
-    """Whether a module is one of those named, or within one of them.
+    """Return whether a module is one of those named, or within one of them.
 
     >>> is_within_any("model.lm_head", ["lm_head"]), is_within_any("model.lm_head_2", ["lm_head"])
     (True, False)
@@ -81,7 +81,7 @@ def is_within_any(name: str, parts: Collection[str]) -> bool:
 
 
 def find_skipped_modules(model: nn.Module, config: QuantizationConfig) -> list[str]:
-    """Names of modules that stay as they are."""
+    """Return the names of modules that are not quantized."""
     skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
     kept = config.keep_in_fp32_modules or []
     known = [name for name, _ in model.named_modules()]
@@ -91,27 +91,17 @@ def find_skipped_modules(model: nn.Module, config: QuantizationConfig) -> list[s
     return [*skipped, *kept]
 
 
-def select_layers(model: nn.Module, spared_names: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers to convert; a class of the user's own that derives from Linear may compute something else, and stays."""
+def select_layers(model: nn.Module, skipped: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers to convert; a subclass of Linear may compute something else, and stays."""
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and not is_within_any(name, spared_names):
+        if type(module) is nn.Linear and not is_within_any(name, skipped):
             yield name, module
-
-
-_STRATEGIES: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class _Converter(Protocol):
     def refuses(self, layer: nn.Linear) -> str: ...
 
     def convert(self, layer: nn.Linear, device: torch.device, dtype: torch.dtype) -> nn.Module: ...
-
-
-class _StoredDtypes(WeightLoadOptions):
-    """Weights as they are in the file; they are converted as their layer's turn comes."""
-
-    def dtype_of(self, names: Iterable[str], held: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-        return value.dtype if value.is_floating_point() and held.is_floating_point() else held.dtype
 
 
 def load_and_quantize_model(
@@ -124,7 +114,7 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Gives the linear layers of a model weights of 8 or 4 bits, in place, and gives the model back, ready for inference.
+    """Quantize the linear layers of a model to 8 or 4 bits, in place, and return the model, ready for inference.
 
     The config is a `BnbQuantizationConfig` or a `TorchaoQuantizationConfig`. `weights_location` is a file, an index or a folder of weights,
     for a model that was made under `init_empty_weights` or otherwise; without it the weights that the model has are converted.
@@ -141,11 +131,11 @@ def load_and_quantize_model(
     names = find_skipped_modules(model, config)
     layers = dict(select_layers(model, names))
     places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
-    targets = _targets(model, places)
+    targets = _resolve_devices(model, places)
     if offload_folder is not None:
         get_logger(__name__).warning("offload_folder changes nothing: quantised weights stay in memory.")
-    scheme = _converter_for(config)
-    if refused := {name: why for name, layer in layers.items() if (why := scheme.refuses(layer))}:
+    converter: _Converter = BitsandbytesConverter(config) if isinstance(config, BnbQuantizationConfig) else TorchaoConverter(config)
+    if refused := {name: why for name, layer in layers.items() if (why := converter.refuses(layer))}:
         name, why = next(iter(refused.items()))
         get_logger(__name__).warning(f"{len(refused)} of {len(layers)} linear layers stay as they are, such as {name}: {why}.")
     if len(refused) == len(layers):
@@ -153,16 +143,18 @@ def load_and_quantize_model(
     types = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     if weights_location is not None:
         path = check_local_path(weights_location, "weights_location")
-        load_by_device_map(model, find_weights(path), str(path), ResolvedDeviceMap({"": CPU.type}), _StoredDtypes())
+        load_by_device_map(model, find_weights(path), str(path), ResolvedDeviceMap({"": CPU.type}), WeightLoadOptions(as_stored=True))
     _demand_weights(model, weights_location)
     kept = config.keep_in_fp32_modules or []
     taken = [name for name in layers if name not in refused]
-    seats = _parents_of_modules(model)
+    parents = _parents_of_modules(model)
     with bar(len(taken), "quantising", "layer") as shown:
         for name in taken:
             device, layer = targets[name], layers.pop(name)
             assert device is not None  # the disk was refused
-            _replace_module(seats[id(layer)], scheme.convert(layer, device, config.torch_dtype or types[f"{name}.weight"]))
+            made = converter.convert(layer, device, config.torch_dtype or types[f"{name}.weight"])
+            for parent, key in parents[id(layer)]:
+                parent._modules[key] = made
             del layer
             shown.update()
     _place_unconverted(model, targets, types, config.torch_dtype, kept, converted=set(taken))
@@ -197,10 +189,6 @@ def _checked_config(model: Any, config: Any) -> QuantizationConfig:
     return config
 
 
-def _converter_for(config: QuantizationConfig) -> _Converter:
-    return BitsandbytesConverter(config) if isinstance(config, BnbQuantizationConfig) else TorchaoConverter(config)
-
-
 def _why_none(layers: Mapping[str, nn.Linear], refused: Mapping[str, str], names: Collection[str]) -> str:
     if layers:
         return next(iter(refused.values()))
@@ -219,17 +207,12 @@ def _demand_weights(model: nn.Module, location: Any) -> None:
 
 
 def _parents_of_modules(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each module stands in others: more than once if it is shared."""
+    """Return the parents of each module, by id: several if it is shared."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():
             found.setdefault(id(child), []).append((parent, name))
     return found
-
-
-def _replace_module(seats: Iterable[tuple[nn.Module, str]], made: nn.Module) -> None:
-    for parent, name in seats:
-        parent._modules[name] = made
 
 
 def _place_unconverted(
@@ -241,27 +224,22 @@ def _place_unconverted(
     *,
     converted: Collection[str],
 ) -> None:
-    """What is not converted gets its type and its device; tied weights stay one."""
+    """Convert and move what is not quantized; tied weights stay one."""
     made: dict[int, torch.Tensor] = {}
-    for path, module in model.named_modules():
+    for slot in find_slots(model, recurse=True):
+        path, tensor = slot.name.rpartition(".")[0], slot.tensor
         if path in converted:
             continue
-        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for place in places:
-            for last, tensor in list(place.items()):
-                if tensor is None:
-                    continue
-                name = f"{path}.{last}" if path else last
-                wanted = tensor.dtype if not tensor.is_floating_point() else dtype or types.get(name, tensor.dtype)
-                if tensor.is_floating_point() and is_within_any(path, kept):
-                    wanted = torch.float32
-                if id(tensor) not in made:
-                    made[id(tensor)] = _convert_tensor(tensor, targets[name], wanted)
-                place[last] = made[id(tensor)]
+        wanted = tensor.dtype
+        if tensor.is_floating_point():
+            wanted = torch.float32 if is_within_any(path, kept) else dtype or types.get(slot.name, tensor.dtype)
+        if id(tensor) not in made:
+            made[id(tensor)] = _convert_tensor(tensor, targets[slot.name], wanted)
+        slot.store[slot.key] = made[id(tensor)]
 
 
 def _warn_dtype_change(config: QuantizationConfig, types: Mapping[str, torch.dtype]) -> None:
-    """Says that the model takes other inputs now, if nobody asked for that."""
+    """Warn that the model takes inputs of another dtype now, if nobody asked for that."""
     made = config.unasked_dtype if isinstance(config, BnbQuantizationConfig) else None
     before = next((dtype for dtype in types.values() if dtype.is_floating_point and dtype is not made), None)
     if made is not None and before is not None:
@@ -290,7 +268,7 @@ def get_quantized_model_device_map(
     max_memory: Mapping[Any, Any] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """A device map in which weights count with the bits that they will have.
+    """Return a device map in which weights count with the bits that they will have.
 
     >>> from slipstream.big_models.quantization_config import TorchaoQuantizationConfig
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -298,29 +276,22 @@ def get_quantized_model_device_map(
     {'': 'cpu'}
     """
     config = bnb_quantization_config
-    unused = [
-        name for name, given in (("max_memory", max_memory), ("no_split_module_classes", no_split_module_classes)) if given is not None
-    ]
-    if unused and not isinstance(device_map, str):
+    if isinstance(device_map, str):
+        dtypes = _planned_dtypes(model, config) if device_map in STRATEGIES else None
+        return plan_device_map(model, device_map, max_memory, no_split_module_classes, special_dtypes=dtypes)
+    given = {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes}
+    if unused := [name for name, value in given.items() if value is not None]:
         get_logger(__name__).warning(f"{' and '.join(unused)} changes nothing without a device_map that is to be found, such as 'auto'.")
     if device_map is None:
         family = best_family()
         return {"": CPU.type if family is CPU else device_for(family)}
-    if not isinstance(device_map, str):
-        if not isinstance(device_map, Mapping):
-            raise ConfigError(f"device_map={device_map!r} is neither a dict nor one of {', '.join(map(repr, _STRATEGIES))}.")
-        return dict(device_map)
-    if device_map not in _STRATEGIES:
-        raise ConfigError(f"device_map={device_map!r} is no way to find one. Write one of {', '.join(map(repr, _STRATEGIES))}, or a dict.")
-    sizes = _planned_types(model, config)
-    if device_map != "sequential":
-        low = device_map == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, special_dtypes=sizes, low_zero=low)
-    return infer_auto_device_map(model, max_memory, no_split_module_classes, special_dtypes=sizes)
+    if not isinstance(device_map, Mapping):
+        raise ConfigError(f"device_map={device_map!r} is neither a dict nor one of {', '.join(map(repr, STRATEGIES))}.")
+    return dict(device_map)
 
 
-def _planned_types(model: nn.Module, config: QuantizationConfig) -> dict[str, Any]:
-    """The type of every parameter as it will be."""
+def _planned_dtypes(model: nn.Module, config: QuantizationConfig) -> dict[str, Any]:
+    """Return the dtype of every parameter as it will be."""
     small = {f"{name}.weight" for name, _ in select_layers(model, find_skipped_modules(model, config))}
     wide = config.keep_in_fp32_modules or []
     types: dict[str, Any] = {}
@@ -330,11 +301,11 @@ def _planned_types(model: nn.Module, config: QuantizationConfig) -> dict[str, An
     return types
 
 
-def _targets(model: nn.Module, device_map: Mapping[str, Any]) -> ResolvedDeviceMap:
+def _resolve_devices(model: nn.Module, device_map: Mapping[str, Any]) -> ResolvedDeviceMap:
     check_device_map(model, device_map)
     targets = ResolvedDeviceMap(device_map)
     for name, device in targets.entries.items():
-        if device is None or (device.type == CPU.type and targets.main.type != CPU.type):
+        if targets.is_offloaded(name):
             where = "the disk" if device is None else "main memory beside an accelerator"
             raise ConfigError(
                 f"device_map puts {name or 'the whole model'} into {where}, and quantised weights are not offloaded. "
@@ -352,11 +323,11 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Puts layers of bitsandbytes in the place of linear ones, with their weights if they have any; the model comes back.
+    """Replace linear layers by those of bitsandbytes, with their weights if they have any, and return the model.
 
     `current_key_name` is the path of `model` within a larger one, whose names `modules_to_not_convert` may mean.
     """
-    scheme = BitsandbytesConverter(bnb_quantization_config)
+    converter = BitsandbytesConverter(bnb_quantization_config)
     prefix = ".".join(current_key_name or ())
     names = find_skipped_modules(model, bnb_quantization_config) if modules_to_not_convert is None else modules_to_not_convert
     layers = [
@@ -366,14 +337,16 @@ def replace_with_bnb_layers(
     ]
     if not layers:
         get_logger(__name__).warning(f"No layer of {type(model).__name__} was converted: it has no linear layers but those to leave alone.")
-    seats = _parents_of_modules(model)
+    parents = _parents_of_modules(model)
     for _, layer in layers:
-        _replace_module(seats[id(layer)], scheme.convert(layer, layer.weight.device, bnb_quantization_config.torch_dtype))
+        made = converter.convert(layer, layer.weight.device, bnb_quantization_config.torch_dtype)
+        for parent, name in parents[id(layer)]:
+            parent._modules[name] = made
     return model
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """The device of a module: that of its first parameter.
+    """Return the device of a module: that of its first parameter.
 
     >>> get_parameter_device(nn.Linear(2, 2))
     device(type='cpu')
@@ -393,9 +366,9 @@ def quantize_and_offload_8bit(
     offload_index: dict[str, Any],
     fp16_statistics: torch.Tensor | None,
 ) -> None:
-    """Parks one weight in a folder in 8 bits, with the scales of its rows beside it as `SCB`, and leaves nothing of it in the model.
+    """Offload one weight to a folder in 8 bits, with the scales of its rows as `SCB`, and leave a meta tensor in the model.
 
-    `fp16_statistics` are the scales of a weight that is in 8 bits already. Other tensors than weights are parked as `new_dtype`.
+    `fp16_statistics` are the scales of a weight that is in 8 bits already. Other tensors than weights are written as `new_dtype`.
     """
     path, _, last = param_name.rpartition(".")
     module = model.get_submodule(path)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.big_models.device_map.sizes import parameter_identity, parse_class_names
+from slipstream.big_models.device_map.partition import parameter_identity
+from slipstream.big_models.device_map.validation import parse_class_names
 from slipstream.errors import ConfigError
 from slipstream.files.sizes import parse_size
 

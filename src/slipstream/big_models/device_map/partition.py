@@ -9,29 +9,46 @@ No tensor is read or moved here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from slipstream.big_models.device_map.sizes import Sizer, list_module_parts, parameter_identity
+from slipstream.checkpoint.tensor_bytes import memory_identity
 
 __all__ = [
-    "LARGEST_BLOCK", "ModelPieces", "OffloadBlock", "Piece", "PieceGroup", "divide_model", "find_composite", "find_offload_blocks",
-    "is_called",
+    "LARGEST_BLOCK", "ModelPieces", "Piece", "PieceGroup", "Sizer", "divide_model", "find_composite", "find_offload_blocks", "is_called",
+    "list_module_parts", "parameter_identity",
 ]
 
+
+Sizer = Callable[[str, torch.Tensor], int]
+"""Returns the bytes of a tensor, by its name in the model and the tensor itself."""
 
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """They hand the weights of their children to one function, so the children cannot be on different devices; so do modules whose weights
 are computed (`torch.nn.utils.parametrize`)."""
 
 
+def parameter_identity(parameter: torch.Tensor) -> Hashable:
+    """Return a key that is equal for tied parameters, valid while the parameter lives."""
+    if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
+        return memory_identity(parameter)  # type: ignore[no-any-return]
+    return id(parameter)  # other classes may hold their values somewhere else than where they seem to
+
+
+def list_module_parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module | torch.Tensor]]:
+    """Return what a module is divided into, in the order of definition: its own parameters, its children, its own buffers."""
+    start = f"{name}." if name else ""
+    groups: Sequence[Mapping[str, Any]] = (module._parameters, module._modules, module._buffers)
+    return [(start + part, entry) for group in groups for part, entry in group.items() if entry is not None]
+
+
 @dataclass(frozen=True)
 class Piece:
-    """What cannot be divided."""
+    """A part of a model that cannot be divided."""
 
     name: str
     size: int
@@ -60,7 +77,7 @@ class PieceGroup:
 
 
 class _PieceWalk:
-    """One pass over the tree."""
+    """Collects the pieces in one pass over the modules."""
 
     def __init__(self, whole: frozenset[str], bytes_of: Sizer) -> None:
         self.whole = whole
@@ -68,7 +85,7 @@ class _PieceWalk:
         self.pieces: list[Piece] = []
         self.shares: list[dict[Hashable, int]] = []
         """For each piece, the bytes of what others may hold too: parameters by identity, and modules that are met again."""
-        self.hollow: dict[str, int] = {}
+        self.empty_modules: dict[str, int] = {}
         """Modules without tensors, and their numbers in the order of definition."""
 
     def visit(self, name: str, module: nn.Module | torch.Tensor, owner: nn.Module | None = None) -> None:
@@ -84,9 +101,9 @@ class _PieceWalk:
             shared[parameter_identity(module)] = self.bytes_of(name, module)
         else:
             buffers = shared["buffer", id(owner), name.rpartition(".")[2]] = self.bytes_of(name, module)
-        order = len(self.pieces) + len(self.hollow)
+        order = len(self.pieces) + len(self.empty_modules)
         if not shared:
-            self.hollow[name] = order
+            self.empty_modules[name] = order
             return
         self.pieces.append(Piece(name, sum(shared.values()), buffers, order))
         self.shares.append(shared)
@@ -97,7 +114,7 @@ class _PieceWalk:
         return not isinstance(module, _INDIVISIBLE) and "parametrizations" not in module._modules
 
     def _gather(self, name: str, module: nn.Module, shared: dict[Hashable, int]) -> int:
-        """Put what is below into `shared`; the bytes of buffers among it.
+        """Add what is below to `shared` and return the bytes of buffers among it.
 
         A buffer belongs to its module: two modules with one buffer get one each as soon as they are moved.
         """
@@ -119,15 +136,15 @@ class _PieceWalk:
 
 @dataclass(frozen=True)
 class ModelPieces:
-    """A model, taken apart."""
+    """The groups of a model's pieces."""
 
     groups: tuple[PieceGroup, ...]
     """Ordered by their first pieces."""
-    hollow: dict[str, int]
+    empty_modules: dict[str, int]
     """Modules without children and without tensors, and their numbers in the order of definition."""
 
     def orders(self) -> list[tuple[PieceGroup, ...]]:
-        """The order of definition, and those in which the modules around a tied piece come along with it.
+        """Return the order of definition, and those in which the modules around a tied piece go along with it.
 
         A head that is tied to the embedding goes where the embedding goes. What is around it (a norm, a bias) may as well go there too:
         the innermost module around the head, or the one around that, and so on.
@@ -137,7 +154,7 @@ class ModelPieces:
         return list(dict.fromkeys([self.groups, *(self._with_modules(depth) for depth in depths)]))
 
     def _with_modules(self, depth: int) -> tuple[PieceGroup, ...]:
-        """The order in which modules at a depth follow those that are tied to a piece of them."""
+        """Return the order in which modules at a depth follow those that are tied to a piece of them."""
         below: dict[str, list[PieceGroup]] = {}
         for group in self.groups:
             below.setdefault(_ancestor(group.name, depth), []).append(group)
@@ -152,7 +169,7 @@ class ModelPieces:
 
 
 def _ancestor(name: str, depth: int) -> str:
-    """The name of the module around at a depth.
+    """Return the name of the enclosing module at a depth.
 
     >>> _ancestor("model.layers.0.up", 2)
     'model.layers'
@@ -161,7 +178,7 @@ def _ancestor(name: str, depth: int) -> str:
 
 
 def divide_model(model: nn.Module, whole: frozenset[str], bytes_of: Sizer) -> ModelPieces:
-    """The pieces of a model and how they go together; `whole` are names of classes that must not be split.
+    """Return the pieces of a model and their groups; `whole` are names of classes that must not be split.
 
     >>> from slipstream.big_models.device_map.sizes import make_sizer
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.ReLU(), nn.Linear(2, 4, bias=False))
@@ -187,7 +204,7 @@ def divide_model(model: nn.Module, whole: frozenset[str], bytes_of: Sizer) -> Mo
     members: dict[int, list[int]] = {}
     for number in range(len(walk.pieces)):
         members.setdefault(find(number), []).append(number)
-    return ModelPieces(tuple(_make_group(numbers, walk) for numbers in members.values()), walk.hollow)
+    return ModelPieces(tuple(_make_group(numbers, walk) for numbers in members.values()), walk.empty_modules)
 
 
 def _make_group(numbers: list[int], walk: _PieceWalk) -> PieceGroup:
@@ -210,13 +227,6 @@ _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transforme
 """Of the modules of torch itself: those that leave the weights of their children alone."""
 
 
-class OffloadBlock(NamedTuple):
-    """One block: a module with all below it, or (`whole` is False) the tensors that it holds itself."""
-
-    name: str
-    whole: bool
-
-
 def find_offload_blocks(
     model: nn.Module,
     entry_name: str,
@@ -224,28 +234,30 @@ def find_offload_blocks(
     largest: int | None = None,
     whole: Collection[str] = (),
     apart: Collection[str] = (),
-) -> list[OffloadBlock]:
-    """The blocks of the module `entry_name`, in the model's order; those without tensors are left out.
+) -> dict[str, bool]:
+    """Return the blocks of the module `entry_name` by name, in the model's order; those without tensors are left out.
+
+    The value says whether a block is the module with all below it, or only the tensors that it holds itself.
 
     A module is divided if it has more than `largest` bytes, if it is never called itself (a ModuleList), if it is the whole model or has
     a stack of blocks below it (a ModuleList, or a Sequential of modules with parts of their own), or if one of the modules named in
-    `apart` is below it: those are others' business and left out. It is not divided if its class is named in `whole`, or if it uses
+    `apart` is below it: those are left out. It is not divided if its class is named in `whole`, or if it uses
     the weights of its children itself.
 
     >>> model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)})
-    >>> [name for name, _ in find_offload_blocks(model, "")]
-    ['blocks.0', 'blocks.1', 'head']
+    >>> find_offload_blocks(model, "")
+    {'blocks.0': True, 'blocks.1': True, 'head': True}
     """
-    cut = _BlockPartitioner(LARGEST_BLOCK if largest is None else largest, frozenset(whole), frozenset(apart))
+    partitioner = _BlockPartitioner(LARGEST_BLOCK if largest is None else largest, frozenset(whole), frozenset(apart))
     module = model.get_submodule(entry_name)
-    cut.measure(module, entry_name)
+    partitioner.measure(module, entry_name)
     if not entry_name:
-        cut.stacks.add(id(model))  # parts of a whole model are called by themselves too: an encoder, a head
-    return list(cut.parts(module, entry_name))
+        partitioner.stacks.add(id(model))  # parts of a whole model are called by themselves too: an encoder, a head
+    return dict(partitioner.blocks(module, entry_name))
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module can be called at all: a list of modules, or of parameters, is not.
+    """Return whether a module can be called: a list of modules, or of parameters, cannot.
 
     >>> is_called(nn.Linear(1, 1)), is_called(nn.ModuleList())
     (True, False)
@@ -254,7 +266,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def find_composite(modules: Mapping[str, nn.Module], name: str) -> str | None:
-    """The outermost module around (or of) this name that uses weights of the modules below it itself; None if there is none.
+    """Return the outermost module around (or of) this name that uses weights of the modules below it itself; None if there is none.
 
     >>> find_composite(dict(nn.Sequential(nn.MultiheadAttention(2, 1)).named_modules()), "0.out_proj")
     '0'
@@ -275,7 +287,7 @@ class _BlockPartitioner:
         self._seen: set[int] = set()
 
     def measure(self, module: nn.Module, name: str) -> int:
-        """The bytes below a module, remembered for all modules below."""
+        """Return the bytes of a module, and remember those of all modules below it."""
         total = sum(tensor.numel() * tensor.element_size() for tensor in _own_tensors(module))
         for child_name, child in module._modules.items():
             if child is None:
@@ -297,19 +309,19 @@ class _BlockPartitioner:
         inner = [child for child in module.children() if self._bytes[id(child)]]
         return len(inner) > 1 and (not isinstance(module, nn.Sequential) or all(any(child.children()) for child in inner))
 
-    def parts(self, module: nn.Module, name: str) -> Iterator[OffloadBlock]:
+    def blocks(self, module: nn.Module, name: str) -> Iterator[tuple[str, bool]]:
         if id(module) in self._seen or not self._bytes[id(module)]:
             return
         self._seen.add(id(module))
         if not self._divides(module):
-            yield OffloadBlock(name, True)
+            yield name, True
             return
         if any(True for _ in _own_tensors(module)):
-            yield OffloadBlock(name, False)
+            yield name, False
         for child_name, child in module._modules.items():
             full = f"{name}.{child_name}" if name else child_name
             if child is not None and full not in self._apart:
-                yield from self.parts(child, full)
+                yield from self.blocks(child, full)
 
     def _divides(self, module: nn.Module) -> bool:
         if not any(child is not None and self._bytes[id(child)] for child in module._modules.values()):
@@ -331,19 +343,19 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _uses_its_children(module: nn.Module) -> bool:
-    """Whether a module needs weights of children that do not run by themselves."""
+    """Return whether a module needs weights of children that do not run by themselves."""
     return _is_composite(module) or isinstance(module, nn.TransformerEncoder) or any(_is_bare(child) for child in module._modules.values())
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether it is one of torch that hands weights of its children to a function, or computes its own weights from theirs."""
+    """Return whether a module of torch hands weights of its children to a function, or computes its own weights from theirs."""
     of_torch = type(module).__module__.startswith("torch.nn.modules.")
     calls_them = (*_CONTAINERS, nn.TransformerEncoder)
     return (of_torch and not isinstance(module, calls_them)) or "parametrizations" in module._modules
 
 
 def _is_bare(module: nn.Module | None) -> bool:
-    """Whether tensors below are reached without a call of any module: those of a ParameterList, or of a module without forward."""
+    """Return whether tensors below are used without calling a module: those of a ParameterList, or of a module without forward."""
     if module is None or is_called(module):
         return False
     return any(True for _ in _own_tensors(module)) or any(map(_is_bare, module._modules.values()))

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.checkpoint.tensor_bytes import memory_identity
+from slipstream.big_models.device_map.partition import Sizer, list_module_parts, parameter_identity
+from slipstream.big_models.device_map.validation import find_entry, parse_class_names
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
 __all__ = [
-    "CustomDtype", "Sizer", "calculate_maximum_sizes", "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
+    "CustomDtype", "calculate_maximum_sizes", "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
     "compute_module_sizes", "compute_module_total_buffer_size", "dtype_byte_size", "find_tied_parameters", "get_max_layer_size",
-    "get_module_leaves", "get_module_size_with_ties", "get_non_persistent_buffers", "id_tensor_storage", "list_module_parts", "make_sizer",
-    "named_module_tensors", "parameter_identity", "parse_class_names", "retie_parameters", "to_dtype",
+    "get_module_leaves", "get_module_size_with_ties", "get_non_persistent_buffers", "id_tensor_storage", "make_sizer",
+    "named_module_tensors", "retie_parameters", "to_dtype",
 ]
 
 
-Sizer = Callable[[str, torch.Tensor], int]
-"""Gives the bytes of a tensor, by its name in the model and the tensor itself."""
-
-
 class CustomDtype(Enum):
-    """Types of elements that torch has no type of its own for, or none everywhere; for `dtype=` where sizes are asked for."""
+    """Element types for sizes (`dtype=`) that torch does not have, or not everywhere."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -43,7 +40,7 @@ _BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 1 / 2, CustomDtype.INT2: 1 / 4}
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Bytes of one element in memory; a fraction where several elements share a byte.
+    """Return the bytes of one element in memory; a fraction where several elements share a byte.
 
     >>> dtype_byte_size(torch.float32), dtype_byte_size(torch.bool), dtype_byte_size(CustomDtype.INT4)
     (4, 1, 0.5)
@@ -52,7 +49,7 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
 
 def to_dtype(given: Any, name: str = "dtype") -> torch.dtype | CustomDtype:
-    """A type of elements from one, or from its name.
+    """Return an element type from one, or from its name.
 
     >>> to_dtype("float16"), to_dtype("torch.bfloat16"), to_dtype("int4")
     (torch.float16, torch.bfloat16, <CustomDtype.INT4: 'int4'>)
@@ -65,14 +62,14 @@ def to_dtype(given: Any, name: str = "dtype") -> torch.dtype | CustomDtype:
         found = custom or getattr(torch, word, None)
         if isinstance(found, torch.dtype | CustomDtype):
             return found
-    raise ConfigError(f'{name}={given!r} is no type of elements. Write one such as torch.float16, or its name: "float16".')
+    raise ConfigError(f'{name}={given!r} is no element type. Write one such as torch.float16, or its name: "float16".')
 
 
 def make_sizer(dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None) -> Sizer:
-    """The function that gives the bytes of a tensor when weights are converted to `dtype`, and some, by name, to another type.
+    """Return a function from a tensor to its bytes when weights are converted to `dtype`, and some, by name, to another type.
 
-    `dtype` counts for tensors of floating point numbers of two bytes and more: numbers that are whole, or packed into a byte, are
-    indices and quantized weights, which nobody converts.
+    `dtype` applies to floating point tensors of two bytes and more: integers and bytes are indices and quantized weights, which nobody
+    converts.
 
     >>> view_bytes = make_sizer("float16", {"head.weight": "float32"})
     >>> view_bytes("body.weight", torch.zeros(10)), view_bytes("head.weight", torch.zeros(10)), view_bytes("ids", torch.arange(10))
@@ -93,26 +90,13 @@ def make_sizer(dtype: Any = None, special_dtypes: Mapping[str, Any] | None = Non
     return bytes_of
 
 
-def parse_class_names(given: str | Iterable[str] | None) -> frozenset[str]:
-    """`no_split_module_classes` as a set of names.
-
-    >>> sorted(parse_class_names(["Block", "Layer"])), parse_class_names("Block"), parse_class_names(None)
-    (['Block', 'Layer'], frozenset({'Block'}), frozenset())
-    """
-    names = frozenset([given] if isinstance(given, str) else given or ())
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise ConfigError(f'no_split_module_classes has {wrong!r}, which is no name of a class. Write names, as in ["Block"].')
-    return names
-
-
 # --- tensors of a module -----------------------------------------------------------------------------------------------------
 
 
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, with their names; without `recurse` only those that the module itself holds.
+    """Yield parameters, then buffers, with their names; without `recurse` only those that the module itself holds.
 
     `remove_non_persistent` leaves out buffers that are not part of the state dict.
 
@@ -126,7 +110,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of the buffers that are not saved; with `fqns`, the whole names below the module and not the last parts of them."""
+    """Return the names of buffers that are not saved; with `fqns`, their full names below the module."""
     if not recurse:
         return set(module._non_persistent_buffers_set)
     modules = module.named_modules(remove_duplicate=False)
@@ -134,9 +118,9 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """(device, where its memory is, bytes of that memory): equal for tensors that share it, and only for them.
+    """Return (device, address of its memory, bytes of that memory): equal for tensors that share memory, and only for them.
 
-    Tensors without memory (on the meta device) are told apart by the object that stands for it.
+    Tensors without memory (on the meta device) are told apart by their storage object.
 
     >>> a, b = torch.zeros(4), torch.zeros(4, device="meta")
     >>> id_tensor_storage(a) == id_tensor_storage(a.view(2, 2)), id_tensor_storage(b) == id_tensor_storage(torch.zeros(4, device="meta"))
@@ -153,7 +137,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 def compute_module_sizes(
     model: nn.Module, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None, buffers_only: bool = False
 ) -> defaultdict[str, int]:
-    """Bytes of every tensor and of every module, by name; "" is the whole model. What is not there weighs 0.
+    """Return the bytes of every tensor and of every module, by name; "" is the whole model. An unknown name gives 0.
 
     >>> sizes = compute_module_sizes(nn.Sequential(nn.Linear(3, 5), nn.ReLU()))
     >>> sizes[""], sizes["0"], sizes["0.weight"], sizes["1"]
@@ -171,7 +155,7 @@ def compute_module_sizes(
 
 
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None) -> int:
-    """Bytes of all buffers of a model.
+    """Return the bytes of all buffers of a model.
 
     >>> compute_module_total_buffer_size(nn.BatchNorm1d(2))
     24
@@ -180,7 +164,7 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """The names in a table of sizes below which there is no other name.
+    """Return the names in a table of sizes below which there is no other name.
 
     >>> get_module_leaves({"": 5, "a": 5, "a.b": 5, "a.b.weight": 4, "a.b.bias": 1})
     ['a.b.weight', 'a.b.bias']
@@ -194,7 +178,7 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: str | Collection[str] | None,
 ) -> tuple[int, list[str]]:
-    """Bytes of the largest layer among some modules and below them, and the names of all that are so large.
+    """Return the bytes of the largest layer among some modules and below them, and the names of all layers of that size.
 
     A layer is what cannot be divided: a module without children, one of a class that must not be split, or a tensor that a divided
     module holds itself.
@@ -203,14 +187,9 @@ def get_max_layer_size(
     >>> get_max_layer_size(model.named_children(), compute_module_sizes(model), None)
     (80, ['1'])
     """
-    whole = parse_class_names(no_split_module_classes)
-    largest, names = 0, []
-    for name, size in _layers(modules, module_sizes, whole):
-        if size > largest:
-            largest, names = size, [name]
-        elif size == largest and size:
-            names.append(name)
-    return largest, names
+    layers = list(_layers(modules, module_sizes, parse_class_names(no_split_module_classes)))
+    largest = max((size for _, size in layers), default=0)
+    return largest, [name for name, size in layers if size == largest and size]
 
 
 def _layers(
@@ -223,15 +202,8 @@ def _layers(
             yield from _layers(list_module_parts(name, module), sizes, whole)
 
 
-def list_module_parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module | torch.Tensor]]:
-    """What a module is divided into, in the order of definition: its own parameters, its children, its own buffers."""
-    start = f"{name}." if name else ""
-    groups: Sequence[Mapping[str, Any]] = (module._parameters, module._modules, module._buffers)
-    return [(start + part, entry) for group in groups for part, entry in group.items() if entry is not None]
-
-
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of the whole model; and bytes and names of its largest layers, where the model's own `_no_split_modules` are whole.
+    """Return the bytes of the whole model; and bytes and names of its largest layers, where the model's own `_no_split_modules` are whole.
 
     >>> calculate_maximum_sizes(nn.Sequential(nn.Linear(2, 2), nn.Linear(4, 4)))
     (104, (80, ['1']))
@@ -246,7 +218,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, nn.Module]],
 ) -> tuple[int, list[str], list[nn.Module]]:
-    """The bytes of a module together with the modules that share its weights, what they share counted once; their names; they.
+    """Return the bytes of a module with the modules that share its weights, shared ones counted once; their names; these modules.
 
     `tied_params` are the other names of weights of the module, `modules_to_treat` those modules that may hold them.
     """
@@ -263,15 +235,8 @@ def get_module_size_with_ties(
     return size, list(found), list(found.values())
 
 
-def parameter_identity(parameter: torch.Tensor) -> Hashable:
-    """Equal for parameters that are tied. It means nothing any more once the parameter is gone."""
-    if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
-        return memory_identity(parameter)  # type: ignore[no-any-return]
-    return id(parameter)  # other classes may hold their values somewhere else than where they seem to
-
-
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The groups of names that share a parameter, each sorted.
+    """Return the groups of names that share a parameter, each sorted.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> model[1].weight = model[0].weight
@@ -310,7 +275,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether the configuration of a transformers model asks for tied weights, whatever the model does at the moment.
+    """Return whether the config of a transformers model asks for tied weights.
 
     >>> check_tied_parameters_in_config(nn.Linear(2, 2))
     False
@@ -328,20 +293,16 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn of each group of tied weights that a device map takes apart: every device would get a copy, and they drift apart.
+    """Warn of each group of tied weights that a device map puts on different devices: each would get a copy of its own.
 
     >>> check_tied_parameters_on_same_device([["a.weight", "b.weight"]], {"": "cpu"})
     """
     for group in tied_params:
-        places = {name: _entry_device(name, device_map) for name in group}
-        if len(set(map(str, places.values()))) > 1:
+        devices = {name: device_map.get(find_entry(device_map, name) or "") for name in group}
+        if len(set(map(str, devices.values()))) > 1:
             get_logger(__name__).warning(
-                f"These tied parameters are on different devices: {places}. Each device gets a copy of its own; "
+                f"These tied parameters are on different devices: {devices}. Each device gets a copy of its own; "
                 "give them the same device in device_map to keep them one."
             )
 
 
-def _entry_device(name: str, device_map: Mapping[str, Any]) -> Any:
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map.get(name)

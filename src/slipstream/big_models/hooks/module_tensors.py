@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from slipstream.big_models.device_map.budget import HOST, resolve_device
+from slipstream.big_models.device_map.validation import HOST, resolve_device
 from slipstream.big_models.hooks.forward_hooks import AlignDevicesHook, get_hooks
 from slipstream.big_models.hooks.weight_swap import find_slots, find_swappers, normalize_device, wrap_like
 from slipstream.devices.memory import clear_device_cache

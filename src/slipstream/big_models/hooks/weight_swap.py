@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -21,9 +22,9 @@ from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
 
 __all__ = [
-    "Bundle", "MappedBundle", "ModuleSlot", "NAME_ATTRIBUTE", "OWNER_ATTRIBUTE", "PLAIN_TYPES", "PlaceholderBuffer", "PlaceholderOwner",
-    "PlaceholderParameter", "VALUE_ATTRIBUTE", "WeightSwapper", "find_slots", "find_swappers", "is_placeholder", "make_meta_like",
-    "make_placeholder", "normalize_device", "share_memory", "wrap_like",
+    "Bundle", "MappedBundle", "ModuleSlot", "ModuleTensor", "NAME_ATTRIBUTE", "OWNER_ATTRIBUTE", "PLAIN_TYPES", "PlaceholderBuffer",
+    "PlaceholderOwner", "PlaceholderParameter", "VALUE_ATTRIBUTE", "WeightSwapper", "find_slots", "find_swappers", "is_placeholder",
+    "make_meta_like", "make_placeholder", "normalize_device", "share_memory", "wrap_like",
 ]
 
 
@@ -146,6 +147,50 @@ class ModuleSlot(NamedTuple):
     tensor: torch.Tensor
     owner: torch.nn.Module
     persistent: bool
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.store is self.owner._parameters
+
+
+@dataclass(eq=False)
+class ModuleTensor:
+    """A tensor of a model with all its slots, where its values are, and where they go."""
+
+    slots: list[ModuleSlot]
+    offloaded: bool = False
+    target: torch.device | None = None
+    """Where it is kept; None is the disk."""
+    value: torch.Tensor | None = None
+    entry: Mapping[str, Any] | None = None
+    """Where its values lie in a file, if not in `value`."""
+
+    @property
+    def name(self) -> str:
+        return self.slots[0].name
+
+    @property
+    def held(self) -> torch.Tensor:
+        """What the model holds now."""
+        return self.slots[0].tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the value is written to a file."""
+        return self.held.dtype if self.value is None else self.value.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.numel() * self.dtype.itemsize
+
+    @property
+    def is_missing(self) -> bool:
+        return self.entry is None and self.value is None
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Set a tensor in every slot."""
+        for slot in self.slots:
+            slot.store[slot.key] = tensor
 
 
 def find_slots(module: torch.nn.Module, recurse: bool) -> Iterator[ModuleSlot]:

@@ -14,34 +14,33 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from slipstream.big_models.hooks.module_tensors import set_module_tensor_to_device
-from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, DTYPES, dtype_name, require_storable, tensor_bytes
-from slipstream.errors import CheckpointError, MissingCheckpointError
+from slipstream.big_models.hooks.weight_swap import ModuleTensor
+from slipstream.big_models.weight_store.weights import INDEX_NAME, make_index_entry, parse_description, read_index
+from slipstream.checkpoint.tensor_bytes import DTYPES, dtype_name, require_storable, tensor_bytes
+from slipstream.errors import CheckpointError
 from slipstream.files.atomic_files import AtomicFiles
 from slipstream.files.disk import Disk
 from slipstream.files.os_errors import describe_os_error, suggest_remedy
 from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.safetensors_layout import plan_layout
-from slipstream.files.strict_json import dump, parse
+from slipstream.files.strict_json import dump
 
 __all__ = [
-    "IndexEntry", "OffloadValue", "extract_submodules_state_dict", "load_offloaded_weight", "load_offloaded_weights", "make_index_entry",
-    "offload_state_dict", "offload_weight", "save_offload_index", "write_offload_files",
+    "extract_submodules_state_dict", "group_by_size", "load_offloaded_weight", "load_offloaded_weights", "offload_state_dict",
+    "offload_weight", "save_offload_index", "write_offload_files",
 ]
 
 
-_INDEX: Final = "index.json"
-_LARGEST_INDEX: Final = 64 << 20
 _LOCK_SECONDS: Final = 20.0
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_TYPES: Final[Mapping[str, torch.dtype]] = {**{dtype_name(dtype): dtype for dtype in DTYPES}, **BYTE_VIEWED_DTYPES}
 _STATISTICS: Final = "SCB"
 _PathLike = str | os.PathLike[str]
 
@@ -49,7 +48,7 @@ _PathLike = str | os.PathLike[str]
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: _PathLike, index: MutableMapping[str, Any] | None = None
 ) -> MutableMapping[str, Any] | None:
-    """Write one tensor to `<offload_folder>/<weight_name>.dat`, and enter it in `index`, which comes back.
+    """Write one tensor to `<offload_folder>/<weight_name>.dat`, enter it in `index`, and return that.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -80,9 +79,9 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: _PathLike, weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor in a `.dat` file, on the pages of the file itself; `weight_info` is its entry in the index."""
+    """Return the tensor in a `.dat` file as a view of its pages; `weight_info` is its entry in the index."""
     path = Path(weight_file)
-    dtype, shape = _check_description(weight_info, str(path))
+    dtype, shape = parse_description(weight_info, str(path))
     with ConfinedFolder(path.parent) as folder:
         fd = folder.open(path.name)
     try:
@@ -101,7 +100,7 @@ def load_offloaded_weight(weight_file: _PathLike, weight_info: Mapping[str, Any]
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: _PathLike) -> None:
-    """Write `index.json` of a folder; what is in it already stays, unless it has the same name. Several processes may do so at once."""
+    """Merge entries into the `index.json` of a folder, under a lock: several processes may do so at once."""
     if not index:
         return
     folder = Path(offload_folder)
@@ -110,8 +109,8 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: _PathLike) -> N
     with _explain_os_error(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            merged = {**_read_index(folder), **index}
-            Disk().replace_text(folder / _INDEX, dump(merged, indent=2).decode())
+            merged = {**read_index(folder), **index}
+            Disk().replace_text(folder / INDEX_NAME, dump(merged, indent=2).decode())
 
 
 def offload_state_dict(save_dir: _PathLike, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -145,7 +144,7 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any] | No
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, torch.Tensor], submodule_names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The part of a state dict that belongs to some modules, or tensors, by their names.
+    """Return the part of a state dict that belongs to some modules, or tensors, by their names.
 
     >>> list(extract_submodules_state_dict({"a.w": 1, "ab.w": 2, "c": 3}, ["a", "c"]))
     ['a.w', 'c']
@@ -155,14 +154,14 @@ def extract_submodules_state_dict(state_dict: Mapping[str, torch.Tensor], submod
 
 
 def _enclosing_names(key: str) -> Iterator[str]:
-    """A name and those of all modules around it."""
+    """Yield a name and those of all modules around it."""
     while key:
         yield key
         key = key.rpartition(".")[0]
 
 
 def _file_of(name: Any, where: str) -> str:
-    """The file of a weight. Names of weights have dots, not folders."""
+    """Return the file name of a weight. Names of weights have dots, not folders."""
     file = f"{name}.dat" if isinstance(name, str) and name else name
     checked = check_name(file, where)
     if "/" in checked:
@@ -170,33 +169,9 @@ def _file_of(name: Any, where: str) -> str:
     return checked
 
 
-def _check_description(info: Mapping[str, Any], where: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    dtype = _TYPES.get(str(info.get("dtype")))
-    shape = info.get("shape")
-    fits = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
-    if dtype is None or not fits:
-        raise CheckpointError(
-            f"The index describes {where} as {dict(info)!r:.200}, which is no tensor. "
-            "It takes a dtype such as 'float32' and a shape such as [2, 3]."
-        )
-    return dtype, tuple(shape or ())
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    with ConfinedFolder(folder) as held:
-        try:
-            data = held.read(_INDEX, _LARGEST_INDEX)
-        except MissingCheckpointError:
-            return {}
-    known = parse(data, str(folder / _INDEX))
-    if not isinstance(known, dict):
-        raise CheckpointError(f"{folder / _INDEX} is no index of weights, but a {type(known).__name__}. Remove it, or use another folder.")
-    return known
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    disk, path, until = Disk(), folder / f".{_INDEX}.lock", time.monotonic() + _LOCK_SECONDS
+    disk, path, until = Disk(), folder / f".{INDEX_NAME}.lock", time.monotonic() + _LOCK_SECONDS
     held = -1
     while held < 0:
         try:
@@ -228,75 +203,63 @@ def _explain_os_error(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"Weights cannot be offloaded to {folder}: {describe_os_error(error)}. {suggest_remedy(error)}") from error
 
 
-IndexEntry = dict[str, Any]
-"""What an index says of a tensor."""
-
-
-class OffloadValue(NamedTuple):
-    """A tensor that is to be written, and the type that it is to have in the file."""
-
-    tensor: torch.Tensor
-    dtype: torch.dtype
-
-
-def make_index_entry(file: str, name: str, dtype: torch.dtype, shape: Sequence[int]) -> IndexEntry:
-    """The entry of a tensor that stands as `name` in a safetensors file.
-
-    >>> make_index_entry("/models/a.safetensors", "bias", torch.float16, (2,))
-    {'safetensors_file': '/models/a.safetensors', 'weight_name': 'bias', 'dtype': 'float16', 'shape': [2]}
-    """
-    return {"safetensors_file": file, "weight_name": name, "dtype": dtype_name(dtype), "shape": list(shape)}
+def group_by_size(groups: Iterable[Sequence[ModuleTensor]], largest: int) -> list[list[ModuleTensor]]:
+    """Return the tensors of each file: groups stay together, and a file takes further groups up to `largest` bytes."""
+    files: list[list[ModuleTensor]] = []
+    room = -1
+    for group in groups:
+        size = sum(tensor.nbytes for tensor in group)
+        if size > room:
+            files.append([])
+            room = max(largest, size)
+        files[-1] += group
+        room -= size
+    return files
 
 
 def write_offload_files(
     folder: Path,
-    blocks: Sequence[Mapping[str, OffloadValue]],
+    files: Sequence[Sequence[ModuleTensor]],
     *,
-    disk: Disk | None = None,
-    done: Callable[[str, int], object] = lambda name, size: None,
-    argument: str = "the folder for weights on the disk",
-) -> dict[str, IndexEntry]:
-    """Writes each block to a file of its own; the index of all of them, with names of files within the folder.
+    done: Callable[[ModuleTensor], object] = lambda tensor: None,
+    argument: str,
+) -> dict[str, dict[str, Any]]:
+    """Write the values of tensors to files in a folder, which is made if needed; return the index, with file names within the folder.
 
-    `done` is told the name and the bytes of every tensor that has been handed to the disk. The folder is made if it is not there;
-    `argument` is what the caller's user has named it by.
+    `done` is called with every tensor that has been handed to the disk. `argument` is what the user names the folder by.
     """
+    index: dict[str, dict[str, Any]] = {}
     try:
-        return _write_file(folder, blocks, disk or Disk(), done)
+        with AtomicFiles(folder, Disk()) as atomic:
+            for tensors in filter(None, files):
+                # Tensors of one layer stay side by side, unlike in `file_order_key`: they are read together.
+                ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+                for tensor in ordered:
+                    _check_writable(tensor)
+                header, layout = plan_layout(
+                    [(tensor.name, DTYPES[tensor.dtype], tuple(tensor.held.shape)) for tensor in ordered], {"format": "pt"}
+                )
+                file = f"weights-{hashlib.sha256(header).hexdigest()[:16]}.safetensors"
+                atomic.add(file, _value_chunks(header, ordered, done), layout.size)
+                index |= {tensor.name: make_index_entry(file, tensor.name, tensor.dtype, tensor.held.shape) for tensor in ordered}
+            atomic.place()
     except CheckpointError as error:
         if not isinstance(error.__cause__, OSError):
             raise
         raise CheckpointError(f"{argument} cannot take the weights. {error}") from error.__cause__
-
-
-def _write_file(
-    folder: Path, blocks: Sequence[Mapping[str, OffloadValue]], disk: Disk, done: Callable[[str, int], object]
-) -> dict[str, IndexEntry]:
-    index: dict[str, IndexEntry] = {}
-    with AtomicFiles(folder, disk) as files:
-        for block in filter(None, blocks):
-            # Tensors of one layer stay side by side, unlike in `file_order_key`: they are read together.
-            values = dict(sorted(block.items(), key=lambda item: -item[1].dtype.itemsize))
-            for name, value in values.items():
-                _check_writable(name, value)
-            header, layout = plan_layout(
-                [(name, DTYPES[value.dtype], tuple(value.tensor.shape)) for name, value in values.items()], {"format": "pt"}
-            )
-            file = f"weights-{hashlib.sha256(header).hexdigest()[:16]}.safetensors"
-            files.add(file, _value_chunks(header, values, done), layout.size)
-            index |= {name: make_index_entry(file, name, value.dtype, value.tensor.shape) for name, value in values.items()}
-        files.place()
     return index
 
 
-def _check_writable(name: str, value: OffloadValue) -> None:
-    require_storable(value.tensor, name)
-    if value.dtype not in DTYPES:
-        raise CheckpointError(f"{name} is of {value.dtype}, which an offload folder cannot hold. Keep its module in memory.")
+def _check_writable(tensor: ModuleTensor) -> None:
+    assert tensor.value is not None
+    require_storable(tensor.value, tensor.name)
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which an offload folder cannot hold. Keep its module in memory.")
 
 
-def _value_chunks(header: bytes, values: Mapping[str, OffloadValue], done: Callable[[str, int], object]) -> Iterator[Any]:
+def _value_chunks(header: bytes, tensors: Sequence[ModuleTensor], done: Callable[[ModuleTensor], object]) -> Iterator[Any]:
     yield header
-    for name, (tensor, dtype) in values.items():
-        yield tensor_bytes(tensor.detach().to(dtype))
-        done(name, tensor.numel() * dtype.itemsize)
+    for tensor in tensors:
+        assert tensor.value is not None
+        yield tensor_bytes(tensor.value.detach().to(tensor.dtype))
+        done(tensor)

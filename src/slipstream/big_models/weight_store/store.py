@@ -1,54 +1,304 @@
-"""The weight store: which blocks of a model stay in memory, which are prefetched, and which are given back.
+"""The weight store: memory-mapped weights, which blocks of a model stay in memory, which are prefetched, and which are given back.
 
-When a block is about to run, the next ones are prefetched; what comes next is learned from the previous pass. Under a memory limit some
-blocks stay resident for good and the others pass through a small window, which is the best choice for a cyclic order. Blocks that no page
-cache of this machine can hold are read with direct I/O into a few reused buffers. On an accelerator the next block is copied through
-pinned memory on a side stream while the current one runs.
-
-A block's tensors always have the values of the file.
+Tensors are views of a file's pages, which the kernel reads when they are used. The mapping is private: what a script writes into such a
+tensor never reaches the file. When a block is about to run, the next ones are prefetched; what comes next is learned from the previous
+pass. Under a memory limit some blocks stay resident and the others pass through a small window, which is the best choice for a cyclic
+order. On an accelerator the next block is copied through pinned memory on a side stream. A block's tensors always have the file's values.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 
-from slipstream.big_models.weight_store.mapped_file import WeightBlock
+from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.devices.memory import convert_bytes, host_memory
 from slipstream.devices.table import family_of
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files.disk import set_direct_io
+from slipstream.files.paths import ConfinedFolder
+from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
 from slipstream.logging import get_logger
 
 __all__ = [
-    "BlockScheduler", "BlockTransfer", "DeviceBundle", "DirectBlockReader", "PREFETCHED_BLOCKS", "PageBundle", "Residency", "WeightStore",
-    "decide_residency",
+    "BlockScheduler", "BlockTransfer", "DeviceBundle", "DirectBlockReader", "MappedFile", "PREFETCHED_BLOCKS", "PageBundle", "Residency",
+    "Span", "WeightBlock", "WeightStore", "decide_residency", "merge_spans", "open_mapped_file", "release_pages",
 ]
 
 
+# --- files and blocks --------------------------------------------------------------------------------------------------------
+
+Span = tuple[int, int]
+"""The first byte, and the one after the last."""
+
+_PAGE: Final = mmap.PAGESIZE
+_PREFETCH_CHUNK: Final = 1 << 20
+"""Bytes that are asked for in one call: of more, Linux takes only the beginning (as much as the disk reads ahead at most)."""
+_POPULATE_READ: Final = 22
+"""Linux 5.14 and later: maps all pages of a range at once, and waits for those that are being read."""
+
+
+class MappedFile:
+    """A mapped file. It owns the descriptor `fd` and closes it when no tensor of it is used any more.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "numbers").write_bytes(bytes([1, 0, 2, 0]))
+    ...     file = open_mapped_file(Path(folder, "numbers"))
+    ...     file.tensor("I16", (2,), 0, 4)
+    tensor([1, 2], dtype=torch.int16)
+    """
+
+    def __init__(self, fd: int, where: str) -> None:
+        self.where = where
+        self._fd = fd
+        self._seen = _file_state(fd)
+        self.size = os.fstat(fd).st_size
+        self._map: Any = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if self.size else bytearray()
+        self._address: int | None = None
+        self._direct: bool | None = None
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if (fd := getattr(self, "_fd", -1)) >= 0:
+            close(fd)
+
+    def layout(self) -> SafetensorsLayout:
+        """Return where the tensors lie in a safetensors file; its header is read and checked."""
+        view = memoryview(self._map)
+        return read_layout(lambda offset, count: view[offset : offset + count], self.size, self.where)
+
+    def tensor(self, dtype: str, shape: Iterable[int], start: int, end: int) -> torch.Tensor:
+        """Return the tensor of these bytes as a view of the file's pages; `dtype` as safetensors names it."""
+        return from_buffer(self._map, dtype, shape, start, end)
+
+    def check(self) -> None:
+        """Raise if the file was changed or truncated since it was opened: the next access to a truncated one would kill the process."""
+        if _file_state(self._fd) != self._seen:
+            raise CheckpointError(
+                f"{self.where} was changed while weights in it are in use. Write new weights to a new file and rename it to this name: "
+                "who has the old one open keeps it. Load the model again."
+            )
+
+    def ask(self, span: Span) -> None:
+        """Ask the kernel to read these bytes, without waiting."""
+        if hasattr(os, "posix_fadvise"):
+            for start in range(span[0], span[1], _PREFETCH_CHUNK):
+                os.posix_fadvise(self._fd, start, min(_PREFETCH_CHUNK, span[1] - start), os.POSIX_FADV_WILLNEED)
+        elif hasattr(mmap, "MADV_WILLNEED"):
+            start = span[0] // _PAGE * _PAGE
+            self._map.madvise(mmap.MADV_WILLNEED, start, span[1] - start)
+
+    def wait(self, span: Span) -> None:
+        """Wait until these bytes are in memory: computing on pages that are still being read would stop at each of them.
+
+        Other threads continue meanwhile. Where the system has no such call, the pages are read when they are touched.
+        """
+        if sys.platform != "linux":  # elsewhere that number may mean something else
+            return
+        start = span[0] // _PAGE * _PAGE
+        if self._address is None:
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _libc().madvise(ctypes.c_void_p(self._address + start), ctypes.c_size_t(span[1] - start), _POPULATE_READ)
+
+    def give_back(self, span: Span) -> None:
+        """Give back the whole pages among these bytes; the machine may keep them cached."""
+        release_pages(self._map, span)
+
+    def restore(self, span: Span) -> None:
+        """Make these bytes those of the file again, whatever was written to them."""
+        self.give_back(span)
+        start, end = _whole_pages(span)
+        edges = [(span[0], start), (end, span[1])] if start < end else [span]
+        with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as fresh:  # pages that others share are not given back: copied instead
+            for start, end in edges:
+                self._map[start:end] = fresh[start:end]
+
+    def read_around(self, start: int, into: memoryview, needed: int) -> None:
+        """Read `needed` bytes from `start` on past the page cache; `start` and the length of `into` are multiples of a sector."""
+        if self._direct is None:
+            self._direct = set_direct_io(self._fd, True)
+        done = 0
+        while done < needed:
+            try:
+                count = os.preadv(self._fd, [into[done:]], start + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._direct = set_direct_io(self._fd, False)  # some file systems accept the flag and then want larger reads
+                continue
+            if not count:
+                raise CheckpointError(f"{self.where} ended early: it was shortened while weights in it are in use. Load the model again.")
+            done += count
+            if done % _PAGE and done < needed:
+                self._direct = set_direct_io(self._fd, False)
+
+
+def release_pages(mapped: Any, span: Span) -> None:
+    """Give back the whole pages of a mapping among these bytes; they are read again when they are used."""
+    start, end = _whole_pages(span)
+    if end > start and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def _whole_pages(span: Span) -> Span:
+    return -(-span[0] // _PAGE) * _PAGE, span[1] // _PAGE * _PAGE
+
+
+def open_mapped_file(path: Path) -> MappedFile:
+    """Map the file at a path that the user has named; only a regular file is mapped."""
+    real = Path(os.path.realpath(path))
+    with ConfinedFolder(real.parent) as folder:
+        fd = folder.open(real.name)
+    return MappedFile(fd, str(path))
+
+
+def merge_spans(spans: Iterable[Span], gap: int = _PAGE) -> Iterator[Span]:
+    """Yield the same bytes in as few spans as possible; those less than `gap` apart become one.
+
+    >>> list(merge_spans([(0, 10), (5000, 6000), (10, 20)], gap=16))
+    [(0, 20), (5000, 6000)]
+    """
+    begun: Span | None = None
+    for span in sorted(spans):
+        if begun is not None and span[0] - begun[1] < gap:
+            begun = (begun[0], max(begun[1], span[1]))
+            continue
+        if begun is not None:
+            yield begun
+        begun = span
+    if begun is not None:
+        yield begun
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _file_state(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return (found.st_size, found.st_mtime_ns)
+
+
+_SECTOR: Final = 4096
+"""Reads past the page cache begin and end at multiples of this."""
+
+
+class WeightBlock:
+    """Tensors that are used together; `spans` says for each in which bytes of which file it lies, None if it is in memory."""
+
+    __slots__ = ("active", "asked", "name", "number", "parts", "present", "size", "spans", "tensors")
+
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor], spans: Sequence[tuple[MappedFile, Span] | None]) -> None:
+        self.name = name
+        self.number = -1
+        self.tensors = tensors
+        self.spans = spans
+        self.active = 0
+        """How many callers run on it now."""
+        self.asked = False
+        """Whether its pages were asked for and not given back since."""
+        self.present = False
+        """Whether it was waited for, too."""
+        files: dict[MappedFile, list[Span]] = {}
+        for place in spans:
+            if place is not None:
+                files.setdefault(place[0], []).append(place[1])
+        self.parts = tuple((file, span) for file, found in files.items() for span in merge_spans(found))
+        self.size = sum(span[1] - span[0] for _, span in self.parts)
+
+    @property
+    def room(self) -> int:
+        """Bytes of a buffer for all of its spans, each rounded to sectors."""
+        return sum(end - start for start, end in map(_sector_span, (span for _, span in self.parts)))
+
+    def check(self) -> None:
+        """Raise if one of its files has changed."""
+        for file, _ in self.parts:
+            file.check()
+
+    def ask(self) -> None:
+        """Ask for what is not in memory, without waiting."""
+        for file, span in self.parts:
+            file.ask(span)
+        self.asked = True
+
+    def wait(self) -> None:
+        """Wait until all of it is in memory."""
+        for file, span in self.parts:
+            file.wait(span)
+        self.present = True
+
+    def give_back(self) -> None:
+        """Give the memory back; the next use reads again."""
+        for file, span in self.parts:
+            file.give_back(span)
+        self.asked = self.present = False
+
+    def restore(self) -> None:
+        """Make its tensors on pages those of the file again."""
+        for file, span in self.parts:
+            file.restore(span)
+        self.asked = self.present = False
+
+    def read(self, buffer: memoryview) -> list[torch.Tensor]:
+        """Read its tensors from the disk into a buffer (of `room` bytes at least) that they keep alive."""
+        held = torch.frombuffer(buffer, dtype=torch.uint8)
+        starts: dict[tuple[MappedFile, Span], int] = {}
+        filled = 0
+        for file, span in self.parts:
+            start, end = _sector_span(span)
+            file.read_around(start, buffer[filled : filled + end - start], span[1] - start)
+            starts[file, span] = filled - start
+            filled += end - start
+        return [self._in(held, starts, index) for index in range(len(self.tensors))]
+
+    def _in(self, held: torch.Tensor, starts: dict[tuple[MappedFile, Span], int], index: int) -> torch.Tensor:
+        place, like = self.spans[index], self.tensors[index]
+        if place is None or not like.numel():
+            return like
+        file, (start, end) = place
+        base = next(begun for (part, span), begun in starts.items() if part is file and span[0] <= start and end <= span[1])
+        if (base + start) % like.itemsize:  # cannot be read in place; neither could its pages, so `like` is a copy already
+            return like
+        return held[base + start : base + end].view(like.dtype).view(like.shape)
+
+
+def _sector_span(span: Span) -> Span:
+    return (span[0] // _SECTOR * _SECTOR, -(-span[1] // _SECTOR) * _SECTOR)
+
+
+# --- what stays in memory ----------------------------------------------------------------------------------------------------
+
 PREFETCHED_BLOCKS = 2
-"""Blocks that are asked for ahead: one that is being read, and one behind it that keeps the disk busy."""
+"""Blocks that are prefetched: one that is being read, and one behind it that keeps the disk busy."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """What `decide_residency` found."""
+    """Which blocks stay in memory, and how many are prefetched."""
 
     kept: frozenset[int]
     """The numbers of the blocks that stay."""
     ahead: int
-    """How many blocks are asked for ahead of the one that runs."""
+    """How many blocks are prefetched."""
 
 
 def decide_residency(sizes: Sequence[int], limit: int | None, names: Sequence[str] = ()) -> Residency:
-    """The blocks that stay within `limit` bytes (None: no limit), beside the window for those that do not.
+    """Return the blocks that stay within `limit` bytes (None: no limit), beside the window for those that do not.
 
     >>> decide_residency([10, 10, 10, 10, 10, 10], limit=45)
     Residency(kept=frozenset({0}), ahead=2)
@@ -79,11 +329,15 @@ def decide_residency(sizes: Sequence[int], limit: int | None, names: Sequence[st
 
 
 _READER_THREADS: Final = 2
-"""So that a disk which finishes one block has the next one already."""
+"""Two, so that the disk has the next block queued when it finishes one."""
 
 
 class DirectBlockReader:
-    """Up to `count` buffers of `room` bytes, and the blocks that are in them or on their way."""
+    """Reads blocks with direct I/O into up to `count` buffers of `room` bytes.
+
+    For blocks that are larger together than the free memory: through the page cache they would evict each other and what others have
+    there, and the file would be read again in every pass.
+    """
 
     def __init__(self, room: int, count: int) -> None:
         self._room = room
@@ -94,7 +348,7 @@ class DirectBlockReader:
         self._process = 0
 
     def start(self, block: WeightBlock) -> None:
-        """Begins to read a block, unless it is under way or no buffer is free."""
+        """Begin to read a block, unless it is being read or no buffer is free."""
         if self._process != os.getpid():  # threads do not survive a fork, and what they were reading never ends
             self._process, self._readers, self._filled = os.getpid(), None, {}
         memory = self._buffer() if block not in self._filled else None
@@ -105,17 +359,17 @@ class DirectBlockReader:
         self._filled[block] = self._readers.submit(block.read, memory)
 
     def finish(self, block: WeightBlock) -> list[torch.Tensor] | None:
-        """The tensors of a block when they have been read; None if no buffer was free for it."""
+        """Wait for the tensors of a block and return them; None if no buffer was free for it."""
         reading = self._filled.get(block) if self._process == os.getpid() else None
         return None if reading is None else reading.result()
 
     def drop(self, keep: list[WeightBlock]) -> None:
-        """Forgets blocks that have run, but for these and those that still run."""
+        """Forget blocks that have run, except these and those that still run."""
         for block in [entry for entry in self._filled if not entry.active and entry not in keep]:
             del self._filled[block]
 
     def forget(self, block: WeightBlock) -> None:
-        """What was read of a block is not used again."""
+        """Drop what was read of a block."""
         self._filled.pop(block, None)
 
     def _buffer(self) -> memoryview | None:
@@ -123,22 +377,19 @@ class DirectBlockReader:
             return None
         if not self._free:
             self._left -= 1
-            self._free.append(mmap.mmap(-1, self._room, **_anonymous_mapping()))
+            flags: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+            self._free.append(mmap.mmap(-1, self._room, **flags))
         memory = self._free.pop()
         view = memoryview(memory)
         weakref.finalize(view, self._free.append, memory).atexit = False  # tensors hold the view, not the memory itself
         return view
 
 
-def _anonymous_mapping() -> dict[str, Any]:
-    return {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-
-
 class BlockScheduler(Protocol):
-    """Somebody who says when a thread may go on to a block; see `lanes.py`."""
+    """Decides when a thread may enter a block; see `layer_major.py`."""
 
     def arrive(self, block: WeightBlock) -> None:
-        """Returns when it is this thread's turn to run the block."""
+        """Wait until it is this thread's turn to run the block."""
 
 
 class WeightStore:
@@ -149,22 +400,22 @@ class WeightStore:
         self.turns: BlockScheduler | None = None
         self.blocks: list[WeightBlock] = []
         self.said: set[str] = set()
-        """Warnings about its blocks that were given."""
+        """Warnings about its blocks that were logged."""
         self._plan: Residency | None = None
-        self._around: DirectBlockReader | None = None
+        self._direct_reader: DirectBlockReader | None = None
         self._after: dict[tuple[int, int], int] = {}
         self._last: WeightBlock | None = None
         self._before_last: WeightBlock | None = None
         self._faults = 0
-        self._passing: list[WeightBlock] = []
-        """Those whose pages were asked for and will be given back."""
+        self._transient: list[WeightBlock] = []
+        """Blocks whose pages were asked for and will be given back."""
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightStore:
-        return self  # what it describes is the files, which a copy of the model shares
+        return self  # a copy of the model shares the files
 
     def add(self, block: WeightBlock) -> WeightBlock:
-        """Takes a block in; blocks come in the order in which the model is expected to run them."""
+        """Add a block; blocks come in the order in which the model is expected to run them."""
         with self._lock:
             block.number = len(self.blocks)
             self.blocks.append(block)
@@ -174,91 +425,91 @@ class WeightStore:
     @property
     def kept(self) -> frozenset[int]:
         """The numbers of the blocks that stay in memory once they have been read."""
-        return self._settled().kept
+        return self._residency().kept
 
     @property
     def reads_around(self) -> bool:
-        """Whether the other blocks are read past the page cache: there is no room for them in it."""
-        self._settled()
-        return self._around is not None
+        """Whether the other blocks are read past the page cache, which has no room for them."""
+        self._residency()
+        return self._direct_reader is not None
 
     def enter(self, block: WeightBlock) -> Sequence[torch.Tensor]:
-        """A block is about to run: its tensors."""
+        """Return the tensors of a block that is about to run, and prefetch the next ones."""
         with self._lock:
             if self._last is not block:
                 self._move_to(block)
             elif not block.active:
                 block.check()
             block.active += 1
-            found = None if self._around is None else self._around.finish(block)
+            found = self._read_directly(block)
             if found is None and not block.present:
                 block.wait()
-                self._passing += [block] if block.number not in self._settled().kept and block not in self._passing else []
+                self._transient += [block] if block.number not in self._residency().kept and block not in self._transient else []
             return block.tensors if found is None else found
 
     def recall(self, block: WeightBlock) -> None:
-        """A backward comes to what a block computed: the pages that its graph refers to, and those of the block before it, are needed.
+        """Ask for the pages of a block and the one before it, because a backward pass reached what the block computed.
 
         What a graph holds in a buffer is in memory already.
         """
         with self._lock:
-            kept = self._settled().kept
+            kept = self._residency().kept
             coming = [entry for entry in (block, self.blocks[max(0, block.number - 1)]) if entry.number not in kept]
-            for passed in [entry for entry in self._passing if not entry.active and entry not in coming]:
-                passed.give_back()
-                self._passing.remove(passed)
+            self._drop_passed(coming)
             for entry in coming:
                 if not entry.asked:
                     entry.ask()
-                    self._passing.append(entry)
+                    self._transient.append(entry)
             if not block.present:
                 block.wait()
 
     def leave(self, block: WeightBlock) -> None:
-        """A block has run. Its memory is given back when another one is entered."""
+        """Note that a block has run. Its memory is given back when another one is entered."""
         with self._lock:
             block.active -= 1
 
     def following(self, block: WeightBlock) -> WeightBlock:
-        """The block that is expected after this one."""
+        """Return the block that is expected after this one."""
         before = self._before_last if self._last is block else self._last
         return self._next(before, block)
 
     def peek(self, block: WeightBlock) -> Sequence[torch.Tensor]:
-        """The tensors of a block that was asked for and does not run yet."""
+        """Return the tensors of a block that was asked for and does not run yet."""
         with self._lock:
-            found = None if self._around is None else self._around.finish(block)
-            return block.tensors if found is None else found
+            return self._read_directly(block) or block.tensors
+
+    def _read_directly(self, block: WeightBlock) -> list[torch.Tensor] | None:
+        return None if self._direct_reader is None else self._direct_reader.finish(block)
 
     def restore(self, block: WeightBlock) -> None:
-        """Somebody has written into the tensors of a block: they have the values of the file again."""
+        """Make the tensors of a block those of the file again, after something wrote into them."""
         with self._lock:
             block.restore()
             self._last = self._before_last = None
-            if self._around is not None:
-                self._around.forget(block)
+            if self._direct_reader is not None:
+                self._direct_reader.forget(block)
 
     def release(self) -> None:
-        """Gives back all memory of blocks that are not running; they are read again when they are used."""
+        """Give back all memory of blocks that are not running; they are read again when they are used."""
         with self._lock:
             for block in self.blocks:
                 if not block.active:
                     block.give_back()
-            self._passing = [block for block in self._passing if block.active]
+            self._transient = [block for block in self._transient if block.active]
             self._last = self._before_last = None
-            if self._around is not None:
-                self._around.drop([])
+            if self._direct_reader is not None:
+                self._direct_reader.drop([])
 
-    def _settled(self) -> Residency:
+    def _residency(self) -> Residency:
         if self._plan is None:
             self._plan = decide_residency([block.size for block in self.blocks], self.limit, [block.name for block in self.blocks])
             passing = [block for block in self.blocks if block.number not in self._plan.kept]
             if sum(block.size for block in passing) > host_memory().available:
-                self._around = DirectBlockReader(max(block.room for block in passing), 1 + self._plan.ahead)
+                self._direct_reader = DirectBlockReader(max(block.room for block in passing), 1 + self._plan.ahead)
         return self._plan
 
     def _next(self, before: WeightBlock | None, block: WeightBlock) -> WeightBlock:
-        """What came last time after these two; else one further in the same direction."""
+        """Return what came last time after these two; else the next one in the same direction."""
         if before is None or before is block:
             return self.blocks[(block.number + 1) % len(self.blocks)]
         known = self._after.get((before.number, block.number))
@@ -267,7 +518,7 @@ class WeightStore:
         return self.blocks[known % len(self.blocks)]
 
     def _move_to(self, block: WeightBlock) -> None:
-        plan, last = self._settled(), self._last
+        plan, last = self._residency(), self._last
         if last is not None and self._before_last is not None:
             self._after[self._before_last.number, last.number] = block.number
         if last is None or block.number <= last.number:
@@ -276,35 +527,38 @@ class WeightStore:
         coming = [block]
         for _ in range(plan.ahead):
             coming.append(self._next(coming[-2] if len(coming) > 1 else last, coming[-1]))
-        for passed in [entry for entry in self._passing if not entry.active and entry not in coming]:
-            passed.give_back()
-            self._passing.remove(passed)
-        if self._around is not None:
-            self._around.drop(coming)
+        self._drop_passed(coming)
+        if self._direct_reader is not None:
+            self._direct_reader.drop(coming)
         for entry in coming:
             self._ask(entry, passing=entry.number not in plan.kept)
 
+    def _drop_passed(self, keep: Sequence[WeightBlock]) -> None:
+        for block in [block for block in self._transient if not block.active and block not in keep]:
+            block.give_back()
+            self._transient.remove(block)
+
     def _ask(self, block: WeightBlock, *, passing: bool) -> None:
-        if passing and self._around is not None:
-            self._around.start(block)
+        if passing and self._direct_reader is not None:
+            self._direct_reader.start(block)
         elif not block.asked:
             block.ask()
-            self._passing += [block] if passing else []
+            self._transient += [block] if passing else []
 
     def _begin_pass(self) -> None:
-        """Once in a pass: the files are still what they were, and what was taken for resident is so."""
+        """Check once per pass that the files are unchanged, and that what was taken for resident is so."""
         for file in {part[0] for block in self.blocks for part in block.parts}:
             file.check()
         faults = _count_major_faults()
-        if faults != self._faults:  # something had to be read from a disk, perhaps a block whose pages the kernel had taken away
+        if faults != self._faults:  # a page had to be read, perhaps of a block that the kernel had evicted
             self._faults = faults
             for block in self.blocks:
-                if block not in self._passing:
+                if block not in self._transient:
                     block.asked = block.present = False
 
 
 def _count_major_faults() -> int:
-    """How often this process had to wait for a page from a disk, where the system counts that."""
+    """Return how often this process had to wait for a page from a disk, where the system counts that."""
     try:
         import resource
     except ImportError:
@@ -313,7 +567,7 @@ def _count_major_faults() -> int:
 
 
 class PageBundle:
-    """A bundle of a module that runs on the CPU: its tensors are the file's pages, or a buffer with their bytes."""
+    """The tensors of a module that runs on the CPU: views of the file's pages, or of a buffer with their bytes."""
 
     __slots__ = ("block", "store")
 
@@ -324,24 +578,24 @@ class PageBundle:
         return self
 
     def arrive(self) -> None:
-        """Called before the tensors are taken; returns when it is this thread's turn."""
+        """Wait until it is this thread's turn."""
         if self.store.turns is not None:
             self.store.turns.arrive(self.block)
 
     def take(self) -> Sequence[torch.Tensor]:
-        """The tensors, whose pages have been asked for."""
+        """Return the tensors, whose pages have been asked for."""
         return self.store.enter(self.block)
 
     def give_back(self) -> None:
-        """The module has run."""
+        """Note that the module has run."""
         self.store.leave(self.block)
 
     def restore(self) -> None:
-        """The tensors were written to, and shall be what they were."""
+        """Restore the tensors, which were written to."""
         self.store.restore(self.block)
 
     def recall(self) -> None:
-        """A backward is about to use the tensors again."""
+        """Bring the tensors back for a backward pass."""
         self.store.recall(self.block)
 
 
@@ -350,7 +604,7 @@ _ALIGNMENT = 64
 
 
 class BlockTransfer:
-    """The way of blocks onto one device."""
+    """Copies blocks to one device, the next one while the current one runs."""
 
     def __init__(self, device: torch.device, namespace: Any = None) -> None:
         self.device = device
@@ -370,7 +624,7 @@ class BlockTransfer:
         return make(device=self.device)
 
     def start(self, block: WeightBlock, tensors: Sequence[torch.Tensor]) -> None:
-        """Begins to copy the tensors of a block, unless they are under way."""
+        """Begin to copy the tensors of a block, unless they are under way."""
         if self._stream is None or block in self._coming:
             return
         staged = self._staged(tensors)
@@ -383,7 +637,7 @@ class BlockTransfer:
         self._coming[block] = (copies, event)
 
     def finish(self, block: WeightBlock, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The copies of a block; the device waits for them, the host does not."""
+        """Return the copies of a block; the device waits for them, the host does not."""
         if self._stream is None:
             return [tensor.to(self.device) for tensor in tensors]
         self.start(block, tensors)
@@ -395,11 +649,11 @@ class BlockTransfer:
         return copies
 
     def keep(self, blocks: Sequence[WeightBlock]) -> None:
-        """Drops copies of other blocks, which nobody came for."""
+        """Drop copies of other blocks, which were not used."""
         self._coming = {block: coming for block, coming in self._coming.items() if block in blocks}
 
     def _staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors in the pinned memory whose turn it is, once its last copy is through."""
+        """Return the tensors in the next pinned buffer, once its last copy is through."""
         places, total = [], 0
         for tensor in tensors:
             places.append(total)
@@ -410,15 +664,14 @@ class BlockTransfer:
         if memory is None or memory.numel() < total:
             memory = torch.empty(total, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
             self._stages[self._turn] = (memory, None)
-        staged = []
-        for tensor, place in zip(tensors, places, strict=True):
-            room = memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor
-            staged.append(room.copy_(tensor) if tensor.numel() else tensor)
-        return staged
+        return [
+            memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor) if tensor.numel() else tensor
+            for tensor, place in zip(tensors, places, strict=True)
+        ]
 
 
 class DeviceBundle(PageBundle):
-    """A bundle of a module that runs on an accelerator; copies of the next block are made while it runs."""
+    """The tensors of a module that runs on an accelerator; those of the next block are copied while it runs."""
 
     __slots__ = ("transfer",)
 
@@ -427,11 +680,11 @@ class DeviceBundle(PageBundle):
         self.transfer = transfer
 
     def take(self) -> Sequence[torch.Tensor]:
-        """Copies on the device."""
+        """Return copies on the device."""
         return self.transfer.finish(self.block, self.store.enter(self.block))
 
     def give_back(self) -> None:
-        """The module has been started on the device: while it runs there, the next one is brought here."""
+        """Copy the next block while the device still runs this one."""
         self.store.leave(self.block)
         following = self.store.following(self.block)
         self.transfer.keep([following])
@@ -439,4 +692,4 @@ class DeviceBundle(PageBundle):
             self.transfer.start(following, self.store.peek(following))
 
     def recall(self) -> None:
-        """A graph holds the copies themselves."""
+        """Do nothing: a graph holds the copies themselves."""

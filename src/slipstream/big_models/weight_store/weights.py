@@ -6,6 +6,7 @@ Every mapping returns CPU tensors. Those in files are views of mapped pages: not
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,16 @@ from typing import Any
 
 import torch
 
-from slipstream.big_models.weight_store.mapped_file import MappedFile, WeightBlock, open_mapped_file
-from slipstream.big_models.weight_store.store import BlockTransfer, DeviceBundle, PageBundle, WeightStore
-from slipstream.checkpoint.tensor_bytes import DTYPES, dtype_name
+from slipstream.big_models.weight_store.store import (
+    BlockTransfer,
+    DeviceBundle,
+    MappedFile,
+    PageBundle,
+    WeightBlock,
+    WeightStore,
+    open_mapped_file,
+)
+from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, DTYPES, dtype_name
 from slipstream.devices.table import CPU
 from slipstream.errors import CheckpointError, ConfigError, StateError
 from slipstream.files import strict_json
@@ -24,24 +32,27 @@ from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.safetensors_layout import SafetensorsLayout
 from slipstream.files.sizes import parse_size
 
-__all__ = ["INDEX_NAME", "ConvertedBundle", "OffloadedWeightsLoader", "PrefixedDataset"]
+__all__ = [
+    "INDEX_NAME", "ConvertedBundle", "OffloadedWeightsLoader", "PrefixedDataset", "make_index_entry", "parse_description", "read_index",
+]
 
 INDEX_NAME = "index.json"
 """The file of an offload folder that says what is in it."""
 
-_TORCH_NAMES: Mapping[str, torch.dtype] = {dtype_name(entry): entry for entry in DTYPES}
+_TORCH_NAMES: Mapping[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in DTYPES}
+_ALL_DTYPES: Mapping[str, torch.dtype] = {**_TORCH_NAMES, **BYTE_VIEWED_DTYPES}
 
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """Where one tensor lies."""
+    """Where a tensor lies in a file, and the dtype that it is converted to (None: it stays)."""
 
     file: MappedFile
     dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
-    wanted: torch.dtype | None
+    wanted: torch.dtype | None = None
 
     @torch.inference_mode(False)  # tensors of that mode could not be weights outside of it
     def tensor(self) -> torch.Tensor:
@@ -49,22 +60,15 @@ class _FileTensor:
 
 
 class ConvertedBundle:
-    """A bundle whose tensors are of another type than those in the file: converted each time."""
+    """A bundle whose tensors are converted to another dtype each time; what is written into them does not reach the file."""
 
     def __init__(self, bundle: PageBundle, wanted: Sequence[torch.dtype | None]) -> None:
         self.bundle, self.wanted = bundle, wanted
-
-    def arrive(self) -> None:
-        """See `PageBundle`."""
-        self.bundle.arrive()
+        self.arrive, self.give_back = bundle.arrive, bundle.give_back
 
     def take(self) -> Sequence[torch.Tensor]:
-        """Converted copies."""
-        return [tensor.to(tensor.dtype if entry is None else entry) for tensor, entry in zip(self.bundle.take(), self.wanted, strict=True)]
-
-    def give_back(self) -> None:
-        """The module has run."""
-        self.bundle.give_back()
+        """Return converted copies."""
+        return [tensor.to(dtype or tensor.dtype) for tensor, dtype in zip(self.bundle.take(), self.wanted, strict=True)]
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
@@ -91,15 +95,21 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         self._own = index is None and save_folder is not None
-        self.index: Mapping[str, Mapping[str, Any]] = _read_index(Path(save_folder)) if self._own and save_folder else index or {}
+        self.index: Mapping[str, Mapping[str, Any]] = index or {}
+        if index is None and save_folder is not None:
+            self.index = read_index(Path(save_folder), required=True)
         self.device = device
         self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
         self.store = WeightStore(None if limit is None else parse_size(limit, "limit"))
         self._files: dict[str, tuple[MappedFile, SafetensorsLayout | None]] = {}
         self._transfers: dict[torch.device, BlockTransfer] = {}
+        self.first_names: Mapping[str, str] = {}
+        """The first name of each weight by all its names, where a dispatch knows them."""
+        self.keeps_alive: tuple[Any, ...] = ()
+        """Temporary folders that its files lie in."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
-        return self  # weights that are not changed, in files that a copy of the model shares
+        return self  # a copy of the model shares the files, and the weights are not changed
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -126,7 +136,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         )
 
     def entry_of(self, key: str) -> dict[str, Any] | None:
-        """Where a weight lies in a safetensors file, with the whole path of that; None if it is in memory, or has a file of its own."""
+        """Return where a weight lies in a safetensors file, with its full path; None if it is in memory, or has a file of its own."""
         entry = {} if key in self.state_dict else self.index[key]
         if "safetensors_file" not in entry:
             return None
@@ -134,25 +144,21 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return {"weight_name": key, **entry, "safetensors_file": str(Path(file.where).absolute())}
 
     def use_files_of(self, other: OffloadedWeightsLoader) -> None:
-        """What another map has open is not opened again: something else may have its name by now."""
+        """Use the files that another loader has open: something else may have their names by now."""
         opened = {str(Path(file.where).absolute()): (file, layout) for file, layout in other._files.values() if layout is not None}
         self._files = {**opened, **self._files}
 
     def size_of(self, names: Iterable[str]) -> int:
-        """Bytes of files that are in memory when these weights are used together, as the store counts them."""
+        """Return the bytes of files that are in memory when these weights are used together, as the store counts them."""
         placed = [self._placed(name) for name in names if name not in self.state_dict]
         return WeightBlock("", (), [(entry.file, (entry.start, entry.end)) for entry in placed]).size
 
     def bundle(self, names: Sequence[str], device: Any) -> PageBundle | ConvertedBundle:
-        """The tensors of these names, which a module needs together, for the device that it runs on."""
-        tensors: list[torch.Tensor] = []
-        spans, wanted = [], []
-        for name in names:
-            held = self.state_dict.get(name)
-            placed = None if held is not None else self._placed(name)
-            tensors.append(placed.tensor() if placed is not None else self.state_dict[name])
-            wanted.append(None if placed is None else placed.wanted)
-            spans.append(None if placed is None else (placed.file, (placed.start, placed.end)))
+        """Return the tensors that a module needs together, for the device that it runs on."""
+        placed = [None if name in self.state_dict else self._placed(name) for name in names]
+        tensors = [self.state_dict[name] if place is None else place.tensor() for name, place in zip(names, placed, strict=True)]
+        spans = [None if place is None else (place.file, (place.start, place.end)) for place in placed]
+        wanted = [None if place is None else place.wanted for place in placed]
         block = self.store.add(WeightBlock(_common_module(names), tensors, spans))
         where = torch.device(CPU.type if device is None else device)
         found = PageBundle(self.store, block)
@@ -162,34 +168,32 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def _placed(self, key: str) -> _FileTensor:
         entry = self.index[key]
-        dtype = entry.get("dtype")
-        if dtype is not None and dtype not in _TORCH_NAMES:
-            raise CheckpointError(f"The index of offloaded weights has {key!r} with dtype {dtype!r}, which is none of torch's.")
-        if "safetensors_file" in entry:
-            file, layout = self._opened(entry["safetensors_file"])
-            assert layout is not None
-            name = entry.get("weight_name", key)
-            if (found := layout.entries.get(name)) is None:
-                raise CheckpointError(f"{file.where} has no tensor {name!r}, which the index of offloaded weights says is there.")
-            start = layout.data_start
-            wanted = None if dtype is None or DTYPES[_TORCH_NAMES[dtype]] == found.dtype else _TORCH_NAMES[dtype]
-            return _FileTensor(file, found.dtype, found.shape, start + found.start, start + found.end, wanted)
-        return self._dumped(key, entry)
+        if "safetensors_file" not in entry:
+            return self._placed_alone(key, entry)
+        wanted = _TORCH_NAMES.get(entry.get("dtype", ""))
+        if wanted is None and entry.get("dtype") is not None:
+            raise CheckpointError(f"The index of offloaded weights has {key!r} with dtype {entry['dtype']!r}, which is none of torch's.")
+        file, layout = self._opened(entry["safetensors_file"])
+        assert layout is not None
+        name = entry.get("weight_name", key)
+        if (found := layout.entries.get(name)) is None:
+            raise CheckpointError(f"{file.where} has no tensor {name!r}, which the index of offloaded weights says is there.")
+        start, end = layout.data_start + found.start, layout.data_start + found.end
+        return _FileTensor(file, found.dtype, found.shape, start, end, None if wanted is None or DTYPES[wanted] == found.dtype else wanted)
 
-    def _dumped(self, key: str, entry: Mapping[str, Any]) -> _FileTensor:
-        """A tensor in a file of its own, as `offload_weight` writes it."""
+    def _placed_alone(self, key: str, entry: Mapping[str, Any]) -> _FileTensor:
+        """Return where a tensor lies that has a file of its own, as `offload_weight` writes it."""
         if self.save_folder is None:
             raise CheckpointError(f"The index has {key!r} as a file of an offload folder: give save_folder too.")
-        shape, dtype = entry.get("shape"), entry.get("dtype")
-        if not isinstance(shape, (list, tuple)) or not all(type(entry) is int and entry >= 0 for entry in shape) or dtype is None:
-            raise CheckpointError(f"{Path(self.save_folder) / INDEX_NAME} does not say the shape and dtype of {key!r}.")
-        file, _ = self._opened(check_name(f"{key}.dat", str(Path(self.save_folder) / INDEX_NAME)), inside=True)
-        count = _TORCH_NAMES[dtype].itemsize
-        for size in shape:
-            count *= size
+        index = str(Path(self.save_folder) / INDEX_NAME)
+        dtype, shape = parse_description(entry, f"{key!r} in {index}")
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{index} has {key!r} with dtype {dtype_name(dtype)!r}, which is not mapped.")
+        file, _ = self._opened(check_name(f"{key}.dat", index), inside=True)
+        count = math.prod(shape) * dtype.itemsize
         if file.size < count:
             raise CheckpointError(f"{file.where} has {file.size} bytes, and a tensor of {dtype} with shape {list(shape)} has {count}.")
-        return _FileTensor(file, DTYPES[_TORCH_NAMES[dtype]], tuple(shape), 0, count, None)
+        return _FileTensor(file, DTYPES[dtype], shape, 0, count)
 
     def _opened(self, name: Any, *, inside: bool = False) -> tuple[MappedFile, SafetensorsLayout | None]:
         if not isinstance(name, (str, os.PathLike)):
@@ -235,14 +239,39 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         return lambda names, device: self.dataset.bundle([f"{self.prefix}{name}" for name in names], device)  # type: ignore[attr-defined]
 
 
-def _read_index(folder: Path) -> Mapping[str, Mapping[str, Any]]:
+def read_index(folder: Path, *, required: bool = False) -> dict[str, dict[str, Any]]:
+    """Return the index of an offload folder; without one an empty one, or an error if it is required."""
+    if not required and not (folder / INDEX_NAME).exists():
+        return {}
     with ConfinedFolder(folder) as held:
         content = strict_json.parse(held.read(INDEX_NAME, strict_json.LARGEST), str(folder / INDEX_NAME))
     if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
-        raise CheckpointError(f"{folder / INDEX_NAME} is no index of offloaded weights: it has to map names to what is known of them.")
+        raise CheckpointError(
+            f"{folder / INDEX_NAME} is no index of offloaded weights, which maps names to descriptions. Remove it, or use another folder."
+        )
     return content
 
 
+def parse_description(info: Mapping[str, Any], where: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape in an entry of an index."""
+    dtype, shape = _ALL_DTYPES.get(str(info.get("dtype"))), info.get("shape")
+    if dtype is None or not isinstance(shape, (list, tuple)) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CheckpointError(
+            f"The index describes {where} as {dict(info)!r:.200}, which is no tensor. "
+            "It takes a dtype such as 'float32' and a shape such as [2, 3]."
+        )
+    return dtype, tuple(shape)
+
+
+def make_index_entry(file: str, name: str, dtype: torch.dtype, shape: Sequence[int]) -> dict[str, Any]:
+    """Return the index entry of a tensor that stands as `name` in a safetensors file.
+
+    >>> make_index_entry("/models/a.safetensors", "bias", torch.float16, (2,))
+    {'safetensors_file': '/models/a.safetensors', 'weight_name': 'bias', 'dtype': 'float16', 'shape': [2]}
+    """
+    return {"safetensors_file": file, "weight_name": name, "dtype": dtype_name(dtype), "shape": list(shape)}
+
+
 def _common_module(names: Sequence[str]) -> str:
-    """The module that names belong to, for messages."""
+    """Return the module that names belong to, for messages."""
     return os.path.commonprefix(list(names)).rpartition(".")[0] or (names[0] if names else "(nothing)")

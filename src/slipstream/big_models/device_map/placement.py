@@ -1,4 +1,4 @@
-"""The packing problem behind device maps, with numbers alone: items and rooms in order, and one main room.
+"""Placement of layers on devices as a packing problem, with numbers alone: items and rooms in order, and one main room.
 
 `pack` returns the packing with the most bytes in the first room, then in the second, and so on. The main room is the one in which
 offloaded items run. In order, the answer is exact: for each room that could be the main one, the longest run of items that fits is
@@ -15,15 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-__all__ = ["PackingItem", "RoomKind", "NoPacking", "Packing", "Room", "loads", "pack"]
-
-RoomKind = str
-"""What a room is: "computes", "memory" or "disk"."""
-
+__all__ = ["PackingItem", "NoPacking", "Packing", "Room", "loads", "pack"]
 
 @dataclass(frozen=True)
 class PackingItem:
-    """What goes to one room as a whole."""
+    """A group of layers, which goes to one room as a whole."""
 
     size: int
     """Bytes in a room that computes."""
@@ -40,9 +36,10 @@ class PackingItem:
 
 @dataclass(frozen=True)
 class Room:
-    """A place for items."""
+    """A device with room for items."""
 
-    kind: RoomKind
+    kind: str
+    """"computes", "memory" or "disk"."""
     capacity: int | None
     """Bytes; None for no limit."""
 
@@ -67,7 +64,7 @@ class Packing:
 
 
 class NoPacking(Exception):
-    """There is no packing. `main` says which room came nearest to running what is offloaded; None: it is the disk that is full."""
+    """Raised where nothing fits. `main` is the room that came nearest to running what is offloaded; None: the disk is full."""
 
     def __init__(self, main: int | None, missing: int) -> None:
         super().__init__(f"{missing} bytes are missing")
@@ -76,7 +73,7 @@ class NoPacking(Exception):
 
 
 def pack(items: Sequence[PackingItem], rooms: Sequence[Room], fallback: bool = False) -> Packing:
-    """The best packing; NoRoom if there is none.
+    """Return the best packing; raise NoPacking if there is none.
 
     >>> rooms = [Room("computes", 10), Room("memory", 100), Room("disk", None)]
     >>> pack([PackingItem(4, layer=4), PackingItem(5, layer=5)], rooms).places
@@ -98,7 +95,7 @@ def pack(items: Sequence[PackingItem], rooms: Sequence[Room], fallback: bool = F
 
 
 def loads(packing: Packing, items: Sequence[PackingItem], rooms: Sequence[Room]) -> list[int]:
-    """Bytes of the items in each room: what is to be as large as possible, the first room first."""
+    """Return the bytes of the items in each room, to be as large as possible, the first room first."""
     bytes_in = [0] * len(rooms)
     for item, place in zip(items, packing.places, strict=True):
         bytes_in[place] += item.moved if _offloaded(place, packing.main, rooms) else item.size
@@ -113,7 +110,7 @@ def _offloaded(place: int, main: int, rooms: Sequence[Room]) -> bool:
 
 
 class _InOrder:
-    """Runs of items are found by bisection in running sums."""
+    """Packs items in order; runs of items are found by bisection in running sums."""
 
     def __init__(self, items: Sequence[PackingItem], rooms: Sequence[Room]) -> None:
         self.count = len(items)
@@ -144,7 +141,7 @@ class _InOrder:
         raise trouble or NoPacking(nearest, self._kept_free(0) - self.rooms[nearest].cap)
 
     def _longest_with_room(self, main: int) -> int:
-        """How many items the room can hold if it is the main one, with what that needs; those before it hold none."""
+        """Return how many items the room can hold as the main one, with what that needs; rooms before it hold none."""
         cap = self.rooms[main].cap
         end = self._run(0, cap, self.size)
         while end:
@@ -156,13 +153,11 @@ class _InOrder:
         return 0
 
     def _computed(self, main: int, end: int) -> int:
-        """How many items are not offloaded, if the main room holds so many."""
+        """Return how many items are not offloaded if the main room holds `end` of them."""
         return self._fill(end, [number for number in self.computing if number > main], self.size)[-1]
 
     def _kept_free(self, start: int) -> int:
-        """What the main room needs for the items from here on."""
-        if start == self.count:
-            return 0
+        """Return the bytes that the main room keeps free for the items from `start` on."""
         return self.layer[start] + self._staying(start)
 
     def _staying(self, start: int) -> int:
@@ -176,11 +171,10 @@ class _InOrder:
         ends += self._fill(offloaded, after, self.moved)[1:]
         if ends[-1] < self.count:
             raise NoPacking(None, self.moved[-1] - self.moved[ends[-1]])
-        free = self.layer[offloaded] if offloaded < self.count else 0
-        return self._packing([main, *computing, *after], [0, *ends], main, free, self._staying(offloaded))
+        return self._packing([main, *computing, *after], [0, *ends], main, self.layer[offloaded], self._staying(offloaded))
 
     def _fill(self, start: int, numbers: Iterable[int], sums: list[int]) -> list[int]:
-        """Where the run of each room ends, if they are filled one after the other; begins with the start itself."""
+        """Return where the run of each room ends when they are filled one after the other; begins with the start itself."""
         ends = [start]
         for number in numbers:
             ends.append(self._run(ends[-1], self.rooms[number].cap, sums))
@@ -200,10 +194,9 @@ class _InOrder:
 
 
 def _pack_out_of_order(items: Sequence[PackingItem], rooms: Sequence[Room]) -> list[Packing]:
-    """A packing in which later items fill gaps, if one is found (a list of at most one).
+    """Return a packing in which later items fill gaps, if one is found (a list of at most one).
 
-    How much has to be kept free is only known when it is known what is offloaded: it begins with nothing, and grows to what the last
-    attempt would have needed.
+    The bytes to keep free depend on what is offloaded: they begin with none and grow to what the last attempt would have needed.
     """
     largest = max((item.layer for item in items), default=0) + sum(item.stays for item in items)
     free = 0
@@ -217,7 +210,7 @@ def _pack_out_of_order(items: Sequence[PackingItem], rooms: Sequence[Room]) -> l
 
 
 def _attempt(items: Sequence[PackingItem], rooms: Sequence[Room], free: int) -> tuple[Packing | None, int]:
-    """A packing that keeps so much free in the main room (None if that is too little, or the disk too small); what it needs."""
+    """Return a packing that keeps `free` bytes in the main room (None if that is too little, or the disk too small), and its need."""
     places = [-1] * len(items)
     left = list(range(len(items)))
     main = None
@@ -243,7 +236,7 @@ def _attempt(items: Sequence[PackingItem], rooms: Sequence[Room], free: int) -> 
 
 
 def _choose(weights: Sequence[int], cap: int) -> set[int]:
-    """Positions of items that fit together; as many bytes as one of three ways finds."""
+    """Return the positions of items that fit together: the most bytes that one of three orders finds."""
     if cap < 0:
         return set()
     start, length = _best_window(weights, cap)
@@ -266,7 +259,7 @@ def _first_fit(weights: Sequence[int], order: Iterable[int], cap: int) -> set[in
 
 
 def _best_window(weights: Sequence[int], cap: int) -> tuple[int, int]:
-    """(start, length) of the neighbours that fit together and have the most bytes."""
+    """Return (start, length) of the neighbours that fit together and have the most bytes."""
     best, start, held = (0, 0, 0), 0, 0
     for end, weight in enumerate(weights):
         held += weight
