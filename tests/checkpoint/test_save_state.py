@@ -261,7 +261,7 @@ def test_numbers_go_on_after_a_restart(tmp_path: Path) -> None:
     run = begin(**numbering(tmp_path))
     run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")  # an older one: newer ones are not overwritten
     assert Path(run.accelerator.save_state()).name == "checkpoint_2"
-    run = begin(**numbering(tmp_path, iteration=7))  # as scripts say it that know the relative
+    run = begin(**numbering(tmp_path, iteration=7))  # as in scripts for Accelerate
     run.accelerator.load_state()
     assert Path(run.accelerator.save_state()).name == "checkpoint_7"
 

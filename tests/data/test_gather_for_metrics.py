@@ -1,4 +1,4 @@
-"""Gathered results are those of the dataset: every sample once, in order, in the structure that was passed (pain 5, A4 to A6)."""
+"""Gathered results are those of the dataset: every sample once, in order, in the structure that was passed."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_the_structure_is_kept(ranks: Any, world: int) -> None:
 
 
 def test_lists_of_texts_in_a_dict_or_tuple_are_joined_each(ranks: Any) -> None:
-    """The relative loses the values of a dict and interleaves a tuple of lists."""
+    """Accelerate loses the values of a dict and interleaves a tuple of lists."""
 
     def run(state: PartialState) -> Any:
         me = state.process_index

@@ -96,7 +96,7 @@ def _counting(reduced: list[int], bucket: torch.distributed.GradBucket) -> torch
 
 
 def test_gradients_are_reduced_once_per_bucket_and_update(ranks: Any) -> None:
-    """And not at all while they are added up; with the guard and the beacon on (pain P12)."""
+    """And not at all while they are added up; with the guard and the beacon on."""
 
     def run() -> Any:
         counts = {}

@@ -46,7 +46,7 @@ def train(
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_uneven_data_gives_the_updates_of_one_process(ranks: Any, world: int) -> None:
-    """Every sample counts once, however many ranks, batches and windows share them (pain 4, 12)."""
+    """Every sample counts once, however many ranks, batches and windows share them."""
     cases = [(13, 2, 1), (13, 2, 3), (9, 4, 2), (5, 2, 1), (24, 2, 2), (1, 2, 2)]
 
     def run() -> Any:
@@ -79,7 +79,7 @@ def test_the_same_effective_batch_gives_the_same_training_on_any_number_of_proce
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_last_short_window_is_divided_by_its_real_size(ranks: Any, world: int) -> None:
-    """Accumulation over 2, three equal batches: both updates have the gradient 1 (pain A2)."""
+    """Accumulation over 2, three equal batches: both updates have the gradient 1."""
 
     def run() -> list[float]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -101,7 +101,7 @@ def test_the_last_short_window_is_divided_by_its_real_size(ranks: Any, world: in
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_loss_with_its_weight_gives_the_gradient_of_one_big_batch(ranks: Any, world: int) -> None:
-    """Sums over tokens, of different numbers on every rank and in every batch (pain 4, A3)."""
+    """Sums over tokens, of different numbers on every rank and in every batch."""
 
     def tokens(step: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -234,7 +234,7 @@ def _adversarial_data() -> torch.Tensor:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_several_models_have_windows_of_their_own(ranks: Any, world: int) -> None:
-    """A GAN with accumulation 2: each network is updated every second time that it is accumulated (pain 22)."""
+    """A GAN with accumulation 2: each network is updated every second time that it is accumulated."""
 
     def run() -> list[torch.Tensor]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

@@ -108,7 +108,7 @@ class Encoder(torch.nn.Module):
 
 
 def test_the_model_shows_through_its_wrapper(ranks: Any) -> None:
-    """Attributes, methods that synchronise, assignments, and an answer for what neither has (pain 32)."""
+    """Attributes, methods that synchronise, assignments, and an answer for what neither has."""
 
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
@@ -248,7 +248,7 @@ def test_arguments_that_cannot_be_used_are_refused(options: dict[str, Any], told
 
 
 def test_two_accelerators_keep_their_own_settings() -> None:
-    """pain A15."""
+    """A second Accelerator does not change the precision or accumulation of the first."""
     first = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
     second = Accelerator(cpu=True, gradient_accumulation_steps=8)
     assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 8)

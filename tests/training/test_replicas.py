@@ -92,7 +92,7 @@ def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_may_run_out_of_batches_in_a_join_block(ranks: Any, world: int) -> None:
-    """On the CPU, too (pain 12)."""
+    """On the CPU, too."""
 
     def run() -> Any:
         accelerator = Accelerator(cpu=True)
@@ -118,7 +118,7 @@ def test_ranks_may_run_out_of_batches_in_a_join_block(ranks: Any, world: int) ->
 
 
 def test_clipping_acts_once_per_update_on_whole_gradients(ranks: Any) -> None:
-    """In full precision and with the scale of fp16: the norm is that of one process (pain 24)."""
+    """In full precision and with the scale of fp16: the norm is that of one process."""
 
     def run(precision: str) -> Any:
         accelerator = Accelerator(

@@ -1,4 +1,4 @@
-"""Learning rates follow updates: the same curve on any number of processes, whatever is skipped in between (pain A1, 2)."""
+"""Learning rates follow updates: the same curve on any number of processes, whatever is skipped in between."""
 
 from __future__ import annotations
 
