@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from slipstream.data.loader import PreparedLoader
-from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
 from slipstream.data.prepare import build_loader
 from slipstream.distributed.gradient_state import GradientState
 from slipstream.distributed.guard import Limits, SingleProcessChannel
@@ -29,16 +29,14 @@ def prepared(
     **options: Any,
 ) -> PreparedLoader:
     """The loader of one rank."""
-    return build_loader(
-        loader,
-        place=place(rank, world_size),
+    settings = LoaderSettings(
+        data_rank=place(rank, world_size),
         config=DataLoaderConfiguration(**options),
         seed=seed,
-        device=None,
-        put_on_device=False,
         gradient_state=gradient_state or GradientState(),
         effective_batch_size=effective_batch_size,
     )
+    return build_loader(loader, settings)
 
 
 def ranks_of(make: Callable[[], DataLoader[Any]], world_size: int, **options: Any) -> list[PreparedLoader]:
@@ -49,7 +47,7 @@ def ranks_of(make: Callable[[], DataLoader[Any]], world_size: int, **options: An
 def rounds(loaders: list[PreparedLoader]) -> Iterator[tuple[list[Any], Any]]:
     """Batches of all ranks side by side, and how they were shared; the ranks have to agree on everything that they tell."""
     for batches in zip(*loaders, strict=True):
-        told = [(loader.shares, loader.end_of_dataloader, loader.batches_left, loader.remainder) for loader in loaders]
+        told = [(loader.shares, loader.end_of_dataloader, loader.current.left, loader.remainder) for loader in loaders]
         assert all(entry == told[0] for entry in told), "the ranks know the same of a batch"
         yield list(batches), loaders[0].shares
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from slipstream import DistributedOperationException, PartialState
-from slipstream.data.dispatch_loader import DispatchLoader, build_dispatch_loader
-from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.dispatch_loader import DispatchLoader
+from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
 from slipstream.data.prepare import build_loader, skip_first_batches
 from slipstream.distributed.gradient_state import BatchShares, GradientState
 from slipstream.errors import ConfigError
@@ -59,17 +59,17 @@ class Untouchable:
 
 def prepared(loader: DataLoader[Any], *, slice_fn: Any = None, effective_batch_size: int | None = None, **options: Any) -> DispatchLoader:
     state = PartialState()
-    return build_dispatch_loader(
-        loader,
-        place=DataRank(state.process_index, state.num_processes, state._channel, state._limits),
+    settings = LoaderSettings(
+        data_rank=DataRank(state.process_index, state.num_processes, state._channel, state._limits),
         config=DataLoaderConfiguration(dispatch_batches=True, **options),
         seed=7,
-        device=None,
-        put_on_device=False,
         gradient_state=GradientState(),
         effective_batch_size=effective_batch_size,
         slice_fn=slice_fn,
     )
+    prepared = build_loader(loader, settings)
+    assert isinstance(prepared, DispatchLoader)
+    return prepared
 
 
 def listed(batch: Any) -> Any:
@@ -366,15 +366,9 @@ def test_the_effective_batch_decides_about_batches_and_steps(ranks: Any) -> None
 def test_prepare_dispatches_when_it_is_asked_to() -> None:
     place = DataRank(0, 1, lambda: None, None)  # type: ignore[arg-type,return-value]
     for dispatch, kind in [(True, DispatchLoader), (None, object)]:
-        loader = build_loader(
-            DataLoader(Stream(range(4))),
-            place=place,
-            config=DataLoaderConfiguration(dispatch_batches=dispatch),
-            seed=0,
-            device=None,
-            put_on_device=False,
-            gradient_state=GradientState(),
-        )
+        config = DataLoaderConfiguration(dispatch_batches=dispatch)
+        settings = LoaderSettings(data_rank=place, config=config, seed=0, gradient_state=GradientState())
+        loader = build_loader(DataLoader(Stream(range(4))), settings)
         assert isinstance(loader, DispatchLoader) == (kind is DispatchLoader)
 
 

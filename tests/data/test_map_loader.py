@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 from slipstream.data.loader import PreparedLoader, get_sampler
-from slipstream.data.options import DataLoaderConfiguration
+from slipstream.data.options import DataLoaderConfiguration, LoaderSettings
 from slipstream.data.prepare import build_loader, choose_seed, prepare_data_loader
 from slipstream.distributed.gradient_state import BatchShares, GradientState
 from slipstream.errors import ConfigError
@@ -37,7 +37,7 @@ def test_ranks_together_read_what_one_process_would(
     size, total = (each * world,) * 2 if split else (each, each * world)
     shuffle = shuffle and length > 0
     loaders = ranks_of(lambda: loader_of(length, size, drop_last=drop_last, shuffle=shuffle), world, even_batches=even, split_batches=split)
-    read = [(real_samples(batches, shares), loaders[0].batches_left, loaders[0].end_of_dataloader) for batches, shares in rounds(loaders)]
+    read = [(real_samples(batches, shares), loaders[0].current.left, loaders[0].end_of_dataloader) for batches, shares in rounds(loaders)]
     order = sum(prepared(loader_of(length, 1, shuffle=shuffle)), [])
     expected = chunks(order, total, drop_last)
     assert [batch for batch, _, _ in read] == expected
@@ -179,11 +179,11 @@ def test_torchs_batch_sampler_given_by_hand_is_one_of_samples() -> None:
 def test_uneven_ranks_read_what_there_is_and_nothing_more() -> None:
     loaders = ranks_of(lambda: loader_of(9, 2), 4)
     for loader in loaders:
-        loader.uneven = True
+        loader.set_uneven(True)
     assert [list(loader) for loader in loaders] == [[[0, 1], [8]], [[2, 3]], [[4, 5]], [[6, 7]]]
     assert all(loader.end_of_dataloader for loader in loaders)
     for loader in loaders:
-        loader.uneven = False
+        loader.set_uneven(False)
     assert [len(list(loader)) for loader in loaders] == [2, 2, 2, 2]
 
 
@@ -214,7 +214,7 @@ def test_the_gradient_state_hears_of_every_end() -> None:
         assert state.active is loader
         break
     assert state.active is None
-    assert state.finished is None
+    assert state.metrics.finished is None
 
     def fail() -> None:
         for _ in loader:
@@ -224,9 +224,9 @@ def test_the_gradient_state_hears_of_every_end() -> None:
         fail()
     assert state.active is None
     for _ in loader:
-        assert state.end_of_dataloader == (loader.batches_left == 0)
+        assert state.end_of_dataloader == (loader.current.left == 0)
     assert state.active is None
-    assert state.finished is loader
+    assert state.metrics.finished is loader
 
 
 def test_loaders_nest() -> None:
@@ -253,7 +253,7 @@ def test_a_loader_nests_in_itself() -> None:
             inner.append(other)
             assert loader.end_of_dataloader == (len(inner) == 3)
         assert inner == expected[number + 1]
-        assert loader.batches_left == 2 - number, "what is told is of the outer batch again"
+        assert loader.current.left == 2 - number, "what is told is of the outer batch again"
         assert loader.end_of_dataloader == (number == 2)
         assert state.active is loader
     assert outer == expected[0]
@@ -428,7 +428,7 @@ def test_copies_go_on_in_their_own_way(through: Any) -> None:
     assert list(twin) == first
     assert twin.gradient_state is not state
     assert state.active is loader
-    assert twin.place.channel().world_size == 1
+    assert twin.data_rank.channel().world_size == 1
     loader.set_epoch(0)
     assert list(loader) == first
 
@@ -547,9 +547,7 @@ def test_options_that_cannot_be_meant_are_refused_when_made_and_when_read(name: 
     config = DataLoaderConfiguration()
     setattr(config, name, value)
     with pytest.raises(ConfigError, match=f"DataLoaderConfiguration.{name}="):
-        build_loader(
-            loader_of(), place=place(), config=config, seed=0, device=None, put_on_device=False, gradient_state=GradientState()
-        )  # fmt: skip
+        build_loader(loader_of(), LoaderSettings(data_rank=place(), config=config, seed=0, gradient_state=GradientState()))
 
 
 def test_a_way_to_cut_without_dispatching_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_findings_metrics import Heard
+from test_metrics_matching import Heard
 from torch.utils.data import DataLoader
 
 from slipstream import Accelerator

@@ -58,11 +58,11 @@ def test_a_finished_loader_counts_until_the_one_around_it_goes_on(ranks: Any) ->
         train, val = accelerator.prepare(DataLoader(range(8), batch_size=2), DataLoader(range(9), batch_size=2))
         seen = []
         for step, _ in enumerate(train):
-            seen.append(state.finished is val)
+            seen.append(state.metrics.finished is val)
             if step == 0:
                 list(val)
-                seen.append(state.finished is val)
-        seen.append(state.finished is train)
+                seen.append(state.metrics.finished is val)
+        seen.append(state.metrics.finished is train)
         return seen
 
     assert ranks(2).run(run) == [[False, True, False, True]] * 2
@@ -113,7 +113,7 @@ def test_rows_of_a_rank_without_samples_are_left_out_whatever_their_number(ranks
 
 def busy(loader: Any) -> int:
     """How many ranks have samples that count."""
-    return loader.place.world_size if loader.shares is None else sum(real > 0 for real in loader.shares.real)
+    return loader.data_rank.world_size if loader.shares is None else sum(real > 0 for real in loader.shares.real)
 
 
 def detections(batch: torch.Tensor) -> list[dict[str, torch.Tensor]]:

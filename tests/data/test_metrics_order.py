@@ -9,7 +9,7 @@ from data_twin import keep, ranks_of, rounds
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 
-from slipstream.data.metrics import find_batch_order, find_pass_order
+from slipstream.data.metrics import make_batch_order, make_pass_order
 
 
 def joined(arrange: Any, parts: list[list[Any]]) -> list[Any]:
@@ -41,12 +41,12 @@ def test_every_sample_comes_back_once_and_in_order(kind: str, length: int, size:
     for batches, _ in rounds(loaders):
         for rank, batch in enumerate(batches):
             kept[rank].append(batch)
-        arranges = [find_batch_order(loader) for loader in loaders]
+        arranges = [make_batch_order(loader) for loader in loaders]
         assert len({None if arrange is None else arrange.total for arrange in arranges}) == 1, "every rank knows the same"
         seen += joined(arranges[0], list(batches))
     expected = list(range(length - length % (size * world))) if drop_last else list(range(length))
     assert seen == expected
-    whole = find_pass_order(loaders[-1])
+    whole = make_pass_order(loaders[-1])
     assert joined(whole, [sum(rank, []) for rank in kept]) == expected
     if whole is not None:
         twice = [[(sample, row) for batch in rank for sample in batch for row in range(2)] for rank in kept]
@@ -58,7 +58,7 @@ def test_values_that_are_not_of_samples_are_left_alone() -> None:
     loaders = ranks_of(lambda: loader_of("size", 9, 2, False), 3, even_batches=True)
     for _ in rounds(loaders):
         pass
-    arrange = find_batch_order(loaders[0])
+    arrange = make_batch_order(loaders[0])
     assert arrange is not None
     assert loaders[0].shares is not None
     assert loaders[0].shares.given == (2, 2, 2)
@@ -73,21 +73,21 @@ def test_full_batches_and_a_single_process_need_no_arranging() -> None:
         loaders = ranks_of(lambda: loader_of("size", length, 2, False), world)  # noqa: B023
         for batches, _ in rounds(loaders):
             counts = [len(batch) for batch in batches]
-            arrange = find_batch_order(loaders[0])
+            arrange = make_batch_order(loaders[0])
             assert arrange is None or arrange.order(counts) == list(range(sum(counts)))
-    assert find_batch_order(None) is None
-    assert find_pass_order(None) is None
+    assert make_batch_order(None) is None
+    assert make_pass_order(None) is None
 
 
 def test_a_pass_that_was_left_has_no_arrangement_and_does_not_forget_the_one_before() -> None:
     loader = ranks_of(lambda: loader_of("size", 9, 2, False), 2)[0]
-    assert find_pass_order(loader) is None
+    assert make_pass_order(loader) is None
     list(loader)
-    before = find_pass_order(loader)
+    before = make_pass_order(loader)
     assert before is not None
     for _ in loader:
         break
-    after = find_pass_order(loader)
+    after = make_pass_order(loader)
     assert after is not None
     assert after.total == before.total == 9
 
@@ -96,4 +96,4 @@ def test_a_pass_that_was_left_has_no_arrangement_and_does_not_forget_the_one_bef
 def test_a_pass_that_skipped_has_an_arrangement_of_the_rest(even: bool) -> None:
     loaders = [rank.skipping(1) for rank in ranks_of(lambda: loader_of("size", 11, 2, False), 2, even_batches=even)]
     kept = [[sample for batch in loader for sample in batch] for loader in loaders]
-    assert joined(find_pass_order(loaders[0]), kept) == list(range(4, 11))
+    assert joined(make_pass_order(loaders[0]), kept) == list(range(4, 11))

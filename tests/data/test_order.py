@@ -157,7 +157,7 @@ def test_endless_samplers_are_drawn_one_batch_ahead_and_no_further() -> None:
     for number, (first, second, both) in enumerate(islice(zip(*loaders, single, strict=True), 20)):
         assert first + second == both
         assert [sampler.drawn for sampler in samplers] == [4 * (number + 2)] * 2
-        assert loaders[0].batches_left is None
+        assert loaders[0].current.left is None
         assert not loaders[0].end_of_dataloader
     with pytest.raises(TypeError):
         len(loaders[0])
@@ -169,7 +169,7 @@ def test_a_sampler_that_promises_a_wrong_length_ends_where_it_ends() -> None:
             return self.length + 8
 
     loader = prepared(loader_of(Boasting(10)))
-    told = [(loader.batches_left, loader.end_of_dataloader) for _ in loader]
+    told = [(loader.current.left, loader.end_of_dataloader) for _ in loader]
     assert told == [(8, False), (7, False), (6, False), (5, False), (0, True)]
 
 
@@ -181,7 +181,7 @@ def test_an_order_that_a_sampler_has_in_whole_tells_how_many_batches_are_left() 
     make: Callable[[], Any] = AtOnce
     assert epochs(make, 1, 4) == epochs(make, 2, 2)
     loader = prepared(loader_of(AtOnce()))
-    assert [loader.batches_left for _ in loader] == [4, 3, 2, 1, 0]
+    assert [loader.current.left for _ in loader] == [4, 3, 2, 1, 0]
 
 
 def test_batch_samplers_of_the_users_own_draw_the_same_on_every_rank() -> None:

@@ -25,7 +25,8 @@ from torch.utils.data import (
 )
 
 from slipstream import PartialState
-from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.fingerprint import describe_loader
+from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
 from slipstream.data.prepare import build_loader, skip_first_batches
 from slipstream.distributed.gradient_state import GradientState
 from slipstream.errors import ConfigError
@@ -832,8 +833,8 @@ def ranked(loader: DataLoader[Any], **options: Any) -> Any:
     """The loader of this process, with the others."""
     state = PartialState()
     place = DataRank(state.process_index, state.num_processes, state._channel, state._limits, compares=True)
-    config, rest = DataLoaderConfiguration(**options), {"device": None, "put_on_device": False, "gradient_state": GradientState()}
-    return build_loader(loader, place=place, config=config, seed=7, **rest)  # type: ignore[arg-type]
+    config = DataLoaderConfiguration(**options)
+    return build_loader(loader, LoaderSettings(data_rank=place, config=config, seed=7, gradient_state=GradientState()))
 
 
 class Parted(Stateful):
@@ -1087,20 +1088,20 @@ def test_other_ways_to_resume_are_refused(value: Any) -> None:
 
 def test_a_loader_describes_what_it_reads_without_reading() -> None:
     data = Counted(20)
-    told = prepared(DataLoader(data, batch_size=3, shuffle=True, drop_last=True), 1, 2, even_batches=False).describe()
+    told = describe_loader(prepared(DataLoader(data, batch_size=3, shuffle=True, drop_last=True), 1, 2, even_batches=False))
     order = told.pop("order")
     assert told == {
         "dataset": "Counted", "length": 20, "sampler": "RandomSampler", "batch": 6, "drop_last": True, "even": False, "seed": 7
     }  # fmt: skip
     assert len(order) == 16
     assert data.read == 0
-    stream = prepared(DataLoader(Stream(DATA), batch_size=2)).describe()
+    stream = describe_loader(prepared(DataLoader(Stream(DATA), batch_size=2)))
     assert (stream["length"], stream["sampler"]) == (None, None)
 
 
 def test_the_digest_of_an_order_is_equal_exactly_if_the_order_is() -> None:
     def digest(loader: DataLoader[Any], world: int = 1, **options: Any) -> str:
-        return str(prepared(loader, 0, world, **options).describe()["order"])
+        return str(describe_loader(prepared(loader, 0, world, **options))["order"])
 
     def make(length: int = 12, size: int = 4, **options: Any) -> DataLoader[Any]:
         return DataLoader(range(length), batch_size=size, **options)

@@ -67,7 +67,7 @@ def test_a_prepared_loader_starts_later_and_reads_nothing_before(length: int, si
 def test_the_length_is_what_is_left_until_the_first_pass_is_over() -> None:
     loader = skip_first_batches(prepared(DataLoader(range(10), batch_size=2)), 3)
     assert len(loader) == 2
-    assert [loader.batches_left for _ in loader] == [1, 0]
+    assert [loader.current.left for _ in loader] == [1, 0]
     assert len(loader) == 5
 
 
@@ -121,7 +121,7 @@ def test_the_gradient_state_hears_of_a_loader_that_skips() -> None:
     for _ in later:
         assert state.active is later
         assert state.end_of_dataloader
-    assert state.finished is later
+    assert state.metrics.finished is later
 
 
 @pytest.mark.parametrize("skipped", [5, 6, 100])

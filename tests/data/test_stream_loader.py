@@ -17,9 +17,9 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from slipstream import PartialState
 from slipstream.data.loader import PreparedLoader
-from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
 from slipstream.data.prepare import build_loader, skip_first_batches
-from slipstream.data.stream_loader import StreamLoader, build_stream_loader
+from slipstream.data.stream_loader import StreamLoader
 from slipstream.distributed.gradient_state import BatchShares, GradientState
 from slipstream.distributed.guard import Limits, SingleProcessChannel
 from slipstream.errors import ConfigError
@@ -104,17 +104,11 @@ def prepared(loader: DataLoader[Any], rank: int | None = None, world_size: int =
         place = DataRank(state.process_index, state.num_processes, state._channel, state._limits)
     else:
         place = DataRank(rank, world_size, SingleProcessChannel, Limits())
-    return build_stream_loader(
-        loader,
-        place=place,
-        config=DataLoaderConfiguration(**options),
-        seed=seed,
-        device=None,
-        put_on_device=False,
-        gradient_state=GradientState(),
-        effective_batch_size=effective,
-        slice_fn=None,
+    config = DataLoaderConfiguration(**options)
+    settings = LoaderSettings(
+        data_rank=place, config=config, seed=seed, gradient_state=GradientState(), effective_batch_size=effective
     )
+    return build_loader(loader, settings)
 
 
 def listed(batch: Any) -> Any:
@@ -175,7 +169,7 @@ def test_ranks_in_processes_take_turns(ranks: Any, world: int) -> None:
         found = []
         for length, batch, workers in [(0, 2, 0), (1, 1, 0), (7, 1, 0), (10, 2, 0), (9, 2, 1)]:
             loader = prepared(DataLoader(Stream(range(length)), batch_size=batch, num_workers=workers))
-            found.append((passed(loader), passed(loader), loader.way))  # type: ignore[attr-defined]
+            found.append((passed(loader), passed(loader), loader.mode))  # type: ignore[attr-defined]
         return found
 
     results = ranks(world).run(run)
@@ -212,7 +206,7 @@ def test_a_stream_that_draws_random_numbers_is_the_same_on_every_number_of_proce
 def test_workers_of_all_ranks_read_the_same_though_each_collates_for_itself(ranks: Any) -> None:
     def run() -> Any:
         loader = prepared(DataLoader(Shuffling(range(22)), batch_size=2, num_workers=2, collate_fn=draw_and_keep))
-        return passed(loader), loader.way  # type: ignore[attr-defined]
+        return passed(loader), loader.mode  # type: ignore[attr-defined]
 
     def draw_and_keep(samples: list[Any]) -> list[Any]:
         for _ in range(int(samples[0][0])):  # another number of draws on each rank
@@ -398,7 +392,7 @@ def test_shards_are_read_once_over_all_ranks(ranks: Any) -> None:
         dataset = Sharded(shards)
         loader = prepared(DataLoader(dataset, batch_size=2))
         assert isinstance(loader, StreamLoader)
-        return passed(loader), loader.way, loader._dataset.read, dataset.read
+        return passed(loader), loader.mode, loader._dataset.read, dataset.read
 
     for world in (2, 3, 4):
         results = ranks(world).run(run)
@@ -469,7 +463,7 @@ def test_ranks_that_may_end_apart_do_not_wait_for_each_other(ranks: Any) -> None
     def run() -> Any:
         rank = PartialState().process_index
         loader = prepared(DataLoader(Told(range(3 + 4 * rank), rank, 2), batch_size=2))
-        loader.uneven = True
+        loader.set_uneven(True)
         return [batch.tolist() for batch in loader]
 
     assert ranks(2).run(run) == [[[0, 1], [2]], [[0, 1], [2, 3], [4, 5], [6]]]
@@ -522,7 +516,7 @@ def test_the_stream_of_hugging_face_datasets(ranks: Any, tmp_path: Any) -> None:
         split = split_dataset_by_node(stream, rank=state.process_index, world_size=state.num_processes)
         for dataset in (stream, split, stream.shuffle(seed=1, buffer_size=4)):
             loader = prepared(DataLoader(dataset, batch_size=2))
-            found.append((passed_ids(loader), loader.way))  # type: ignore[attr-defined]
+            found.append((passed_ids(loader), loader.mode))  # type: ignore[attr-defined]
         return found
 
     def passed_ids(loader: Any) -> list[Any]:
@@ -600,9 +594,8 @@ def test_a_position_is_in_samples_whatever_the_number_of_ranks(ranks: Any, worke
         state = PartialState()
         loader = DataLoader(Stream(range(14)), batch_size=2, num_workers=workers)
         config = DataLoaderConfiguration(use_stateful_dataloader=True)
-        built = build_loader(
-            loader, place=DataRank(state.process_index, state.num_processes, state._channel, state._limits), config=config, **REST
-        )
+        data_rank = DataRank(state.process_index, state.num_processes, state._channel, state._limits)
+        built = build_loader(loader, LoaderSettings(data_rank=data_rank, config=config, **REST))
         built.load_state_dict({"epoch": 0, "batches": 2, "samples": 8, "seed": 0})
         return [(batch.tolist(), built.shares) for batch in built]
 
@@ -611,7 +604,7 @@ def test_a_position_is_in_samples_whatever_the_number_of_ranks(ranks: Any, worke
     assert sum(real, []) == list(range(8, 14))
 
 
-REST: dict[str, Any] = {"seed": 0, "device": None, "put_on_device": False, "gradient_state": GradientState()}
+REST: dict[str, Any] = {"seed": 0, "gradient_state": GradientState()}
 
 
 class Epochal(IterableDataset[Any]):
@@ -627,7 +620,8 @@ class Epochal(IterableDataset[Any]):
 
 
 def alone(loader: DataLoader[Any], **options: Any) -> PreparedLoader:
-    return build_loader(loader, place=DataRank(0, 1, SingleProcessChannel, Limits()), config=DataLoaderConfiguration(**options), **REST)
+    data_rank = DataRank(0, 1, SingleProcessChannel, Limits())
+    return build_loader(loader, LoaderSettings(data_rank=data_rank, config=DataLoaderConfiguration(**options), **REST))
 
 
 def test_workers_that_should_stay_hear_of_the_epoch(caplog: pytest.LogCaptureFixture) -> None:
@@ -668,9 +662,9 @@ class Part(Told):
 
 def test_parts_of_ranks_have_no_length_that_all_know() -> None:
     def made(rank: int) -> PreparedLoader:
-        return build_loader(
-            DataLoader(Part(range(rank, 5, 2), rank, 2)), place=DataRank(rank, 2, SingleProcessChannel, Limits()),
-            config=DataLoaderConfiguration(), **REST )  # fmt: skip
+        data_rank = DataRank(rank, 2, SingleProcessChannel, Limits())
+        settings = LoaderSettings(data_rank=data_rank, config=DataLoaderConfiguration(), **REST)
+        return build_loader(DataLoader(Part(range(rank, 5, 2), rank, 2)), settings)
 
     for rank in range(2):
         with pytest.raises(TypeError, match="each process reads a part of its own"):

@@ -388,7 +388,7 @@ def broken() -> list[tuple[Any, Any, str]]:
         ({}, None, "no state of a training loop"),
         ({**state, "windows": [window, window]}, None, "windows of 2 models, and 1 are prepared"),
         ({**state, "windows": [{}]}, None, "no state of a window"),
-        ({**state, "latest": 1}, None, "latest=1"),
+        ({**state, "latest": 1}, None, "no state of a training loop"),
         ({**state, "loose": 0}, None, "loose=0"),
         (with_window(index=-1), None, "index=-1"),
         (with_window(index=True), None, "index=True"),

@@ -431,5 +431,5 @@ def test_a_batch_that_is_kept() -> None:
     for (x,) in loader:
         kept = x if kept is None else kept
         found.append(train(accelerator, net, optimizer, x))
-        assert len(accelerator.gradient_state.reading.unread) < 15
+        assert len(accelerator.gradient_state.only_pass.unread) < 15
     assert sum(update is not None for update in found) == 15

@@ -199,12 +199,13 @@ def assemble_components(
         )
     gradient_state, registry, ledger = GradientState(accumulation), PreparedObjects(), _make_ledger(state, handlers)
     gradient_state.meter = ledger.meter
-    gradient_state.count_updates = _update_counter(weakref.ref(registry))  # loaders hold this state: what it holds must not hold them
+    # Loaders hold this state, so what it holds must not hold them.
+    gradient_state.metrics.count_updates = _update_counter(weakref.ref(registry))
     strategy = _choose_strategy(state, handlers, ledger)
     _check_fp8(state)
     precision = ModelPrecision(
         state.mixed_precision,
-        strategy.realise(state.device),
+        strategy.device_type(state.device),
         autocast=handlers.autocast,
         scaler=handlers.scaler,
         fp8=handlers.fp8 or AORecipeKwargs(pad_inner_dim=state.compute.fp8_pad_inner_dim or None),

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from slipstream.accelerator.components import AcceleratorBase
 from slipstream.big_models.prepare import check_not_trained_together, dispatch_for_prepare, is_dispatched
 from slipstream.data.loader import PreparedLoader
+from slipstream.data.options import LoaderSettings
 from slipstream.data.prepare import build_loader, choose_seed, skip_first_batches
 from slipstream.devices.memory import release_memory
 from slipstream.devices.table import CPU
@@ -85,7 +86,7 @@ class PreparationMixin(AcceleratorBase):
         """Move one model to the device, apply precision, compile and wrap it; with `evaluation_mode` it is not wrapped."""
         components = self._components
         known = components.stepper.find(model)
-        original = _replicated_module(model) or (compile_in_place(model) if known is None else known.original)
+        original = compile_in_place(components.strategy.unwrap(model)) if known is None else known.original
         known = known or components.stepper.find(original)
         time_forward(original, None)
         apart = is_dispatched(original)
@@ -203,9 +204,8 @@ class PreparationMixin(AcceleratorBase):
         components = self._components
         prepared = []
         for loader, place, seed in zip(loaders, placements, self._seeds(loaders), strict=True):
-            built = build_loader(
-                loader,
-                place=components.place,
+            settings = LoaderSettings(
+                data_rank=components.place,
                 config=components.loading,
                 seed=seed,
                 device=components.state.device,
@@ -214,6 +214,7 @@ class PreparationMixin(AcceleratorBase):
                 effective_batch_size=None if keep_batch_size else components.effective_batch_size,
                 slice_fn=slice_fn,
             )
+            built = build_loader(loader, settings)
             if components.rng_types:
                 built.at_start = partial(synchronize_rng_states, components.rng_types)
             if built not in components.registry.loaders:
@@ -241,23 +242,21 @@ class PreparationMixin(AcceleratorBase):
 
         With `even_batches=False` loaders return what each process has, without padding, while the block runs.
         """
-        from slipstream.strategies.ddp import join_models
-
         if isinstance(joinables, torch.nn.Module):
             raise TypeError(f"join_uneven_inputs got a {type(joinables).__name__}: write a list of prepared models, [model]")
         loaders = self._components.registry.loaders if even_batches is not None else []
         before = [(loader, loader.uneven) for loader in loaders]
         stepper = self._components.stepper
         for loader in loaders:
-            loader.uneven = even_batches is False
+            loader.set_uneven(even_batches is False)
         stepper.joined = self._components.place.world_size > 1
         try:
-            with join_models([joinable for joinable in joinables if isinstance(joinable, torch.nn.Module)]):
+            with self._components.strategy.join([joinable for joinable in joinables if isinstance(joinable, torch.nn.Module)]):
                 yield
         finally:
             stepper.joined = False
             for loader, uneven in before:
-                loader.uneven = uneven
+                loader.set_uneven(uneven)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -276,15 +275,6 @@ class PreparationMixin(AcceleratorBase):
     def clear(self, *objects: Any) -> list[None]:
         """See `free_memory`."""
         return self.free_memory(*objects)
-
-
-def _replicated_module(model: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the user's model inside one that `prepare` returned; None for any other."""
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return None
-    from slipstream.strategies.ddp import Replicated
-
-    return model.module if isinstance(model, Replicated) else None
 
 
 def _current_weights(model: weakref.ref[torch.nn.Module]) -> dict[str, Any]:

@@ -127,7 +127,8 @@ class ProcessesMixin(AcceleratorBase):
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False, **dynamic: Any) -> AbstractContextManager[Any]:
         """See `PartialState.split_between_processes`."""
-        self._components.gradient_state.note_split()
+        state = self._components.gradient_state
+        state.metrics.note_split(state.active)
         return self.state.split_between_processes(inputs, apply_padding, **dynamic)
 
     def map_across_processes(

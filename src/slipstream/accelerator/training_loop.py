@@ -6,7 +6,6 @@ Each method delegates to the component that implements it and holds no state.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class TrainingLoopMixin(AcceleratorBase):
         stepper = self._components.stepper
         if models and isinstance(models[0], list | tuple):
             raise TypeError("accumulate takes models themselves: write accumulate(*models)")
-        return stepper.sections.get(models) or stepper.accumulate(models)
+        return stepper.blocks.get(models) or stepper.accumulate(models)
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
         """Compute the gradients of a loss: a mean over the batch, or with `weight` a sum over that many samples or tokens.
@@ -57,9 +56,7 @@ class TrainingLoopMixin(AcceleratorBase):
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """A block whose backward reduces gradients even if the passes before it ran in `no_sync`."""
         _check_model("trigger_sync_in_backward", model)
-        from slipstream.strategies.ddp import trigger_sync
-
-        return trigger_sync(model)
+        return self._components.strategy.trigger_sync(model)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -139,14 +136,9 @@ class TrainingLoopMixin(AcceleratorBase):
 
         A list that holds tensors and has one entry per sample is joined as a list (`data/metrics.py`).
         """
-        from slipstream.data.metrics import count_handed_samples, find_result_order, gather_per_sample_lists
+        from slipstream.data.metrics import gather_for_metrics
 
-        state, own = self._components.state, self._components.gradient_state
-        arrange = find_result_order(own)
-        if use_gather_object:
-            return state.gather_for_metrics(input_data, True, arrange)
-        gather = partial(state.gather_for_metrics, arrange=arrange)
-        return gather_per_sample_lists(own, count_handed_samples(own), state.channel, state.limits, input_data, gather)
+        return gather_for_metrics(self._components.state, self._components.gradient_state, input_data, use_gather_object)
 
 
 def _check_model(where: str, model: Any) -> None:

@@ -26,6 +26,7 @@ from slipstream.checkpoint.serialize import flatten
 from slipstream.checkpoint.shard_layout import PiecePosition
 from slipstream.checkpoint.sharded import LocalShard, is_sharded, local_shards
 from slipstream.checkpoint.weights import split_state_dict
+from slipstream.data.fingerprint import describe_loader
 from slipstream.devices import rng
 from slipstream.devices.memory import available_cores
 from slipstream.errors import CheckpointError
@@ -502,7 +503,7 @@ def current_receipt(parts: Components) -> dict[str, Any]:
         accumulation=steps,
         precision=parts.state.mixed_precision,
         seed=torch.initial_seed() % 2**63,
-        loaders=[getattr(loader, "describe", dict)() for loader in registry.loaders],
+        loaders=[describe_loader(loader) for loader in registry.loaders],
         optimizers=[
             {
                 "kind": type(optimizer.optimizer).__name__,

@@ -179,7 +179,7 @@ def check_random_states(state: Any, where: str) -> None:
 def loader_states(loaders: Iterable[Any], saved: SavedState, own: Mapping[str, Any] | None) -> Iterator[tuple[Any, Any]]:
     """Loaders, each with the state that it will be given, as far as there are some."""
     for number, (loader, state) in enumerate(zip(loaders, saved.loaders or [], strict=False)):
-        same = own is not None and saved.world == loader.place.world_size
+        same = own is not None and saved.world == loader.data_rank.world_size
         yield loader, own["loaders"][number] if same and own is not None and "loaders" in own else state
 
 

@@ -12,15 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice, tee
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from slipstream.data.epoch_state import EpochPass, LoadedPosition
+from slipstream.data.epoch_state import LoadedPosition
 from slipstream.data.loader import HandedBatch, PreparedLoader
 from slipstream.data.map_loader import MapLoader
-from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.options import LoaderSettings
 from slipstream.data.order import announce_epoch, list_samplers
 from slipstream.data.plan import (
     BatchPlan,
@@ -33,7 +32,6 @@ from slipstream.data.plan import (
     count_samples,
     slice_for_ranks,
     slice_rows,
-    split_effective_batch,
 )
 from slipstream.data.random_state import RandomStateScope, derive_seed
 from slipstream.data.stream_reader import (
@@ -44,63 +42,26 @@ from slipstream.data.stream_reader import (
     return_unchanged,
     trim_batches_to_updates,
 )
-from slipstream.distributed.gradient_state import BatchShares, GradientState
+from slipstream.distributed.gradient_state import BatchShares, LoaderPass
 from slipstream.distributed.scatter import scatter
-from slipstream.logging import get_logger
 
-__all__ = ["DispatchLoader", "build_dispatch_loader"]
-
-
-def build_dispatch_loader(
-    loader: DataLoader[Any],
-    *,
-    place: DataRank,
-    config: DataLoaderConfiguration,
-    seed: int,
-    device: torch.device | None,
-    put_on_device: bool,
-    gradient_state: GradientState,
-    effective_batch_size: int | None = None,
-    slice_fn: SliceFunction | None = None,
-) -> DispatchLoader:
-    """A loader whose data rank 0 reads for everyone, map-style or iterable."""
-    per_rank = steps = None
-    if effective_batch_size is not None:
-        per_rank, steps = split_effective_batch(effective_batch_size, loader.batch_size, place.world_size, split=config.split_batches)
-    get_logger(__name__).info(f"rank 0 reads {type(loader.dataset).__name__} for all {place.world_size} processes")
-    return DispatchLoader(
-        loader,
-        samples_per_rank=per_rank,
-        slice_fn=slice_fn,
-        steps_per_update=steps,
-        place=place,
-        config=config,
-        seed=seed,
-        device=device,
-        put_on_device=put_on_device,
-        gradient_state=gradient_state,
-    )
+__all__ = ["DispatchLoader"]
 
 
 class DispatchLoader(PreparedLoader):
     """A prepared loader whose data rank 0 reads."""
 
-    def __init__(
-        self, original: DataLoader[Any], *, samples_per_rank: int | None = None, slice_fn: SliceFunction | None = None, **settings: Any
-    ) -> None:
-        """`samples_per_rank` is the batch size, if that is not what the script's loader says."""
-        super().__init__(original, **settings)
-        self._per_rank = samples_per_rank
-        self._slice_fn = slice_fn
+    def __init__(self, original: DataLoader[Any], settings: LoaderSettings) -> None:
+        super().__init__(original, settings)
+        self._slice_fn = settings.slice_fn
         self._nominal = 1
         self._source = self._make_source()
 
-    def _make_source(self) -> _DispatchSource:
-        cut = self._slice_fn or (slice_rows if self.config.split_batches and self.place.world_size > 1 else None)
-        kind: type[_StreamDispatchSource] | type[_MapDispatchSource] = (
-            _StreamDispatchSource if isinstance(self.original.dataset, IterableDataset) else _MapDispatchSource
-        )
-        return kind(self, cut, self.policy)
+    def _make_source(self) -> _StreamDispatchSource | _MapDispatchSource:
+        cut = self._slice_fn or (slice_rows if self.config.split_batches and self.data_rank.world_size > 1 else None)
+        if isinstance(self.original.dataset, IterableDataset):
+            return _StreamDispatchSource(self, cut, self.policy)
+        return _MapDispatchSource(self, cut, self.policy)
 
     @property
     def policy(self) -> LastBatchPolicy:
@@ -121,8 +82,8 @@ class DispatchLoader(PreparedLoader):
     @property
     def _given(self) -> tuple[int, ...]:
         if self._source.size is None:
-            return (self._nominal,) * self.place.world_size
-        plan = BatchPlan(self.place.world_size, self._source.size, self.policy)
+            return (self._nominal,) * self.data_rank.world_size
+        plan = BatchPlan(self.data_rank.world_size, self._source.size, self.policy)
         return plan.given if plan.full is None else plan.full.given
 
     @property
@@ -142,28 +103,28 @@ class DispatchLoader(PreparedLoader):
         return self._source.length()
 
     @property
-    def _extras(self) -> tuple[str, ...]:  # type: ignore[override]  # by what is read
+    def _extra_keys(self) -> tuple[str, ...]:  # type: ignore[override]  # by what is read
         return self._source.extras
 
-    def _place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]:
-        return self._source.place_state(turn, samples)
+    def _extra_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
+        return self._source.place_state(loader_pass, samples)
 
-    def _check_place(self, state: Mapping[str, Any]) -> None:
+    def _check_extra_state(self, state: Mapping[str, Any]) -> None:
         self._source.check_place(state)
 
-    def _load_place(self, position: LoadedPosition) -> LoadedPosition:
+    def _load_extra_state(self, position: LoadedPosition) -> LoadedPosition:
         self._source.load_place(position)
         return position
 
     def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
-        place = self.place
-        source = self._parts(epoch, start) if place.rank == 0 else None
+        channel, limits = self.data_rank.channel, self.data_rank.limits
+        source = self._parts(epoch, start) if self.data_rank.rank == 0 else None
         previous: BatchShares | None = None
         step, end = 0, False
         while not end:
             parts = None if source is None else _next_or_error(source)
             name = f"batch {step} of pass {epoch}"  # and not whose: the others may have no dataset at all
-            got = scatter(place.channel(), place.limits, parts, operation="next batch", condition=name)
+            got = scatter(channel(), limits, parts, operation="next batch", condition=name)
             if got is None:  # there is nothing at all
                 return
             batch, plain, end, left, self._nominal = got
@@ -174,12 +135,12 @@ class DispatchLoader(PreparedLoader):
 
     def _parts(self, epoch: int, start: int) -> Iterator[list[Any]]:
         """On rank 0: what is dealt out, one part for each rank."""
-        ranks = self.place.world_size
+        ranks = self.data_rank.world_size
         nominal = self._nominal
         left = self._source.known_count(start)
-        clock = self._clock
-        turn = clock.live[-1] if clock.live else EpochPass(epoch, start, 0)
-        for message in self._source.messages(turn, start, self.seed, clock.loaded):
+        epochs = self._epochs
+        loader_pass = epochs.live[-1] if epochs.live else LoaderPass(epoch, start)
+        for message in self._source.messages(loader_pass, start, self.seed, epochs.loaded):
             shares = message.shares
             plain = None if shares is None else [shares.given, shares.real, shares.weighed, shares.full]
             if shares is None:
@@ -210,44 +171,11 @@ def _next_or_error(source: Iterator[list[Any]]) -> list[Any] | Exception:
 # -- what rank 0 reads ------------------------------------------------------------------------------------------------
 
 
-class _DispatchSource(Protocol):
-    """Where rank 0 gets the batches of all ranks from; the others ask for sizes alone."""
-
-    size: int | None
-    """Samples in a full batch of all ranks; None where batches have sizes of their own."""
-    stride: int
-    """How far one full batch of all ranks moves the position."""
-
-    def count(self, start: int) -> int: ...
-
-    def known_count(self, start: int) -> int | None:
-        """How many batches there are, where that is certain."""
-
-    def messages(self, turn: EpochPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]: ...
-
-    @property
-    def kind(self) -> str:
-        """What a position counts; see `position.py`."""
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """Names of what a position holds besides numbers."""
-
-    def length(self) -> int | None:
-        """How far a whole pass moves the position, where that is certain."""
-
-    def place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]: ...
-
-    def check_place(self, state: Mapping[str, Any]) -> None: ...
-
-    def load_place(self, position: LoadedPosition) -> None: ...
-
-
 def _make_ready_batch_recipe(
     owner: DispatchLoader, cut: SliceFunction | None, policy: LastBatchPolicy, collate: Callable[[Any], Any]
 ) -> BatchRecipe:
     """The recipe for items that are batches already."""
-    ranks = owner.place.world_size
+    ranks = owner.data_rank.world_size
     everyone = tuple(range(ranks))
     if owner.config.split_batches:
         return BatchRecipe(ItemSplitPlan(ranks, collate, cut), 1, everyone, return_unchanged, batched=False)
@@ -255,7 +183,7 @@ def _make_ready_batch_recipe(
 
 
 def _global_batch_size(owner: DispatchLoader, batch_size: int) -> int:
-    ranks = owner.place.world_size
+    ranks = owner.data_rank.world_size
     if owner._per_rank is not None:
         return owner._per_rank * ranks
     return batch_size if owner.config.split_batches else batch_size * ranks
@@ -265,7 +193,7 @@ class _StreamDispatchSource:
     """Iterable data."""
 
     def __init__(self, owner: DispatchLoader, cut: SliceFunction | None, policy: LastBatchPolicy) -> None:
-        original, ranks = owner.original, owner.place.world_size
+        original, ranks = owner.original, owner.data_rank.world_size
         self.policy, self.dataset = policy, original.dataset  # and not the owner: workers end with it, and not when the cycle is found
         if original.batch_size is None:
             self.size = None
@@ -284,8 +212,8 @@ class _StreamDispatchSource:
     def length(self) -> int | None:
         return None
 
-    def place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]:
-        return {} if turn is None or not samples else self.source.state(turn.epoch, samples, self.recipe)
+    def place_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
+        return {} if loader_pass is None or not samples else self.source.state(loader_pass.epoch, samples, self.recipe)
 
     def check_place(self, state: Mapping[str, Any]) -> None:
         self.source.check(state)
@@ -306,8 +234,8 @@ class _StreamDispatchSource:
     def known_count(self, start: int) -> int | None:
         return None  # a stream may promise a length that it does not keep
 
-    def messages(self, turn: EpochPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]:
-        dataset, epoch, steps = self.dataset, turn.epoch, self.per_update
+    def messages(self, loader_pass: LoaderPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]:
+        dataset, epoch, steps = self.dataset, loader_pass.epoch, self.per_update
         announce_epoch([dataset], epoch)
         messages = self.source.messages(
             dataset,
@@ -326,40 +254,37 @@ class _MapDispatchSource:
 
     def __init__(self, owner: DispatchLoader, cut: SliceFunction | None, policy: LastBatchPolicy) -> None:
         original = self.original = owner.original
-        self.cut, self.ranks = cut, owner.place.world_size
+        self.cut, self.ranks = cut, owner.data_rank.world_size
         self.alone = original.batch_sampler is None
         """Whether a position gives a batch that is ready-made."""
-        place = owner.place if not self.alone else replace(owner.place, rank=0, world_size=1)
-        split = owner.config.split_batches and not self.alone
-        config = replace(owner.config, split_batches=split, even_batches=policy == "even")
-        self.reader = MapLoader(
-            original,
-            samples_per_rank=owner._per_rank,
-            place=replace(place, rank=0),
-            config=config,
+        settings = LoaderSettings(
+            data_rank=replace(owner.data_rank, rank=0, world_size=1 if self.alone else self.ranks),
+            config=replace(
+                owner.config, split_batches=owner.config.split_batches and not self.alone, even_batches=policy == "even"
+            ),
             seed=owner.seed,
-            device=None,
-            put_on_device=False,
             gradient_state=owner.gradient_state,
+            samples_per_rank=owner._per_rank,
             steps_per_update=owner.steps_per_update,
         )
+        self.reader = MapLoader(original, settings)
         plan = self.reader._plan
         self.size = plan.size if isinstance(plan, BatchPlan) and not self.alone else None
         self.recipe = _make_ready_batch_recipe(owner, cut, policy, return_unchanged) if self.alone else None
         self.stride = self.reader._stride if self.recipe is None else self.recipe.block
-        self.kind, self.extras = self.reader._kind, self.reader._extras
+        self.kind, self.extras = self.reader._kind, self.reader._extra_keys
 
     def length(self) -> int | None:
         return self.reader._length()
 
-    def place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]:
-        return self.reader._place_state(turn, samples)
+    def place_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
+        return self.reader._extra_state(loader_pass, samples)
 
     def check_place(self, state: Mapping[str, Any]) -> None:
-        self.reader._check_place(state)
+        self.reader._check_extra_state(state)
 
     def load_place(self, position: LoadedPosition) -> None:
-        self.reader._load_place(position)
+        self.reader._load_extra_state(position)
 
     def count(self, start: int) -> int:
         if self.recipe is None:
@@ -371,11 +296,11 @@ class _MapDispatchSource:
     def known_count(self, start: int) -> int | None:
         return self.count(start) if hasattr(self.reader._units, "__len__") else None
 
-    def messages(self, turn: EpochPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]:
-        reader, original, epoch = self.reader, self.original, turn.epoch
-        reader.seed = seed
+    def messages(self, loader_pass: LoaderPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]:
+        reader, original, epoch = self.reader, self.original, loader_pass.epoch
+        reader._epochs.seed = seed
         announce_epoch([original.dataset, *list_samplers(original)[1:]], epoch)
-        order, head = reader._order(epoch, start, turn, loaded)
+        order, head = reader._order(epoch, start, loader_pass, loaded)
         walk = order if isinstance(order, Iterator) else _iterate_order(order)
         if self.recipe is None:
             return self._together(walk, head, epoch, start)

@@ -12,67 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.distributed.gradient_state import BatchShares, LoaderPass
+from slipstream.distributed.gradient_state import LoaderPass
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
 __all__ = [
-    "EpochPass", "EpochState", "LoadedPosition", "POSITION_KINDS", "PassStart", "check_position", "read_position", "report_pass_start",
+    "EpochState", "LoadedPosition", "POSITION_KINDS", "PassStart", "check_position", "read_position", "report_pass_start",
     "warn_of_load_inside_loop", "warn_of_set_epoch",
 ]
-
-
-_MAX_RECORD = 200_000
-
-
-class EpochPass(LoaderPass):
-    """One iteration over a loader: what it handed out so far."""
-
-    __slots__ = (
-        "around", "begin", "begun_at", "ended", "epoch", "gathered", "interrupted", "kept_at", "order", "record", "recording", "resumed",
-        "rows", "start", "trained",
-    )  # fmt: skip
-
-    def __init__(
-        self, epoch: int, start: int, begun_at: int, *, resumed: bool = False, trained: int = 0, inside: Any = None
-    ) -> None:
-        super().__init__(inside)
-        self.epoch = epoch
-        self.start = start
-        """Position in the epoch's order where it began, in samples (or whole batches, where those are dealt out)."""
-        self.begun_at = begun_at
-        """The same, in batches: how many each rank was handed of this epoch before."""
-        self.record: list[tuple[int, BatchShares | None]] = []
-        """Where the way of sharing changed: (batches handed out before, shares from there on); it begins with None."""
-        self.recording = True
-        self.resumed = resumed
-        """Whether it continues inside of an epoch, at a position that was loaded."""
-        self.trained = trained
-        """`GradientState.trained` when it began."""
-        self.around: tuple[tuple[EpochPass, int], ...] = ()
-        """The passes under way when it began, and what they had handed out."""
-        self.kept_at: int | None = None
-        """What it had handed out when a later pass was trained on, or a position was loaded: see `EpochState.passes`."""
-        self.ended = False
-        """Whether its last batch was handed out."""
-        self.interrupted = False
-        """Whether it was left by `break` while it was trained on."""
-        self.begin: Any = None
-        """What a sampler of the user's own held when it began; see `ordering.py`."""
-        self.order: Any = None
-        """What was drawn of its order."""
-        self.gathered = False
-        """Whether `gather_for_metrics` was called for one of its batches: then what is gathered after its end is not its results."""
-        self.rows: dict[tuple[str, int], tuple[int, ...]] = {}
-        """By line of the script and number of the leaf: how many rows each rank gathered of a full batch."""
-
-    def note(self, shares: BatchShares | None) -> None:
-        """The next batch is shared in another way than the one before."""
-        if len(self.record) >= _MAX_RECORD:  # an endless stream of batches of all sizes
-            self.recording = False
-            self.record.clear()
-        if self.recording:
-            self.record.append((self.handed, shares))
 
 
 @dataclass(frozen=True)
@@ -103,26 +50,26 @@ class PassStart:
     """How many batches of the epoch come before, as the script counts them."""
     samples: int | None = None
     """The position in the epoch's order; None where only `batches` tells it."""
-    earlier: EpochPass | None = None
+    earlier: LoaderPass | None = None
     """The pass of this process that it continues."""
     loaded: bool = False
     """Whether it begins at the position that was loaded."""
-    given_up: LoadedPosition | None = None
+    replaced: LoadedPosition | None = None
     """The loaded position that this one replaces."""
 
 
 class EpochState:
     """Counts epochs: every pass takes the next one, whether the one before was read to its end or not.
 
-    >>> clock = EpochState()
+    >>> state = EpochState()
     >>> epochs = []
     >>> for _ in range(3):
-    ...     epochs.append(clock.following().epoch)
-    ...     clock.take(clock.following())
+    ...     epochs.append(state.following().epoch)
+    ...     state.take(state.following())
     >>> epochs
     [0, 1, 2]
-    >>> _ = clock.set(1)
-    >>> clock.following().epoch
+    >>> _ = state.set(1)
+    >>> state.following().epoch
     1
     """
 
@@ -133,9 +80,9 @@ class EpochState:
         """The epoch of the next pass."""
         self.resume = 0
         """The position where the next pass begins, after a position was loaded."""
-        self.live: list[EpochPass] = []
+        self.live: list[LoaderPass] = []
         """The passes under way, outermost first."""
-        self.left: EpochPass | None = None
+        self.left: LoaderPass | None = None
         """The pass that began last, if it was left before its end."""
         self.loaded: LoadedPosition | None = None
         """The position that was loaded last."""
@@ -154,16 +101,27 @@ class EpochState:
         self.__init__()  # type: ignore[misc]
         self.__dict__.update(state)
 
+    def keep_loaded(self, loader_pass: LoaderPass, trained: int, restore: Callable[[LoadedPosition], LoadedPosition]) -> bool:
+        """Return whether a pass only looked at the loaded position (one batch, and nothing was trained), which is then still to be read.
+
+        `restore` puts the loader's other state back to that position.
+        """
+        looked = loader_pass.resumed and loader_pass.handed <= 1 and loader_pass.trained == trained
+        if not looked or self.waits or self.next != loader_pass.epoch + 1 or self.loaded is None:
+            return False
+        self.load(restore(self.loaded), resume=True, trained=self.trained)
+        return True
+
     def load(self, position: LoadedPosition, *, resume: bool, trained: int = 0) -> None:
-        """The next pass is that of a saved position (or the one after it, if that was over); with `resume` it begins there."""
+        """Make the next pass that of a saved position (or the one after it, if that was over); with `resume` it begins there."""
         self.next, self.resume = position.epoch + position.left, 0 if position.left or not resume else position.samples
-        self.left = EpochPass(position.epoch, position.samples, position.batches) if position.left else None
+        self.left = LoaderPass(position.epoch, position.samples, position.batches) if position.left else None
         self.loaded, self.waits, self.continues, self.trained = position, True, resume and not position.left, trained
-        for turn in self.live:  # it does not say where the loader stands, unless it is read on
-            turn.kept_at = turn.handed
+        for loader_pass in self.live:  # it does not say where the loader stands, unless it is read on
+            loader_pass.kept_at = loader_pass.handed
 
     def set(self, epoch: int) -> int:
-        """The next pass is that epoch; a position that was loaded for it is kept. How many samples of another one were given up."""
+        """Make that epoch the next one, and return how many samples of a position that was loaded for another epoch are given up."""
         lost = self.resume if epoch != self.next else 0
         if epoch != self.next:
             self.next, self.resume, self.waits = epoch, 0, False
@@ -171,7 +129,7 @@ class EpochState:
         return lost
 
     def following(self, trained: int = 0) -> PassStart:
-        """Where the next pass begins if nothing is skipped; `trained` is what `GradientState.trained` is now.
+        """Return where the next pass begins if nothing is skipped; `trained` is what `GradientState.trained` is now.
 
         A pass that was saved without anything being trained in it, and that another loader is trained on before, was an evaluation:
         what was computed of it went with the process that saved, so it begins anew.
@@ -180,11 +138,11 @@ class EpochState:
         if not self.resume or loaded is None:
             return PassStart(self.next, 0, 0)
         if loaded.untrained and trained != self.trained:
-            return PassStart(self.next + 1, 0, 0, given_up=loaded)
+            return PassStart(self.next + 1, 0, 0, replaced=loaded)
         return PassStart(self.next, loaded.batches, self.resume, loaded=True)
 
     def after(self, batches: int, is_over: Callable[[LoadedPosition], bool]) -> PassStart:
-        """Where a pass begins that skips so many batches.
+        """Return where a pass begins that skips so many batches.
 
         A position that was loaded and not read yet says which epoch is meant; the number is counted from the start of that epoch, not
         from the position. Without one, it is the epoch that is being read, or was left after at least so many batches; else the next.
@@ -196,7 +154,7 @@ class EpochState:
             if batches == loaded.batches:
                 return PassStart(loaded.epoch, batches, loaded.samples, loaded=loaded.samples > 0)
             over = is_over(loaded)
-            return PassStart(loaded.epoch + over, batches, given_up=None if over and not batches else loaded)
+            return PassStart(loaded.epoch + over, batches, replaced=None if over and not batches else loaded)
         live = self.passes()
         present = live[-1] if live else self.left
         if present is None or not 0 < batches <= present.begun_at + present.handed:
@@ -204,33 +162,33 @@ class EpochState:
         return PassStart(present.epoch, batches, self._place_of(present.epoch, batches), present)
 
     def take(self, start: PassStart) -> None:
-        """A pass begins there."""
+        """Record that a pass begins there."""
         self.next, self.resume, self.left, self.waits = max(self.next, start.epoch + 1), 0, None, False
 
-    def passes(self, trained: int | None = None) -> list[EpochPass]:
-        """The passes that the script is reading, outermost first; `trained` is what `GradientState.trained` is now.
+    def passes(self, trained: int | None = None) -> list[LoaderPass]:
+        """Return the passes that the script is reading, outermost first; `trained` is what `GradientState.trained` is now.
 
         One that has stood still since a position was loaded, or while a later one was trained on, is not among them: the script is about
         to leave it, or looked at a batch and kept the iterator.
         """
-        for turn in self.live:
-            if trained is not None and turn.trained != trained:
-                self.note_trained(turn)
-        return [turn for turn in self.live if turn.kept_at != turn.handed]
+        for loader_pass in self.live:
+            if trained is not None and loader_pass.trained != trained:
+                self.note_trained(loader_pass)
+        return [loader_pass for loader_pass in self.live if loader_pass.kept_at != loader_pass.handed]
 
-    def note_trained(self, turn: EpochPass) -> None:
-        """A pass was trained on: those around it that have not moved since are not being read."""
-        for outer, handed in turn.around:
+    def note_trained(self, loader_pass: LoaderPass) -> None:
+        """Record that a pass was trained on: those around it that have not moved since are not being read."""
+        for outer, handed in loader_pass.around:
             if outer.handed == handed:
                 outer.kept_at = handed
 
     def is_at_end(self, epoch: int, start: int) -> bool:
-        """Whether a saved pass had handed out everything at this position."""
+        """Return whether a saved pass had handed out everything at this position."""
         loaded = self.loaded
         return loaded is not None and loaded.ended and (loaded.epoch, loaded.samples) == (epoch, start)
 
     def _place_of(self, epoch: int, batches: int) -> int | None:
-        """The position in samples of a place that was loaded: on another number of processes, batches are of another size."""
+        """Return the position in samples of a loaded position: on another number of processes, batches are of another size."""
         loaded = self.loaded
         return loaded.samples if loaded is not None and (loaded.epoch, loaded.batches) == (epoch, batches) else None
 
@@ -251,7 +209,7 @@ _MAX_NUMBER = 2**53
 
 
 def check_position(state: Any, *, kind: str, length: int | None, stride: int, extras: tuple[str, ...], name: str) -> None:
-    """Raises a `ConfigError` unless this is a position of such a loader; `name` is that of its dataset, `length` that of a whole pass."""
+    """Raise a `ConfigError` unless this is a position of such a loader; `name` is that of its dataset, `length` that of a whole pass."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"a {type(state).__name__} is no state of a prepared loader: pass what its state_dict() gave")
     missing = [entry for entry in _NUMBER_KEYS if entry not in state]
@@ -270,8 +228,7 @@ def check_position(state: Any, *, kind: str, length: int | None, stride: int, ex
         there = POSITION_KINDS.get(saved, repr(saved)) if isinstance(saved, str) else repr(saved)
         raise ConfigError(
             f"the state of a loader of {there} was given to one of {POSITION_KINDS[kind]} ({name}), where a position means something "
-            "else: load it "
-            "into the loader that it was saved of (prepare the same loaders in the same order)"
+            "else: load it into the loader that it was saved of (prepare the same loaders in the same order)"
         )
     unknown = sorted(str(extra) for extra in set(state) - _KNOWN_KEYS - set(extras))
     if unknown:
@@ -293,7 +250,7 @@ def _check_length(state: Mapping[str, Any], length: int | None, stride: int, nam
 
 
 def read_position(state: Mapping[str, Any], *, length: int | None, name: str) -> LoadedPosition:
-    """The position that a checked state tells; data that has another length now is told."""
+    """Return the position in a checked state, and warn if the data has another length now."""
     before = state.get("length")
     if before is not None and length is not None and before != length and state["samples"]:
         get_logger(__name__).warning(
@@ -305,91 +262,69 @@ def read_position(state: Mapping[str, Any], *, length: int | None, name: str) ->
     return LoadedPosition(state["epoch"], state["batches"], state["samples"], left, ended, extra, interrupted, untrained)
 
 
-def report_pass_start(start: PassStart, clock: EpochState, *, skips: bool, is_over: Callable[[LoadedPosition], bool], name: str) -> None:
-    """Says what a pass makes of the position that was loaded, where that may surprise.
-
-    `skips`: the pass is that of `skip_first_batches`.
-    """
-    loaded = clock.loaded
+def report_pass_start(start: PassStart, epochs: EpochState, *, skips: bool, is_over: Callable[[LoadedPosition], bool], name: str) -> None:
+    """Log what a pass makes of the loaded position, where that may surprise; `skips`: it is a pass of `skip_first_batches`."""
+    loaded, epoch, logger = epochs.loaded, start.epoch, get_logger(__name__)
     assert loaded is not None
+    there = f"{_format_batches(loaded.batches)} into epoch {loaded.epoch}"
     if start.loaded and is_over(loaded):
-        _warn_of_empty_pass(start.epoch, name)
-    elif skips:
-        _report_skip(start, name)
-    elif start.given_up is not None:
-        _report_new_evaluation(loaded, name)
-    elif loaded.interrupted and clock.left is not None:
-        _warn_of_interrupted_pass(loaded, name)
+        logger.warning(
+            f"the pass over {name} that begins now is empty: its position was saved after the last batch of epoch {epoch}. This pass "
+            f"completes epoch {epoch}, and the next one is epoch {epoch + 1}. If the counter of your loop already stands at epoch "
+            f"{epoch + 1}, call loader.set_epoch(epoch) before each pass."
+        )
+    elif skips and start.loaded:
+        logger.info(
+            f"skip_first_batches(loader, {start.batches}) is not needed: the loaded position of this loader of {name} is {there} already, "
+            "and the pass continues there. Nothing is skipped twice."
+        )
+    elif skips and start.replaced is not None:
+        _warn_of_replaced_position(start, there, name)
+    elif start.replaced is not None:
+        logger.info(
+            f"the position of a loader of {name} was saved in the middle of an evaluation ({_format_batches(loaded.batches)} into it), "
+            "whose results are gone: the evaluation begins anew."
+        )
+    elif not skips and loaded.interrupted and epochs.left is not None:
+        logger.warning(
+            f"the position of a loader of {name} was saved after its loop had been left by break, {there}: the pass that begins now is "
+            f"epoch {loaded.epoch + 1}, as it would have been in the saved run. To read the rest of epoch {loaded.epoch}, write "
+            f"skip_first_batches(loader, {loaded.batches}). A checkpoint that is saved before the break continues there by itself."
+        )
 
 
-def warn_of_load_inside_loop(turn: EpochPass, clock: EpochState, name: str) -> None:
-    """Says that a loop was read on after a position had been loaded inside of it."""
+def _warn_of_replaced_position(start: PassStart, there: str, name: str) -> None:
+    """Warn that `skip_first_batches` gives up a loaded position, which is `there`."""
+    begin = f"skip_first_batches(loader, {start.batches})"
+    if not start.batches:
+        text = (
+            f"{begin} gives up the loaded position of this loader of {name} ({there}): epoch {start.epoch} begins anew, so these batches "
+            "come again. Iterate over the loader itself to continue there."
+        )
+    else:
+        text = (
+            f"{begin} begins {_format_batches(start.batches)} into epoch {start.epoch}, and gives up the loaded position of this loader "
+            f"of {name}, which is {there}. The number counts from the start of the epoch, not from the loaded position. Iterate over the "
+            "loader itself to continue at the loaded position."
+        )
+    get_logger(__name__).warning(text)
+
+
+def warn_of_load_inside_loop(loader_pass: LoaderPass, epochs: EpochState, name: str) -> None:
+    """Warn that a loop was read on after a position had been loaded inside of it."""
     get_logger(__name__).warning(
-        f"a position was loaded inside of a loop over {name} (epoch {turn.epoch}), and the loop went on with batches of its own. The next "
-        f"loop begins at the loaded position, in epoch {clock.next}. Leave the loop (break) after load_state to continue there at once."
-    )
-
-
-def _warn_of_empty_pass(epoch: int, name: str) -> None:
-    """Says why a pass over a loaded position is empty."""
-    get_logger(__name__).warning(
-        f"the pass over {name} that begins now is empty: its position was saved after the last batch of epoch {epoch}. This pass completes "
-        f"epoch {epoch}, and the next one is epoch {epoch + 1}. If the counter of your loop already stands at epoch {epoch + 1}, call "
-        "loader.set_epoch(epoch) before each pass."
-    )
-
-
-def _warn_of_interrupted_pass(loaded: LoadedPosition, name: str) -> None:
-    """Says that a pass which was left while it was trained on counts as over."""
-    epoch, batches = loaded.epoch, loaded.batches
-    get_logger(__name__).warning(
-        f"the position of a loader of {name} was saved after its loop had been left by break, {_format_batches(batches)} into epoch "
-        f"{epoch}: the "
-        f"pass that begins now is epoch {epoch + 1}, as it would have been in the saved run. To read the rest of epoch {epoch}, write "
-        f"skip_first_batches(loader, {batches}). A checkpoint that is saved before the break continues there by itself."
-    )
-
-
-def _report_new_evaluation(loaded: LoadedPosition, name: str) -> None:
-    """Says that an evaluation begins anew."""
-    get_logger(__name__).info(
-        f"the position of a loader of {name} was saved in the middle of an evaluation ({_format_batches(loaded.batches)} into it), "
-        "whose results "
-        "are gone: the evaluation begins anew."
+        f"a position was loaded inside of a loop over {name} (epoch {loader_pass.epoch}), and the loop went on with batches of its own. "
+        f"The next loop begins at the loaded position, in epoch {epochs.next}. Leave the loop (break) after load_state to continue there "
+        "at once."
     )
 
 
 def warn_of_set_epoch(epoch: int, loaded: LoadedPosition) -> None:
-    """Says that `set_epoch` gives a loaded position up."""
+    """Warn that `set_epoch` gives up a loaded position."""
     get_logger(__name__).warning(
         f"set_epoch({epoch}) gives up the position that was loaded for this loader ({loaded.samples} into epoch {loaded.epoch}): the next "
         f"pass is a whole one. Begin the loop with epoch {loaded.epoch} to continue there."
     )
-
-
-def _report_skip(start: PassStart, name: str) -> None:
-    """Says what `skip_first_batches` means on a loader whose loaded position was not read yet."""
-    logger, loaded, epoch, batches = get_logger(__name__), start.given_up, start.epoch, start.batches
-    if start.loaded:
-        logger.info(
-            f"skip_first_batches(loader, {batches}) is not needed: the loaded position of this loader of {name} is "
-            f"{_format_batches(batches)} "
-            f"into epoch {epoch} already, and the pass continues there. Nothing is skipped twice."
-        )
-    elif loaded is not None and not batches:
-        logger.warning(
-            f"skip_first_batches(loader, 0) gives up the loaded position of this loader of {name} ({_format_batches(loaded.batches)} "
-            "into epoch "
-            f"{loaded.epoch}): epoch {epoch} begins anew, so these batches come again. Iterate over the loader itself to continue there."
-        )
-    elif loaded is not None:
-        logger.warning(
-            f"skip_first_batches(loader, {batches}) begins {_format_batches(batches)} into epoch {epoch}, and gives up the loaded "
-            "position of "
-            f"this loader of {name}, which is {_format_batches(loaded.batches)} into epoch {loaded.epoch}. The number counts from the "
-            "start of "
-            "the epoch, not from the loaded position. Iterate over the loader itself to continue at the loaded position."
-        )
 
 
 def _format_batches(batches: int) -> str:

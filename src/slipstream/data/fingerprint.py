@@ -115,11 +115,11 @@ def describe_loader(loader: PreparedLoader) -> dict[str, Any]:
     shuffled: Any = loader.seed
     if stream:
         # several workers, and processes with parts of their own, read in an order of theirs
-        rules: list[Any] = ["stream", max(1, original.num_workers), loader._parts_of_their_own]
+        rules: list[Any] = ["stream", max(1, original.num_workers), loader.data_parts]
     else:
         rules = _describe_sampler(sampler, dataset)
         shuffled = None if torch_sampler_kind(sampler) == "SequentialSampler" or _is_sequence(sampler) else loader.seed
-    dropped = loader._dropped if drop_last else 0
+    dropped = loader._stride * (loader.steps_per_update or 1) if drop_last else 0
     text = repr((found["dataset"], found["length"], rules, _describe_selection(dataset), shuffled, dropped, found["even"], loader._kind))
     return {**found, "order": blake2b(text.encode(), digest_size=8).hexdigest()}
 
@@ -185,7 +185,7 @@ OpenedOrder = tuple["SampleOrder | Iterator[Any]", "Sequence[Any] | None"]
 
 def open_agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Callable[[], OpenedOrder]) -> OpenedOrder:
     """The order of a pass that begins (and its head, if it stands further on), after all ranks found that theirs is the same."""
-    place = loader.place
+    place = loader.data_rank
     if not place.compares or place.world_size == 1:
         return make()
     order: Any = None

@@ -13,15 +13,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count, islice, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, MapDataPipe
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from slipstream.data.epoch_state import EpochPass, LoadedPosition
+from slipstream.data.epoch_state import LoadedPosition
 from slipstream.data.fingerprint import OpenedOrder, open_agreed_order
 from slipstream.data.loader import HandedBatch, PreparedLoader, keeps_workers
+from slipstream.data.options import LoaderSettings
 from slipstream.data.order import announce_epoch, known_length, list_samplers, torch_sampler_kind
 from slipstream.data.plan import (
     BatchPlan,
@@ -35,7 +36,7 @@ from slipstream.data.plan import (
 )
 from slipstream.data.random_state import SeededDataset, WorkerInit, derive_seed
 from slipstream.data.sampler_state import SamplerOrder
-from slipstream.distributed.gradient_state import BatchShares
+from slipstream.distributed.gradient_state import BatchShares, LoaderPass
 from slipstream.distributed.scatter import agree_or_raise
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
@@ -48,31 +49,13 @@ _is_profiled = torch._C._autograd._profiler_enabled
 _EXHAUSTED = object()
 
 
-class _OwnerLoader(Protocol):
-    """A prepared loader of map-style data."""
-
-    original: DataLoader[Any]
-
-    def _preview(self) -> Iterator[Any]: ...
-
-    def __len__(self) -> int: ...
-
-    def get_sampler(self) -> Any: ...
-
-    @property
-    def batch_size(self) -> int | None: ...
-
-    @property
-    def drop_last(self) -> bool: ...
-
-
 class RankBatchSampler:
     """The batch sampler of one rank: what torch's machinery reads the positions from.
 
     Iterating over it gives this rank's batches of the epoch that comes next. The script's own batch sampler is `batch_sampler`.
     """
 
-    def __init__(self, loader: _OwnerLoader) -> None:
+    def __init__(self, loader: MapLoader) -> None:
         self._loader = loader
         self.pending: Iterator[Any] | None = None
         """What an iteration reads; set while one begins."""
@@ -121,7 +104,7 @@ def _iterate_unprofiled(iterator: Any) -> Iterator[Any]:
 class DataLoaderCopy:
     """Copies of the script's loader that read: their positions and their generator are ours."""
 
-    def __init__(self, original: DataLoader[Any], owner: _OwnerLoader) -> None:
+    def __init__(self, original: DataLoader[Any], owner: MapLoader) -> None:
         self.feed = RankBatchSampler(weakref.proxy(owner))  # a cycle would keep workers that stay beyond the prepared loader
         self.seeds = original.num_workers > 0 and not isinstance(original.dataset, MapDataPipe)
         """Whether workers draw random numbers of each batch's own."""
@@ -198,10 +181,8 @@ def samples_per_batch(loader: DataLoader[Any]) -> int | None:
 class MapLoader(PreparedLoader):
     """A prepared loader of map-style data."""
 
-    def __init__(self, original: DataLoader[Any], *, samples_per_rank: int | None = None, **settings: Any) -> None:
-        """`samples_per_rank` is the batch size, if that is not what the script's loader says."""
-        super().__init__(original, **settings)
-        self._per_rank = samples_per_rank
+    def __init__(self, original: DataLoader[Any], settings: LoaderSettings) -> None:
+        super().__init__(original, settings)
         self._policy: LastBatchPolicy | None = None
         self._engine: DataLoaderCopy | None = None
         self._nominal = 0
@@ -215,7 +196,7 @@ class MapLoader(PreparedLoader):
             )
 
     def _make_plan(self) -> BatchPlan | RoundRobinPlan | BatchSplitPlan:
-        original, ranks, split = self.original, self.place.world_size, self.config.split_batches
+        original, ranks, split = self.original, self.data_rank.world_size, self.config.split_batches
         batch_sampler: Any = original.batch_sampler
         if batch_sampler is None:
             if split:
@@ -321,8 +302,8 @@ class MapLoader(PreparedLoader):
             length -= length % self._per_update
         left, plan = max(0, length - start), self._plan
         if isinstance(plan, BatchPlan):
-            return plan.count(left, self.place.rank, plan.phase(start))
-        return plan.count(left, self.place.rank)
+            return plan.count(left, self.data_rank.rank, plan.phase(start))
+        return plan.count(left, self.data_rank.rank)
 
     @property
     def _per_update(self) -> int:
@@ -345,36 +326,38 @@ class MapLoader(PreparedLoader):
 
     # -- position -------------------------------------------------------------------------------------------------
 
-    _extras = ("order", "nominal")
+    _extra_keys = ("order", "nominal")
 
-    def _place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]:
-        order = self._ordering.state(turn, samples)
+    def _extra_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
+        order = self._ordering.state(loader_pass, samples)
         found = {} if order is None else {"order": order}
         return {**found, "nominal": self._nominal} if self._nominal else found
 
-    def _check_place(self, state: Mapping[str, Any]) -> None:
+    def _check_extra_state(self, state: Mapping[str, Any]) -> None:
         self._ordering.check(state.get("order"))
         nominal = state.get("nominal", 0)
         if isinstance(nominal, bool) or not isinstance(nominal, int) or nominal < 0:
             raise ConfigError(f"the state of a loader has nominal={nominal!r}: the size of a batch is a whole number from 0")
 
-    def _load_place(self, position: LoadedPosition) -> LoadedPosition:
+    def _load_extra_state(self, position: LoadedPosition) -> LoadedPosition:
         self._ordering.restore(position.extra.get("order"), over=position.left or position.ended)
         self._nominal = position.extra.get("nominal", 0)
         return position
 
     # -- the order of a pass --------------------------------------------------------------------------------------
 
-    def _order(self, epoch: int, start: int = 0, turn: EpochPass | None = None, loaded: LoadedPosition | None = None) -> OpenedOrder:
+    def _order(
+        self, epoch: int, start: int = 0, loader_pass: LoaderPass | None = None, loaded: LoadedPosition | None = None
+    ) -> OpenedOrder:
         saved = loaded.extra.get("order") if loaded is not None and (loaded.epoch, loaded.samples) == (epoch, start) else None
         block = max(1, self._stride)
-        order, head = self._ordering.open(turn, seed=self.seed, epoch=epoch, block=block, start=start, saved=saved)
+        order, head = self._ordering.open(loader_pass, seed=self.seed, epoch=epoch, block=block, start=start, saved=saved)
         if self._per_update:
             order = trim_order_to_updates(order, self._per_update, 0 if head is None else start % self._per_update)
         return order, head
 
     def _preview(self) -> Iterator[Any]:
-        (order, _), plan, rank = self._order(self._clock.next), self._plan, self.place.rank
+        (order, _), plan, rank = self._order(self._epochs.next), self._plan, self.data_rank.rank
         if isinstance(order, Iterator):
             return (piece for piece, _, _ in plan.pieces(order, rank))
         if isinstance(plan, BatchPlan):
@@ -384,21 +367,21 @@ class MapLoader(PreparedLoader):
     def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
         original = self.original
         announce_epoch([original.dataset, *list_samplers(original)[1:]], epoch)
-        clock = self._clock
-        turn = clock.live[-1] if clock.live else None
-        order, head = open_agreed_order(self, epoch, start, lambda: self._order(epoch, start, turn, clock.loaded))
+        epochs = self._epochs
+        loader_pass = epochs.live[-1] if epochs.live else None
+        order, head = open_agreed_order(self, epoch, start, lambda: self._order(epoch, start, loader_pass, epochs.loaded))
         plan = self._plan
         if isinstance(order, Iterator):
-            drawn = self._drawn(plan.pieces(order, self.place.rank, start, head=head), epoch, start)
+            drawn = self._drawn(plan.pieces(order, self.data_rank.rank, start, head=head), epoch, start)
             return self._measured(drawn, epoch) if self._counts_rows else drawn
         if isinstance(plan, BatchPlan):
             known = self._known(plan, order, epoch, start)
             return self._measured(known, epoch) if self._counts_rows else known
-        return self._drawn(plan.pieces(iter(order.take(0, len(order))), self.place.rank, start), epoch, start)
+        return self._drawn(plan.pieces(iter(order.take(0, len(order))), self.data_rank.rank, start), epoch, start)
 
     def _known(self, plan: BatchPlan, order: SampleOrder, epoch: int, start: int) -> Iterator[HandedBatch]:
         """Everything is known beforehand: counting down is all there is to do."""
-        rank, total, phase = self.place.rank, max(0, len(order) - start), plan.phase(start)
+        rank, total, phase = self.data_rank.rank, max(0, len(order) - start), plan.phase(start)
         full = last = plan.full
         left = plan.count(total, rank, phase)
         short = plan.remainder(total, phase)
@@ -426,11 +409,11 @@ class MapLoader(PreparedLoader):
 
     def _measured(self, handed: Iterator[HandedBatch], epoch: int) -> Iterator[HandedBatch]:
         """Batches that are ready-made: how many samples each rank has is known once they are read."""
-        place, previous, step = self.place, None, 0
-        if place.world_size > 1 and not place.compares:  # the place was given by hand: there may be nobody to ask
+        data_rank, previous, step = self.data_rank, None, 0
+        if data_rank.world_size > 1 and not data_rank.compares:  # it was given by hand: there may be nobody to ask
             yield from handed
             return
-        channel = None if place.world_size == 1 else place.channel()
+        channel = None if data_rank.world_size == 1 else data_rank.channel()
         while True:
             entry: Any = None
             try:
@@ -443,8 +426,8 @@ class MapLoader(PreparedLoader):
                     raise own
                 given = (own,)
             else:
-                name = f"batch {step} of pass {epoch} over {type(self.original.dataset).__name__}"
-                given = tuple(agree_or_raise(channel, place.limits, own, operation="next batch", condition=name))
+                name = f"batch {step} of pass {epoch} over {self._name}"
+                given = tuple(agree_or_raise(channel, data_rank.limits, own, operation="next batch", condition=name))
             if entry is None:
                 return
             batch, dealt, end, left = entry
@@ -477,7 +460,7 @@ class MapLoader(PreparedLoader):
 
     def _learn(self, piece: Any, shares: BatchShares | None) -> None:
         """A batch sampler that does not say how large its batches are: the first one is taken for a full one."""
-        plan, ranks = self._plan, self.place.world_size
+        plan, ranks = self._plan, self.data_rank.world_size
         if not isinstance(plan, BatchPlan) and plan.nominal is None:
             full = ranks * len(piece) if shares is None else shares.full
             self._plan = replace(plan, nominal=full // ranks if isinstance(plan, RoundRobinPlan) else full)
@@ -490,7 +473,7 @@ class MapLoader(PreparedLoader):
             positions = (piece[0] for piece in positions)
         if self._engine is None:
             self._engine = DataLoaderCopy(self.original, self)
-        return self._engine.read(positions, derive_seed(self.seed, epoch, "workers", self.place.rank), first)
+        return self._engine.read(positions, derive_seed(self.seed, epoch, "workers", self.data_rank.rank), first)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """See `PreparedLoader.skipping`. Workers that stay are started again for it: those of this loader may outlive it, or end before."""

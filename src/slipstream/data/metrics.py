@@ -14,18 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slipstream.data.epoch_state import EpochPass
 from slipstream.data.loader import PreparedLoader
 from slipstream.distributed import pytree
 from slipstream.distributed.call_site import call_site
 from slipstream.distributed.codec import Entries, is_entries, is_tensor_leaf
 from slipstream.distributed.collectives import ResultOrder
-from slipstream.distributed.gradient_state import BatchShares, GradientState
+from slipstream.distributed.gradient_state import BatchShares, GradientState, LoaderPass
 from slipstream.distributed.guard import Channel, Limits
 from slipstream.distributed.scatter import agree_or_raise
+from slipstream.distributed.state import AcceleratorState
 from slipstream.logging import get_logger
 
-__all__ = ["count_handed_samples", "find_batch_order", "find_pass_order", "find_result_order", "gather_per_sample_lists"]
+__all__ = ["find_result_order", "gather_for_metrics", "make_batch_order", "make_pass_order"]
+
+
+def gather_for_metrics(process_state: AcceleratorState, state: GradientState, data: Any, use_gather_object: bool) -> Any:
+    """Gather results of all ranks in dataset order, without those of samples that only filled up a batch."""
+    order = find_result_order(state)
+    if not use_gather_object and _has_lists(data) and (handed := _count_handed_samples(state)):
+        data = _mark_sample_lists(data, handed, state.metrics.sample_lists, process_state.channel(), process_state.limits)
+    return process_state.gather_for_metrics(data, use_gather_object, order)
 
 
 _ShareRun = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -38,67 +46,58 @@ def find_result_order(state: GradientState) -> ResultOrder | None:
     Notes on the passes under way that results of theirs were gathered.
     """
     loader = state.pacing() if state.active is not None else None
-    batch = _make_batch_order(loader)
-    whole = _make_pass_order(state.finished)
-    if batch is not None and whole is None and batch.is_plain and state.has_split:
+    batch = make_batch_order(loader)
+    whole = make_pass_order(state.metrics.finished)
+    if batch is not None and whole is None and batch.is_plain and state.metrics.has_split(state.active):
         return None  # inputs that were split inside of this batch
-    turn = _current_pass(loader)
-    if whole is None or state.finished.last_pass.gathered:
-        for present in (turn, _current_pass(state.active)):  # two, where loaders are read side by side
+    loader_pass = _current_pass(loader)
+    if whole is None or state.metrics.finished.last_pass.gathered:
+        for present in (loader_pass, _current_pass(state.active)):  # two, where loaders are read side by side
             if present is not None:
                 present.gathered = True
-    return None if batch is None and whole is None else _CurrentResultOrder(state, whole, batch, turn)
+    return None if batch is None and whole is None else _CurrentResultOrder(state, whole, batch, loader_pass)
 
 
-def _current_pass(loader: Any) -> EpochPass | None:
-    return loader._clock.live[-1] if isinstance(loader, PreparedLoader) and loader._clock.live else None
+def _current_pass(loader: Any) -> LoaderPass | None:
+    return loader._epochs.live[-1] if isinstance(loader, PreparedLoader) and loader._epochs.live else None
 
 
-def count_handed_samples(state: GradientState) -> list[list[int]]:
+def _count_handed_samples(state: GradientState) -> list[list[int]]:
     """How many samples each rank was handed, in the pass that ended last and in the present batch, as far as results can be of these."""
-    whole, loader = state.finished, state.pacing() if state.active is not None else None
-    turn = whole.last_pass if isinstance(whole, PreparedLoader) else None
+    whole, loader = state.metrics.finished, state.pacing() if state.active is not None else None
+    loader_pass = whole.last_pass if isinstance(whole, PreparedLoader) else None
     counts = []
-    if turn is not None and turn.recording and turn.handed and not turn.gathered:
-        counts.append(_sum_columns((count, given) for count, given, _ in _share_runs(turn, whole._given)))
+    if loader_pass is not None and loader_pass.recording and loader_pass.handed and not loader_pass.gathered:
+        counts.append(_sum_columns((count, given) for count, given, _ in _share_runs(loader_pass, whole._given)))
     if isinstance(loader, PreparedLoader):
         counts.append(list(loader._given if loader.shares is None else loader.shares.given))
     return counts
 
 
-def find_batch_order(loader: Any) -> ResultOrder | None:
-    """How results of the present batch are put in order; None where joining them in the order of the ranks is right."""
-    batch = _make_batch_order(loader)
-    return None if batch is None or batch.is_plain else batch
-
-
-def find_pass_order(loader: Any) -> ResultOrder | None:
-    """How results of the whole pass that was read to its end last are put in order; None where the order of the ranks is right."""
-    return _make_pass_order(loader)
-
-
-def _make_batch_order(loader: Any) -> _ResultOrder | None:
+def make_batch_order(loader: Any) -> _ResultOrder | None:
+    """Return how results of the present batch are put in order; None without a prepared loader."""
     if not isinstance(loader, PreparedLoader):
         return None
     full, shares = loader._given, loader.shares
     if shares is None:
         return _ResultOrder([(1, full, full)])
-    constant, turn = None, _current_pass(loader)
-    ahead = turn is not None and any(earlier is not turn.batch and earlier.anchor() is not None for earlier in turn.unread)
+    constant, present = None, _current_pass(loader)
+    ahead = present is not None and any(earlier is not present.batch and earlier.anchor() is not None for earlier in present.unread)
     # Where an earlier batch is still there, the loader was read ahead, and rows of a full batch may be those of that one.
     if not ahead and shares.given != full and all(real <= most for real, most in zip(shares.real, full, strict=True)):
         constant = _ResultOrder([(1, full, shares.real)])
     return _ResultOrder([(1, shares.given, shares.real)], other=constant)
 
 
-def _make_pass_order(loader: Any) -> _ResultOrder | None:
-    turn = loader.last_pass if isinstance(loader, PreparedLoader) else None
-    if turn is None or not turn.handed or loader.place.world_size == 1:
+def make_pass_order(loader: Any) -> _ResultOrder | None:
+    """Return how results of the whole pass that was read to its end last are put in order; None where the order of the ranks is right."""
+    loader_pass = loader.last_pass if isinstance(loader, PreparedLoader) else None
+    if loader_pass is None or not loader_pass.handed or loader.data_rank.world_size == 1:
         return None
-    if not turn.recording:
+    if not loader_pass.recording:
         get_logger(__name__).warning("too many batches of different sizes: results of this whole pass stay in the order of the ranks")
         return None
-    runs = list(_share_runs(turn, loader._given))
+    runs = list(_share_runs(loader_pass, loader._given))
     by_item = None
     if loader.original.batch_sampler is None and loader.original.batch_size is None:
         items = [(count, (1,) * len(given), tuple(int(samples > 0) for samples in real)) for count, given, real in runs]
@@ -106,9 +105,9 @@ def _make_pass_order(loader: Any) -> _ResultOrder | None:
     return _ResultOrder(runs, most_rows=1, other=by_item)
 
 
-def _share_runs(turn: EpochPass, full: tuple[int, ...]) -> Iterator[_ShareRun]:
-    changes: list[tuple[int, BatchShares | None]] = [(0, None), *turn.record]
-    ends = [*(begin for begin, _ in changes[1:]), turn.handed]
+def _share_runs(loader_pass: LoaderPass, full: tuple[int, ...]) -> Iterator[_ShareRun]:
+    changes: list[tuple[int, BatchShares | None]] = [(0, None), *loader_pass.record]
+    ends = [*(begin for begin, _ in changes[1:]), loader_pass.handed]
     for (begin, shares), end in zip(changes, ends, strict=True):
         if end > begin:
             yield end - begin, full if shares is None else shares.given, full if shares is None else shares.real
@@ -199,10 +198,12 @@ class _CurrentResultOrder:
 
     leaf_by_leaf = True
 
-    def __init__(self, state: GradientState, whole: _ResultOrder | None, batch: _ResultOrder | None, turn: EpochPass | None) -> None:
-        """`turn`: the pass of the present batch."""
-        self.state, self.whole, self.batch, self.turn = state, whole, batch, turn
-        finished: Any = state.finished
+    def __init__(
+        self, state: GradientState, whole: _ResultOrder | None, batch: _ResultOrder | None, loader_pass: LoaderPass | None
+    ) -> None:
+        """`loader_pass` is the pass of the present batch."""
+        self.state, self.whole, self.batch, self.loader_pass = state, whole, batch, loader_pass
+        finished: Any = state.metrics.finished
         self.finished = finished
         self.is_past = whole is not None and finished.last_pass.gathered
         """Whether results of the pass that ended last were gathered inside of its loop."""
@@ -224,15 +225,15 @@ class _CurrentResultOrder:
         of_pass = None if self.whole is None else self._of_pass(counts)
         if of_pass is not None:
             return of_pass
-        if self.turn is not None:
-            self.turn.gathered = True
+        if self.loader_pass is not None:
+            self.loader_pass.gathered = True
         batch = self.batch
         if batch is None:
             return None
         if batch.is_plain:
             self._note_rows(counts)
             return None
-        usual = None if self.turn is None else self.turn.rows.get((self.site, self.leaf))
+        usual = None if self.loader_pass is None else self.loader_pass.rows.get((self.site, self.leaf))
         order = batch.order(counts, usual)
         if order is None:
             self._tell_unmatched(counts, batch)
@@ -267,16 +268,16 @@ class _CurrentResultOrder:
         return _ResultOrder(whole.runs).rows_per_sample(counts) is not None
 
     def _note_rows(self, counts: Sequence[int]) -> None:
-        if self.turn is not None and len(self.turn.rows) < _MAX_NOTED_ROWS:
-            self.turn.rows[self.site, self.leaf] = tuple(counts)
+        if self.loader_pass is not None and len(self.loader_pass.rows) < _MAX_NOTED_ROWS:
+            self.loader_pass.rows[self.site, self.leaf] = tuple(counts)
 
     def _tell_unmatched(self, counts: Sequence[int], of: _ResultOrder) -> None:
         if of.fillers and set(counts) != {1}:
             self._tell("unmatched", lambda: _UNMATCHED.format(counts=list(counts), given=of.given, fillers=of.fillers))
 
     def _tell(self, what: str, text: Callable[[], str], *, quietly: bool = False) -> None:
-        if what not in self.state.told:
-            self.state.told.add(what)
+        if what not in self.state.metrics.warned:
+            self.state.metrics.warned.add(what)
             logger = get_logger(__name__)
             (logger.info if quietly else logger.warning)(text())
 
@@ -315,29 +316,22 @@ _SampleLists = dict[_TreePath, tuple[list[int], bool]]
 """For each list that may be of samples: whose counts it fits, and whether all it holds looks like batches."""
 
 
-def gather_per_sample_lists(
-    state: GradientState,
-    handed: list[list[int]],
-    channel: Callable[[], Channel],
-    limits: Limits,
-    data: Any,
-    gather: Callable[[Any], Any],
-) -> Any:
-    """What `gather` makes of the data, with lists of samples joined as lists; `handed`: what the ranks were given, as it may be meant."""
-    if not handed or not _has_lists(data):
-        return gather(data)
-    link = channel()
+def _mark_sample_lists(data: Any, handed: list[list[int]], known: set[tuple[str, _TreePath]], channel: Channel, limits: Limits) -> Any:
+    """Return the data with its lists of samples as `Entries`; `handed` is what the ranks were given, as it may be meant.
+
+    `known` holds the lists that earlier calls recognised, by the line of the script.
+    """
     found: _SampleLists = {}
-    _find_sample_lists(data, (), found, [counts[link.rank] for counts in handed])
-    told = [dict(entry) for entry in agree_or_raise(link, limits, list(found.items()), operation="gather_for_metrics")]
+    _find_sample_lists(data, (), found, [counts[channel.rank] for counts in handed])
+    ranks = [dict(entry) for entry in agree_or_raise(channel, limits, list(found.items()), operation="gather_for_metrics")]
     site = call_site()
     listed: set[_TreePath] = set()
     for path in sorted(found, key=len):
         inside = any(path[: len(outer)] == outer for outer in listed)
-        if not inside and all(path in entry for entry in told) and _is_per_sample(path, told, handed, (site, path) in state.listed):
+        if not inside and all(path in rank for rank in ranks) and _is_per_sample(path, ranks, handed, (site, path) in known):
             listed.add(path)
-            state.listed.add((site, path))
-    return gather(_mark_entries(data, (), listed) if listed else data)
+            known.add((site, path))
+    return _mark_entries(data, (), listed) if listed else data
 
 
 def _has_lists(data: Any) -> bool:

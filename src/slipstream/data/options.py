@@ -1,4 +1,4 @@
-"""What a loader is prepared with: the user's `DataLoaderConfiguration`, and the `DataRank` of this process.
+"""What a loader is prepared with: the user's `DataLoaderConfiguration`, the `DataRank` of this process, and all of it as `LoaderSettings`.
 
 Values are checked when the configuration is made and again when a loader is prepared, as fields can be set in between. The module is
 small so that an Accelerator can be made without importing the loaders.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from slipstream.config.handlers import KwargsHandler
+from slipstream.distributed.gradient_state import GradientState
 from slipstream.distributed.guard import Channel, Limits
 from slipstream.errors import ConfigError
 
-__all__ = ["DataLoaderConfiguration", "DataRank"]
+__all__ = ["DataLoaderConfiguration", "DataRank", "LoaderSettings"]
 
 
 _SWITCHES = ("split_batches", "even_batches", "non_blocking", "use_stateful_dataloader")
@@ -55,7 +59,7 @@ class DataLoaderConfiguration(KwargsHandler):
         self.check()
 
     def check(self) -> None:
-        """Refuses values that cannot be meant: fields can be set after the object was made."""
+        """Raise for values that cannot be meant: fields can be set after the object was made."""
         for name in (*_SWITCHES, *_OPTIONAL_SWITCHES):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in _OPTIONAL_SWITCHES):
@@ -99,3 +103,23 @@ class DataRank:
                 f"process_index={self.rank} and num_processes={self.world_size} were given for a loader: "
                 f"the index is one of 0 to {self.world_size - 1}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """What every kind of prepared loader is built with."""
+
+    data_rank: DataRank
+    config: DataLoaderConfiguration
+    seed: int
+    """The seed of the order, the same on all ranks."""
+    gradient_state: GradientState
+    device: torch.device | None = None
+    put_on_device: bool = False
+    effective_batch_size: int | None = None
+    """Samples per update; `build_loader` derives the next two from it."""
+    samples_per_rank: int | None = None
+    """The batch size of one rank; None for what the script's loader says."""
+    steps_per_update: int | None = None
+    slice_fn: Callable[..., Any] | None = None
+    """The user's function that slices batches which rank 0 reads."""

@@ -9,20 +9,19 @@ a warning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from slipstream.data.dispatch_loader import build_dispatch_loader
 from slipstream.data.loader import PreparedLoader, get_sampler, keeps_workers
 from slipstream.data.map_loader import MapLoader, samples_per_batch
-from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
 from slipstream.data.order import refuse_distributed_sampler
 from slipstream.data.plan import split_effective_batch
 from slipstream.data.random_state import derive_seed
-from slipstream.data.stream_loader import build_stream_loader, warn_of_slice_fn
 from slipstream.distributed import collectives
 from slipstream.distributed.current import current
 from slipstream.distributed.gradient_state import GradientState
@@ -32,21 +31,11 @@ from slipstream.logging import get_logger
 __all__ = ["build_loader", "choose_seed", "prepare_data_loader", "skip_first_batches"]
 
 
-def build_loader(
-    loader: DataLoader[Any],
-    *,
-    place: DataRank,
-    config: DataLoaderConfiguration,
-    seed: int,
-    device: torch.device | None,
-    put_on_device: bool,
-    gradient_state: GradientState,
-    effective_batch_size: int | None = None,
-    slice_fn: Callable[..., Any] | None = None,
-) -> PreparedLoader:
-    """The prepared loader of the kind that the script's loader and the configuration ask for."""
+def build_loader(loader: DataLoader[Any], settings: LoaderSettings) -> PreparedLoader:
+    """Build the prepared loader of the kind that the script's loader and the configuration ask for."""
+    config, data_rank, slice_fn = settings.config, settings.data_rank, settings.slice_fn
     if isinstance(loader, PreparedLoader):
-        if loader.gradient_state is gradient_state:
+        if loader.gradient_state is settings.gradient_state:
             return loader
         loader = loader.original
     if not isinstance(loader, DataLoader):
@@ -61,24 +50,23 @@ def build_loader(
             f"persistent_workers=True of the loader of {type(loader.dataset).__name__} has no effect: what it gives depends on the epoch, "
             "and workers that stay would never hear of the next one, so they are started for every pass."
         )
-    settings: dict[str, Any] = {
-        "place": place,
-        "config": config,
-        "seed": seed,
-        "device": device,
-        "put_on_device": put_on_device,
-        "gradient_state": gradient_state,
-    }
+    if settings.effective_batch_size is not None:
+        per_rank, steps = split_effective_batch(
+            settings.effective_batch_size, samples_per_batch(loader), data_rank.world_size, split=config.split_batches
+        )
+        settings = replace(settings, samples_per_rank=per_rank, steps_per_update=steps)
     if config.dispatch_batches:
-        return build_dispatch_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
-    if isinstance(loader.dataset, IterableDataset):
-        return build_stream_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
+        from slipstream.data.dispatch_loader import DispatchLoader
+
+        get_logger(__name__).info(f"rank 0 reads {type(loader.dataset).__name__} for all {data_rank.world_size} processes")
+        return DispatchLoader(loader, settings)
     if slice_fn is not None:
-        warn_of_slice_fn()
-    if effective_batch_size is None:
-        return MapLoader(loader, **settings)
-    per_rank, steps = split_effective_batch(effective_batch_size, samples_per_batch(loader), place.world_size, split=config.split_batches)
-    return MapLoader(loader, samples_per_rank=per_rank, steps_per_update=steps, **settings)
+        get_logger(__name__).warning("slice_fn_for_dispatch has no effect without dispatch_batches=True: each rank collates its samples")
+    if isinstance(loader.dataset, IterableDataset):
+        from slipstream.data.stream_loader import build_stream_loader
+
+        return build_stream_loader(loader, settings)
+    return MapLoader(loader, settings)
 
 
 def choose_seed(loader: DataLoader[Any], config: DataLoaderConfiguration, ordinal: int = 0) -> int:
@@ -143,13 +131,18 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    place = _find_data_rank(num_processes, process_index)
+    data_rank = DataRank(
+        runtime.process.rank if process_index is None else process_index,
+        runtime.process.world_size if num_processes is None else num_processes,
+        runtime.channel,
+        runtime.limits,
+        compares=num_processes is None and process_index is None,
+    )
     seed = choose_seed(dataloader, config)
-    if data_seed is None and place.compares and place.world_size > 1:
+    if data_seed is None and data_rank.compares and data_rank.world_size > 1:
         seed = collectives.broadcast_objects(runtime.channel(), runtime.limits, [seed], 0, operation="prepare_data_loader")[0]
-    return build_loader(
-        dataloader,
-        place=place,
+    settings = LoaderSettings(
+        data_rank=data_rank,
         config=config,
         seed=seed,
         device=device,
@@ -157,22 +150,11 @@ def prepare_data_loader(
         gradient_state=gradient_state or GradientState(),
         slice_fn=slice_fn_for_dispatch,
     )
-
-
-def _find_data_rank(num_processes: int | None, process_index: int | None) -> DataRank:
-    """This process among those that share the data, or the place that was given by hand."""
-    runtime = current()
-    return DataRank(
-        runtime.process.rank if process_index is None else process_index,
-        runtime.process.world_size if num_processes is None else num_processes,
-        runtime.channel,
-        runtime.limits,
-        compares=num_processes is None and process_index is None,
-    )
+    return build_loader(dataloader, settings)
 
 
 def _check_unused_arguments(torch_device_mesh: Any, rng_types: Sequence[Any] | None) -> None:
-    """Arguments that the relative has and that mean nothing here."""
+    """Raise or warn for arguments of Accelerate that have no effect here."""
     if torch_device_mesh is not None:
         raise ConfigError(
             "prepare_data_loader(torch_device_mesh=...) is not read: say how many processes share the data and which of them this one is, "

@@ -20,10 +20,10 @@ import numpy
 import torch
 from torch.utils.data import Sampler
 
-from slipstream.data.epoch_state import EpochPass
 from slipstream.data.order import draw_order, list_samplers, torch_sampler_kind
 from slipstream.data.plan import SampleOrder
 from slipstream.data.random_state import RandomStateScope, check_generator_state, generator_state, is_generator, set_generator_state
+from slipstream.distributed.gradient_state import LoaderPass
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
@@ -245,18 +245,18 @@ class SamplerOrder:
         self._ahead = ahead
 
     def open(
-        self, turn: EpochPass | None, *, seed: int, epoch: int, block: int, start: int = 0, saved: Any = None
+        self, loader_pass: LoaderPass | None, *, seed: int, epoch: int, block: int, start: int = 0, saved: Any = None
     ) -> tuple[SampleOrder | Iterator[Any], Sequence[Any] | None]:
         """The order of a pass; with a head (its first positions), it stands at `start` already. `saved` is a place that `state` told."""
         keeper = self.keeper
-        if keeper is None or turn is None:
+        if keeper is None or loader_pass is None:
             return draw_order(self.units, seed=seed, epoch=epoch, block=block), None
-        if turn.begin is not None:
-            self._put_back(turn.begin)
-        turn.begin = keeper.snapshot()
+        if loader_pass.sampler_start is not None:
+            self._put_back(loader_pass.sampler_start)
+        loader_pass.sampler_start = keeper.snapshot()
         found = saved if saved is not None and start and "digest" in saved else None
         ahead = [] if found is None else found.get("next", [])
-        order, record = self._begun(turn, seed, epoch, block, start + len(ahead))
+        order, record = self._begun(loader_pass, seed, epoch, block, start + len(ahead))
         if found is None:
             return order, None
         if not isinstance(order, Iterator):
@@ -271,16 +271,18 @@ class SamplerOrder:
         if same and not keeper.stateful:
             keeper.restore(found["now"])  # what changed it from outside, as the training
         elif keeper.stateful and not (same and self._holds(found["now"])):
-            return self._from_its_state(turn, found, seed, epoch, block, start), found["head"]
+            return self._from_its_state(loader_pass, found, seed, epoch, block, start), found["head"]
         if same:
             return chain(following, order), head
         self._tell()
-        self._put_back(turn.begin)
-        return self._begun(turn, seed, epoch, block)[0], None
+        self._put_back(loader_pass.sampler_start)
+        return self._begun(loader_pass, seed, epoch, block)[0], None
 
-    def _begun(self, turn: EpochPass, seed: int, epoch: int, block: int, stop: int = 0) -> tuple[SampleOrder | Iterator[Any], OrderRecord]:
+    def _begun(
+        self, loader_pass: LoaderPass, seed: int, epoch: int, block: int, stop: int = 0
+    ) -> tuple[SampleOrder | Iterator[Any], OrderRecord]:
         assert self.keeper is not None
-        turn.order = record = OrderRecord(self._ahead)
+        loader_pass.order = record = OrderRecord(self._ahead)
         return draw_order(self.units, seed=seed, epoch=epoch, block=block, record=record, stop=stop), record
 
     def _holds(self, now: Any) -> bool:
@@ -288,7 +290,7 @@ class SamplerOrder:
         assert self.keeper is not None
         return self.keeper.stateful and _states_equal(self.keeper.snapshot()[0]["state"], now[0]["state"])
 
-    def _from_its_state(self, turn: EpochPass, saved: Any, seed: int, epoch: int, block: int, start: int) -> Iterator[Any]:
+    def _from_its_state(self, loader_pass: LoaderPass, saved: Any, seed: int, epoch: int, block: int, start: int) -> Iterator[Any]:
         """What was drawn ahead of a place, and then what the sampler gives from its own state on."""
         assert self.keeper is not None
         units, ahead = self.units, list(saved["next"])
@@ -297,7 +299,7 @@ class SamplerOrder:
             "what its state_dict() gave there, and is right if that says how far it is"
         )
         self.keeper.restore(saved["now"])
-        turn.order = record = OrderRecord(self._ahead, position=start, digest=saved["digest"], head=saved["head"])
+        loader_pass.order = record = OrderRecord(self._ahead, position=start, digest=saved["digest"], head=saved["head"])
         record.note(ahead, saved["ended"])
         if saved["ended"]:
             return iter(ahead)
@@ -316,15 +318,15 @@ class SamplerOrder:
 
     # -- what is saved --------------------------------------------------------------------------------------------
 
-    def state(self, turn: EpochPass | None, position: int) -> dict[str, Any] | None:
+    def state(self, loader_pass: LoaderPass | None, position: int) -> dict[str, Any] | None:
         """What a place needs besides its numbers: what the sampler holds now, and of a pass, what it held when that began."""
         if self.keeper is None:
             return None
         now = self.keeper.snapshot()
-        if turn is None or turn.begin is None:
+        if loader_pass is None or loader_pass.sampler_start is None:
             return {"now": self.keeper.told(now)}
-        found = {"begin": self.keeper.told(turn.begin, now), "now": self.keeper.told(now, turn.begin)}
-        return {**found, **turn.order.at(position)} if turn.order is not None and position else found
+        found = {"begin": self.keeper.told(loader_pass.sampler_start, now), "now": self.keeper.told(now, loader_pass.sampler_start)}
+        return {**found, **loader_pass.order.at(position)} if loader_pass.order is not None and position else found
 
     def check(self, saved: Any) -> None:
         """Raises unless this is what `state` gives for such a sampler; changes nothing."""

@@ -19,16 +19,14 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Literal
 
-import torch
 from torch.utils.data import DataLoader
 
-from slipstream.data.dispatch_loader import build_dispatch_loader
-from slipstream.data.epoch_state import EpochPass, LoadedPosition
+from slipstream.data.epoch_state import LoadedPosition
 from slipstream.data.fingerprint import fingerprint
 from slipstream.data.loader import HandedBatch, PreparedLoader
-from slipstream.data.options import DataLoaderConfiguration, DataRank
+from slipstream.data.options import LoaderSettings
 from slipstream.data.order import announce_epoch
-from slipstream.data.plan import BatchPlan, ItemSplitPlan, LastBatchPolicy, RoundRobinPlan, count_samples, split_effective_batch
+from slipstream.data.plan import BatchPlan, ItemSplitPlan, LastBatchPolicy, RoundRobinPlan, count_samples
 from slipstream.data.random_state import RandomStateScope, derive_seed
 from slipstream.data.stream_dataset import ShardDecision, shard_dataset, warn_of_slow_seek
 from slipstream.data.stream_reader import (
@@ -39,82 +37,48 @@ from slipstream.data.stream_reader import (
     return_unchanged,
     trim_batches_to_updates,
 )
-from slipstream.distributed.gradient_state import BatchShares, GradientState
+from slipstream.distributed.gradient_state import BatchShares, LoaderPass
 from slipstream.distributed.scatter import agree_or_raise, scatter
 from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
-__all__ = ["StreamLoader", "StreamMode", "build_stream_loader", "warn_of_slice_fn"]
+__all__ = ["StreamLoader", "StreamMode", "build_stream_loader"]
 
 StreamMode = Literal["whole", "own", "turns"]
 """Who reads what: one process everything, each rank a part of its own, or every rank everything by turns."""
 
 
-def build_stream_loader(
-    loader: DataLoader[Any],
-    *,
-    place: DataRank,
-    config: DataLoaderConfiguration,
-    seed: int,
-    device: torch.device | None,
-    put_on_device: bool,
-    gradient_state: GradientState,
-    effective_batch_size: int | None = None,
-    slice_fn: Callable[..., Any] | None = None,
-) -> PreparedLoader:
-    """What `prepare` makes of the loader of an `IterableDataset`; says which way it took."""
-    settings: dict[str, Any] = {
-        "place": place,
-        "config": config,
-        "seed": seed,
-        "device": device,
-        "put_on_device": put_on_device,
-        "gradient_state": gradient_state,
-    }
-    if config.dispatch_batches:
-        return build_dispatch_loader(loader, effective_batch_size=effective_batch_size, slice_fn=slice_fn, **settings)
-    if slice_fn is not None:
-        warn_of_slice_fn()
-    per_rank = None
-    if effective_batch_size is not None:
-        per_rank, settings["steps_per_update"] = split_effective_batch(
-            effective_batch_size, loader.batch_size, place.world_size, split=config.split_batches
-        )
-    dataset, name = loader.dataset, type(loader.dataset).__name__
-    if place.world_size == 1:
-        return StreamLoader(loader, way="whole", dataset=dataset, samples_per_rank=per_rank, **settings)
-    answer = shard_dataset(dataset, place.rank, place.world_size)
-    _log_shard_decision(name, answer)
-    return StreamLoader(loader, way="own" if answer.own else "turns", dataset=answer.dataset, samples_per_rank=per_rank, **settings)
+def build_stream_loader(loader: DataLoader[Any], settings: LoaderSettings) -> StreamLoader:
+    """Build the prepared loader of an `IterableDataset`, and log who reads what."""
+    data_rank, dataset = settings.data_rank, loader.dataset
+    if data_rank.world_size == 1:
+        return StreamLoader(loader, settings, "whole", dataset)
+    decision = shard_dataset(dataset, data_rank.rank, data_rank.world_size)
+    _log_shard_decision(type(dataset).__name__, decision)
+    return StreamLoader(loader, settings, "own" if decision.own else "turns", decision.dataset)
 
 
-def warn_of_slice_fn() -> None:
-    """One line about an argument without effect."""
-    get_logger(__name__).warning("slice_fn_for_dispatch has no effect without dispatch_batches=True: each rank collates its samples")
-
-
-def _log_shard_decision(name: str, answer: ShardDecision) -> None:
+def _log_shard_decision(name: str, decision: ShardDecision) -> None:
     logger = get_logger(__name__)
-    if answer.own:
-        logger.info(f"{name} {answer.reason}; each process reads a part of its own")
+    if decision.own:
+        logger.info(f"{name} {decision.reason}; each process reads a part of its own")
+        doubt = f"{name} {decision.reason}, but {decision.doubt}"
     else:
-        logger.info(f"{name} {answer.reason}; every process reads all of it and keeps its slice of each global batch")
-    if answer.doubt:
-        logger.warning(f"{name} {answer.reason}, but {answer.doubt}" if answer.own else f"{name} is read by every process: {answer.doubt}")
+        logger.info(f"{name} {decision.reason}; every process reads all of it and keeps its slice of each global batch")
+        doubt = f"{name} is read by every process: {decision.doubt}"
+    if decision.doubt:
+        logger.warning(doubt)
 
 
 class StreamLoader(PreparedLoader):
     """A prepared loader of iterable data."""
 
-    def __init__(
-        self, original: DataLoader[Any], *, way: StreamMode, dataset: Any, samples_per_rank: int | None = None, **settings: Any
-    ) -> None:
-        """`dataset` is what this rank reads; `samples_per_rank` the batch size, if that is not what the script's loader says."""
-        super().__init__(original, **settings)
-        self.way: StreamMode = way
+    def __init__(self, original: DataLoader[Any], settings: LoaderSettings, mode: StreamMode, dataset: Any) -> None:
+        """`dataset` is what this rank reads."""
+        super().__init__(original, settings)
+        self.mode: StreamMode = mode
         self._dataset = dataset
-        self._per_rank = samples_per_rank
-        self._compared = way != "turns"
+        self._is_compared = mode != "turns"
         self._nominal = 1
         self._full = 0
         """Samples in a full batch of parts that come in batches: the largest of the first ones; 0 as long as none was read."""
@@ -138,9 +102,9 @@ class StreamLoader(PreparedLoader):
 
     def _recipe(self) -> BatchRecipe:
         """How this rank makes its batches of what it reads."""
-        original, place, split = self.original, self.place, self.config.split_batches
-        own = self.way == "own"
-        ranks, rank = (1, 0) if own else (place.world_size, place.rank)
+        original, data_rank, split = self.original, self.data_rank, self.config.split_batches
+        own = self.mode == "own"
+        ranks, rank = (1, 0) if own else (data_rank.world_size, data_rank.rank)
         if original.batch_size is None:
             if split and not own:
                 return BatchRecipe(ItemSplitPlan(ranks, original.collate_fn), 1, (rank,), return_unchanged, batched=False)
@@ -148,7 +112,7 @@ class StreamLoader(PreparedLoader):
             return BatchRecipe(dealing, ranks, (rank,), original.collate_fn, batched=False)
         size = self._size
         if own:
-            size = max(1, BatchPlan(place.world_size, size, "exact").given[place.rank])
+            size = max(1, BatchPlan(data_rank.world_size, size, "exact").given[data_rank.rank])
         plan = BatchPlan(ranks, size, self.policy, original.drop_last)
         return BatchRecipe(plan, size, (rank,), original.collate_fn)
 
@@ -157,32 +121,32 @@ class StreamLoader(PreparedLoader):
         """Samples in a full batch of all ranks."""
         assert self.original.batch_size is not None
         if self._per_rank is not None:
-            return self._per_rank * self.place.world_size
-        return self.original.batch_size * (1 if self.config.split_batches else self.place.world_size)
+            return self._per_rank * self.data_rank.world_size
+        return self.original.batch_size * (1 if self.config.split_batches else self.data_rank.world_size)
 
     # -- what the base asks ---------------------------------------------------------------------------------------
 
     @property
     def _given(self) -> tuple[int, ...]:
-        ranks = self.place.world_size
+        ranks = self.data_rank.world_size
         if self.original.batch_size is None:
             return (self._nominal,) * ranks
-        plan = BatchPlan(ranks, self._size, self.policy if self.way == "turns" else "exact")
+        plan = BatchPlan(ranks, self._size, self.policy if self.mode == "turns" else "exact")
         return plan.given if plan.full is None else plan.full.given
 
     @property
     def _stride(self) -> int:
         if self.original.batch_size is not None:
             return self._size
-        return 1 if self._cuts_items else self.place.world_size
+        return 1 if self._cuts_items else self.data_rank.world_size
 
     @property
     def _cuts_items(self) -> bool:
-        return self.original.batch_size is None and self.config.split_batches and self.way != "own"
+        return self.original.batch_size is None and self.config.split_batches and self.mode != "own"
 
     def _count(self, start: int) -> int:
         """As far as the dataset has a length and all ranks read the same one."""
-        if self.way == "own":
+        if self.mode == "own":
             raise TypeError(
                 f"the loader of {type(self._dataset).__name__} has no length: each process reads a part of its own, and all go on until "
                 "the longest one ends, which shows when it is there. Iterate, and ask accelerator.gradient_state.end_of_dataloader."
@@ -193,21 +157,21 @@ class StreamLoader(PreparedLoader):
         samples = max(0, length - start)
         plan: Any = self._recipe().plan
         if isinstance(plan, BatchPlan):
-            return plan.count(samples, self.place.rank, plan.phase(start))
-        return samples if self._cuts_items else int(plan.count(samples, self.place.rank))
+            return plan.count(samples, self.data_rank.rank, plan.phase(start))
+        return samples if self._cuts_items else int(plan.count(samples, self.data_rank.rank))
 
     @property
     def _drops_updates(self) -> int:
         """Batches of an update, where short ones are dropped; else 0."""
-        return self.steps_per_update or 0 if self.original.drop_last and self.way != "own" else 0
+        return self.steps_per_update or 0 if self.original.drop_last and self.mode != "own" else 0
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
         announce_epoch([self._dataset], epoch)
-        if self.way == "own":
+        if self.mode == "own":
             return self._own_batches(epoch, self._messages(epoch, self._own_start(start)), start)
-        if not self._compared:
+        if not self._is_compared:
             return self._compare_first(epoch, start)
         return self._shared_batches(self._messages(epoch, start), start)
 
@@ -229,7 +193,7 @@ class StreamLoader(PreparedLoader):
 
     def _messages(self, epoch: int, start: int, *, digest: bool = False, head: list[Any] | None = None) -> Iterator[GlobalBatch]:
         """What this rank reads, after so many items."""
-        own = self.way == "own"
+        own = self.mode == "own"
         return self._source.messages(
             self._dataset,
             self._recipe(),
@@ -237,8 +201,8 @@ class StreamLoader(PreparedLoader):
             start=start,
             seed=self._reading_seed(epoch),
             pipeline=derive_seed(self.seed, epoch, "pipeline"),
-            place=(self.place.rank, self.place.world_size) if own else (0, 1),
-            careful=self.way == "turns",
+            place=(self.data_rank.rank, self.data_rank.world_size) if own else (0, 1),
+            careful=self.mode == "turns",
             needs_head=self._needs_head,
             head=head,
             digest=digest,
@@ -247,38 +211,38 @@ class StreamLoader(PreparedLoader):
     @property
     def _needs_head(self) -> bool:
         """Whether the start of the pass matters: a short last batch is completed from it, or it says how large a full batch is."""
-        return (self.policy == "even" and self.way == "turns") or self.original.batch_size is None
+        return (self.policy == "even" and self.mode == "turns") or self.original.batch_size is None
 
     def _reading_seed(self, epoch: int) -> int:
         """The same on all ranks that read the same."""
-        return derive_seed(self.seed, epoch, "stream", self.place.rank) if self.way == "own" else derive_seed(self.seed, epoch, "stream")
+        return derive_seed(self.seed, epoch, "stream", *([self.data_rank.rank] if self.mode == "own" else []))
 
     # -- position -------------------------------------------------------------------------------------------------
 
-    _extras = STREAM_STATE_KEYS
+    _extra_keys = STREAM_STATE_KEYS
 
     @property
     def _kind(self) -> str:
         return "stream" if self.original.batch_size is not None else "ready"
 
     @property
-    def _parts_of_their_own(self) -> int:
-        return self.place.world_size if self.way == "own" else 1
+    def data_parts(self) -> int:  # type: ignore[override]  # it may turn out with the first batch
+        return self.data_rank.world_size if self.mode == "own" else 1
 
-    def _moved(self, turn: EpochPass) -> int:
-        return turn.start + turn.done * self._stride if self.way == "own" else super()._moved(turn)
+    def _position(self, loader_pass: LoaderPass) -> int:
+        return loader_pass.start + loader_pass.done * self._stride if self.mode == "own" else super()._position(loader_pass)
 
-    def _place_state(self, turn: EpochPass | None, samples: int) -> dict[str, Any]:
+    def _extra_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
         """`dataset` is the state of a dataset that keeps one and cannot skip; `parts`, how many processes read parts of their own.
 
         With parts of their own, it is that of one of them (`part`), and of no use to another.
         """
         parts: dict[str, Any] = {}
-        if self.way == "own":
-            parts, samples = {"parts": self.place.world_size, "part": self.place.rank, "full": self._full}, self._own_start(samples)
-        return parts if turn is None or not samples else {**parts, **self._source.state(turn.epoch, samples, self._recipe())}
+        if self.mode == "own":
+            parts, samples = {"parts": self.data_rank.world_size, "part": self.data_rank.rank, "full": self._full}, self._own_start(samples)
+        return parts if loader_pass is None or not samples else {**parts, **self._source.state(loader_pass.epoch, samples, self._recipe())}
 
-    def _check_place(self, state: Mapping[str, Any]) -> None:
+    def _check_extra_state(self, state: Mapping[str, Any]) -> None:
         parts, part, full = state.get("parts", 1), state.get("part", 0), state.get("full", 0)
         if not type(parts) is type(part) is type(full) is int or not 0 <= part < parts or full < 0:
             raise ConfigError(
@@ -287,9 +251,9 @@ class StreamLoader(PreparedLoader):
             )
         self._source.check(state)
 
-    def _load_place(self, position: LoadedPosition) -> LoadedPosition:
-        ranks = self.place.world_size
-        parts = position.extra.get("parts", ranks if self.way == "own" else None)
+    def _load_extra_state(self, position: LoadedPosition) -> LoadedPosition:
+        ranks = self.data_rank.world_size
+        parts = position.extra.get("parts", ranks if self.mode == "own" else None)
         if position.samples and not position.left and parts not in (None, ranks):
             get_logger(__name__).warning(
                 f"the position of {type(self._dataset).__name__} cannot be carried to {ranks} processes: {parts} of them read parts of "
@@ -298,10 +262,10 @@ class StreamLoader(PreparedLoader):
             )
             return replace(position, batches=0, samples=0, extra={})
         samples, extra = position.samples, position.extra
-        if self.way == "own":
+        if self.mode == "own":
             samples, self._full = self._own_start(samples), extra.get("full", 0)
             self._nominal = self._full or 1
-            if extra.get("part") != self.place.rank:  # that of another process: each finds its own place by seeking
+            if extra.get("part") != self.data_rank.rank:  # that of another process: each finds its own place by seeking
                 extra = {}
         self._source.load(self._source.check({"epoch": position.epoch, "samples": samples, **extra}))
         return position
@@ -344,12 +308,12 @@ class StreamLoader(PreparedLoader):
 
     def _agree(self, epoch: int, found: bytes | Exception | None) -> bool:
         """Whether all ranks read the same; if not, each has a part of its own from now on."""
-        place = self.place
-        told = agree_or_raise(place.channel(), place.limits, found, operation="comparison of streams", condition=self._name(epoch, 0))
-        self._compared = True
-        if len(set(told)) == 1:
+        rank, name = self.data_rank, self._batch_name(epoch, 0)
+        digests = agree_or_raise(rank.channel(), rank.limits, found, operation="comparison of streams", condition=name)
+        self._is_compared = True
+        if len(set(digests)) == 1:
             return True
-        self.way = "own"
+        self.mode = "own"
         get_logger(__name__).warning(
             f"the processes read different data from {type(self._dataset).__name__}, so it is shared out already: each process keeps "
             "what it reads. Give the dataset `rank` and `world_size` attributes to say so, and nothing is compared. If it should "
@@ -364,8 +328,7 @@ class StreamLoader(PreparedLoader):
         if self.uneven:  # the script deals with ranks that end at different times: nobody has to know of the others
             yield from ((message.batches[0], None, message.end, 0 if message.end else None) for message in messages)
             return
-        place = self.place
-        channel, limits, ranks = place.channel, place.limits, place.world_size
+        channel, limits, ranks = self.data_rank.channel, self.data_rank.limits, self.data_rank.world_size
         batch: Any = None
         held = 0
         full: tuple[int, ...] = () if self.original.batch_size is None and not (start and self._full) else self._given
@@ -380,7 +343,7 @@ class StreamLoader(PreparedLoader):
                 batch, held = found.batches[0], found.sizes[0]
             count, more = (found.sizes[0], not found.end) if isinstance(found, GlobalBatch) else (0, False)
             own: Any = found if isinstance(found, Exception) else (count, more, held)
-            told = agree_or_raise(channel(), limits, own, operation="next batch", condition=self._name(epoch, step))
+            told = agree_or_raise(channel(), limits, own, operation="next batch", condition=self._batch_name(epoch, step))
             real, given = tuple(entry[0] for entry in told), [entry[2] for entry in told]
             if not any(real):
                 return
@@ -388,7 +351,7 @@ class StreamLoader(PreparedLoader):
                 full = full or (max(real),) * ranks
                 self._nominal = self._full = max(full)
                 batch = self._lend(epoch, batch, given)
-                held = given[place.rank]
+                held = given[self.data_rank.rank]
             shares = None if real == full else BatchShares(tuple(given), real, True, sum(full))
             previous = shares = previous if shares == previous else shares
             end = not any(entry[1] for entry in told)
@@ -406,16 +369,16 @@ class StreamLoader(PreparedLoader):
         """A rank that has no data at all gets a batch of one that has, to go on with."""
         if all(given):
             return batch
-        giver, own = next(rank for rank, count in enumerate(given) if count), given[self.place.rank]
-        parts = [None if count else batch for count in given] if self.place.rank == giver else None
+        giver, own = next(rank for rank, count in enumerate(given) if count), given[self.data_rank.rank]
+        parts = [None if count else batch for count in given] if self.data_rank.rank == giver else None
         given[:] = [count or given[giver] for count in given]
-        name = self._name(epoch, 0)
-        lent = scatter(self.place.channel(), self.place.limits, parts, sender=giver, operation="loan of a batch", condition=name)
+        name = self._batch_name(epoch, 0)
+        lent = scatter(self.data_rank.channel(), self.data_rank.limits, parts, sender=giver, operation="loan of a batch", condition=name)
         return batch if own else lent
 
-    def _name(self, epoch: int, step: int) -> str:
+    def _batch_name(self, epoch: int, step: int) -> str:
         """What ranks that are at the same batch agree on; from which line they ask for it may differ."""
-        return f"batch {step} of pass {epoch} over {type(self.original.dataset).__name__}"
+        return f"batch {step} of pass {epoch} over {self._name}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_source": self._make_source()}

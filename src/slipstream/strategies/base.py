@@ -1,15 +1,12 @@
-"""What a strategy is: a few methods, and the null object that implements them for one process.
+"""What a strategy is: the methods below, and the null object that implements them for one process.
 
-    check          raise for a model that this strategy cannot run, before anything is changed
-    prepare        wrap a model, or return it
-    realise        return the device type that autocast and the loss scaler work on
-    no_sync        a block in which backward does not reduce gradients; set_sync and defer: the same, decided batch by batch
-    backward       compute the gradients of a loss and reduce them
-    step           check a model before its optimizer steps
-    watch_buckets  show this rank's gradients to an observer before they are reduced
-    clip           clip gradients to a norm and return the global norm
-    unwrap         return the user's model inside what `prepare` returned
-    state          return the weights under the names of the user's model; sharded ones as DTensor
+    check, prepare, unwrap             raise for a model that cannot run; wrap a model; return the user's model from its wrapper
+    device_type                        the device type that autocast and the loss scaler work on
+    set_sync, defer                    whether the coming backward passes reduce gradients
+    no_sync, trigger_sync, join        the same as blocks: none; the next one; as long as any rank has batches
+    backward, watch_buckets            compute and reduce the gradients of a loss; show them to an observer before they are reduced
+    step, clip                         check a model before its optimizer steps; clip gradients to a norm
+    state                              the weights under the names of the user's model; sharded ones as DTensor
 
 A strategy overrides what it does differently, and no more.
 """
@@ -29,7 +26,7 @@ __all__ = ["Strategy"]
 
 
 class Strategy:
-    """One process runs the step by itself: every verb as plain PyTorch does it."""
+    """One process runs the step by itself: every method as plain PyTorch does it."""
 
     name = "single"
     averages = False
@@ -39,7 +36,7 @@ class Strategy:
     """Whether every rank holds the whole state. If not, `state` gives sharded tensors, and a checkpoint is saved by all ranks together."""
 
     def check(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Refuses models whose parameters are nowhere, or not where this process computes."""
+        """Raise for models whose parameters have no memory, or are not on the device of this process."""
         if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             raise ConfigError(
                 f"prepare was given a {type(model).__name__} that was made by hand around a {type(model.module).__name__}: gradients would "
@@ -58,37 +55,49 @@ class Strategy:
                 )
 
     def prepare(self, model: torch.nn.Module, before: torch.nn.Module | None = None) -> torch.nn.Module:
-        """`before` is what it gave back for this model the last time: given back again if it is still right."""
+        """Wrap a model; `before` is what was returned for it the last time, and is returned again if it is still right."""
         return model
 
-    def realise(self, device: torch.device) -> str:
-        """Which kind of device autocast and the loss scale work on."""
+    def device_type(self, device: torch.device) -> str:
+        """Return the type of device that autocast and the loss scaler work on."""
         return device.type or CPU.type
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a block in which backward does not reduce the gradients of a model."""
+        return nullcontext()
+
+    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a block whose backward reduces gradients, although the passes before it ran without."""
+        return nullcontext()
+
+    def join(self, models: list[torch.nn.Module]) -> AbstractContextManager[Any]:
+        """Return a block in which ranks may run out of batches at different times: those that are done shadow the others."""
         return nullcontext()
 
     def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
-        """Sets whether a backward pass reduces the gradients of a model; a block of `no_sync` around it has the last word."""
+        """Set whether a backward pass reduces the gradients of a model; a block of `no_sync` around it overrides that."""
 
     def defer(self, model: torch.nn.Module, defers: bool) -> None:
-        """Sets whether a forward pass of a model leaves it to `backward` to decide about that: it runs in a block of other models."""
+        """Set whether a forward pass of a model leaves that decision to `backward`: it runs in a block of other models."""
 
     def backward(self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, **kwargs: Any) -> None:
-        """The gradients of a loss, reduced for these models; None means all that it reaches."""
+        """Compute the gradients of a loss, reduced for these models; None means all that it reaches."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, model: torch.nn.Module) -> None:
-        return None
+        """Raise if gradients of a model were not reduced, before its optimizer steps."""
 
     def watch_buckets(self, look: Callable[[Any], None], *, leaves_out: bool) -> None:
-        """Shows this rank's own gradients to somebody before they are averaged; `leaves_out`: updates may be left out because of them."""
+        """Show this rank's own gradients to `look` before they are averaged; `leaves_out`: updates may be skipped because of them."""
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip gradients together to a norm, and return the norm that they had on all ranks."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the user's model inside what `prepare` returned."""
         return model
 
     def state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the weights under the names of the user's model."""
         return self.unwrap(model).state_dict()

@@ -33,7 +33,7 @@ from slipstream.observability.timing.meter import LOCAL_END, Meter
 from slipstream.strategies.base import Strategy
 from slipstream.strategies.ddp_options import BucketObserver, DistributedDataParallelKwargs, observe_bucket
 
-__all__ = ["DDPStrategy", "LocalBackwardTimer", "Replicated", "TimedWait", "join_models", "trigger_sync"]
+__all__ = ["DDPStrategy", "LocalBackwardTimer", "Replicated", "TimedWait"]
 
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -460,6 +460,26 @@ class DDPStrategy(Strategy):
         model = getattr(model, "_orig_mod", model)
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
+    @contextmanager
+    def trigger_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        model = getattr(model, "_orig_mod", model)
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync
+        model.require_backward_grad_sync = True
+        model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync = before
+
+    def join(self, models: list[torch.nn.Module]) -> AbstractContextManager[Any]:
+        bare = [getattr(model, "_orig_mod", model) for model in models]
+        replicated = [model for model in bare if isinstance(model, DistributedDataParallel)]
+        return Join(list(replicated)) if replicated else nullcontext()
+
     def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
         if isinstance(model, Replicated):
             model.set_sync(reduces)
@@ -496,7 +516,7 @@ class DDPStrategy(Strategy):
         self._look = look
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model.module if isinstance(model, DistributedDataParallel) else model
+        return model.module if isinstance(model, Replicated) else model
 
 
 class _GroupCheck:
@@ -509,25 +529,3 @@ class _GroupCheck:
         return bool(self._channel.fit)
 
 
-@contextmanager
-def trigger_sync(model: torch.nn.Module) -> Iterator[None]:
-    """The next backward averages gradients, although the passes before it ran without averaging."""
-    model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    before = model.require_backward_grad_sync
-    model.require_backward_grad_sync = True
-    model.require_forward_param_sync = True
-    model.reducer.prepare_for_backward([])
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync = before
-
-
-def join_models(models: list[torch.nn.Module]) -> AbstractContextManager[Any]:
-    """A block in which ranks may run out of batches at different times: those that are done shadow the others."""
-    bare = [getattr(model, "_orig_mod", model) for model in models]
-    replicated = [model for model in bare if isinstance(model, DistributedDataParallel)]
-    return Join(list(replicated)) if replicated else nullcontext()

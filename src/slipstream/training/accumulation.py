@@ -120,7 +120,7 @@ class Accumulation:
             self._pieces += 1
             self.closed_early |= self._ended
             return
-        self.worked_on = 1 if before is None or before.reading is not batch.reading else self.worked_on + 1
+        self.worked_on = 1 if before is None or before.loader_pass is not batch.loader_pass else self.worked_on + 1
         self.batch, self._usual_pieces, self._pieces, self.closed_early = batch, self._pieces, 1, False
 
     def _blocks_left(self, batches_left: int) -> int:

@@ -135,7 +135,6 @@ def _fits_sparse(name: str, gradients: Mapping[str, torch.Tensor], parameter: to
 
 
 _STATE_KEYS = {"windows", "sync_gradients", "loose"}
-"""Earlier versions also wrote `latest`: the model whose window was followed by those that were never named."""
 
 SavedLoop = tuple[Mapping[str, Any], "Mapping[str, torch.Tensor] | None"]
 """What one rank saved: the state of its windows, and gradients of those that were open."""
@@ -143,7 +142,7 @@ SavedLoop = tuple[Mapping[str, Any], "Mapping[str, torch.Tensor] | None"]
 
 def check_loop_state(state: Any, models: Sequence[str]) -> None:
     """Raises unless this is a state of windows of so many models."""
-    if not isinstance(state, Mapping) or set(state) - {"latest"} != _STATE_KEYS or not isinstance(state["windows"], list | tuple):
+    if not isinstance(state, Mapping) or set(state) != _STATE_KEYS or not isinstance(state["windows"], list | tuple):
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigError(
             f"this is no state of a training loop: it has {found} instead of {sorted(_STATE_KEYS)}; pass what loop_state() gave"
@@ -156,9 +155,6 @@ def check_loop_state(state: Any, models: Sequence[str]) -> None:
         )
     for window in windows:
         Accumulation.check(window)
-    latest = state.get("latest")
-    if latest is not None and (type(latest) is not int or not 0 <= latest < len(windows)):
-        raise ConfigError(f"the state of a training loop has latest={latest!r}, and it has {len(windows)} models")
     for name in ("sync_gradients", "loose"):
         if not isinstance(state[name], bool):
             raise ConfigError(f"the state of a training loop has {name}={state[name]!r}, which is True or False: it was changed or damaged")

@@ -7,13 +7,14 @@ the graph.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from slipstream.distributed.call_site import call_site
+from slipstream.distributed.call_site import call_site, is_package_frame
 from slipstream.distributed.gradient_state import GradientState, MicroBatch
 from slipstream.training.accumulation import Accumulation
 
@@ -24,29 +25,6 @@ __all__ = [
 
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-_USER_STACKLEVEL = 6
-"""How many calls away the line is that called `accelerator.backward`."""
-
-
-def warn_if_divided(warned: set[str], loss: torch.Tensor, steps: float) -> None:
-    """Warns of a loss that was divided by the number of batches already. Only the first loss is looked at."""
-    if "division" in warned:
-        return
-    warned.add("division")
-    if _is_divided_by(loss, steps):
-        warnings.warn(
-            f"the loss at {call_site()} was divided by {steps:g}. If that is the number of batches per update: backward divides by it too, "
-            f"so the gradient is {steps:g} times too small; pass the loss as it is. If it is something else (a batch size), all is well.",
-            stacklevel=_USER_STACKLEVEL,
-        )
-
-
-def warn_outside_accumulate(warned: set[str], text: str) -> None:
-    """Warns of a backward pass outside of `accumulate`."""
-    if "alone" not in warned:
-        warned.add("alone")
-        warnings.warn(text, stacklevel=_USER_STACKLEVEL)
-
 
 NOT_PREPARED_MESSAGE = (
     "backward at {site} on several processes, and no model was prepared by this Accelerator: gradients would not be averaged, and every "
@@ -55,95 +33,126 @@ NOT_PREPARED_MESSAGE = (
 )
 
 
-def warn_if_unprepared(warned: set[str], reached: list[Any] | None) -> None:
-    """Warns of a loss that gives gradients to no prepared model."""
-    if reached is None or reached or "unprepared" in warned:
+def _warn_once(warned: set[str], key: str, text: str) -> None:
+    """Warn at the user's line, once for each key."""
+    if key in warned:
         return
-    warned.add("unprepared")
-    warnings.warn(
+    warned.add(key)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and is_package_frame(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def warn_if_divided(warned: set[str], loss: torch.Tensor, steps: float) -> None:
+    """Warn of a loss that was divided by the number of batches already. Only the first loss is looked at."""
+    if _is_divided_by(loss, steps):
+        _warn_once(
+            warned,
+            "division",
+            f"the loss at {call_site()} was divided by {steps:g}. If that is the number of batches per update: backward divides by it too, "
+            f"so the gradient is {steps:g} times too small; pass the loss as it is. If it is something else (a batch size), all is well.",
+        )
+    warned.add("division")
+
+
+def warn_outside_accumulate(warned: set[str], steps: int) -> None:
+    """Warn of a backward pass outside of `accumulate`."""
+    _warn_once(
+        warned,
+        "outside",
+        f"backward at {call_site()} is outside of `with accelerator.accumulate(model):`, so gradients of {steps} batches are "
+        "asked for, but where an update ends is not known here: each loss counts in full, and every optimizer.step() acts. Put the "
+        f"batch in such a block, or leave out gradient_accumulation_steps={steps} and divide by it yourself. Accelerate divides by "
+        f"{steps} here too: leave out a factor of {steps} that makes up for it",
+    )
+
+
+def warn_if_unprepared(warned: set[str], reached: list[Any] | None) -> None:
+    """Warn of a loss that gives gradients to no prepared model."""
+    if reached is None or reached:
+        return
+    _warn_once(
+        warned,
+        "unprepared",
         f"the loss at {call_site()} reaches no parameter of a prepared model: what it trains is not averaged over the processes, which "
         "train models of their own. Prepare the model and use what prepare gives back (or the very object that was prepared).",
-        stacklevel=_USER_STACKLEVEL,
     )
 
 
 def warn_if_low_precision(warned: set[str], loss: torch.Tensor) -> None:
-    """Warns of a loss in half precision, which has three digits: the call costs a comparison."""
-    if loss.dtype not in _LOW_PRECISION or "precision" in warned:
+    """Warn of a loss in half precision, which has three digits: the call costs a comparison."""
+    if loss.dtype not in _LOW_PRECISION:
         return
-    warned.add("precision")
     kind = str(loss.dtype).removeprefix("torch.")
     digits = torch.finfo(loss.dtype).resolution
-    warnings.warn(
+    _warn_once(
+        warned,
+        "precision",
         f"the loss at {call_site()} is {kind}, a format in which numbers differ by {digits:g} of their size at least: what you log and "
         "compare moves in steps. Compute the loss from float32 (`loss_function(outputs.float(), targets)`), or call the prepared model "
         "itself, not a method or a part of it, and leave out outputs_to_fp32=False: its outputs are float32 then. Casting the loss "
         "afterwards does not bring the digits back.",
-        stacklevel=_USER_STACKLEVEL,
     )
 
 
 def warn_of_late_pieces(warned: set[str]) -> None:
-    """Warns of a last batch that is cut into pieces, when an update was made with an earlier piece."""
-    if "pieces" in warned:
-        return
-    warned.add("pieces")
-    warnings.warn(
+    """Warn of a last batch that is cut into pieces, when an update was made with an earlier piece."""
+    _warn_once(
+        warned,
+        "pieces",
         f"the accumulate block at {call_site()} works on another piece of the last batch of its loader, and the update was made with an "
         "earlier piece: into how many pieces a batch is cut is told from the batch before, and there was none, or it had fewer. Cut every "
         "batch into as many pieces, let the loader give smaller batches, or use GradientAccumulationPlugin(sync_with_dataloader=False).",
-        stacklevel=4,
     )
 
 
 def warn_if_read_ahead(warned: set[str], accumulation: Accumulation, state: GradientState | None) -> None:
-    """Warns of a block that cannot be tied to a batch, though a loader was read for it: where an update ends is then not known.
+    """Warn of a block that cannot be tied to a batch, though a loader was read for it: where an update ends is then not known.
 
     `state` is None where that was found out after the block.
     """
-    if "read ahead" in warned or (state is not None and not _is_unmatched(accumulation, state)):
-        return
-    _warn_of_reading_ahead(warned)
+    if state is None or _is_unmatched(accumulation, state):
+        _warn_of_reading_ahead(warned)
 
 
 def warn_if_share_unknown(warned: set[str], batch: MicroBatch | None, state: GradientState) -> None:
-    """Warns of work on a batch that holds another number of samples than others, where it is not certain which batch that is."""
+    """Warn of work on a batch that holds another number of samples than others, where it is not certain which batch that is."""
     if batch is None:
-        finished = state.finished_pass
-        if finished is None or finished.worked or getattr(finished, "gathered", False):
+        finished = state.metrics.finished_pass
+        if finished is None or finished.worked or finished.gathered:
             return
-        reading = finished
+        loader_pass = finished
     else:
-        reading = batch.reading
-        if not reading.late or reading.done != reading.handed:
+        loader_pass = batch.loader_pass
+        if not loader_pass.late or loader_pass.done != loader_pass.handed:
             return
-    uneven = reading.batch is not None and reading.batch.shares is not None
-    if uneven and "read ahead" not in warned:
+    if loader_pass.batch is not None and loader_pass.batch.shares is not None:
         _warn_of_reading_ahead(warned)
 
 
 def _warn_of_reading_ahead(warned: set[str]) -> None:
-    warned.add("read ahead")
-    warnings.warn(
+    _warn_once(
+        warned,
+        "read ahead",
         f"the work at {call_site()} cannot be tied to a batch of its loader: the loader was read ahead, and its batches were replaced by "
         "others (converted, copied) before they were worked on, or hold no tensors by which they could be recognised; or the first ones "
         "were left out. So the end of the data does not end an update, and a short last batch is not weighed by its samples. Keep the "
         "batches that the loader gives until they are worked on, convert them inside of the block or in the dataset, or read the loader "
         "batch by batch.",
-        stacklevel=5,
     )
 
 
 def _is_unmatched(accumulation: Accumulation, state: GradientState) -> bool:
-    """Whether passes were read that this block seems to belong to: one that was not worked on as a whole, or that fell into a window."""
+    """Return whether this block seems to belong to a pass that was not worked on as a whole, or that ended inside of a window."""
     last = accumulation.batch
-    if last is not None and last.reading is state.finished_pass:
-        return accumulation.worked_on < last.reading.handed
+    if last is not None and last.loader_pass is state.metrics.finished_pass:
+        return accumulation.worked_on < last.loader_pass.handed
     return accumulation.is_open and accumulation.passes != state.passes
 
 
 def check_weight(weight: Any) -> float:
-    """The weight of a loss; an error where it is none."""
+    """Return the weight of a loss; raise where it is none."""
     number = float(weight)
     if not number >= 0.0 or number == float("inf"):
         raise ValueError(f"backward(loss, weight={weight!r}): the weight is the count of samples or tokens in the loss: a number from 0")
@@ -151,7 +160,7 @@ def check_weight(weight: Any) -> float:
 
 
 def _is_divided_by(loss: torch.Tensor, steps: float) -> bool:
-    """Whether the graph of a loss ends in a division by this number, or in a product with its inverse."""
+    """Return whether the graph of a loss ends in a division by this number, or in a product with its inverse."""
     node: Any = loss.grad_fn
     name = node.name() if node is not None else ""
     if name not in ("DivBackward0", "MulBackward0"):
@@ -168,7 +177,7 @@ _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 
 
 def find_reached_models(loss: torch.Tensor, owners: Mapping[int, Any]) -> list[Any] | None:
-    """The owners (by identity of parameters) that a loss gives gradients to, in no order; None if the graph hides them.
+    """Return the owners (by identity of parameters) that a loss gives gradients to, in no order; None if the graph hides them.
 
     >>> weight, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     >>> find_reached_models((weight * 2).sum(), {id(weight): "first", id(other): "second"})

@@ -15,7 +15,7 @@ import torch
 from slipstream.distributed.pytree import recursively_apply
 from slipstream.errors import ConfigError, StateError
 from slipstream.observability.timing.meter import OPTIMIZER
-from slipstream.training.stepper import PreparedModel, ScalerProtocol, Stepper, run_timed
+from slipstream.training.stepper import PreparedModel, Stepper, run_timed
 
 __all__ = ["AcceleratedOptimizer", "OptimizerLink", "move_to_device"]
 
@@ -85,7 +85,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # The base class is not initialised: groups, state and hooks are those of the user's optimizer.
         self.optimizer = optimizer
         self.stepper = stepper
-        self.scaler: ScalerProtocol = stepper.scaler
+        self.scaler = stepper.scaler
         self.step_was_skipped = False
         """Whether the last step was left out because gradients overflowed, or were not finite (`on_nan="skip"`)."""
         self._check = check
@@ -252,7 +252,7 @@ def _run_update(optimizer: AcceleratedOptimizer, linked: OptimizerLink, closure:
     if linked.check is not None:
         for model in linked.models:
             linked.check(model.prepared)
-    linked.stepper.loose = False
+    linked.stepper.outside = False
     if linked.refuses is not None:
         optimizer.step_was_skipped = skipped = linked.refuses(optimizer, linked, closure)
         if skipped:

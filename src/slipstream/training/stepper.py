@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from slipstream.distributed.call_site import call_site
 from slipstream.distributed.gradient_state import GradientState, MicroBatch
 from slipstream.errors import StateError
 from slipstream.observability.timing.meter import BACKWARD, EVALUATION, FORWARD, LEAVE, LOG_LIMIT, OPTIMIZER, Meter
+from slipstream.precision.scaler import LossScaler, NoScaler
 from slipstream.training.accumulation import Accumulation
 from slipstream.training.loop_state import check_gradients, check_loop_state, collect_gradients, set_gradients
 from slipstream.training.loss_checks import (
@@ -35,44 +36,10 @@ from slipstream.training.loss_checks import (
     warn_outside_accumulate,
 )
 
-__all__ = ["AccumulateBlock", "PreparedModel", "ScalerProtocol", "Stepper", "StrategyProtocol", "TimedForward", "run_timed", "time_forward"]
+if TYPE_CHECKING:
+    from slipstream.strategies.base import Strategy
 
-
-class ScalerProtocol(Protocol):
-    """What stepping needs of the loss scaling of a precision; see `precision/scaler.py`."""
-
-    @property
-    def scales(self) -> bool:
-        """Whether losses are scaled at all."""
-
-    @property
-    def due(self) -> bool:
-        """Whether the scale is to be updated before the next loss is scaled."""
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
-
-    def flush(self, want_ratio: bool = False) -> float: ...
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-    def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool: ...
-
-
-class StrategyProtocol(Protocol):
-    """What stepping needs of a strategy."""
-
-    averages: bool
-
-    def set_sync(self, model: torch.nn.Module, reduces: bool) -> None:
-        """Sets whether backward passes reduce the gradients of a model."""
-
-    def defer(self, model: torch.nn.Module, defers: bool) -> None:
-        """Sets whether a forward pass of a model leaves it to `backward` to decide about that: it runs in a block of other models."""
-
-    def backward(self, loss: torch.Tensor, reducing: Sequence[torch.nn.Module] | None, **kwargs: Any) -> None:
-        """Runs a backward pass that reduces the gradients of these models; None means all that it reaches."""
+__all__ = ["AccumulateBlock", "PreparedModel", "Stepper", "TimedForward", "run_timed", "time_forward"]
 
 
 @dataclass(eq=False)
@@ -88,7 +55,7 @@ class PreparedModel:
     """Of these, the ones that belong to a model prepared before: their gradients are corrected with that one."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients that are there now, without those of shared parameters."""
+        """Return the gradients that are there now, without those of shared parameters."""
         return [
             parameter.grad
             for parameter in self.original.parameters()
@@ -96,7 +63,7 @@ class PreparedModel:
         ]
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the gradients that are there."""
+        """Multiply the gradients that are there."""
         gradients = self.gradients()
         dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
         if dense:
@@ -114,6 +81,22 @@ _CHECKED_LOSSES = 2
 """How many of the first losses are looked at for whether they reach a prepared model."""
 
 
+def _find_batch(state: GradientState, last: MicroBatch | None, *, stays: bool = False) -> MicroBatch | None:
+    """Return the batch that work after `last` belongs to: as `GradientState.batch_after`, with a short way for plain loops.
+
+    A block always begins the next batch. Outside of blocks the batch `stays` the same until an optimizer steps, as a script may run
+    several backward passes on it: while it is alive, a batch that was read ahead does not take its place.
+    """
+    loader_pass = state.only_pass
+    if loader_pass is not None:
+        unread, newest = loader_pass.unread, loader_pass.batch
+        if len(unread) < 2 or newest is last or (not stays and len(unread) == 2 and unread[0] is last):
+            return newest
+    if stays and last is not None and last.anchor() is not None:
+        return last
+    return state.batch_after(last)
+
+
 class AccumulateBlock:
     """`with accelerator.accumulate(model):`, one batch of a window."""
 
@@ -127,25 +110,18 @@ class AccumulateBlock:
         """The models that are named, and those that were never named in any block and follow this one."""
         self.batch: MicroBatch | None = None
         """The batch that is being worked on."""
-        averages = stepper.engine.averages
+        averages = stepper.strategy.averages
         self._bystanders = [model.prepared for model in stepper.models if model not in self.concerned] if averages else []
-        self._stepper = weakref.ref(stepper)  # which keeps its sections: a cycle would keep models until garbage is collected
+        self._stepper = weakref.ref(stepper)  # which keeps its blocks: a cycle would keep models until garbage is collected
 
     def __enter__(self) -> None:
         stepper = self._stepper()
         assert stepper is not None
-        if stepper.section is not None:
+        if stepper.block is not None:
             raise StateError("accumulate inside of accumulate: one block is one batch. Name all models in one: accumulate(first, second)")
         state, first = stepper.state, self.first
         plugin = state.plugin
-        reading, last = state.reading, first.batch
-        if reading is not None and (
-            reading.batch is last or len(reading.unread) < 2 or (len(reading.unread) == 2 and reading.unread[0] is last)
-        ):
-            batch = reading.batch  # as in a plain loop: the batch that was handed out last
-        else:
-            batch = state.batch_after(last)
-        self.batch = batch
+        self.batch = batch = _find_batch(state, first.batch)
         steps = (None if batch is None else batch.steps) or plugin.num_steps or 1
         if steps > 1 and batch is None and plugin.sync_with_dataloader:
             warn_if_read_ahead(stepper.warned, first, state)
@@ -159,28 +135,28 @@ class AccumulateBlock:
             self._begin_others(closing, steps, plugin.sync_with_dataloader)
         state.sync_gradients = closing
         state.trained += 1
-        stepper.section, state.batch = self, batch  # after what may raise: then the block has not begun
+        stepper.block, state.batch = self, batch  # after what may raise: then the block has not begun
         stepper.accumulates |= not closing
-        if stepper.engine.averages:
+        if stepper.strategy.averages:
             reduces = closing or plugin.sync_each_batch
             for model in self.concerned:
-                stepper.engine.set_sync(model.prepared, reduces)
+                stepper.strategy.set_sync(model.prepared, reduces)
             for bystander in self._bystanders:
-                stepper.engine.defer(bystander, True)
+                stepper.strategy.defer(bystander, True)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         stepper = self._stepper()
         assert stepper is not None
-        stepper.section = stepper.state.batch = None
+        stepper.block = stepper.state.batch = None
         for bystander in self._bystanders:
-            stepper.engine.defer(bystander, False)
+            stepper.strategy.defer(bystander, False)
         batch = self.batch
-        if batch is not None and batch.reading.batch is not batch and batch.anchor() is None:
+        if batch is not None and batch.loader_pass.batch is not batch and batch.anchor() is None:
             # It was taken for one that was read ahead, and nobody has it any more: the block worked on the newest one.
-            newest = batch.reading.batch
+            newest = batch.loader_pass.batch
             for model in self.models:
                 model.accumulation.batch = newest
-            batch.reading.worked = batch.reading.handed
+            batch.loader_pass.worked = batch.loader_pass.handed
             if newest is not None and newest.end:
                 warn_if_read_ahead(stepper.warned, self.first, None)
 
@@ -204,8 +180,8 @@ class Stepper:
     def __init__(
         self,
         state: GradientState,
-        engine: StrategyProtocol,
-        scaler: ScalerProtocol,
+        strategy: Strategy,
+        scaler: LossScaler | NoScaler,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -213,28 +189,28 @@ class Stepper:
     ) -> None:
         self.state = state
         self.meter: Meter | None = state.meter
-        self.engine = engine
+        self.strategy = strategy
         self.scaler = scaler
         self.models: list[PreparedModel] = []
-        self.section: AccumulateBlock | None = None
+        self.block: AccumulateBlock | None = None
         """The `accumulate` block that is being run."""
         self.accumulates = False
         """Whether any window ever held more than one batch."""
-        self.loose = False
+        self.outside = False
         """Whether there was a backward pass outside of `accumulate` since an optimizer stepped."""
-        self._loose_batch: MicroBatch | None = None
+        self._outside_batch: MicroBatch | None = None
         self._joined = False
         self.cut_short = False
         """Whether `check_trigger` said yes, which is how loops are left early."""
         self.parted = False
         """Whether ranks were ever allowed to make different numbers of updates."""
         self.guards: Any = None
-        """What looks at updates, where somebody does: see `step/guards/`."""
+        """What looks at updates, where somebody does: see `observability/guards/`."""
         self._rank = rank
         self.world_size = world_size
         self._total = total
         """Adds numbers up over all ranks."""
-        self.sections: dict[tuple[torch.nn.Module, ...], AccumulateBlock] = {}
+        self.blocks: dict[tuple[torch.nn.Module, ...], AccumulateBlock] = {}
         """The blocks of `accumulate` by their models."""
         self.warned: set[str] = set()
         self._owners: dict[int, PreparedModel] = {}
@@ -253,8 +229,8 @@ class Stepper:
     # -- models ---------------------------------------------------------------------------------------------------
 
     def add(self, original: torch.nn.Module, prepared: torch.nn.Module) -> PreparedModel:
-        """Takes a prepared model in; one that was here before begins anew."""
-        self.sections.clear()
+        """Add a prepared model; one that was here before begins anew."""
+        self.blocks.clear()
         model = next((known for known in self.models if known.original is original), None)
         if model is None:
             if self.guards is not None:
@@ -272,12 +248,12 @@ class Stepper:
         return model
 
     def find(self, model: torch.nn.Module) -> PreparedModel | None:
-        """The record of a model, by what was given or what was given back, compiled or not."""
+        """Return the record of a model, by what was given to `prepare` or returned by it, compiled or not."""
         model = getattr(model, "_orig_mod", model)
         return next((known for known in self.models if model is known.prepared or model is known.original), None)
 
     def owners(self, parameters: Iterable[torch.Tensor]) -> tuple[list[PreparedModel], list[torch.Tensor]]:
-        """The prepared models that these parameters belong to, and those that belong to none."""
+        """Return the prepared models that these parameters belong to, and the parameters that belong to none."""
         found: dict[int, PreparedModel] = {}
         strangers = []
         for parameter in parameters:
@@ -289,32 +265,32 @@ class Stepper:
         return list(found.values()), strangers
 
     def forget(self) -> None:
-        """Drops every model: nothing here keeps one alive afterwards."""
+        """Drop every model: nothing here keeps one alive afterwards."""
         self.models, self._owners = [], {}
-        self.section = self._loose_batch = None
-        self.sections.clear()
+        self.block = self._outside_batch = None
+        self.blocks.clear()
 
     def set_closing(self, closing: bool) -> None:
-        """Says by hand whether the present batch ends an update of every model."""
+        """Set by hand whether the present batch ends an update of every model."""
         self.state.sync_gradients = closing
         for model in self.models:
             model.accumulation.closing = closing
-            self.engine.set_sync(model.prepared, closing)
+            self.strategy.set_sync(model.prepared, closing)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def accumulate(self, models: tuple[torch.nn.Module, ...]) -> AccumulateBlock:
-        """One batch of the windows of these models (of all prepared ones if none is named)."""
-        section = self.sections.get(models)
-        if section is None:
+        """Return the block for one batch of the windows of these models (of all prepared ones if none is named)."""
+        block = self.blocks.get(models)
+        if block is None:
             records = self._records(models)
             for model in records:
                 if not model.accumulation.named:
                     model.accumulation.named = True
                     model.accumulation.reset()
-                    self.sections.clear()
-            section = self.sections[models] = AccumulateBlock(self, records)
-        return section
+                    self.blocks.clear()
+            block = self.blocks[models] = AccumulateBlock(self, records)
+        return block
 
     def _records(self, models: Sequence[torch.nn.Module]) -> list[PreparedModel]:
         if not models:
@@ -333,7 +309,7 @@ class Stepper:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
-        """The gradients of a loss; see the head of this module for what they are divided by."""
+        """Compute the gradients of a loss; the module docstring says what they are divided by."""
         self.state.trained += 1
         meter = self.meter
         run_timed(meter, BACKWARD, self._backward, loss, weight, kwargs)
@@ -352,32 +328,32 @@ class Stepper:
             raise TypeError(f"backward got a {type(loss).__name__}: pass the loss, a tensor with one value")
         if self._unchecked or loss.dtype not in _FULL_PRECISION:
             self._check_loss(loss)
-        section = self.section
-        batch = self._batch_outside() if section is None else section.batch
+        block = self.block
+        batch = self._batch_outside() if block is None else block.batch
         if weight is None and (batch is None or batch.shares is None) and not self.scaler.scales:
-            if section is None:
+            if block is None:
                 usual = not self.accumulates and self._steps(batch) == 1
-                self.loose = True
+                self.outside = True
             else:
-                usual = section.first.single
+                usual = block.first.single
                 if usual:
-                    for model in section.concerned:
+                    for model in block.concerned:
                         model.accumulation.touched = True
             if usual:  # one batch, one update, nothing to weigh: as plain PyTorch
-                if self.engine.averages:
-                    self.engine.backward(loss, None, **kwargs)
+                if self.strategy.averages:
+                    self.strategy.backward(loss, None, **kwargs)
                 else:
                     loss.backward(**kwargs)  # type: ignore[no-untyped-call]
                 return
         if self.scaler.due:
             self._update_scale()
-        if section is None:
+        if block is None:
             self._alone(loss, weight, batch, kwargs)
         else:
-            self._in_window(section, loss, weight, kwargs)
+            self._in_window(block, loss, weight, kwargs)
 
     def _check_loss(self, loss: torch.Tensor) -> None:
-        """On several processes, a model that was not prepared would be trained apart on each of them. A loss in half precision is told."""
+        """Warn of a loss in half precision; on several processes, raise or warn for a model that was not prepared."""
         warn_if_low_precision(self.warned, loss)
         if not self._unchecked:
             return
@@ -391,49 +367,39 @@ class Stepper:
         return (None if batch is None else batch.steps) or self.state.plugin.num_steps or 1
 
     def _batch_outside(self) -> MicroBatch | None:
-        """The batch of a backward pass outside of `accumulate`: of the same one until an optimizer steps, or a loader moves on."""
-        state, last = self.state, self._loose_batch
-        reading, loose = state.reading, self.loose and last is not None
-        if reading is not None and (
-            len(reading.unread) < 2 or (not loose and len(reading.unread) == 2 and reading.unread[0] is last)
-        ):
-            batch = reading.batch
-        elif loose and last is not None and last.anchor() is not None:
-            batch = last
-        else:
-            batch = state.batch_after(last)
-        self._loose_batch = batch
+        """Return the batch of a backward pass outside of `accumulate`."""
+        self._outside_batch = batch = _find_batch(self.state, self._outside_batch, stays=self.outside)
         self.begin_work(batch)
         return batch
 
     def begin_work(self, batch: MicroBatch | None, steps: int = 1) -> None:
-        """Notes on its pass that a batch is worked on; where it is not certain which one that is, and it matters, that is told."""
+        """Record on its pass that a batch is worked on; warn where it matters which one that is, and is not certain."""
         if batch is None:
-            uncertain = self.state.finished_pass is not None
+            uncertain = self.state.metrics.finished_pass is not None
         else:
-            reading = batch.reading
-            if not reading.worked:
-                reading.late = batch.number > 1
-            reading.worked = batch.number
-            uncertain = reading.late
+            loader_pass = batch.loader_pass
+            if not loader_pass.worked:
+                loader_pass.late = batch.number > 1
+            loader_pass.worked = batch.number
+            uncertain = loader_pass.late
         if uncertain and (steps > 1 or self.world_size > 1):
             warn_if_share_unknown(self.warned, batch, self.state)
 
     def _reached(self, loss: torch.Tensor, weighs: bool) -> list[PreparedModel]:
-        """The models that a loss counts for, in the order in which they were prepared: all of them where it makes no difference."""
+        """Return the models that a loss counts for, in the order in which they were prepared: all where it makes no difference."""
         if len(self.models) == 1 or not (weighs or self.accumulates):
             return self.models
         reached = find_reached_models(loss, self._owners)
         return self.models if reached is None else [model for model in self.models if model in reached]
 
-    def _in_window(self, section: AccumulateBlock, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
-        part, count = self._share(section.batch)
+    def _in_window(self, block: AccumulateBlock, loss: torch.Tensor, weight: Any, kwargs: dict[str, Any]) -> None:
+        part, count = self._share(block.batch)
         reached = self._reached(loss, weight is not None)
-        concerned = section.concerned
+        concerned = block.concerned
         if weight is None:
             divisors = [model.accumulation.add_mean(count, model in reached) for model in concerned]
-            if section.first.expected > 1.0 and "division" not in self.warned:
-                warn_if_divided(self.warned, loss, section.first.expected)
+            if block.first.expected > 1.0 and "division" not in self.warned:
+                warn_if_divided(self.warned, loss, block.first.expected)
         else:
             divisors = self._weigh(concerned, reached, check_weight(weight) if part > 0.0 else 0.0)
             part = float(part > 0.0)
@@ -443,7 +409,7 @@ class Stepper:
             model.rescale(model.accumulation.settle(final))
 
     def _share(self, batch: MicroBatch | None) -> tuple[float, float]:
-        """How this rank's mean is weighed against an equal share, and how many full batches the global batch counts as."""
+        """Return how this rank's mean is weighed against an equal share, and how many full batches the global batch counts as."""
         shares = None if batch is None else batch.shares
         if shares is None:
             return 1.0, 1.0
@@ -451,7 +417,7 @@ class Stepper:
         return self.world_size * counted[self._rank] / shares.full, sum(counted) / shares.full
 
     def _weigh(self, concerned: Sequence[PreparedModel], reached: Sequence[PreparedModel], weight: float) -> list[float]:
-        """Adds the weight of a sum to the models that it reaches; what the sums of each are divided by."""
+        """Add the weight of a sum to the models that it reaches, and return what the sums of each model are divided by."""
         for model in concerned:
             if model in reached:
                 model.accumulation.add_sum(weight)
@@ -469,7 +435,7 @@ class Stepper:
         return [found.get(id(model.accumulation), 1.0) for model in concerned]
 
     def _everywhere(self, weights: list[float]) -> list[float]:
-        """The weights of all ranks, divided by their number."""
+        """Return the sum of the weights over all ranks, divided by the number of ranks."""
         if self.joined:
             raise StateError(
                 "backward(weight=...) adds weights up over all processes, and in join_uneven_inputs some may be done already: "
@@ -478,22 +444,16 @@ class Stepper:
         return [total / self.world_size for total in self._total(weights)]
 
     def _alone(self, loss: torch.Tensor, weight: Any, batch: MicroBatch | None, kwargs: dict[str, Any]) -> None:
-        """A backward pass outside of `accumulate` is an update of its own for the models that it reaches."""
+        """Run a backward pass outside of `accumulate`: an update of its own for the models that it reaches."""
         reached = self._reached(loss, weight is not None)
         for model in reached:
             if model.accumulation.index:
                 model.accumulation.reset()
-            self.engine.set_sync(model.prepared, True)
-        self.state.sync_gradients, self.loose = True, True
+            self.strategy.set_sync(model.prepared, True)
+        self.state.sync_gradients, self.outside = True, True
         steps = self._steps(batch)
         if steps > 1:
-            warn_outside_accumulate(
-                self.warned,
-                f"backward at {call_site()} is outside of `with accelerator.accumulate(model):`, so gradients of {steps} batches are "
-                "asked for, but where an update ends is not known here: each loss counts in full, and every optimizer.step() acts. Put the "
-                f"batch in such a block, or leave out gradient_accumulation_steps={steps} and divide by it yourself. Accelerate divides by "
-                f"{steps} here too: leave out a factor of {steps} that makes up for it"
-            )
+            warn_outside_accumulate(self.warned, steps)
         part, count = self._share(batch)
         if weight is None:
             self._run(loss, part / count if count else 0.0, 1.0, reached, kwargs)
@@ -509,64 +469,62 @@ class Stepper:
         if self.scaler.scales:
             loss = self.scaler.scale(loss)
         each = self.state.plugin.sync_each_batch
-        reducing = [model.prepared for model in reached if each or model.accumulation.closing] if self.engine.averages else []
+        reducing = [model.prepared for model in reached if each or model.accumulation.closing] if self.strategy.averages else []
         if reducing:
-            self.engine.backward(loss, reducing, **kwargs)
+            self.strategy.backward(loss, reducing, **kwargs)
         else:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def _update_scale(self) -> None:
-        """A new loss scale; gradients that are there were made with the old one, also those of a window whose last batch this is."""
+        """Update the loss scale, and rescale gradients that were made with the old one."""
         waiting = [model for model in self.models if model.gradients()]
         ratio = self.scaler.flush(want_ratio=bool(waiting))
         if ratio != 1.0:
             for model in waiting:
                 model.rescale(ratio)
 
-    # -- saved and restored (loop_state.py, gradients.py) -----------------------------------------------------------
+    # -- saved and restored (loop_state.py) ---------------------------------------------------------------------------
 
     def loop_state(self) -> dict[str, Any]:
-        """Where the windows stand, in plain data: the state of one rank. To be asked before the state of the loss scaler.
+        """Return where the windows stand, in plain data: the state of one rank. Call it before the state of the loss scaler.
 
         A loss scale that is due is updated now, as the next loss would do it, with the gradients that were made with the old one.
         """
         if self.scaler.due:
             self._update_scale()
         states = [model.accumulation.state() for model in self.models]
-        return {"windows": states, "sync_gradients": self.state.sync_gradients, "loose": self.loose}
+        return {"windows": states, "sync_gradients": self.state.sync_gradients, "loose": self.outside}
 
     def check(self, state: Any, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Raises unless these can be restored here; changes nothing."""
+        """Raise unless these can be restored here; change nothing."""
         check_loop_state(state, [type(model.original).__name__ for model in self.models])
         check_gradients([model.original for model in self.models], gradients)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over where saved windows stood; their gradients come by `set_gradients`."""
+        """Restore saved windows; their gradients come by `set_gradients`."""
         self.check(state)
-        windows, latest = state["windows"], state.get("latest")
-        for model, saved in zip(self.models, windows, strict=True):
-            follows = latest is not None and not saved["index"]
-            model.accumulation.restore({**windows[latest], "named": False} if follows else saved)
-            self.engine.set_sync(model.prepared, model.accumulation.closing)
+        for model, saved in zip(self.models, state["windows"], strict=True):
+            model.accumulation.restore(saved)
+            self.strategy.set_sync(model.prepared, model.accumulation.closing)
             self.accumulates |= not model.accumulation.closing
-        self.section = self._loose_batch = None
-        self.sections.clear()
-        self.state.sync_gradients, self.loose = state["sync_gradients"], state["loose"]
+        self.block = self._outside_batch = None
+        self.blocks.clear()
+        self.state.sync_gradients, self.outside = state["sync_gradients"], state["loose"]
 
     def open_gradients(self) -> dict[str, torch.Tensor] | None:
-        """The gradients on this rank that belong to an update still to come, as "0.weight": of the first model. None if there are none."""
-        waiting = [self.loose or (model.accumulation.pending and not model.accumulation.closing) for model in self.models]
+        """Return the gradients on this rank of an update still to come, named as "0.weight" (first model); None if there are none."""
+        waiting = [self.outside or (model.accumulation.pending and not model.accumulation.closing) for model in self.models]
         return collect_gradients([model.original if open_ else None for model, open_ in zip(self.models, waiting, strict=True)]) or None
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
-        """Puts gradients back; parameters without one here have none afterwards."""
+        """Restore gradients; parameters without one here have none afterwards."""
         set_gradients([model.original for model in self.models], gradients)
 
 
 def _choose_divisor(
     concerned: Sequence[PreparedModel], divisors: Sequence[float], reached: Sequence[PreparedModel], weighs: bool
 ) -> tuple[float, list[tuple[PreparedModel, float]]]:
-    """What one loss is divided by, which may count for several models that are at different places of their windows.
+    """Return what a loss is divided by, which may count for several models at different places of their windows.
 
     The gradients that are there are brought to that divisor now; those of models that need another one in the end are told, to be
     corrected after the backward pass. Models that the loss does not reach get their own divisor at once, if it is of their kind.
@@ -610,7 +568,7 @@ def run_timed(meter: Meter | None, phase: int, function: Callable[..., Any], *ar
 
 
 class TimedForward:
-    """What stands before the passes of a prepared model, in the place where torch keeps a compiled call: it marks how long they take.
+    """Marks how long the forward passes of a prepared model take; it stands where torch keeps a compiled call.
 
     The model stays what it is: its class, its `forward`, its state and its hooks. A copy of it, or what is read from a pickle of it, is
     without.
@@ -639,7 +597,10 @@ class TimedForward:
 
 
 def time_forward(model: torch.nn.Module, meter: Meter | None) -> None:
-    """Marks the passes of a model on this meter, and on no other; on none at all without one."""
+    """Mark the passes of a model on this meter, and on no other; on none at all without one."""
+    # torch internals: `_compiled_call_impl` is what `nn.Module.__call__` runs instead of the hooks and `forward` (torch 2.13). Wrapping
+    # `forward` would hide its signature and time the hooks apart. tests/observability/test_ledger.py notices a change; it can go when
+    # torch has a hook around the whole call.
     own = vars(model)  # past the `__setattr__` of wrappers
     present = own.get("_compiled_call_impl")
     beneath = present.beneath if isinstance(present, TimedForward) else present
