@@ -34,10 +34,12 @@ from slipstream.data.plan import (
     slice_rows,
 )
 from slipstream.data.random_state import RandomStateScope, derive_seed
+from slipstream.data.stream_dataset import supports_skip
 from slipstream.data.stream_reader import (
     STREAM_STATE_KEYS,
     BatchRecipe,
     GlobalBatch,
+    StreamRead,
     StreamSource,
     return_unchanged,
     trim_batches_to_updates,
@@ -107,13 +109,13 @@ class DispatchLoader(PreparedLoader):
         return self._source.extras
 
     def _extra_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
-        return self._source.place_state(loader_pass, samples)
+        return self._source.extra_state(loader_pass, samples)
 
     def _check_extra_state(self, state: Mapping[str, Any]) -> None:
-        self._source.check_place(state)
+        self._source.check_extra_state(state)
 
     def _load_extra_state(self, position: LoadedPosition) -> LoadedPosition:
-        self._source.load_place(position)
+        self._source.load_extra_state(position)
         return position
 
     def _batches(self, epoch: int, start: int) -> Iterator[HandedBatch]:
@@ -212,13 +214,13 @@ class _StreamDispatchSource:
     def length(self) -> int | None:
         return None
 
-    def place_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
+    def extra_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
         return {} if loader_pass is None or not samples else self.source.state(loader_pass.epoch, samples, self.recipe)
 
-    def check_place(self, state: Mapping[str, Any]) -> None:
+    def check_extra_state(self, state: Mapping[str, Any]) -> None:
         self.source.check(state)
 
-    def load_place(self, position: LoadedPosition) -> None:
+    def load_extra_state(self, position: LoadedPosition) -> None:
         self.source.load(self.source.check({"epoch": position.epoch, "samples": position.samples, **position.extra}))
 
     def count(self, start: int) -> int:
@@ -237,15 +239,9 @@ class _StreamDispatchSource:
     def messages(self, loader_pass: LoaderPass, start: int, seed: int, loaded: LoadedPosition | None) -> Iterator[GlobalBatch]:
         dataset, epoch, steps = self.dataset, loader_pass.epoch, self.per_update
         announce_epoch([dataset], epoch)
-        messages = self.source.messages(
-            dataset,
-            self.recipe,
-            epoch=epoch,
-            start=start,
-            seed=derive_seed(seed, epoch, "stream"),
-            pipeline=derive_seed(seed, epoch, "pipeline"),
-            needs_head=self.policy == "even" or self.size is None,
-        )
+        pipeline, skips = derive_seed(seed, epoch, "pipeline"), supports_skip(dataset, epoch)
+        read = StreamRead(dataset, self.recipe, derive_seed(seed, epoch, "stream"), pipeline, may_skip=skips)
+        messages = self.source.messages(read, epoch=epoch, start=start, needs_head=self.policy == "even" or self.size is None)
         return trim_batches_to_updates(messages, steps, start // self.stride % steps) if steps else messages
 
 
@@ -277,13 +273,13 @@ class _MapDispatchSource:
     def length(self) -> int | None:
         return self.reader._length()
 
-    def place_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
+    def extra_state(self, loader_pass: LoaderPass | None, samples: int) -> dict[str, Any]:
         return self.reader._extra_state(loader_pass, samples)
 
-    def check_place(self, state: Mapping[str, Any]) -> None:
+    def check_extra_state(self, state: Mapping[str, Any]) -> None:
         self.reader._check_extra_state(state)
 
-    def load_place(self, position: LoadedPosition) -> None:
+    def load_extra_state(self, position: LoadedPosition) -> None:
         self.reader._load_extra_state(position)
 
     def count(self, start: int) -> int:

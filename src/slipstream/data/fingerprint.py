@@ -10,11 +10,9 @@ process. Nothing is compared for one process or for a data rank given by hand, a
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain, islice
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -25,7 +23,7 @@ from slipstream.data.order import torch_sampler_kind
 from slipstream.data.plan import SampleOrder
 from slipstream.data.sampler_state import SamplerState
 from slipstream.distributed import codec, pytree
-from slipstream.distributed.call_site import format_site, is_user_file
+from slipstream.distributed.call_site import call_path
 from slipstream.distributed.current import current_or_none
 from slipstream.distributed.scatter import agree_or_raise
 from slipstream.errors import MismatchError
@@ -42,7 +40,7 @@ _MAX_DEPTH = 12
 
 
 def fingerprint(items: Iterable[Any]) -> bytes:
-    """Sixteen bytes for these items, in this order.
+    """Return sixteen bytes for these items, in this order.
 
     >>> fingerprint([{"a": 1}, "x"]) == fingerprint([{"a": 1}, "x"]), fingerprint([1, 2]) == fingerprint([2, 1])
     (True, False)
@@ -56,7 +54,7 @@ def fingerprint(items: Iterable[Any]) -> bytes:
 
 
 def _encodable(value: Any, depth: int) -> Any:
-    """Data that the codec takes, different for different values as far as that can be told."""
+    """Return data that the codec takes, different for different values as far as that can be told."""
     if depth > _MAX_DEPTH:
         return _text_without_addresses(value)
     if type(value) in (str, int, float, bool, bytes, complex, type(None)):
@@ -96,12 +94,23 @@ def _text_without_addresses(value: Any) -> str:
 
 
 def describe_loader(loader: PreparedLoader) -> dict[str, Any]:
-    """What a prepared loader reads, in which order; see `PreparedLoader.describe`."""
+    """Return what is read and in which order, for the receipt of a run: plain data, and no sample is read for it.
+
+    Two loaders with the same `order` read the same samples in the same order, on any number of processes. After a position was loaded,
+    the seed is that of the saved run.
+
+    >>> from torch.utils.data import DataLoader
+    >>> from slipstream.data.prepare import prepare_data_loader
+    >>> description = describe_loader(prepare_data_loader(DataLoader(range(10), batch_size=2, shuffle=True), data_seed=7))
+    >>> description["length"], description["sampler"], description["batch"], description["seed"]
+    (10, 'RandomSampler', 2, 7)
+    """
     original: Any = loader.original
     dataset = original.dataset
     stream = isinstance(dataset, IterableDataset)
-    sampler = None if stream else original.sampler if original.batch_sampler is None else _find_order_source(original.batch_sampler)
     batch_sampler = original.batch_sampler
+    own_batches = batch_sampler is not None and torch_sampler_kind(batch_sampler) != "BatchSampler"
+    sampler = None if stream else batch_sampler if own_batches else getattr(batch_sampler, "sampler", original.sampler)
     drop_last = bool(getattr(batch_sampler, "drop_last", original.drop_last))
     found = {
         "dataset": type(dataset).__name__,
@@ -132,46 +141,42 @@ def _length_of(dataset: Any) -> int | None:
         return None
 
 
-def _find_order_source(batch_sampler: Any) -> Any:
-    return batch_sampler.sampler if torch_sampler_kind(batch_sampler) == "BatchSampler" else batch_sampler
-
-
 def _is_sequence(sampler: Any) -> bool:
     return isinstance(sampler, (list, tuple, range, torch.Tensor, numpy.ndarray))
 
 
 def _describe_sampler(sampler: Any, dataset: Any) -> list[Any]:
-    """What tells the order of a sampler, besides the seed."""
+    """Return what decides the order of a sampler, besides the seed."""
     kind = torch_sampler_kind(sampler)
     if kind == "SequentialSampler":
         return [kind, len(sampler)]
     if kind == "RandomSampler":
         return [kind, bool(sampler.replacement), int(sampler.num_samples), len(sampler.data_source)]
     if kind == "SubsetRandomSampler":
-        return [kind, _hex_digest(sampler.indices)]
+        return [kind, _digest_values(sampler.indices).hex()]
     if kind == "WeightedRandomSampler":
-        return [kind, bool(sampler.replacement), int(sampler.num_samples), _hex_digest(sampler.weights)]
+        return [kind, bool(sampler.replacement), int(sampler.num_samples), _digest_values(sampler.weights).hex()]
     if _is_sequence(sampler):
-        return ["listed", _hex_digest(sampler)]
-    keeper = SamplerState(sampler, dataset)
-    return [[type(sampler).__qualname__, sorted(keeper.prints(sampler).items(), key=str)] for sampler in keeper.samplers] or [
+        return ["listed", _digest_values(sampler).hex()]
+    state = SamplerState(sampler, dataset)
+    return [[type(own).__qualname__, fingerprint([state.plain_attributes(own)]).hex()] for own in state.samplers] or [
         type(sampler).__qualname__
     ]
 
 
 def _describe_selection(dataset: Any) -> list[Any]:
-    """Which samples were selected of the data (`Subset`)."""
+    """Return which samples were selected of the data (`Subset`)."""
     if isinstance(dataset, Subset):
-        return [_hex_digest(dataset.indices), *_describe_selection(dataset.dataset)]
+        return [_digest_values(dataset.indices).hex(), *_describe_selection(dataset.dataset)]
     if isinstance(dataset, ConcatDataset):
         return [(_length_of(part), _describe_selection(part)) for part in dataset.datasets[:100]]
     return []
 
 
-def _hex_digest(values: Any) -> str:
+def _digest_values(values: Any) -> bytes:
     if isinstance(values, (list, tuple, range)) and (isinstance(values, range) or all(type(value) is int for value in values)):
         values = numpy.asarray(values, numpy.int64)
-    return fingerprint([values]).hex()
+    return fingerprint([values])
 
 
 _PLAIN_TYPES = (str, int, float, bool, bytes, complex, type(None))
@@ -184,9 +189,9 @@ OpenedOrder = tuple["SampleOrder | Iterator[Any]", "Sequence[Any] | None"]
 
 
 def open_agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Callable[[], OpenedOrder]) -> OpenedOrder:
-    """The order of a pass that begins (and its head, if it stands further on), after all ranks found that theirs is the same."""
-    place = loader.data_rank
-    if not place.compares or place.world_size == 1:
+    """Return the order of a pass that begins (and its head, if it stands further on), once all ranks agree that theirs is the same."""
+    data_rank = loader.data_rank
+    if not data_rank.compares or data_rank.world_size == 1:
         return make()
     order: Any = None
     head: Any = None
@@ -197,18 +202,19 @@ def open_agreed_order(loader: PreparedLoader, epoch: int, start: int, make: Call
         length, positions, order = _digest_beginning(order, start, max(1, loader._stride))
         if loader.compared is None:
             loader.compared = digest_selection_and_samples(loader.original.dataset)
-        found = (epoch, start, length, positions, *loader.compared, _find_user_line())
+        found = (epoch, start, length, positions, *loader.compared, call_path().partition(", ")[0] or "unknown place")
     except Exception as error:  # whatever a sampler raises: every rank raises
         found = error
     name = type(loader.original.dataset).__name__
-    told = agree_or_raise(place.channel(), place.limits, found, operation="begin of a pass", condition=f"over a loader of {name}")
+    over = f"over a loader of {name}"
+    answers = agree_or_raise(data_rank.channel(), data_rank.limits, found, operation="begin of a pass", condition=over)
     for column, complaint in enumerate(_MISMATCH_MESSAGES):
-        values = [entry[column] for entry in told]
+        values = [answer[column] for answer in answers]
         if len(set(values)) > 1:
             spelled = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values) if not isinstance(value, bytes))
-            raise MismatchError(complaint.format(name=name, values=spelled, rank=place.rank))
-    lines = [entry[-1] for entry in told]
-    if first_time and len({entry[-2] for entry in told}) > 1:
+            raise MismatchError(complaint.format(name=name, values=spelled, rank=data_rank.rank))
+    lines = [answer[-1] for answer in answers]
+    if first_time and len({answer[-2] for answer in answers}) > 1:
         _warn_once("samples", _DIFFERENT_SAMPLES_MESSAGE.format(name=name), lines[0])
     if len(set(lines)) > 1:
         spelled = ", ".join(f"rank {rank} at {line}" for rank, line in enumerate(lines))
@@ -225,14 +231,6 @@ def _warn_once(kind: str, text: str, line: str) -> None:
         runtime.told.add(kind)
 
 
-def _find_user_line() -> str:
-    """The innermost line of the user's program: not that of a progress bar around the loader."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "unknown place" if frame is None else format_site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
 def _digest_beginning(order: SampleOrder | Iterator[Any], start: int, block: int) -> tuple[int, bytes, SampleOrder | Iterator[Any]]:
     """How long an order is (-1 for not known), a digest of its first global batch, and the order."""
     if isinstance(order, Iterator):
@@ -241,14 +239,8 @@ def _digest_beginning(order: SampleOrder | Iterator[Any], start: int, block: int
     return len(order), _digest_values(order.take(start, start + block)), order
 
 
-def _digest_values(values: Any) -> bytes:
-    if isinstance(values, (list, range)) and (isinstance(values, range) or all(type(value) is int for value in values)):
-        values = numpy.asarray(values)
-    return fingerprint([values])
-
-
 def digest_selection_and_samples(dataset: Any) -> tuple[bytes, bytes]:
-    """Digests of which samples were selected of the data (`Subset`), and of the first and last of those that can be read without harm.
+    """Return digests of which samples were selected of the data (`Subset`), and of the first and last that are cheap to read.
 
     >>> whole, part = digest_selection_and_samples(range(8)), digest_selection_and_samples(Subset(range(8), range(0, 8, 2)))
     >>> whole[0] == part[0], whole[0] == digest_selection_and_samples(list(range(8)))[0]
@@ -302,7 +294,7 @@ _MISMATCH_MESSAGES = (
     "shares the data out itself, would give each a part of its part. Leave out a selection like indices[rank::world_size]; call set_seed, "
     "or give a seeded generator, before random_split. (raised on rank {rank})",
 )
-"""What differs, in the order in which it is told."""
+"""What differs, in the order in which it is reported."""
 
 _DIFFERENT_LINES_MESSAGE = (
     "processes begin a pass over a loader of {name} at different lines ({lines}). If one of them reads a batch alone, as under "

@@ -34,7 +34,7 @@ _MAX_LISTED = 10_000_000
 
 
 class _OrderRecorder(Protocol):
-    """Hears of what was drawn; see `ordering.py`."""
+    """Records what was drawn; see `sampler_state.py`."""
 
     def lay_out(self, values: Sequence[Any]) -> None: ...
 
@@ -44,9 +44,9 @@ class _OrderRecorder(Protocol):
 def draw_order(
     sampler: Any, *, seed: int, epoch: int, block: int, record: _OrderRecorder | None = None, begun: int = 0, stop: int = 0
 ) -> SampleOrder | Iterator[Any]:
-    """The order in which a sampler (or batch sampler) gives its items in this epoch; laid out, or drawn `block` items at a time.
+    """Return the order in which a sampler (or batch sampler) gives its items in this epoch; listed, or drawn `block` items at a time.
 
-    `record` hears of an order that is not torch's own. `begun` items of the first block were drawn before; a block ends at `stop`.
+    `record` is told of an order that is not torch's own. `begun` items of the first block were drawn before; a block ends at `stop`.
 
     >>> draw_order(torch.utils.data.SequentialSampler(range(5)), seed=0, epoch=0, block=2).take(3, 9)
     [3, 4]
@@ -59,7 +59,7 @@ def draw_order(
         return _record_list(list(sampler), record)
     if kind == "RandomSampler" and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         count = len(sampler.data_source)
-        return _ArrayOrder(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
+        return _ListOrder(torch.randperm(count, generator=_torch_generator(generator_seed)).numpy())
     holders = [entry for entry in list_samplers(sampler) if _has_generator(entry)]
     if known_length(sampler) is None:
         return _begin_order(sampler, _GeneratorScope(holders, generator_seed, process_too=True), block, record, begun, stop)
@@ -70,14 +70,14 @@ def draw_order(
 
 
 def known_length(sampler: Any) -> int | None:
-    """How many items a sampler gives, where that is certain: torch's own and sequences. Others may promise what they do not keep."""
+    """Return how many items a sampler gives, where that is certain: torch's own and sequences. The length of others may be wrong."""
     if isinstance(sampler, (Sequence, torch.Tensor, numpy.ndarray)):
         return len(sampler)
     return None if torch_sampler_kind(sampler) in (None, "BatchSampler") else len(sampler)
 
 
 def torch_sampler_kind(sampler: Any) -> str | None:
-    """The name of the class of torch (or of its equal in torchdata) as which a sampler iterates and counts, whatever else it adds.
+    """Return the name of the class of torch (or torchdata) whose iteration and length a sampler has; None for any other.
 
     >>> torch_sampler_kind(torch.utils.data.SequentialSampler(range(3))), torch_sampler_kind([0, 1, 2])
     ('SequentialSampler', None)
@@ -94,35 +94,30 @@ def torch_sampler_kind(sampler: Any) -> str | None:
 
 
 def list_samplers(sampler: Any) -> list[Any]:
-    """A sampler, batch sampler or loader and the samplers inside it, outermost first."""
+    """Return a sampler, batch sampler or loader and the samplers inside it, outermost first."""
     found: list[Any] = []
-    while sampler is not None and not any(sampler is entry for entry in found):
+    while sampler is not None and not any(sampler is other for other in found):
         found.append(sampler)
-        sampler = _inner_sampler(sampler)
+        batch_sampler = getattr(sampler, "batch_sampler", None)  # an empty one counts as false, an endless one has no length
+        sampler = getattr(sampler, "sampler", None) if batch_sampler is None else batch_sampler
     return found
 
 
-def _inner_sampler(holder: Any) -> Any:
-    batch_sampler = getattr(holder, "batch_sampler", None)  # an empty one counts as false, an endless one has no length
-    return getattr(holder, "sampler", None) if batch_sampler is None else batch_sampler
-
-
 def announce_epoch(objects: Iterable[Any], epoch: int) -> None:
-    """Tells the epoch to those that want to know it."""
+    """Call `set_epoch` of those that have it."""
     for thing in objects:
-        tell = getattr(thing, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+        set_epoch = getattr(thing, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def refuse_distributed_sampler(loader: Any) -> None:
-    """A `DistributedSampler` shares out what is shared out here already."""
+    """Raise for a loader with a `DistributedSampler`: `prepare` shares the data out already."""
     for sampler in list_samplers(loader):
         if isinstance(sampler, DistributedSampler):
             raise ConfigError(
                 f"the DataLoader given to prepare has a {type(sampler).__name__} (for {sampler.num_replicas} processes): prepare shares "
-                "the data "
-                f"between the processes itself, so each would read a part of a part. Write DataLoader(dataset, batch_size=..., "
+                f"the data between the processes itself, so each would read a part of a part. Write DataLoader(dataset, batch_size=..., "
                 f"shuffle={sampler.shuffle}) without the sampler; set_epoch works on the prepared loader."
             )
 
@@ -131,18 +126,7 @@ def refuse_distributed_sampler(loader: Any) -> None:
 
 
 class _ListOrder:
-    def __init__(self, values: Sequence[Any]) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def take(self, start: int, stop: int) -> list[Any]:
-        return list(self.values[start:stop])
-
-
-class _ArrayOrder:
-    """Eight bytes per sample; numbers of Python are made when a batch is cut."""
+    """An order as a sequence, or as an array with eight bytes per sample: Python numbers are made when a batch is cut."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
@@ -151,8 +135,8 @@ class _ArrayOrder:
         return len(self.values)
 
     def take(self, start: int, stop: int) -> list[Any]:
-        taken: list[Any] = self.values[start:stop].tolist()
-        return taken
+        taken = self.values[start:stop]
+        return taken.tolist() if isinstance(taken, numpy.ndarray) else list(taken)
 
 
 # An order that is drawn -------------------------------------------------------------------------------------------------
@@ -202,8 +186,10 @@ def _copy_item(item: Any) -> Any:
 
 
 class _GeneratorScope:
-    """While it is entered, samplers draw from generators of ours, and if they may draw from the process's random states, those are
-    ours too. Afterwards everything is as it was, and ours go on where they were when it is entered again."""
+    """While it is entered, samplers draw from generators of ours, and with `process_too` the process's random states are ours too.
+
+    Afterwards everything is as it was. Entered again, our generators continue where they were.
+    """
 
     def __init__(self, holders: Sequence[Any], seed: int, *, process_too: bool = False) -> None:
         self.holders = holders

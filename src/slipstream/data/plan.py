@@ -6,12 +6,13 @@ same for any number of ranks. A batch sampler of the user's own and `batch_size=
 left of that batch is shared out first, so that all later batches are those of a pass that began at the start. `drop_last` drops a short
 global batch as a whole. What happens to a short last batch otherwise is the `LastBatchPolicy`:
 
-* `exact` (the default): each rank reads its piece as in a full batch. A rank that has no samples left repeats some that count nothing. *
-`even`: the batch is completed from the start of the order, so that every rank has a full batch. One process reads it as it is. *
-`ragged`: the samples are shared as evenly as possible without repeats, so a rank may have one batch less.
+* `exact` (default): each rank reads its piece as in a full batch. A rank that has no samples left repeats some that count nothing.
+* `even`: the batch is completed from the start of the order, so that every rank has a full batch. One process reads it as it is.
+* `ragged`: the samples are shared as evenly as possible without repeats, so a rank may have one batch less.
 
-How a batch was shared is a `Shares`, or None if every rank has the same full share. The module also derives batch size and accumulation
-steps from `effective_batch_size`, and slices batches that were read whole. Everything here is pure: no randomness and no communication.
+How a batch was shared is a `BatchShares`, or None if every rank has the same full share. The module also derives batch size and
+accumulation steps from `effective_batch_size`, and slices batches that were read whole. Everything here is pure: no randomness and no
+communication.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from slipstream.logging import get_logger
 
 __all__ = [
     "BatchPlan", "BatchSplitPlan", "ItemSplitPlan", "LastBatchPolicy", "RankPiece", "RoundRobinPlan", "SampleOrder", "SliceFunction",
-    "count_samples", "slice_for_ranks", "slice_rows", "split_effective_batch", "trim_order_to_updates",
+    "count_samples", "keep_full_groups", "slice_for_ranks", "slice_rows", "split_effective_batch", "trim_order_to_updates",
 ]
 
 
@@ -77,11 +78,10 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if self.policy == "even" and self.size % self.world_size:
-            below = self.size - self.size % self.world_size
-            near = f"{below} or {below + self.world_size}" if below else f"{self.world_size}"
             raise ConfigError(
-                f"split_batches=True cuts batches of batch_size={self.size} into {self.world_size} equal pieces, one for each process, "
-                f"and {self.size} is no multiple of {self.world_size}. Write batch_size={near}, or even_batches=False for unequal pieces."
+                f"split_batches=True cuts batches of batch_size={self.size} into {self.world_size} equal pieces, one for each process, and "
+                f"{self.size} is no multiple of {self.world_size}. Write batch_size={_nearest_multiples(self.size, self.world_size)}, or "
+                "even_batches=False for unequal pieces."
             )
 
     @cached_property
@@ -313,6 +313,11 @@ class BatchSplitPlan:
             batch = after
 
 
+def _nearest_multiples(number: int, of: int) -> str:
+    below = number - number % of
+    return f"{below} or {below + of}" if below else f"{of}"
+
+
 def _skip_to(head: Sequence[Any], rest: Iterator[Any], start: int) -> Iterator[Any]:
     """What follows a position of an order whose head was drawn already."""
     return islice(chain(head, rest), start, None)
@@ -337,11 +342,9 @@ def split_effective_batch(effective: int, batch_size: int | None, world_size: in
             "(batch_size=None or a batch sampler of its own). Give it a batch_size, or use gradient_accumulation_steps."
         )
     if effective % world_size:
-        below = effective - effective % world_size
-        near = f"{below} or {below + world_size}" if below else f"{world_size}"
         raise ConfigError(
-            f"effective_batch_size={effective} cannot be shared evenly by {world_size} processes. Write effective_batch_size={near}, "
-            f"or start a number of processes that divides {effective}."
+            f"effective_batch_size={effective} cannot be shared evenly by {world_size} processes. Write effective_batch_size="
+            f"{_nearest_multiples(effective, world_size)}, or start a number of processes that divides {effective}."
         )
     each = effective // world_size
     per_device = next(size for size in range(min(batch_size, each), 0, -1) if each % size == 0)
@@ -362,18 +365,19 @@ def trim_order_to_updates(order: SampleOrder | Iterator[Any], samples: int, begu
     >>> list(trim_order_to_updates(iter(range(8)), 3))
     [0, 1, 2, 3, 4, 5]
     """
-    return (
-        _trim_drawn_order(order, samples, begun) if isinstance(order, Iterator) else _OrderPrefix(order, len(order) - len(order) % samples)
-    )
+    if isinstance(order, Iterator):
+        return keep_full_groups(order, samples, begun)
+    return _OrderPrefix(order, len(order) - len(order) % samples)
 
 
-def _trim_drawn_order(order: Iterator[Any], samples: int, begun: int) -> Iterator[Any]:
-    update: list[Any] = []
-    for position in order:
-        update.append(position)
-        if len(update) + begun == samples:
-            yield from update
-            update.clear()
+def keep_full_groups(items: Iterator[Any], size: int, begun: int = 0) -> Iterator[Any]:
+    """Yield the items of full groups of `size`, of which `begun` came before; what is left over at the end is dropped."""
+    group: list[Any] = []
+    for item in items:
+        group.append(item)
+        if len(group) + begun == size:
+            yield from group
+            group.clear()
             begun = 0
 
 
@@ -412,13 +416,14 @@ class ItemSplitPlan:
     world_size: int
     collate: Callable[[Any], Any]
     cut: SliceFunction | None = None
+    """None for `slice_rows`."""
 
     def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]:
         """The pieces of a rank; one batch is read ahead. With a `head` (the beginning), the batches stand at `start` already."""
         items = order
         if head is None:
             head = list(islice(order, 1))
-            items = islice(chain(head, order), start, None)
+            items = _skip_to(head, order, start)
         item = next(items, _END)
         full = count_samples(head[0]) if head else 0
         while item is not _END:
@@ -427,11 +432,7 @@ class ItemSplitPlan:
             given = tuple(max(1, count) for count in real)
             begin = sum(real[:rank]) if real[rank] else 0
             place = slice(begin, begin + given[rank])
-            batch = self.collate(item)
-            if self.cut is None:
-                piece = slice_rows(batch, place, process_index=rank, num_processes=self.world_size)
-            else:
-                piece = self.cut(batch, place, process_index=rank, num_processes=self.world_size)
+            piece = (self.cut or slice_rows)(self.collate(item), place, process_index=rank, num_processes=self.world_size)
             even = len(set(real)) == 1 and sum(real) == full
             yield piece, None if even else BatchShares(given, real, True, full), following is _END
             item = following

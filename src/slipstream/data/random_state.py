@@ -10,7 +10,6 @@ States are stored without pickle and set in place. Device generators are not tou
 from __future__ import annotations
 
 import copy
-import hashlib
 import random
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -58,11 +57,11 @@ class RandomStateScope:
         self._theirs: tuple[Any, Any, Any, Any] = (None, None, None, None)
 
     def capture(self) -> RandomStates:
-        """The states as they are between two blocks; what is taken does not change any more."""
+        """Return a copy of the states as they are between two blocks."""
         return self._python, _numpy_state(self._numpy), self._torch.numpy().tobytes()
 
     def resume(self, captured: RandomStates) -> None:
-        """The next block draws from these states."""
+        """Let the next block draw from these states."""
         self._python, (position, key), state = captured
         self._torch = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         self._numpy = numpy.random.MT19937()
@@ -101,7 +100,7 @@ def _numpy_state(generator: Any) -> tuple[int, bytes]:
 
 
 def encode_random_states(captured: RandomStates) -> dict[str, Any]:
-    """Captured states as plain data.
+    """Return captured states as plain data.
 
     >>> own = RandomStateScope(7)
     >>> decode_random_states(encode_random_states(own.capture()))[1] == own.capture()[1]
@@ -116,7 +115,7 @@ def encode_random_states(captured: RandomStates) -> dict[str, Any]:
 
 
 def decode_random_states(plain: Any) -> RandomStates:
-    """What `encode_random_states` was given; plain data that cannot be that is a `ConfigError`."""
+    """Return what `encode_random_states` was given; raise a `ConfigError` for plain data that cannot be that."""
     try:
         python, theirs, state = plain["python"], plain["numpy"], plain["torch"]
         captured = (
@@ -140,13 +139,13 @@ def _numpy_key_bytes(key: Any) -> bytes:
 
 
 def digest_random_states(captured: RandomStates) -> str:
-    """A short text that is equal for equal states."""
+    """Return a short text that is equal for equal states."""
     python, (position, key), state = captured
     return blake2b(repr((python, position)).encode() + key + state, digest_size=16).hexdigest()
 
 
 def reseed(seed: int) -> None:
-    """Seeds the random states of this process, for what a worker draws for one batch: quick, and devices are not touched."""
+    """Seed the random states of this process, for what a worker draws for one batch: quick, and devices are not touched."""
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
@@ -160,7 +159,7 @@ _GENERATOR_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def is_generator(value: Any) -> bool:
-    """Whether this is a random generator whose state can be kept; one of the system (`random.SystemRandom`) has none.
+    """Return whether this is a random generator whose state can be saved; `random.SystemRandom` has none.
 
     >>> is_generator(random.Random(1)), is_generator(random.SystemRandom()), is_generator(3)
     (True, False, False)
@@ -175,7 +174,7 @@ def _generator_kind(value: Any) -> str | None:
 
 
 def generator_state(generator: Any) -> dict[str, Any]:
-    """The state of a generator, and of which kind it is.
+    """Return the state of a generator as plain data, with its kind.
 
     >>> generator = numpy.random.default_rng(3)
     >>> state = generator_state(generator)
@@ -197,7 +196,7 @@ def generator_state(generator: Any) -> dict[str, Any]:
 
 
 def set_generator_state(generator: Any, state: Mapping[str, Any]) -> None:
-    """Puts a state back; one of another kind, or that the generator does not take, is a `ConfigError`."""
+    """Restore a state; raise a `ConfigError` for one of another kind, or that the generator does not take."""
     kind = _generator_kind(generator)
     if not isinstance(state, Mapping) or kind is None or state.get("kind") != kind:
         found = state.get("kind") if isinstance(state, Mapping) else type(state).__name__
@@ -215,19 +214,8 @@ def set_generator_state(generator: Any, state: Mapping[str, Any]) -> None:
 
 
 def check_generator_state(generator: Any, state: Any) -> None:
-    """Raises unless the generator takes this state; it stays as it is."""
-    kind = _generator_kind(generator)
-    alike: Any = generator
-    if kind == "python":
-        alike = random.Random()
-    elif kind == "torch":
-        alike = torch.Generator(generator.device)
-    elif isinstance(generator, numpy.random.RandomState):
-        alike = numpy.random.RandomState()
-    elif kind == "numpy":
-        bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator
-        alike = type(bits)()
-    set_generator_state(alike, state)
+    """Raise unless the generator takes this state; it stays as it is."""
+    set_generator_state(generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator), state)
 
 
 def _to_python(value: Any) -> Any:
@@ -264,12 +252,12 @@ class SeededDataset(Dataset[Any]):
 
 
 class WorkerInit:
-    """What a worker does first: it shows the script's dataset to the script's code, which knows nothing of ours."""
+    """The `worker_init_fn` of a worker: `get_worker_info()` shows the script's dataset instead of ours, then the script's own runs."""
 
     def __init__(self, init: Callable[[int], Any] | None, roles: tuple[int, ...] = ()) -> None:
         self.init = init
         self.roles = roles
-        """Which workers these are, in a pass that goes on: the one whose turn comes next is the first."""
+        """Which workers these are, in a resumed pass: the one whose turn comes next is the first."""
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
@@ -287,10 +275,10 @@ class WorkerInit:
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """A seed from a seed and what tells its uses apart: neighbouring seeds and epochs give unrelated ones.
+    """Return a seed made of a seed and what tells its uses apart: neighbouring seeds and epochs give unrelated ones.
 
     >>> derive_seed(42, 0) == derive_seed(42, 0), derive_seed(42, 1) == derive_seed(43, 0), 0 <= derive_seed(42, 0) < 2**63
     (True, False, True)
     """
     text = repr((int(seed), *parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -1,10 +1,12 @@
 """Save and restore the order of a sampler of the user's own, so that a resumed run draws the rest of the same order.
 
-The order of torch's samplers is a function of (seed, epoch) and needs no state. For any other sampler this keeps its state at the start
-of the pass (`state_dict()`, or its generators and the attributes that changed since the loader was prepared), a digest of the order up to
-the position, and the positions that were drawn ahead. A resumed pass draws the order again from that state and compares the digest; no
-data is read for it. An order that differs from the saved run is reported in a warning. A saved state is checked completely before
-anything is set.
+The order of torch's samplers is a function of (seed, epoch) and needs no state. For any other sampler this saves its state at the start
+of the pass (`state_dict()`, or its generators and the plain attributes that changed since the loader was prepared), a digest of the order
+up to the position, and the positions that were drawn ahead. A resumed pass draws the order again and compares the digest; no data is read
+for it. An order that differs from the saved run is a warning. A saved state is checked completely before anything is set.
+
+Attributes are saved because samplers shuffle lists in place: of ten public files that contain `shuffle(self.batches)`, two are samplers
+that do so in `__iter__`, and none of the ten has a `state_dict`. Saving a list of a million numbers takes 40 ms at the start of a pass.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _MAX_ITEMS = 200_000
 
 
 def has_seeded_order(sampler: Any) -> bool:
-    """Whether the order of a sampler is a function of (seed, epoch) and of how it was made: those of torch are.
+    """Return whether the order of a sampler is a function of (seed, epoch) and of how it was made: those of torch are.
 
     >>> has_seeded_order(torch.utils.data.RandomSampler(range(3))), has_seeded_order([2, 0, 1])
     (True, False)
@@ -48,13 +50,13 @@ def has_seeded_order(sampler: Any) -> bool:
 
 
 class SamplerState:
-    """Keeps the state of a sampler of the user's own and of those inside it."""
+    """The state of a user's own sampler and of the samplers inside it."""
 
     def __init__(self, units: Any, dataset: Any) -> None:
         self.units = units
         self._dataset = dataset
         self.samplers = _all_samplers(units)
-        self._initial = [None if _is_stateful(sampler) else self.prints(sampler) for sampler in self.samplers]
+        self._initial = self.snapshot()
 
     @property
     def stateful(self) -> bool:
@@ -62,53 +64,54 @@ class SamplerState:
         return _is_stateful(self.units)
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """The state of each sampler, outermost first: all of it, as it may change in any way from here on."""
+        """Return the state of each sampler, outermost first: all of it, as it may change in any way from here on."""
         return [self._snapshot(sampler) for sampler in self.samplers]
 
     def _snapshot(self, sampler: Any) -> dict[str, Any]:
         name = type(sampler).__qualname__
         if _is_stateful(sampler):
             return {"type": name, "state": copy.deepcopy(sampler.state_dict())}
-        prints = self.prints(sampler)
-        return {"type": name, "attributes": {key: _encode_attribute(vars(sampler)[key]) for key in prints}, "prints": prints}
+        generators = {name: {"generator": generator_state(value)} for name, value in self._attributes(sampler) if is_generator(value)}
+        return {"type": name, "attributes": {**self.plain_attributes(sampler), **generators}}
 
-    def told(self, snapshot: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """What is saved of a snapshot: attributes that are not as they were made, or not as they are in another snapshot."""
+    def plain_attributes(self, sampler: Any) -> dict[str, Any]:
+        """Return the attributes that are numbers, text, arrays and containers of these, as plain data."""
+        encoded = ((name, _encode_attribute(value)) for name, value in self._attributes(sampler))
+        return {name: value for name, value in encoded if value is not None}
+
+    def _attributes(self, sampler: Any) -> list[tuple[str, Any]]:
+        """Return the attributes of a sampler, without the dataset and the generator that is replaced while it is read."""
+        return [
+            (name, value)
+            for name, value in getattr(sampler, "__dict__", {}).items()
+            if value is not self._dataset and not (name == "generator" and (value is None or is_generator(value)))
+        ]
+
+    def changes(self, snapshot: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """Return what is saved of a snapshot: generators, and attributes that differ from the first snapshot or from another one."""
         found = []
-        for place, entry in enumerate(snapshot):
-            saved = {key: value for key, value in entry.items() if key != "prints"}
+        for index, entry in enumerate(snapshot):
+            saved = dict(entry)
             if "attributes" in entry:
-                apart = [self._initial[place] or {}, *([other[place].get("prints", {})] if other is not None else [])]
-                kept = {name for name, value in entry["prints"].items() if value is None or any(value != each.get(name) for each in apart)}
-                saved["attributes"] = {name: value for name, value in entry["attributes"].items() if name in kept}
+                others = [before[index].get("attributes", {}) for before in (self._initial, other) if before is not None]
+                saved["attributes"] = {
+                    name: value
+                    for name, value in entry["attributes"].items()
+                    if "generator" in value or not all(_states_equal(value, before.get(name)) for before in others)
+                }
             found.append(saved)
         return found
 
-    def prints(self, sampler: Any) -> dict[str, Any]:
-        """What tells whether an attribute changed; None for generators, which always count as changed."""
-        found: dict[str, Any] = {}
-        for name, value in getattr(sampler, "__dict__", {}).items():
-            if value is self._dataset or name == "generator" and (value is None or is_generator(value)):  # replaced while it is read
-                continue
-            if is_generator(value):
-                found[name] = None
-            elif (print_ := _digest_attribute(value)) is not None:
-                found[name] = print_
-        return found
-
     def check(self, snapshot: Any) -> None:
-        """Raises unless this is a state of samplers like these; changes nothing."""
+        """Raise unless this is a state of samplers like these; change nothing."""
         fits = isinstance(snapshot, list) and len(snapshot) == len(self.samplers)
         for sampler, saved in zip(self.samplers, snapshot if fits else [], strict=False):
             fits = fits and isinstance(saved, Mapping) and saved.get("type") == type(sampler).__qualname__
             fits = fits and ("state" in saved) == _is_stateful(sampler) and isinstance(saved.get("attributes", {}), Mapping)
         if not fits:
             here = ", ".join(type(sampler).__qualname__ for sampler in self.samplers)
-            there = (
-                [str(entry.get("type")) if isinstance(entry, Mapping) else str(entry) for entry in snapshot]
-                if isinstance(snapshot, list)
-                else []
-            )
+            saved_types = snapshot if isinstance(snapshot, list) else []
+            there = [str(saved.get("type")) if isinstance(saved, Mapping) else str(saved) for saved in saved_types]
             raise ConfigError(
                 f"the state of a loader was saved with other samplers ({', '.join(there)[:200] or type(snapshot).__name__}) than it has "
                 f"now ({here}): prepare the loader with the same sampler"
@@ -118,7 +121,7 @@ class SamplerState:
                 _check_attribute(sampler, name, value)
 
     def restore(self, snapshot: Sequence[Mapping[str, Any]]) -> None:
-        """Puts the state of each sampler back."""
+        """Restore the state of each sampler."""
         for sampler, saved in zip(self.samplers, snapshot, strict=True):
             if "state" in saved:
                 sampler.load_state_dict(copy.deepcopy(saved["state"]))
@@ -130,7 +133,7 @@ _ABSENT = object()
 
 
 def _all_samplers(units: Any) -> list[Any]:
-    """A sampler of the user's own and those inside it, whatever the name of the attribute, as far as they are of the user's own."""
+    """Return a sampler of the user's own and those inside it, whatever the name of the attribute, as far as they are of the user's own."""
     found: list[Any] = []
     waiting = list(list_samplers(units))
     while waiting:
@@ -151,21 +154,8 @@ def _is_stateful(sampler: Any) -> bool:
 # -- attributes -------------------------------------------------------------------------------------------------------
 
 
-def _digest_attribute(value: Any) -> Any:
-    """Something small that differs if the value does; None for what is not looked at."""
-    if type(value) in _SCALAR_TYPES or isinstance(value, numpy.generic):
-        return type(value).__name__, value.item() if isinstance(value, numpy.generic) else value
-    if isinstance(value, (torch.Tensor, numpy.ndarray)) or type(value) in _CONTAINER_TYPES:
-        numbers = _as_number_array(value)
-        if numbers is not None:
-            return type(value).__name__, numbers.shape, blake2b(numpy.ascontiguousarray(numbers).tobytes(), digest_size=16).digest()
-        if type(value) in _CONTAINER_TYPES and len(value) <= _MAX_ITEMS and _is_plain(value, 0):
-            return type(value).__name__, blake2b(repr(value).encode(), digest_size=16).digest()
-    return None
-
-
 def _as_number_array(value: Any) -> numpy.ndarray[Any, Any] | None:
-    """An array, or a flat list of numbers, as an array; None for anything else."""
+    """Return an array, or a flat list of numbers, as an array; None for anything else."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.numel() > _MAX_NUMBERS or value.is_meta or value.dtype == torch.bfloat16:
             return None
@@ -179,7 +169,7 @@ def _as_number_array(value: Any) -> numpy.ndarray[Any, Any] | None:
             return None
     if not isinstance(value, numpy.ndarray):
         return None
-    return value if value.dtype.kind in "biuf" and value.size <= _MAX_NUMBERS else None
+    return value if value.dtype.kind in "biuf" and value.dtype != numpy.uint64 and value.size <= _MAX_NUMBERS else None
 
 
 def _is_plain(value: Any, depth: int) -> bool:
@@ -191,17 +181,16 @@ def _is_plain(value: Any, depth: int) -> bool:
     return all(_is_plain(entry, depth + 1) for entry in inside)
 
 
-def _encode_attribute(value: Any) -> dict[str, Any]:
-    """An attribute as plain data."""
-    if is_generator(value):
-        return {"generator": generator_state(value)}
-    kind = type(value).__name__
+def _encode_attribute(value: Any) -> dict[str, Any] | None:
+    """Return an attribute as plain data; None for what is not saved."""
+    kind, numbers = type(value).__name__, _as_number_array(value)
     if isinstance(value, torch.Tensor):
-        return {"kind": kind, "value": value.detach().clone()}
-    numbers = _as_number_array(value)
-    if numbers is not None and numbers.dtype.kind in "biuf" and numbers.dtype != numpy.uint64:
+        return None if numbers is None else {"kind": kind, "value": value.detach().clone()}
+    if numbers is not None:
         return {"kind": kind, "dtype": str(numbers.dtype), "value": torch.from_numpy(numbers.copy())}
-    return {"kind": kind, "value": copy.deepcopy(value.item() if isinstance(value, numpy.generic) else value)}
+    if isinstance(value, numpy.generic):
+        value = value.item()
+    return {"kind": kind, "value": copy.deepcopy(value)} if _is_plain(value, 0) else None
 
 
 def _check_attribute(sampler: Any, name: Any, saved: Any) -> None:
@@ -218,7 +207,7 @@ def _check_attribute(sampler: Any, name: Any, saved: Any) -> None:
 
 
 def _restore_attribute(sampler: Any, name: str, saved: Mapping[str, Any]) -> None:
-    """In place where that can be: others may hold the same list."""
+    """Restore an attribute, in place where that can be: others may hold the same list."""
     present = vars(sampler).get(name, _ABSENT)
     if "generator" in saved:
         set_generator_state(present, saved["generator"])
@@ -241,19 +230,19 @@ class SamplerOrder:
     def __init__(self, units: Any, dataset: Any, ahead: int) -> None:
         """`units` is the sampler, or the batch sampler of the user's own; `ahead` how many blocks it may be drawn ahead of the script."""
         self.units = units
-        self.keeper = None if has_seeded_order(units) else SamplerState(units, dataset)
+        self.sampler_state = None if has_seeded_order(units) else SamplerState(units, dataset)
         self._ahead = ahead
 
     def open(
         self, loader_pass: LoaderPass | None, *, seed: int, epoch: int, block: int, start: int = 0, saved: Any = None
     ) -> tuple[SampleOrder | Iterator[Any], Sequence[Any] | None]:
-        """The order of a pass; with a head (its first positions), it stands at `start` already. `saved` is a place that `state` told."""
-        keeper = self.keeper
-        if keeper is None or loader_pass is None:
+        """Return the order of a pass; with a head (its first positions), it stands at `start` already. `saved` is what `state` returned."""
+        sampler_state = self.sampler_state
+        if sampler_state is None or loader_pass is None:
             return draw_order(self.units, seed=seed, epoch=epoch, block=block), None
         if loader_pass.sampler_start is not None:
             self._put_back(loader_pass.sampler_start)
-        loader_pass.sampler_start = keeper.snapshot()
+        loader_pass.sampler_start = sampler_state.snapshot()
         found = saved if saved is not None and start and "digest" in saved else None
         ahead = [] if found is None else found.get("next", [])
         order, record = self._begun(loader_pass, seed, epoch, block, start + len(ahead))
@@ -261,44 +250,44 @@ class SamplerOrder:
             return order, None
         if not isinstance(order, Iterator):
             if record.digest_at(start) != found["digest"]:
-                self._tell()
+                self._warn_of_other_order()
             elif not self._holds(found["now"]):
-                keeper.restore(found["now"])
+                sampler_state.restore(found["now"])
             return order, None
         head = _skip_items(order, start, block)
         following = list(islice(order, len(ahead) + found.get("ended", False)))
         same = record.digest_at(start) == found["digest"] and list(map(_plain_item, following)) == ahead
-        if same and not keeper.stateful:
-            keeper.restore(found["now"])  # what changed it from outside, as the training
-        elif keeper.stateful and not (same and self._holds(found["now"])):
+        if same and not sampler_state.stateful:
+            sampler_state.restore(found["now"])  # what changed it from outside, as the training
+        elif sampler_state.stateful and not (same and self._holds(found["now"])):
             return self._from_its_state(loader_pass, found, seed, epoch, block, start), found["head"]
         if same:
             return chain(following, order), head
-        self._tell()
+        self._warn_of_other_order()
         self._put_back(loader_pass.sampler_start)
         return self._begun(loader_pass, seed, epoch, block)[0], None
 
     def _begun(
         self, loader_pass: LoaderPass, seed: int, epoch: int, block: int, stop: int = 0
     ) -> tuple[SampleOrder | Iterator[Any], OrderRecord]:
-        assert self.keeper is not None
+        assert self.sampler_state is not None
         loader_pass.order = record = OrderRecord(self._ahead)
         return draw_order(self.units, seed=seed, epoch=epoch, block=block, record=record, stop=stop), record
 
     def _holds(self, now: Any) -> bool:
-        """Whether a sampler that says itself what its state is holds what it held in the saved run."""
-        assert self.keeper is not None
-        return self.keeper.stateful and _states_equal(self.keeper.snapshot()[0]["state"], now[0]["state"])
+        """Return whether a sampler with a `state_dict` holds what it held in the saved run."""
+        assert self.sampler_state is not None
+        return self.sampler_state.stateful and _states_equal(self.sampler_state.snapshot()[0]["state"], now[0]["state"])
 
     def _from_its_state(self, loader_pass: LoaderPass, saved: Any, seed: int, epoch: int, block: int, start: int) -> Iterator[Any]:
-        """What was drawn ahead of a place, and then what the sampler gives from its own state on."""
-        assert self.keeper is not None
+        """Yield what was drawn ahead of a position, and then what the sampler gives from its own state on."""
+        assert self.sampler_state is not None
         units, ahead = self.units, list(saved["next"])
         get_logger(__name__).warning(
             f"the order of {type(units).__name__} cannot be drawn again as it was before the position that was loaded; it goes on from "
             "what its state_dict() gave there, and is right if that says how far it is"
         )
-        self.keeper.restore(saved["now"])
+        self.sampler_state.restore(saved["now"])
         loader_pass.order = record = OrderRecord(self._ahead, position=start, digest=saved["digest"], head=saved["head"])
         record.note(ahead, saved["ended"])
         if saved["ended"]:
@@ -308,7 +297,7 @@ class SamplerOrder:
         rest: Iterator[Any] = order if isinstance(order, Iterator) else iter(order.take(0, len(order)))
         return chain(ahead, islice(rest, max(0, len(units) - position)) if hasattr(units, "__len__") else rest)
 
-    def _tell(self) -> None:
+    def _warn_of_other_order(self) -> None:
         name = type(self.units).__name__
         get_logger(__name__).warning(
             f"the order of {name} is not that of the saved run: what it gives before the position that was loaded is something else, so in "
@@ -319,33 +308,34 @@ class SamplerOrder:
     # -- what is saved --------------------------------------------------------------------------------------------
 
     def state(self, loader_pass: LoaderPass | None, position: int) -> dict[str, Any] | None:
-        """What a place needs besides its numbers: what the sampler holds now, and of a pass, what it held when that began."""
-        if self.keeper is None:
+        """Return what a position needs besides numbers: what the sampler holds now, and of a pass, what it held when that began."""
+        if self.sampler_state is None:
             return None
-        now = self.keeper.snapshot()
+        now = self.sampler_state.snapshot()
         if loader_pass is None or loader_pass.sampler_start is None:
-            return {"now": self.keeper.told(now)}
-        found = {"begin": self.keeper.told(loader_pass.sampler_start, now), "now": self.keeper.told(now, loader_pass.sampler_start)}
+            return {"now": self.sampler_state.changes(now)}
+        begun = loader_pass.sampler_start
+        found = {"begin": self.sampler_state.changes(begun, now), "now": self.sampler_state.changes(now, begun)}
         return {**found, **loader_pass.order.at(position)} if loader_pass.order is not None and position else found
 
     def check(self, saved: Any) -> None:
-        """Raises unless this is what `state` gives for such a sampler; changes nothing."""
+        """Raise unless this is what `state` returns for such a sampler; change nothing."""
         if saved is None:
             return
-        if self.keeper is None or not isinstance(saved, dict) or not _is_saved_order(saved):
+        if self.sampler_state is None or not isinstance(saved, dict) or not _is_saved_order(saved):
             kind = type(self.units).__name__
             raise ConfigError(
                 f"the order of another sampler was saved than the {kind} that the loader has now: prepare it with the same one"
-                if self.keeper is None
+                if self.sampler_state is None
                 else f"the saved order of {kind} cannot be read: {str(saved)[:120]}"
             )
         for name in ("begin", "now"):
             if name in saved:
-                self.keeper.check(saved[name])
+                self.sampler_state.check(saved[name])
 
     def restore(self, saved: Any, *, over: bool) -> None:
-        """Puts the sampler where it stood: at the beginning of the pass, or, if that is over, where it was left."""
-        if saved is None or self.keeper is None:
+        """Restore the sampler: to the beginning of the pass, or, if that is over, to where it was left."""
+        if saved is None or self.sampler_state is None:
             return
         if "begin" in saved and not over:
             self._put_back(saved["begin"])
@@ -353,19 +343,19 @@ class SamplerOrder:
             self._put_back(saved["now"])
 
     def _put_back(self, snapshot: Any) -> None:
-        """The sampler as it was between two passes.
+        """Restore the sampler as it was between two passes.
 
         Where its own state is a place at the end of the pass before, it gives nothing once, and begins anew after that. If it gives
         something, it stood at a beginning already, and is put back again.
         """
-        keeper = self.keeper
-        assert keeper is not None
-        keeper.restore(snapshot)
-        if keeper.stateful:
+        sampler_state = self.sampler_state
+        assert sampler_state is not None
+        sampler_state.restore(snapshot)
+        if sampler_state.stateful:
             with RandomStateScope(0):
                 first = next(iter(self.units), _EXHAUSTED)
             if first is not _EXHAUSTED:
-                keeper.restore(snapshot)
+                sampler_state.restore(snapshot)
 
 
 _EXHAUSTED = object()
@@ -386,27 +376,18 @@ def _is_saved_order(saved: dict[str, Any]) -> bool:
 
 
 class _OrderDigest:
-    """Of a sequence of positions, however it is cut into blocks; it goes on from its text. (A polynomial in 64 bits.)"""
+    """Of a sequence of positions, however it is cut into blocks; it continues from its text. (A polynomial in 64 bits.)"""
 
     def __init__(self, so_far: str = "0") -> None:
         self._value = int(so_far, 16)
 
     def add(self, items: Sequence[Any]) -> None:
-        if len(items) > _SCALAR_LIMIT:
-            for begin in range(0, len(items), _CHUNK_LENGTH):
-                self._add_many(items[begin : begin + _CHUNK_LENGTH])
-            return
-        value = self._value
-        for item in items:
-            value = (value * _DIGEST_BASE + (item + 1 if type(item) is int else _hash_item(item))) & _UINT64_MASK
-        self._value = value
-
-    def _add_many(self, items: Sequence[Any]) -> None:
-        """The same for many at once."""
-        numbers = numpy.array([item + 1 & _UINT64_MASK if type(item) is int else _hash_item(item) for item in items], numpy.uint64)
-        powers = numpy.cumprod(numpy.full(len(numbers), _DIGEST_BASE, numpy.uint64))
-        own = int((numbers[::-1] * numpy.concatenate([_UINT64_ONE, powers[:-1]])).sum(dtype=numpy.uint64))
-        self._value = (int(powers[-1]) * self._value + own) & _UINT64_MASK
+        for begin in range(0, len(items), _CHUNK_LENGTH):
+            chunk = items[begin : begin + _CHUNK_LENGTH]
+            numbers = numpy.array([item + 1 & _UINT64_MASK if type(item) is int else _hash_item(item) for item in chunk], numpy.uint64)
+            powers = numpy.cumprod(numpy.full(len(numbers), _DIGEST_BASE, numpy.uint64))
+            own = int((numbers[::-1] * numpy.concatenate([_UINT64_ONE, powers[:-1]])).sum(dtype=numpy.uint64))
+            self._value = (int(powers[-1]) * self._value + own) & _UINT64_MASK
 
     def text(self) -> str:
         return f"{self._value:016x}"
@@ -414,7 +395,7 @@ class _OrderDigest:
 
 _DIGEST_BASE, _UINT64_MASK = 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF
 _UINT64_ONE = numpy.ones(1, numpy.uint64)
-_SCALAR_LIMIT, _CHUNK_LENGTH = 500, 1_000_000
+_CHUNK_LENGTH = 1_000_000
 
 
 def _hash_item(item: Any) -> int:
@@ -422,7 +403,7 @@ def _hash_item(item: Any) -> int:
 
 
 def _skip_items(order: Iterator[Any], start: int, block: int) -> list[Any]:
-    """Draws what comes before a place; the first block of it."""
+    """Draw what comes before a position, and return the first block of it."""
     head = list(islice(order, min(start, block)))
     for _ in islice(order, start - len(head)):
         pass
@@ -430,7 +411,7 @@ def _skip_items(order: Iterator[Any], start: int, block: int) -> list[Any]:
 
 
 class OrderRecord:
-    """What was drawn of an order: as much as is needed to find a place in it again."""
+    """What was drawn of an order: as much as is needed to find a position in it again."""
 
     def __init__(self, ahead: int, *, position: int = 0, digest: str = "0", head: Sequence[Any] = ()) -> None:
         self._keep = ahead
@@ -445,11 +426,11 @@ class OrderRecord:
         self._ended = False
 
     def lay_out(self, values: Sequence[Any]) -> None:
-        """The whole order is there."""
+        """Record an order that is there as a whole."""
         self._whole = values
 
     def note(self, items: list[Any], ended: bool) -> None:
-        """A block was drawn; `ended`: and there is nothing after it."""
+        """Record a block that was drawn; `ended`: there is nothing after it."""
         self._ended = ended
         if not items:
             return
@@ -464,7 +445,7 @@ class OrderRecord:
                 del kept[next(iter(kept))]
 
     def digest_at(self, position: int) -> str | None:
-        """Of what comes before a place; None where that is too long ago."""
+        """Return the digest of what comes before a position; None where that is too long ago."""
         digest = _OrderDigest()
         if self._whole is not None:
             digest.add(self._whole[:position])
@@ -477,7 +458,7 @@ class OrderRecord:
         return digest.text()
 
     def at(self, position: int) -> dict[str, Any]:
-        """What finds this place again."""
+        """Return what finds this position again."""
         digest = self.digest_at(position)
         if digest is None:
             return {}
@@ -490,7 +471,7 @@ class OrderRecord:
 
 
 def _states_equal(entry: Any, other: Any) -> bool:
-    """Whether two states hold the same."""
+    """Return whether two states hold the same."""
     if isinstance(entry, dict) and isinstance(other, dict):
         return entry.keys() == other.keys() and all(_states_equal(value, other[key]) for key, value in entry.items())
     if isinstance(entry, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -503,7 +484,7 @@ def _states_equal(entry: Any, other: Any) -> bool:
 
 
 def _plain_item(item: Any) -> Any:
-    """A position, or a batch of positions, as plain data."""
+    """Return a position, or a batch of positions, as plain data."""
     if isinstance(item, (torch.Tensor, numpy.ndarray, numpy.generic)):
         return item.tolist()
     return [_plain_item(entry) for entry in item] if isinstance(item, (list, tuple)) else item

@@ -28,11 +28,12 @@ from slipstream.data.options import LoaderSettings
 from slipstream.data.order import announce_epoch
 from slipstream.data.plan import BatchPlan, ItemSplitPlan, LastBatchPolicy, RoundRobinPlan, count_samples
 from slipstream.data.random_state import RandomStateScope, derive_seed
-from slipstream.data.stream_dataset import ShardDecision, shard_dataset, warn_of_slow_seek
+from slipstream.data.stream_dataset import ShardDecision, shard_dataset, supports_skip, warn_of_slow_seek
 from slipstream.data.stream_reader import (
     STREAM_STATE_KEYS,
     BatchRecipe,
     GlobalBatch,
+    StreamRead,
     StreamSource,
     return_unchanged,
     trim_batches_to_updates,
@@ -192,19 +193,21 @@ class StreamLoader(PreparedLoader):
             self._nominal = message.sizes[0]
 
     def _messages(self, epoch: int, start: int, *, digest: bool = False, head: list[Any] | None = None) -> Iterator[GlobalBatch]:
-        """What this rank reads, after so many items."""
-        own = self.mode == "own"
-        return self._source.messages(
+        """Yield what this rank reads, after so many items."""
+        read = self._make_read(epoch, digest=digest)
+        return self._source.messages(read, epoch=epoch, start=start, needs_head=self._needs_head, head=head)
+
+    def _make_read(self, epoch: int, *, digest: bool = False) -> StreamRead:
+        """Return what is read in an epoch: with the same seed on all ranks that read the same."""
+        rank, own = self.data_rank, self.mode == "own"
+        return StreamRead(
             self._dataset,
             self._recipe(),
-            epoch=epoch,
-            start=start,
-            seed=self._reading_seed(epoch),
+            seed=derive_seed(self.seed, epoch, "stream", *([rank.rank] if own else [])),
             pipeline=derive_seed(self.seed, epoch, "pipeline"),
-            place=(self.data_rank.rank, self.data_rank.world_size) if own else (0, 1),
+            shard=(rank.rank, rank.world_size) if own else (0, 1),
             careful=self.mode == "turns",
-            needs_head=self._needs_head,
-            head=head,
+            may_skip=supports_skip(self._dataset, epoch),
             digest=digest,
         )
 
@@ -212,10 +215,6 @@ class StreamLoader(PreparedLoader):
     def _needs_head(self) -> bool:
         """Whether the start of the pass matters: a short last batch is completed from it, or it says how large a full batch is."""
         return (self.policy == "even" and self.mode == "turns") or self.original.batch_size is None
-
-    def _reading_seed(self, epoch: int) -> int:
-        """The same on all ranks that read the same."""
-        return derive_seed(self.seed, epoch, "stream", *([self.data_rank.rank] if self.mode == "own" else []))
 
     # -- position -------------------------------------------------------------------------------------------------
 
@@ -274,12 +273,11 @@ class StreamLoader(PreparedLoader):
 
     def _compare_first(self, epoch: int, start: int) -> Iterator[HandedBatch]:
         """The first pass of ranks that take turns: they compare what they read before anything is handed out."""
-        if self._source.engine.has_workers:
+        if self._source.reader.has_workers:
             return self._compare_in_workers(epoch, start)
-        recipe, pipeline = self._recipe(), derive_seed(self.seed, epoch, "pipeline")
-        reader = self._source.reader(self._dataset, recipe, self._reading_seed(epoch), pipeline, (0, 1), careful=True)
-        items = reader.read(self._dataset, note=self._source.note(epoch))
-        head = self._attempt(lambda: list(islice(items, recipe.block)))
+        read = self._make_read(epoch)
+        items = read.reader().read(self._dataset, note=self._source.note(epoch))
+        head = self._attempt(lambda: list(islice(items, read.recipe.block)))
         same = self._agree(epoch, head if isinstance(head, Exception) else fingerprint(head))
         if start and same and self._source.can_seek(self._dataset, epoch, start):
             return self._shared_batches(self._messages(epoch, start, head=head), start)
@@ -287,7 +285,7 @@ class StreamLoader(PreparedLoader):
         position = start = start if same else self._own_start(start)
         if start:
             warn_of_slow_seek(self._dataset, start, "items")
-        messages = self._source.engine.here(recipe.messages(items, start))
+        messages = self._source.reader.here(recipe.messages(items, start))
         return self._shared_batches(messages, position) if same else self._own_batches(epoch, messages, start)
 
     def _compare_in_workers(self, epoch: int, start: int) -> Iterator[HandedBatch]:

@@ -11,14 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice, tee
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from slipstream.data.fingerprint import fingerprint
 from slipstream.data.loader import keeps_workers
-from slipstream.data.plan import BatchPlan, RankPiece, SliceFunction, count_samples, slice_for_ranks
+from slipstream.data.plan import (
+    BatchPlan,
+    BatchSplitPlan,
+    ItemSplitPlan,
+    RoundRobinPlan,
+    SliceFunction,
+    count_samples,
+    keep_full_groups,
+    slice_for_ranks,
+)
 from slipstream.data.random_state import WorkerInit, derive_seed, reseed
 from slipstream.data.stream_dataset import (
     ItemReader,
@@ -35,18 +44,13 @@ from slipstream.errors import ConfigError
 from slipstream.logging import get_logger
 
 __all__ = [
-    "BatchRecipe", "GlobalBatch", "RankPlan", "STREAM_STATE_KEYS", "SavedStreamPosition", "StreamBatchReader", "StreamSource",
+    "BatchRecipe", "GlobalBatch", "RankPlan", "STREAM_STATE_KEYS", "SavedStreamPosition", "StreamBatchReader", "StreamRead", "StreamSource",
     "WorkerPosition", "return_unchanged", "trim_batches_to_updates",
 ]
 
 
-class RankPlan(Protocol):
-    """A plan: what each rank reads of an order (`plan.py`), or of batches that are cut (`ItemSplitPlan`)."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    def pieces(self, order: Iterator[Any], rank: int, start: int = 0, *, head: Sequence[Any] | None = None) -> Iterator[RankPiece]: ...
+RankPlan = BatchPlan | RoundRobinPlan | BatchSplitPlan | ItemSplitPlan
+"""What each rank reads of an order, or of batches that are cut."""
 
 
 class GlobalBatch(NamedTuple):
@@ -61,8 +65,8 @@ class GlobalBatch(NamedTuple):
     """Whether it is the last one (of this worker, in a worker)."""
     digest: bytes | None
     """A fingerprint of all its items, of the first message, if asked for."""
-    turn: Any = None
-    """Where the worker stands that made it (a `WorkerPosition`)."""
+    worker: Any = None
+    """The position of the worker that made it (a `WorkerPosition`)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class BatchRecipe:
         digest: bytes | None = None,
         before: Callable[[], None] | None = None,
     ) -> Iterator[GlobalBatch]:
-        """The batches made of these items, from a position on; with a head they stand there. `before` is called ahead of each."""
+        """Yield the batches made of these items, from a position on; with a head they stand there. `before` is called ahead of each."""
         feeds = tee(items, len(self.ranks)) if len(self.ranks) > 1 else (items,)
         plans = [self.plan.pieces(feed, rank, start, head=head) for feed, rank in zip(feeds, self.ranks, strict=True)]
         for pieces in zip(*plans, strict=True):
@@ -131,62 +135,69 @@ class WorkerPosition(NamedTuple):
     """Whether it has read all of its part."""
 
 
+@dataclass(frozen=True)
+class StreamRead:
+    """What one pass reads of a stream, in this process or in workers."""
+
+    dataset: Any
+    recipe: BatchRecipe
+    seed: int
+    pipeline: int
+    """The seed of pipelines of torch, the same on all ranks."""
+    shard: tuple[int, int] = (0, 1)
+    """Rank and world size, for pipelines that share themselves out."""
+    careful: bool = False
+    may_skip: bool = True
+    """Whether the dataset's own `skip` leads to a position of this epoch."""
+    digest: bool = False
+    """Whether the first global batch carries a fingerprint of its items."""
+
+    def reader(self, seed: int | None = None, *, alone: bool = True, quiet: bool = False) -> ItemReader:
+        """Return what reads the items; `alone`: no other worker reads the same dataset."""
+        recipe = self.recipe
+        return ItemReader(
+            self.dataset,
+            recipe.block,
+            self.seed if seed is None else seed,
+            self.pipeline,
+            self.shard,
+            careful=self.careful,
+            aligned=recipe.aligned,
+            may_skip=self.may_skip and alone,
+            quiet=quiet,
+        )
+
+
 class _WorkerDataset(IterableDataset[GlobalBatch]):
     """The dataset of a worker: the script's dataset, made into messages there."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        recipe: BatchRecipe,
-        turns: Sequence[WorkerPosition],
-        *,
-        pipeline: int,
-        place: tuple[int, int],
-        digest: bool,
-        careful: bool,
-        may_skip: bool,
-    ) -> None:
-        self.dataset = dataset
-        self.recipe = recipe
-        self.turns = turns
+    def __init__(self, read: StreamRead, workers: Sequence[WorkerPosition]) -> None:
+        self.dataset = read.dataset
+        self.read = read
+        self.workers = workers
         """One for each worker, in the order in which they hand out."""
-        self.pipeline = pipeline
-        self.place = place
-        self.digest = digest
-        self.careful = careful
-        self.may_skip = may_skip
         self.seed: int | torch.Tensor = 0
         """That of the pass; in memory that is shared, for workers that stay."""
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        info, seed, recipe = get_worker_info(), int(self.seed), self.recipe
-        turn = next(turn for turn in self.turns if info is None or turn.role == info.id)
-        if turn.over:
+        info, recipe = get_worker_info(), self.read.recipe
+        worker = next(worker for worker in self.workers if info is None or worker.role == info.id)
+        if worker.over:
             return
         marks = RecentPositions(8)
-        own, block = derive_seed(seed, "worker", turn.role), recipe.block
-        reader = ItemReader(
-            self.dataset,
-            block,
-            own,
-            self.pipeline,
-            self.place,
-            careful=self.careful,
-            aligned=recipe.aligned,
-            may_skip=self.may_skip and len(self.turns) == 1,
-            quiet=True,
-        )
-        items, head = reader.open(turn.items, turn.mark, needs_head=True, note=lambda position, mark: marks.note(0, position, mark))
+        own, block = derive_seed(int(self.seed), "worker", worker.role), recipe.block
+        reader = self.read.reader(own, alone=len(self.workers) == 1, quiet=True)
+        items, head = reader.open(worker.items, worker.mark, needs_head=True, note=lambda position, mark: marks.note(0, position, mark))
         digest = None
-        if self.digest:
+        if self.read.digest:
             first = list(islice(items, block)) if head is None else head
             items = chain(first, items) if head is None else items
             digest = fingerprint(first)
-        read = turn.items - (turn.items % block if recipe.aligned else 0)
-        numbers = count(turn.items // block)
-        for message in recipe.messages(items, turn.items, head, digest, lambda: reseed(derive_seed(own, next(numbers)))):
+        read = worker.items - (worker.items % block if recipe.aligned else 0)
+        numbers = count(worker.items // block)
+        for message in recipe.messages(items, worker.items, head, digest, lambda: reseed(derive_seed(own, next(numbers)))):
             read += block
-            yield message._replace(turn=WorkerPosition(turn.role, read, marks.at(0, read, block), message.end))
+            yield message._replace(worker=WorkerPosition(worker.role, read, marks.at(0, read, block), message.end))
 
 
 class _IteratorDataset(IterableDataset[Any]):
@@ -200,16 +211,16 @@ class _IteratorDataset(IterableDataset[Any]):
 
 
 def return_unchanged(message: Any) -> Any:
-    """What it was given."""
+    """Return what it was given."""
     return message
 
 
 class StreamBatchReader:
-    """Reads with what the script's loader says about workers and memory; keeps the workers of a loader that wants to keep them."""
+    """Reads with the workers and memory that the script's loader asks for; keeps workers that are persistent."""
 
     def __init__(self, original: DataLoader[Any]) -> None:
         self.original = original
-        self._kept: tuple[Any, BatchRecipe, _WorkerDataset, DataLoader[Any]] | None = None
+        self._kept: tuple[_WorkerDataset, DataLoader[Any]] | None = None
         self._busy = False
         """Whether the workers that stay are at work for another pass."""
         self._stay = keeps_workers(original)
@@ -220,68 +231,53 @@ class StreamBatchReader:
         return self.original.num_workers > 0
 
     def here(self, messages: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """What is read in this process, in pinned memory if the script's loader wants that."""
+        """Yield what is read in this process, in pinned memory if the script's loader asks for that."""
         if not self.original.pin_memory:
             return messages
         return iter(DataLoader(_IteratorDataset(messages), batch_size=None, collate_fn=return_unchanged, pin_memory=True))
 
-    def in_workers(
-        self,
-        dataset: Any,
-        recipe: BatchRecipe,
-        *,
-        seed: int,
-        pipeline: int,
-        place: tuple[int, int] = (0, 1),
-        start: int = 0,
-        turns: Sequence[WorkerPosition] | None = None,
-        digest: bool = False,
-        careful: bool = False,
-        may_skip: bool = True,
-    ) -> Iterator[GlobalBatch]:
-        """What workers read; one message is taken ahead, as the workers do not know of each other's ends.
+    def in_workers(self, read: StreamRead, start: int, workers: Sequence[WorkerPosition] | None) -> Iterator[GlobalBatch]:
+        """Yield what workers read; one message is taken ahead, as the workers do not know of each other's ends.
 
-        `pipeline` and `place` (rank, world size) are for pipelines that share themselves out: a seed that all ranks have. `start` is in
-        items. Where it was saved how far each worker was (`turns`), each goes on there; else one worker seeks, and several read from the
-        beginning, and whole messages are dropped. `may_skip`: whether the dataset's own `skip` leads to a position of this epoch.
+        `start` is in items. Where it was saved how far each worker was, each continues there; else one worker seeks, and several read
+        from the beginning, and whole messages are dropped.
         """
-        turns, steps = self._turns(dataset, recipe, start, turns, may_skip)
-        persistent = self._stay and not self._busy and not any(turn.items for turn in turns)
-        if persistent and self._kept is not None and self._kept[0] is dataset and self._kept[1] == recipe:
-            reading, loader = self._kept[2:]
+        workers, dropped = self._worker_starts(read, start, workers)
+        persistent = self._stay and not self._busy and not any(worker.items for worker in workers)
+        kept = self._kept
+        if persistent and kept is not None and kept[0].dataset is read.dataset and kept[0].read.recipe == read.recipe:
+            reading, loader = kept
         else:
-            reading = _WorkerDataset(
-                dataset, recipe, turns, pipeline=pipeline, place=place, digest=digest, careful=careful, may_skip=may_skip
-            )
+            reading = _WorkerDataset(read, workers)
             if persistent:
                 reading.seed = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
             loader = self._loader(reading, persistent)
-            self._kept = (dataset, recipe, reading, loader) if persistent else self._kept
+            self._kept = (reading, loader) if persistent else self._kept
         if isinstance(reading.seed, torch.Tensor):
-            reading.seed.fill_(seed)
+            reading.seed.fill_(read.seed)
         else:
-            reading.seed = seed
+            reading.seed = read.seed
         assert loader.generator is not None
-        loader.generator.manual_seed(derive_seed(seed, "workers"))
+        loader.generator.manual_seed(derive_seed(read.seed, "workers"))
         messages = self._occupied(loader) if loader.persistent_workers else iter(loader)
-        return _drop_first(_mark_last(messages), steps)
+        return _drop_first(_mark_last(GlobalBatch(*message) for message in messages), dropped)
 
-    def _turns(
-        self, dataset: Any, recipe: BatchRecipe, start: int, turns: Sequence[WorkerPosition] | None, may_skip: bool
+    def _worker_starts(
+        self, read: StreamRead, start: int, workers: Sequence[WorkerPosition] | None
     ) -> tuple[Sequence[WorkerPosition], int]:
-        """Where the workers begin, and how many messages are dropped after that."""
-        workers = self.original.num_workers
+        """Return where the workers begin, and how many messages are dropped after that."""
+        dataset, count = read.dataset, self.original.num_workers
         if not start:
-            return [WorkerPosition(role) for role in range(workers)], 0
-        if turns is None and workers > 1:
-            warn_of_slow_seek(dataset, start // recipe.block, "batches")
-            return [WorkerPosition(role) for role in range(workers)], start // recipe.block
-        turns = [WorkerPosition(0, start)] if turns is None else turns
+            return [WorkerPosition(role) for role in range(count)], 0
+        if workers is None and count > 1:
+            warn_of_slow_seek(dataset, start // read.recipe.block, "batches")
+            return [WorkerPosition(role) for role in range(count)], start // read.recipe.block
+        workers = [WorkerPosition(0, start)] if workers is None else workers
         can_skip = callable(getattr(dataset, "skip", None))
-        skips = workers == 1 and can_skip and may_skip
-        if not skips and any(turn.items and not turn.over and (turn.mark is None or not turn.mark.seeks) for turn in turns):
-            warn_of_slow_seek(dataset, sum(turn.items for turn in turns), "epoch" if can_skip and workers == 1 else "items")
-        return turns, 0
+        skips = count == 1 and can_skip and read.may_skip
+        if not skips and any(worker.items and not worker.over and (worker.mark is None or not worker.mark.seeks) for worker in workers):
+            warn_of_slow_seek(dataset, sum(worker.items for worker in workers), "epoch" if can_skip and count == 1 else "items")
+        return workers, 0
 
     def _occupied(self, loader: DataLoader[Any]) -> Iterator[Any]:
         self._busy = True
@@ -299,7 +295,7 @@ class StreamBatchReader:
             num_workers=original.num_workers,
             pin_memory=original.pin_memory,
             timeout=original.timeout,
-            worker_init_fn=WorkerInit(original.worker_init_fn, tuple(turn.role for turn in reading.turns)),
+            worker_init_fn=WorkerInit(original.worker_init_fn, tuple(worker.role for worker in reading.workers)),
             multiprocessing_context=original.multiprocessing_context,
             generator=torch.Generator(),
             prefetch_factor=original.prefetch_factor,
@@ -307,16 +303,16 @@ class StreamBatchReader:
         )
 
 
-def _mark_last(messages: Iterator[Sequence[Any]]) -> Iterator[GlobalBatch]:
+def _mark_last(messages: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
     present = next(messages, None)
     while present is not None:
         following = next(messages, None)
-        yield GlobalBatch(*present)._replace(end=following is None)
+        yield present._replace(end=following is None)
         present = following
 
 
 def _drop_first(messages: Iterator[GlobalBatch], steps: int) -> Iterator[GlobalBatch]:
-    """What follows so many messages; the fingerprint of the first one goes on with it."""
+    """Yield what follows so many messages; the fingerprint of the first one is passed on."""
     digest = None
     for message in islice(messages, steps):
         digest = digest or message.digest
@@ -326,21 +322,12 @@ def _drop_first(messages: Iterator[GlobalBatch], steps: int) -> Iterator[GlobalB
 
 
 def trim_batches_to_updates(messages: Iterator[GlobalBatch], steps: int, begun: int = 0) -> Iterator[GlobalBatch]:
-    """Messages without those left over after the last full update of `steps`, of which `begun` came before; reads two updates ahead.
+    """Yield the messages of full updates of `steps`, of which `begun` came before; reads two updates ahead.
 
     >>> list(message.sizes for message in trim_batches_to_updates((GlobalBatch([], [n], None, n == 4, None) for n in range(5)), 2))
     [[0], [1], [2], [3]]
     """
-    ready: list[GlobalBatch] = []
-    update: list[GlobalBatch] = []
-    for message in messages:
-        update.append(message)
-        if len(update) + begun == steps:
-            yield from ready
-            ready, update, begun = update, [], 0
-    yield from ready[:-1]
-    for message in ready[-1:]:
-        yield message._replace(end=True)
+    return _mark_last(keep_full_groups(messages, steps, begun))
 
 
 STREAM_STATE_KEYS = ("dataset", "random", "workers", "parts", "part", "full")
@@ -354,162 +341,128 @@ class SavedStreamPosition:
     epoch: int
     samples: int
     mark: StreamPosition | None
-    turns: Sequence[WorkerPosition] | None
+    workers: Sequence[WorkerPosition] | None
 
 
 class StreamSource:
-    """What one process reads of a stream, and the places in it."""
+    """What one process reads of a stream, and the positions in it."""
 
     def __init__(self, original: DataLoader[Any], dataset: Any, ahead: int = 0) -> None:
         """`ahead`: how many global batches are read ahead of the script, besides the one that is always."""
         self.original = original
         self.dataset = dataset
-        self.engine = StreamBatchReader(original)
+        self.reader = StreamBatchReader(original)
         self.saved: SavedStreamPosition | None = None
-        """The place that was loaded."""
+        """The position that was loaded."""
         self._ahead = ahead + 4
-        self._marks = RecentPositions(self._ahead)
-        self._rotas: dict[tuple[int, int], tuple[WorkerPosition, ...]] = {}
-        """How far the workers are, in the order of their turns, by epoch and position."""
+        self._recent = RecentPositions(self._ahead)
+        self._worker_positions: dict[tuple[int, int], tuple[WorkerPosition, ...]] = {}
+        """How far the workers are, in the order in which they hand out, by epoch and position."""
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def messages(
-        self,
-        dataset: Any,
-        recipe: BatchRecipe,
-        *,
-        epoch: int,
-        start: int,
-        seed: int,
-        pipeline: int,
-        place: tuple[int, int] = (0, 1),
-        careful: bool = False,
-        needs_head: bool = True,
-        head: list[Any] | None = None,
-        digest: bool = False,
+        self, read: StreamRead, *, epoch: int, start: int, needs_head: bool = True, head: list[Any] | None = None
     ) -> Iterator[GlobalBatch]:
-        """The batches from a position on; places are noted, and those that were are used."""
-        saved = self._found(epoch, start) if start else None
-        may_skip = supports_skip(dataset, epoch)
-        if self.engine.has_workers:
-            turns = None if saved is None else saved.turns
-            messages = self.engine.in_workers(
-                dataset,
-                recipe,
-                seed=seed,
-                pipeline=pipeline,
-                place=place,
-                start=start,
-                turns=turns,
-                digest=digest,
-                careful=careful,
-                may_skip=may_skip,
-            )
-            return self._followed(messages, recipe, epoch, start, turns)
-        reader = self.reader(dataset, recipe, seed, pipeline, place, careful=careful, may_skip=may_skip)
+        """Yield the batches from a position on; positions are recorded, and recorded ones are used."""
+        saved = self._find_position(epoch, start) if start else None
+        if self.reader.has_workers:
+            workers = None if saved is None else saved.workers
+            return self._followed(self.reader.in_workers(read, start, workers), read.recipe, epoch, start, workers)
         mark = None if saved is None else saved.mark
-        items, head = reader.open(start, mark, needs_head=needs_head, head=head, note=self.note(epoch))
-        return self.engine.here(recipe.messages(items, start, head))
-
-    def reader(
-        self, dataset: Any, recipe: BatchRecipe, seed: int, pipeline: int, place: tuple[int, int], *, careful: bool, may_skip: bool = True
-    ) -> ItemReader:
-        """What reads the items in this process."""
-        return ItemReader(dataset, recipe.block, seed, pipeline, place, careful=careful, aligned=recipe.aligned, may_skip=may_skip)
+        items, head = read.reader().open(start, mark, needs_head=needs_head, head=head, note=self.note(epoch))
+        return self.reader.here(read.recipe.messages(items, start, head))
 
     def note(self, epoch: int) -> Callable[[int, StreamPosition], None]:
-        """Takes the marks of a pass."""
-        return lambda position, mark: self._marks.note(epoch, position, mark)
+        """Return what records the positions of a pass."""
+        return lambda position, mark: self._recent.note(epoch, position, mark)
 
     def can_seek(self, dataset: Any, epoch: int, start: int) -> bool:
-        """Whether this position can be found without reading everything before it."""
-        saved = self._found(epoch, start)
+        """Return whether this position can be found without reading everything before it."""
+        saved = self._find_position(epoch, start)
         return supports_skip(dataset, epoch) or (saved is not None and saved.mark is not None and saved.mark.seeks)
 
-    def _found(self, epoch: int, start: int) -> SavedStreamPosition | None:
-        """What leads to this position, if it was loaded, or if a pass of this process got there."""
+    def _find_position(self, epoch: int, start: int) -> SavedStreamPosition | None:
+        """Return what leads to this position, if it was loaded, or if a pass of this process got there."""
         if self.saved is not None and (self.saved.epoch, self.saved.samples) == (epoch, start):
             return self.saved
-        turns = self._rotas.get((epoch, start))
-        mark = self._marks.at(epoch, start, 0)
-        return None if mark is None and turns is None else SavedStreamPosition(epoch, start, mark, turns)
+        workers = self._worker_positions.get((epoch, start))
+        mark = self._recent.at(epoch, start, 0)
+        return None if mark is None and workers is None else SavedStreamPosition(epoch, start, mark, workers)
 
     def _followed(
         self, messages: Iterator[GlobalBatch], recipe: BatchRecipe, epoch: int, start: int, begun: Sequence[WorkerPosition] | None
     ) -> Iterator[GlobalBatch]:
-        """Notes how far the workers are after each message."""
-        rota = tuple(begun or (WorkerPosition(role) for role in range(self.original.num_workers)))
+        """Yield the messages, and record how far the workers are after each."""
+        order = tuple(begun or (WorkerPosition(role) for role in range(self.original.num_workers)))
         position = start - (start % recipe.block if recipe.aligned else 0)
         if begun is None and start:  # whole messages were dropped: nothing is known of the workers
             yield from messages
             return
         for message in messages:
             position += recipe.block
-            turn = WorkerPosition(*message.turn)
-            place = next(place for place, entry in enumerate(rota) if entry.role == turn.role)
-            rota = (*rota[place + 1 :], *rota[:place], turn)
-            self._rotas[epoch, position] = rota
-            if len(self._rotas) > self._ahead:
-                del self._rotas[next(iter(self._rotas))]
+            worker = WorkerPosition(*message.worker)
+            index = next(index for index, other in enumerate(order) if other.role == worker.role)
+            order = (*order[index + 1 :], *order[:index], worker)
+            self._worker_positions[epoch, position] = order
+            if len(self._worker_positions) > self._ahead:
+                del self._worker_positions[next(iter(self._worker_positions))]
             yield message
 
-    # -- places ---------------------------------------------------------------------------------------------------
+    # -- positions ------------------------------------------------------------------------------------------------
 
     def state(self, epoch: int, position: int, recipe: BatchRecipe) -> dict[str, Any]:
-        """What leads back to a position, in plain data."""
-        rota = self._rotas.get((epoch, position))
-        if rota is not None:
-            return {"workers": [_encode_worker_position(turn) for turn in rota]}
-        if self.engine.has_workers:
+        """Return what leads back to a position, in plain data."""
+        order = self._worker_positions.get((epoch, position))
+        if order is not None:
+            return {"workers": [_encode_worker_position(worker) for worker in order]}
+        if self.reader.has_workers:
             return {}
-        return encode_stream_position(self._marks.at(epoch, position, recipe.block))
+        return encode_stream_position(self._recent.at(epoch, position, recipe.block))
 
     def check(self, state: Mapping[str, Any]) -> SavedStreamPosition:
-        """The place in a saved state; a `ConfigError` where it cannot be one. Changes nothing."""
+        """Return the position in a saved state; raise a `ConfigError` where it cannot be one. Change nothing."""
         name = type(self.dataset).__name__
-        workers = state.get("workers")
-        if workers is not None and (not isinstance(workers, list) or not all(_is_worker_position(turn) for turn in workers)):
+        given = state.get("workers")
+        if given is not None and (not isinstance(given, list) or not all(_is_worker_position(worker) for worker in given)):
             raise ConfigError(f"the state of a loader of {name} says how far its workers were, in a way that cannot be read")
-        roles = sorted(turn["role"] for turn in workers or [])
+        workers = [
+            WorkerPosition(worker["role"], worker["items"], decode_stream_position(worker), worker["over"]) for worker in given or []
+        ]
+        roles = sorted(worker.role for worker in workers)
         if roles != list(range(len(roles))):
             raise ConfigError(f"the state of a loader of {name} has workers {roles}: each is there once, from 0")
-        turns = (
-            None
-            if workers is None
-            else [WorkerPosition(worker["role"], worker["items"], decode_stream_position(worker), worker["over"]) for worker in workers]
-        )
         mark = decode_stream_position(state)
-        keeps = [entry for entry in (mark, *(turn.mark for turn in turns or [])) if entry is not None and entry.seeks]
-        if keeps and not callable(getattr(self.dataset, "load_state_dict", None)):
+        seeks = any(position is not None and position.seeks for position in (mark, *(worker.mark for worker in workers)))
+        if seeks and not callable(getattr(self.dataset, "load_state_dict", None)):
             raise ConfigError(
                 f"the state of a dataset was saved with this position, and {name} has no load_state_dict: give the loader the same dataset"
             )
-        return SavedStreamPosition(state["epoch"], state["samples"], mark, turns)
+        return SavedStreamPosition(state["epoch"], state["samples"], mark, None if given is None else workers)
 
     def load(self, saved: SavedStreamPosition) -> None:
-        """Goes on at that place when a pass begins there; tells if another number of workers reads in another order."""
-        turns, mark, workers = saved.turns, saved.mark, self.original.num_workers
-        before, now = len(turns) if turns is not None else 1 if mark is not None else workers, max(1, workers)
+        """Let a pass that begins at that position continue there; warn if another number of workers reads in another order."""
+        workers, mark, count = saved.workers, saved.mark, self.original.num_workers
+        before, now = len(workers) if workers is not None else 1 if mark is not None else count, max(1, count)
         if max(1, before) != now and saved.samples:
             get_logger(__name__).warning(
                 f"the position of {type(self.dataset).__name__} was saved with {before} workers, and there are {now} now: several "
                 "workers read in another order, so in this epoch some samples may come twice and others never. Use num_workers as it was."
             )
-        if turns is not None and len(turns) != workers:
-            mark = turns[0].mark if len(turns) == 1 else None
-            turns = None
-        elif turns is None and mark is not None and workers == 1:
-            turns = [WorkerPosition(0, saved.samples, mark)]
-        self.saved = SavedStreamPosition(saved.epoch, saved.samples, mark, turns)
+        if workers is not None and len(workers) != count:
+            mark = workers[0].mark if len(workers) == 1 else None
+            workers = None
+        elif workers is None and mark is not None and count == 1:
+            workers = [WorkerPosition(0, saved.samples, mark)]
+        self.saved = SavedStreamPosition(saved.epoch, saved.samples, mark, workers)
 
 
-def _encode_worker_position(turn: WorkerPosition) -> dict[str, Any]:
-    return {"role": turn.role, "items": turn.items, "over": turn.over, **encode_stream_position(turn.mark)}
+def _encode_worker_position(worker: WorkerPosition) -> dict[str, Any]:
+    return {"role": worker.role, "items": worker.items, "over": worker.over, **encode_stream_position(worker.mark)}
 
 
-def _is_worker_position(turn: Any) -> bool:
-    if not isinstance(turn, Mapping) or not {"role", "items", "over"} <= set(turn) <= {"role", "items", "over", "dataset", "random"}:
+def _is_worker_position(worker: Any) -> bool:
+    if not isinstance(worker, Mapping) or not {"role", "items", "over"} <= set(worker) <= {"role", "items", "over", "dataset", "random"}:
         return False
-    numbers = all(type(turn[name]) is int and 0 <= turn[name] < 2**53 for name in ("role", "items"))
-    return numbers and isinstance(turn["over"], bool)
+    numbers = all(type(worker[name]) is int and 0 <= worker[name] < 2**53 for name in ("role", "items"))
+    return numbers and isinstance(worker["over"], bool)

@@ -8,6 +8,7 @@ compiled and equal blocks share one compilation, so a deep model starts as fast 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,11 @@ __all__ = [
     "complete_plugin",
     "has_compiled_regions",
     "has_repeated_blocks",
+    "is_compile_wrapper",
     "is_compiled_module",
     "is_repeated_blocks",
     "compile_in_place",
+    "replace_submodules",
 ]
 
 
@@ -105,7 +108,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def complete_plugin(plugin: TorchDynamoPlugin | None, compute: Compute) -> TorchDynamoPlugin:
-    """A plugin with what it leaves open taken from the options `dynamo_*`.
+    """Return a plugin with what it leaves open taken from the options `dynamo_*`.
 
     >>> from slipstream.config.schema import Compute
     >>> complete_plugin(None, Compute(dynamo_backend="eager", dynamo_use_fullgraph=True)).to_kwargs()
@@ -127,7 +130,7 @@ def complete_plugin(plugin: TorchDynamoPlugin | None, compute: Compute) -> Torch
 
 
 def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> torch.nn.Module:
-    """Compiles a model in place as the plugin says, and gives it back. One that is compiled already keeps its settings.
+    """Compile a model in place as the plugin says, and return it. One that is compiled already keeps its settings.
 
     >>> model = torch.nn.Linear(2, 2)
     >>> compile_model(model, TorchDynamoPlugin(backend="eager")) is model, is_compiled_module(model)
@@ -159,7 +162,7 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> torch.nn
 
 
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
-    """Compiles the repeated blocks of a module in place, each kind once; a module that has none is compiled as a whole. Gives it back.
+    """Compile the repeated blocks of a module in place, each kind once, and return it; one without such blocks is compiled as a whole.
 
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
     >>> compile_regions(model, backend="eager") is model, is_compiled_module(model), is_compiled_module(model[0])
@@ -174,21 +177,25 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Whether a module is compiled, by `torch.compile(module)` or in place."""
-    from torch._dynamo import OptimizedModule
+    """Return whether a module is compiled, by `torch.compile(module)` or in place."""
+    return is_compile_wrapper(module) or (isinstance(module, torch.nn.Module) and _compiled_call(module) is not None)
 
-    return isinstance(module, OptimizedModule) or (isinstance(module, torch.nn.Module) and _compiled_call(module) is not None)
+
+def is_compile_wrapper(module: Any) -> bool:
+    """Return whether this is the wrapper that `torch.compile(module)` returns; torch._dynamo is not imported to find out."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def has_compiled_regions(module: Any) -> bool:
-    """Whether any module inside of this one is compiled."""
+    """Return whether any module inside of this one is compiled."""
     if not isinstance(module, torch.nn.Module):
         return False
     return any(is_compiled_module(inner) for inner in module.modules() if inner is not module)
 
 
 def is_repeated_blocks(module: Any) -> bool:
-    """Whether this is a list of blocks of one class (a Sequential of at least two of them counts too).
+    """Return whether this is a list of blocks of one class (a Sequential of at least two of them counts too).
 
     >>> is_repeated_blocks(torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])), is_repeated_blocks(torch.nn.Linear(2, 2))
     (True, False)
@@ -201,12 +208,12 @@ def is_repeated_blocks(module: Any) -> bool:
 
 
 def has_repeated_blocks(module: Any) -> bool:
-    """Whether there is such a list anywhere in this module."""
+    """Return whether there is such a list anywhere in this module."""
     return isinstance(module, torch.nn.Module) and any(is_repeated_blocks(inner) for inner in module.modules())
 
 
 def compile_in_place(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module of what `torch.compile(model)` made, compiled in place with the same settings; the same for submodules.
+    """Return the user's own module of what `torch.compile(model)` made, compiled in place with the same settings; so for submodules.
 
     So that state-dict keys never show the wrapper, and what is installed on the model is part of what is compiled.
 
@@ -216,8 +223,7 @@ def compile_in_place(model: torch.nn.Module) -> torch.nn.Module:
     (True, True, '_orig_mod.weight')
     """
     model = _compile_module_in_place(model)
-    seen: set[int] = set()
-    _compile_children_in_place(model, seen)
+    replace_submodules(model, _compile_module_in_place, set())
     return model
 
 
@@ -228,7 +234,7 @@ _CONTAINERS = (*_BLOCK_LISTS, torch.nn.ModuleDict)
 
 def _compiled_call(module: torch.nn.Module) -> Any:
     found = module._compiled_call_impl
-    return getattr(found, "beneath", found)  # the marks of a ledger stand before it
+    return getattr(found, "beneath", found)  # `TimedForward` stands before it
 
 
 def _outermost_blocks(module: torch.nn.Module, seen: set[int]) -> list[torch.nn.Module]:
@@ -242,27 +248,29 @@ def _outermost_blocks(module: torch.nn.Module, seen: set[int]) -> list[torch.nn.
 
 
 def _compile_module_in_place(model: torch.nn.Module) -> torch.nn.Module:
-    from torch._dynamo import OptimizedModule
-
-    if not isinstance(model, OptimizedModule):
+    if not is_compile_wrapper(model):
         return model
-    original = _compile_module_in_place(model._orig_mod)
-    transfer_hooks(model, original)
-    original._compiled_call_impl = model.dynamo_ctx(original._call_impl)
+    wrapper: Any = model
+    original = _compile_module_in_place(wrapper._orig_mod)
+    transfer_hooks(wrapper, original)
+    # torch internals: `_compiled_call_impl` and `dynamo_ctx` are what `nn.Module.compile` and `torch.compile` set (torch 2.13). With them
+    # the user's settings survive. tests/parallel/test_compile.py notices a change; it can go when a wrapper tells its settings.
+    original._compiled_call_impl = wrapper.dynamo_ctx(original._call_impl)
     return original
 
 
-def _compile_children_in_place(parent: torch.nn.Module, seen: set[int]) -> None:
+def replace_submodules(parent: torch.nn.Module, replace: Callable[[torch.nn.Module], torch.nn.Module], seen: set[int]) -> None:
+    """Put what `replace` returns in place of every submodule, outermost first; `seen` holds the identities of parents that are done."""
     if id(parent) in seen:
         return
     seen.add(id(parent))
     for name, child in list(parent._modules.items()):  # named_children() leaves out a module that is there twice
         if child is None:
             continue
-        settled = _compile_module_in_place(child)
-        if settled is not child:
-            parent.register_module(name, settled)
-        _compile_children_in_place(settled, seen)
+        new = replace(child)
+        if new is not child:
+            parent.register_module(name, new)
+        replace_submodules(new, replace, seen)
 
 
 def _torch_name(backend: Any) -> Any:

@@ -9,29 +9,16 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.errors import ConfigError, StateError
 
+if TYPE_CHECKING:
+    from slipstream.accelerator import Accelerator
+
 __all__ = ["LocalSGD"]
-
-
-class _Accelerator(Protocol):
-    """What is needed of an Accelerator."""
-
-    @property
-    def num_processes(self) -> int: ...
-
-    @property
-    def sync_gradients(self) -> bool: ...
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]: ...
-
-    def reduce(self, tensor: Any, reduction: str = ...) -> Any: ...
-
-    def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module: ...
 
 
 class LocalSGD:
@@ -49,7 +36,7 @@ class LocalSGD:
     plain training.
     """
 
-    def __init__(self, accelerator: _Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
             raise ConfigError(
                 f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): weights are averaged after a whole number of updates, from 1; write e.g. 8"
@@ -82,7 +69,7 @@ class LocalSGD:
             block.__exit__(kind, error, trace)
 
     def step(self) -> None:
-        """Counts an update; every `local_sgd_steps` of them the weights are averaged."""
+        """Count an update; every `local_sgd_steps` of them, average the weights."""
         if self._block is None:
             raise StateError("LocalSGD.step() outside of its block: write `with LocalSGD(...) as local_sgd:` around the loop")
         if not self._accelerator.sync_gradients:
@@ -100,6 +87,6 @@ class LocalSGD:
 
 
 def _averaged_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What is averaged, tied tensors once, in the order of the model: the same on all processes."""
+    """Return what is averaged, tied tensors once, in the order of the model: the same on all processes."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [*trained, *(buffer for buffer in model.buffers() if buffer.is_floating_point())]

@@ -21,7 +21,7 @@ __all__ = ["AcceleratedOptimizer", "OptimizerLink", "move_to_device"]
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
-    """The state of an optimizer with its tensors on a device.
+    """Return the state of an optimizer with its tensors on a device.
 
     >>> move_to_device({"step": 1, "moments": [torch.ones(1)]}, "cpu")
     {'step': 1, 'moments': [tensor([1.])]}
@@ -33,7 +33,7 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 
 class OptimizerLink:
-    """What a step needs, in one place: an optimizer as prepared has `__getattr__`, with which every look-up on it is a slow one."""
+    """What a step reads, in slots: a prepared optimizer has `__getattr__`, which makes every look-up on it slow."""
 
     __slots__ = (
         "accumulations", "check", "clears_as_torch", "due", "inner", "look", "may_skip", "meter", "models", "others", "refuses", "scales",
@@ -66,6 +66,11 @@ class OptimizerLink:
             if not accumulation.closing:
                 return False
         return True
+
+
+def _forward_attribute(name: str) -> Any:
+    """Return a property that reads and sets an attribute of the user's optimizer."""
+    return property(lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value))
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -101,11 +106,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def linked(self) -> OptimizerLink:
-        """Its models, found when they are first needed."""
+        """The link to its models, made when it is first needed."""
         return self._linked or self._link()
 
     def step(self, closure: Any = None) -> Any:
-        """Updates the parameters if an update ends with this batch; else nothing is done."""
+        """Update the parameters if an update ends with this batch; else do nothing."""
         linked = self._linked or self._link()
         for accumulation in linked.accumulations:
             if not accumulation.closing:
@@ -126,7 +131,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients, unless they belong to an update that is still to come."""
+        """Clear gradients, unless they belong to an update that is still to come."""
         linked = self._linked or self._link()
         for accumulation in linked.accumulations:
             if not (accumulation.closing and accumulation.touched) and accumulation.holds_gradients:  # mostly the first is enough
@@ -137,12 +142,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         run_timed(linked.meter, OPTIMIZER, _clear_gradients, self, linked, set_to_none)
 
     def unscale(self) -> None:
-        """Divides gradients by the loss scale, where there is one, once per update."""
+        """Divide gradients by the loss scale, where there is one, once per update."""
         if self.scaler.scales and self.closing:
             self.scaler.unscale(self.optimizer)
 
     def forget(self) -> None:
-        """Looks for its models anew when it steps next."""
+        """Look for its models again when it steps next."""
         self._updates_before, self._linked = self.updates, None
 
     @property
@@ -160,7 +165,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._linked.updates = updates
 
     def _link(self) -> OptimizerLink:
-        """Finds the models whose parameters these are."""
+        """Find the models whose parameters these are."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         models, strangers = self.stepper.owners(parameters)
         if strangers:
@@ -186,44 +191,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
-    @property
-    def state(self) -> Any:
-        """The state of the user's optimizer."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> Any:
-        """The groups of the user's optimizer."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> Any:
-        """The defaults of the user's optimizer."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: Any) -> None:
-        self.optimizer.defaults = value
+    state = _forward_attribute("state")
+    param_groups = _forward_attribute("param_groups")
+    defaults = _forward_attribute("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; its model has to be prepared too."""
+        """Add a group; its model has to be prepared too."""
         self.optimizer.add_param_group(param_group)
         self.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the user's optimizer."""
+        """Return the state of the user's optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state into the user's optimizer."""
+        """Load a state into the user's optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
@@ -248,7 +230,7 @@ def _parameters_of_others(optimizer: torch.optim.Optimizer, models: Sequence[Pre
 
 
 def _run_update(optimizer: AcceleratedOptimizer, linked: OptimizerLink, closure: Any) -> Any:
-    """An update that is due."""
+    """Run an update that is due."""
     if linked.check is not None:
         for model in linked.models:
             linked.check(model.prepared)
@@ -270,7 +252,7 @@ def _run_update(optimizer: AcceleratedOptimizer, linked: OptimizerLink, closure:
 
 
 def _clear_gradients(optimizer: AcceleratedOptimizer, linked: OptimizerLink, set_to_none: bool | None) -> None:
-    """Clears gradients that nobody needs any more."""
+    """Clear gradients that are no longer needed."""
     if linked.scales:
         optimizer.scaler.cleared(linked.inner)
     if set_to_none is None and linked.clears_as_torch and not _is_profiled():
