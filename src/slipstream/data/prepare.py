@@ -70,7 +70,7 @@ def build_loader(loader: DataLoader[Any], settings: LoaderSettings) -> PreparedL
 
 
 def choose_seed(loader: DataLoader[Any], config: DataLoaderConfiguration, ordinal: int = 0) -> int:
-    """The seed of a loader's order on this rank: `data_seed`, else that of the loader's own generator, else the script's.
+    """Return the seed of a loader's order on this rank: `data_seed`, else that of the loader's own generator, else the script's.
 
     `ordinal` numbers the loaders of a script, so that two of them are not shuffled alike; the first one has `data_seed` itself.
 
@@ -107,14 +107,14 @@ def prepare_data_loader(
     *,
     gradient_state: GradientState | None = None,
 ) -> PreparedLoader:
-    """This process's part of a loader's batches, without an Accelerator; see `data/loader.py`.
+    """Return a loader of this process's part of the batches, without an Accelerator; see `data/loader.py`.
 
-    All processes call it, as rank 0 tells the others the seed of the order; not so if `data_seed`, or the place in
-    `num_processes` and `process_index`, is given.
+    All processes call it, as rank 0 sends the others the seed of the order, unless `data_seed`, or `num_processes` and
+    `process_index`, are given.
 
     An Accelerator does not know of such a loader: its `gather_for_metrics` drops no repeated samples of it, and its `backward` weighs
     nothing. Pass `gradient_state=accelerator.gradient_state`, or give the loader to `accelerator.prepare`, which prepares the script's
-    own loader in it anew; so it is with a loader that was pickled or copied.
+    own loader again. The same holds for a loader that was pickled or copied.
 
     >>> loader = prepare_data_loader(DataLoader(range(8), batch_size=2), num_processes=2, process_index=1)
     >>> [batch.tolist() for batch in loader]
@@ -131,13 +131,10 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    data_rank = DataRank(
-        runtime.process.rank if process_index is None else process_index,
-        runtime.process.world_size if num_processes is None else num_processes,
-        runtime.channel,
-        runtime.limits,
-        compares=num_processes is None and process_index is None,
-    )
+    rank = runtime.process.rank if process_index is None else process_index
+    ranks = runtime.process.world_size if num_processes is None else num_processes
+    is_own = num_processes is None and process_index is None
+    data_rank = DataRank(rank, ranks, runtime.channel, runtime.limits, compares=is_own)
     seed = choose_seed(dataloader, config)
     if data_seed is None and data_rank.compares and data_rank.world_size > 1:
         seed = collectives.broadcast_objects(runtime.channel(), runtime.limits, [seed], 0, operation="prepare_data_loader")[0]
@@ -168,7 +165,7 @@ def _check_unused_arguments(torch_device_mesh: Any, rng_types: Sequence[Any] | N
 
 
 def _refuse_own_iteration(kind: type) -> None:
-    """Streams are read by a loader of ours, so what a subclass does to batches would be lost."""
+    """Raise for a subclass with its own `__iter__`: streams are read by a loader of ours, so it would not be called."""
     iterates = next(base for base in kind.__mro__ if "__iter__" in vars(base))
     if not iterates.__module__.startswith(("torch.", "torchdata.")):
         raise ConfigError(
@@ -187,7 +184,7 @@ def _warn_of_seedable(config: DataLoaderConfiguration) -> None:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """A loader that begins after `num_batches` batches of the present epoch in its first pass, and from the start in later ones.
+    """Return a loader that begins after `num_batches` batches of the present epoch in its first pass, and from the start in later ones.
 
     The present epoch is the one being read or left by `break`, if it got that far; else the next one. A pass of which only one batch
     was read, and not trained on, is not left: that was a look at the data.
@@ -211,7 +208,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 def _copy_skipping(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
-    """A copy of a plain loader, of a class that is its own but for where the first pass begins."""
+    """Return a copy of a plain loader, of its own class, whose first pass begins later."""
     twin = object.__new__(type(loader))
     twin.__dict__.update({**loader.__dict__, "_iterator": None})
     if num_batches == 0:
