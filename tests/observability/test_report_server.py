@@ -506,14 +506,14 @@ def test_closing_ends_streams_idle_connections_and_threads(run: RunFolder, tmp_p
 
 
 def test_no_more_connections_than_there_may_be(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 1)
     with serving(tmp_path) as server:
         stream = Stream(server)
         stream.next("runs")
         answer, body = ask(server, "/api/runs")
         assert (answer.status, answer.headers["Connection"]) == (503, "close")
         assert b"too many connections" in body
-        monkeypatch.setattr(server_module, "_MOST_REFUSED", 0)
+        monkeypatch.setattr(server_module, "_MAX_REFUSED", 0)
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as closed:
             assert closed.recv(10) == b""
         stream.close()

@@ -286,9 +286,9 @@ def test_a_ledger_of_many_ranks_takes_no_more_memory_than_one_of_few() -> None:
 
 
 def test_events_pictures_texts_and_names_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_MOST_EVENTS", 20)
-    monkeypatch.setattr(reader, "_MOST_SERIES", 5)
-    monkeypatch.setattr(reader, "_MOST_IMAGES", 8)
+    monkeypatch.setattr(reader, "_MAX_EVENTS", 20)
+    monkeypatch.setattr(reader, "_MAX_SERIES", 5)
+    monkeypatch.setattr(reader, "_MAX_IMAGES", 8)
     write(tmp_path, "events.jsonl", *({"time": index, "kind": "warning", "text": "x" * 5000} for index in range(100)))
     write(tmp_path, "metrics.jsonl", *(values(1, **{f"m{index}": 1.0}) for index in range(9)))
     write(tmp_path, "metrics.jsonl", *({"step": index, "time": 1.0, "images": {"a": [f"media/{index}.png"]}} for index in range(50)))

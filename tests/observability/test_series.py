@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from itertools import pairwise
 from math import inf, isfinite, isnan, nan
 
 from hypothesis import given, settings, strategies as st
 
-from slipstream.observability.run_dir.series import MIN_POINTS, BlockExtremes, select_points, thin_curve, visible_range
+from slipstream.observability.run_dir.series import MIN_POINTS, BlockExtremes, select_points, visible_range
 
 VALUES = st.lists(st.one_of(st.floats(-1e300, 1e300), st.sampled_from([nan, inf, -inf])), min_size=1, max_size=300)
+
+
+def thin_curve(
+    xs: Sequence[float], ys: Sequence[float], count: int, low: float | None = None, high: float | None = None
+) -> tuple[array[float], array[float]]:
+    """The points that a view of a curve shows."""
+    places = select_points(ys, *visible_range(xs, low, high), count)
+    return array("d", [xs[place] for place in places]), array("d", [ys[place] for place in places])
 
 
 @settings(max_examples=150)

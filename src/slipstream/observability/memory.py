@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ def named_tensors(models: Iterable[torch.nn.Module], optimizers: Iterable[torch.
 
 
 _ROWS: Final = 10
-_LONGEST: Final = 60
+_MAX_NAME: Final = 60
 _OTHERS: Final = "other tensors"
 
 
@@ -131,7 +132,8 @@ class MemorySnapshot:
         if not self.tensors:
             return "no tensors were alive"
         count = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"
-        return f"{convert_bytes(self.total)} in {count} were alive ({_format_parts(self.by_kind)})"
+        kinds = ", ".join(f"{kind.removesuffix('s')}s {convert_bytes(size)}" for kind, size in self.by_kind.items())
+        return f"{convert_bytes(self.total)} in {count} were alive ({kinds})"
 
     def __str__(self) -> str:
         lines = [
@@ -142,31 +144,25 @@ class MemorySnapshot:
                 f"{name.replace('_', ' ')} {convert_bytes(told[name])}" for name in told if name not in ("retries", "failures")
             )
             lines.append(f"{device}: {words}")
-        rows = [
-            (convert_bytes(entry.bytes), str(entry.count), f"{entry.dtype} {list(entry.shape)} {entry.device}", _describe(entry))
-            for entry in self.alive[:_ROWS]
-        ]
-        if not rows:
+        if not self.alive:
             return "\n".join(lines)
-        titles = ("bytes", "count", "tensor", "what")
-        widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(3)]
-        lines += [f"{row[0].rjust(widths[0])}  {row[1].rjust(widths[1])}  {row[2].ljust(widths[2])}  {row[3]}" for row in (titles, *rows)]
-        return "\n".join(lines)
+        from slipstream.observability.report.text_charts import align_columns
 
-    def plain(self) -> dict[str, Any]:
-        """Return as JSON has it."""
-        return asdict(self)
+        rows = [["bytes", "count", "tensor", "what"]]
+        for group in self.alive[:_ROWS]:
+            what = f"{group.kind} {group.name}" if group.name else group.kind
+            what = what if len(what) <= _MAX_NAME else what[: _MAX_NAME - 3] + "..."
+            rows.append([convert_bytes(group.bytes), str(group.count), f"{group.dtype} {list(group.shape)} {group.device}", what])
+        return "\n".join([*lines, *align_columns(rows, left=(2, 3))])
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write all of it as a JSON file, which is whole or not there."""
+        from slipstream.observability.run_dir.folder import replacing
+
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
-        try:
-            beside.write_text(json.dumps(self.plain(), indent=1), encoding="utf-8")
-            os.replace(beside, target)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replacing(target) as beside:
+            beside.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
         return target
 
 
@@ -273,23 +269,10 @@ def _group_alike(blocks: Iterable[_Storage]) -> list[AliveTensors]:
 
 
 def _sum_by_key(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for key, size in pairs:
-        sums[key] = sums.get(key, 0) + size
-    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
-
-
-def _format_parts(by_kind: dict[str, int]) -> str:
-    return ", ".join(f"{_plural(kind)} {convert_bytes(size)}" for kind, size in by_kind.items())
-
-
-def _plural(kind: str) -> str:
-    return kind if kind.endswith("s") else f"{kind}s"
-
-
-def _describe(alive_tensors: AliveTensors) -> str:
-    said = f"{alive_tensors.kind} {alive_tensors.name}" if alive_tensors.name else alive_tensors.kind
-    return said if len(said) <= _LONGEST else said[: _LONGEST - 3] + "..."
+        sums[key] += size
+    return dict(sums.most_common())
 
 
 _Names = Callable[[], Iterable[NamedTensor]]
@@ -301,7 +284,7 @@ _logger = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Who knows the names of tensors, and where a snapshot goes. Made by `watch_memory`; `close` ends it."""
+    """Knows the names of tensors and where a snapshot goes. Created by `watch_memory`; `close` ends it."""
 
     def __init__(self, names: _Names, folder: _Folder, tell: _OnSnapshot | None) -> None:
         self._names, self._folder, self._tell = _hold_weakly(names), _hold_weakly(folder), None if tell is None else _hold_weakly(tell)
@@ -329,7 +312,7 @@ class MemoryWatch:
             tell(path, snapshot)
 
     def close(self) -> None:
-        """Nothing is asked here any more; with the last watch the hook goes too, if none was put before it."""
+        """End the watch; with the last one the hook goes too, unless another was installed before it."""
         runtime = current_or_none()
         if runtime is not None and self in runtime.memory_watches:
             runtime.memory_watches.remove(self)
@@ -338,7 +321,7 @@ class MemoryWatch:
 
 
 def watch_memory(names: _Names, folder: _Folder = lambda: None, tell: _OnSnapshot | None = None) -> MemoryWatch:
-    """Return from now on, an error about memory that ends this process is answered with a snapshot.
+    """Take a snapshot when an out-of-memory error ends this process.
 
     `names()` gives what tensors are called (`named_tensors(models, optimizers)`), `folder()` where `memory-rank<rank>.json` goes, or None
     for nowhere, and `tell(path, snapshot)` is called when it is there. Methods are held weakly: a watch keeps nobody alive.
@@ -369,12 +352,12 @@ class FailureHook:
         self.previous(kind, error, trace)
 
     def look_at_failure(self, error: BaseException) -> None:
-        """Looks, and shows nothing of the error itself: for those who catch it (`launch/worker.py`)."""
+        """Examine an error without showing it: for those who catch it (`launch/worker.py`)."""
         report_if_out_of_memory(error)
 
 
 def report_if_out_of_memory(error: BaseException) -> None:
-    """If an error says that memory ran out, or came of one that does: writes down what is alive. Once for each error; never raises."""
+    """Report what is alive if an error, or its cause, is an out-of-memory error. Once for each error; never raises."""
     try:
         if getattr(error, _SEEN_ATTRIBUTE, False) or not _is_out_of_memory(error):
             return

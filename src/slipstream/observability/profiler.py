@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +31,14 @@ from slipstream.distributed.process_group import Runtime
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.logging import get_logger
 from slipstream.observability.options import PROFILE_PATTERN_NAME, ProfileKwargs
+from slipstream.observability.report.text_charts import align_columns
+from slipstream.observability.run_dir.folder import replacing
 
 __all__ = ["MERGED_TRACE", "Operator", "TopOperators", "merge_traces", "run_profiler", "top_operators"]
 
 
 _STEP_EVENT: Final = "ProfilerStep"
-_LONGEST: Final = 48
+_MAX_NAME: Final = 48
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,15 @@ class TopOperators:
     def __str__(self) -> str:
         if not self.operators:
             return "no operator was recorded"
-        with_memory = any(operator.memory is not None for operator in self.operators)
-        titles = ["operator", "self time", "share", "calls", *(["memory"] if with_memory else [])]
-        rows = [
-            [_shorten(operator.name), _format_time(operator.self_time), f"{operator.share:.1%}", f"{operator.calls:,}"]
-            for operator in self.operators
-        ]
-        if with_memory:
-            rows = [[*row, convert_bytes(operator.memory or 0)] for row, operator in zip(rows, self.operators, strict=True)]
+        rows = [["operator", "self time", "share", "calls", "memory"]]
+        for operator in self.operators:
+            name = operator.name if len(operator.name) <= _MAX_NAME else operator.name[: _MAX_NAME - 3] + "..."
+            memory = convert_bytes(operator.memory or 0)
+            rows.append([name, _format_time(operator.self_time), f"{operator.share:.1%}", f"{operator.calls:,}", memory])
+        if all(operator.memory is None for operator in self.operators):
+            rows = [row[:-1] for row in rows]
         more = f" (and {self.others:,} others)" if self.others else ""
-        return "\n".join(
-            [f"time of operators on the {self.where}: {_format_time(self.total)} in all{more}", *_align_columns([titles, *rows])]
-        )
+        return "\n".join([f"time of operators on the {self.where}: {_format_time(self.total)} in all{more}", *align_columns(rows)])
 
 
 def top_operators(profiler: Any, count: int = 10) -> TopOperators:
@@ -101,21 +100,12 @@ def top_operators(profiler: Any, count: int = 10) -> TopOperators:
     total = sum(times)
     with_memory = bool(getattr(profiler, "profile_memory", False))
     ranked = sorted(zip(times, events, strict=True), key=lambda pair: -pair[0])
+    memory = "self_device_memory_usage" if on_device else "self_cpu_memory_usage"
     chosen = tuple(
-        Operator(
-            event.key, event.count, time / 1e6, time / total if total else 0.0, _self_memory(event, on_device) if with_memory else None
-        )
+        Operator(event.key, event.count, time / 1e6, time / total if total else 0.0, int(getattr(event, memory)) if with_memory else None)
         for time, event in ranked[:count]
     )
     return TopOperators(chosen, total / 1e6, len(ranked) - len(chosen), "device" if on_device else "host")
-
-
-def _self_memory(event: Any, on_device: bool) -> int:
-    return int(event.self_device_memory_usage if on_device else event.self_cpu_memory_usage)
-
-
-def _shorten(name: str) -> str:
-    return name if len(name) <= _LONGEST else name[: _LONGEST - 3] + "..."
 
 
 def _format_time(seconds: float) -> str:
@@ -123,17 +113,6 @@ def _format_time(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.2f} {unit}"
     return f"{seconds * 1e6:.1f} us"
-
-
-def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return columns under each other: the first to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
 MERGED_TRACE: Final = PROFILE_PATTERN_NAME.format(suffix="merged")
@@ -147,7 +126,6 @@ _EVENTS: Final = "traceEvents"
 _BASE: Final = "baseTimeNanoseconds"
 _GAP: Final = re.compile(r"[\s,]*")
 _DECODER: Final = json.JSONDecoder()
-_EVENTS_PER_WRITE: Final = 2000
 _PER_RANK: Final = 1000
 """Processes of a rank are numbered from (rank + 1) times this; 0 would be the idle process of the system."""
 _PROCESS_METADATA: Final = frozenset({"process_name", "process_sort_index"})
@@ -176,19 +154,15 @@ def merge_traces(
     traces = [_Trace.of(path, rank) for rank, path in _find_traces(Path(folder), ranks).items()]
     target = Path(folder, MERGED_TRACE) if output is None else Path(output)
     base = min(trace.base for trace in traces)
-    beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
-    try:
-        with open(beside, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(_format_header(traces, base))
-            separator = ""
-            for trace in traces:
-                for lines in _batches(trace.events(base, traces[-1].rank + 1)):
-                    file.write(separator + ",\n".join(lines))
-                    separator = ",\n"
-            file.write("\n]}\n")
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
+    encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+    with replacing(target) as beside, open(beside, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(_format_header(traces, base))
+        separator = ""
+        for trace in traces:
+            for event in trace.events(base, traces[-1].rank + 1):
+                file.write(separator + encode(event))
+                separator = ",\n"
+        file.write("\n]}\n")
     return target
 
 
@@ -220,18 +194,6 @@ def _format_header(traces: list[_Trace], base: int) -> str:
         "slipstream": {"clocks": clocks, "ranks": [trace.described() for trace in traces]},
     }
     return json.dumps(told)[:-1] + f', "{_EVENTS}": [\n'
-
-
-def _batches(events: Iterator[dict[str, Any]]) -> Iterator[list[str]]:
-    encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
-    lines: list[str] = []
-    for event in events:
-        lines.append(encode(event))
-        if len(lines) == _EVENTS_PER_WRITE:
-            yield lines
-            lines = []
-    if lines:
-        yield lines
 
 
 @dataclass
@@ -457,17 +419,14 @@ class _Recording:
 
     def _write(self, profiler: profile, path: Path) -> None:
         """Beside its place first: whoever merges at this moment reads the trace of the cycle before, and not half of this one."""
-        beside = path.with_name(f".{path.stem}.writing-{os.getpid()}.json")
         try:
-            profiler.export_chrome_trace(str(beside))
-            os.replace(beside, path)
+            with replacing(path) as beside:
+                profiler.export_chrome_trace(str(beside))
             self._written = True
         except RuntimeError as error:
             if "already saved" not in str(error):
                 raise
             get_logger(__name__).warning_once(f"on_trace_ready has saved the trace itself, so {path} is not written again")
-        finally:
-            beside.unlink(missing_ok=True)
 
     def say_if_nothing(self) -> None:
         if not self._ended:

@@ -21,6 +21,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata, resources
 from math import nan
 from pathlib import Path, PurePosixPath
@@ -29,31 +30,17 @@ from typing import Any, Final
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.paths import ConfinedFolder
-from slipstream.observability.run_dir.folder import find_runs
+from slipstream.observability.run_dir.folder import find_runs, replacing
 from slipstream.observability.run_dir.reader import Run
 
-__all__ = ["content_security_policy", "is_report", "render_page", "render_report", "write"]
+__all__ = ["IMAGE_TYPES", "content_security_policy", "is_report", "render_page", "render_report", "write"]
 
 
 _STYLE: Final = "style.css"
 _SCRIPTS: Final = (
-    "dom.js",
-    "format.js",
-    "math.js",
-    "data.js",
-    "state.js",
-    "marks.js",
-    "plot.js",
-    "lines.js",
-    "areas.js",
-    "heat.js",
-    "overview.js",
-    "curves.js",
-    "ledger.js",
-    "records.js",
-    "live.js",
-    "main.js",
-)
+    "dom", "format", "math", "data", "state", "marks", "plot", "lines", "areas", "heat", "overview", "curves", "ledger", "records", "live",
+    "main",
+)  # fmt: skip
 """In the order in which they need each other."""
 
 _INT32_LIMIT: Final = 2**31
@@ -128,7 +115,7 @@ def content_security_policy(*, live: bool = False) -> str:
 @functools.cache
 def _load_assets() -> tuple[str, str]:
     folder = resources.files("slipstream.observability.report") / "assets"
-    parts = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    parts = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'(() => {{\n"use strict";\n{parts}}})();\n'
     style = (folder / _STYLE).read_text(encoding="utf-8")
     assert "</" not in style + script, "an asset would end its own tag"
@@ -142,7 +129,7 @@ def _to_safe_json(data: Any) -> str:
 
 
 def _escape_direction(text: str) -> str:
-    """Return characters that turn the direction of what follows are spelled out."""
+    """Spell out characters that change the direction of the text after them."""
     return "".join(f"\\u{ord(entry):04x}" if entry in _DIRECTION_MARKS else entry for entry in text)
 
 
@@ -218,7 +205,7 @@ _MAX_POINTS: Final = 1_000_000
 _MAX_IMAGE_BYTES: Final = 24 << 20
 """Bytes of all pictures in one page; the newest go in first."""
 
-_IMAGE_TYPES: Final[Mapping[str, str]] = MappingProxyType(
+IMAGE_TYPES: Final[Mapping[str, str]] = MappingProxyType(
     {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".gif": "image/gif", ".webp": "image/webp", ".bmp": "image/bmp"}
 )
 
@@ -233,7 +220,7 @@ def write(
     points: int = 4000,
     left_out: list[tuple[Path, str]] | None = None,
 ) -> Path:
-    """Write the page of these runs and returns its path.
+    """Write the page of these runs and return its path.
 
     Each path is the folder of a run, or a folder with runs in it. Without `output` the page of one run is `report.html` in its folder,
     and that of several is `report.html` here. `points` is what a curve keeps at most: first, last, lowest and highest of each part of it.
@@ -264,8 +251,7 @@ def render_report(
 ) -> str:
     """Return the page that `write` writes, as text."""
     broken: list[tuple[Path, str]] = [] if left_out is None else left_out
-    folders = _find_folders(paths, broken)
-    return render_page(_read_views(folders, points), title=title, left_out=broken)
+    return render_page(_read_views(_find_folders(paths, broken), points), title=title, left_out=broken)
 
 
 def _find_folders(paths: _AnyPath | Sequence[_AnyPath], left_out: list[tuple[Path, str]]) -> list[Path]:
@@ -277,7 +263,7 @@ def _find_folders(paths: _AnyPath | Sequence[_AnyPath], left_out: list[tuple[Pat
 
 
 def _check_target(target: Path) -> None:
-    """Refuse a place where something would be lost."""
+    """Raise an error for a target that holds something else than a report."""
     if target.is_dir():
         raise ConfigError(f"The output {target} is a folder: give the name of a file, such as {target / 'report.html'}.")
     whole = target.parent.resolve() / target.name
@@ -288,17 +274,11 @@ def _check_target(target: Path) -> None:
         )
     if not target.exists():
         return
-    try:
-        ours = target.is_file() and is_report(_read_start(target))
-    except OSError:  # it cannot be read, so nobody knows what would be lost
-        ours = False
+    ours = False
+    with suppress(OSError), target.open("rb") as file:  # where it cannot be read, nobody knows what would be lost
+        ours = is_report(file.read(8192))
     if not ours:
         raise ConfigError(f"The output {target} exists and is no report of slipstream, so it stays: give another name, or remove it first.")
-
-
-def _read_start(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(8192)
 
 
 def _read_views(folders: Iterable[Path], points: int) -> list[dict[str, Any]]:
@@ -329,7 +309,7 @@ def _embed_images(folder: Path, images: Mapping[str, Sequence[Mapping[str, Any]]
 
 
 def _data_uri(folder: ConfinedFolder, path: str, room: int) -> str | None:
-    kind = _IMAGE_TYPES.get(PurePosixPath(path).suffix.lower())
+    kind = IMAGE_TYPES.get(PurePosixPath(path).suffix.lower())
     if kind is None or room <= 0:
         return None
     try:
@@ -340,10 +320,8 @@ def _data_uri(folder: ConfinedFolder, path: str, room: int) -> str | None:
 
 
 def _replace_file(target: Path, text: str) -> None:
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, target)
+        with replacing(target) as beside:
+            beside.write_text(text, encoding="utf-8")
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(f"The report {target} cannot be written: {error.strerror}. Give another place, with -o FILE.") from error

@@ -36,26 +36,23 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.paths import open_inside
-from slipstream.observability.report.page import content_security_policy, render_page
+from slipstream.observability.report.page import IMAGE_TYPES, content_security_policy, render_page
 from slipstream.observability.report.watcher import RunWatcher, encode_event
 
 __all__ = ["DEFAULT_PORT", "ReportServer", "is_loopback"]
 
 DEFAULT_PORT: Final = 8377
 _PORTS_TRIED: Final = 50
-_MOST_CONNECTIONS: Final = 128
-_MOST_REFUSED: Final = 32
+_MAX_CONNECTIONS: Final = 128
+_MAX_REFUSED: Final = 32
 """So many more get an answer that says that there are too many; others are closed at once."""
-_MOST_POINTS: Final = 20_000
+_MAX_POINTS: Final = 20_000
 _HEARTBEAT: Final = 15.0
 _TIMEOUT: Final = 30.0
 _REFUSED_TIMEOUT: Final = 2.0
 _GZIP_FROM: Final = 1 << 15
 _CHUNK: Final = 1 << 18
 
-_IMAGE_TYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".gif": "image/gif", ".webp": "image/webp", ".bmp": "image/bmp"}
-)
 _HEADERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "Cache-Control": "no-store",
@@ -167,9 +164,9 @@ class ReportServer(ThreadingHTTPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """No more connections at a time than there may be; of those too many, some are told so and the others closed at once."""
         with self._guard:
-            if self._closed or len(self._refused) >= _MOST_REFUSED:
+            if self._closed or len(self._refused) >= _MAX_REFUSED:
                 return False
-            if len(self._connections) - len(self._refused) >= _MOST_CONNECTIONS:
+            if len(self._connections) - len(self._refused) >= _MAX_CONNECTIONS:
                 self._refused.add(request)
             self._connections.add(request)
             return True
@@ -228,7 +225,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT
     refused: bool
     disable_nagle_algorithm = True
-    _ways: ClassVar[Mapping[str, Callable[[_RequestHandler, dict[str, list[str]]], None]]]
+    _routes: ClassVar[Mapping[str, Callable[[_RequestHandler, dict[str, list[str]]], None]]]
 
     def setup(self) -> None:
         self.refused = self.server.is_refused(self.request)
@@ -253,9 +250,9 @@ class _RequestHandler(BaseHTTPRequestHandler):
         except ValueError:
             self._missing("This request asks for too much.", HTTPStatus.BAD_REQUEST)
             return
-        way = self._ways.get(parts.path)
-        if way is not None:
-            way(self, query)
+        route = self._routes.get(parts.path)
+        if route is not None:
+            route(self, query)
         elif parts.path.startswith("/media/"):
             run, _, name = parts.path.removeprefix("/media/").partition("/")
             self._picture(unquote(run), f"media/{unquote(name)}")
@@ -295,15 +292,12 @@ class _RequestHandler(BaseHTTPRequestHandler):
 
     def _page(self, query: dict[str, list[str]]) -> None:
         text = render_page([], live=True, title="Runs")
-        self._send(
-            HTTPStatus.OK,
-            text.encode(),
-            "text/html; charset=utf-8",
-            allowed=f"{content_security_policy(live=True)}; frame-ancestors 'none'",
-        )
+        allowed = f"{content_security_policy(live=True)}; frame-ancestors 'none'"
+        self._send(HTTPStatus.OK, text.encode(), "text/html; charset=utf-8", allowed=allowed)
 
     def _runs(self, query: dict[str, list[str]]) -> None:
-        self._json(self.server.watch.summaries())
+        data = json.dumps(self.server.watch.summaries(), separators=(",", ":"), allow_nan=False).encode()
+        self._send(HTTPStatus.OK, data, "application/json")
 
     def _view(self, query: dict[str, list[str]]) -> None:
         run = self.server.watch.run(query.get("run", [""])[0])
@@ -320,7 +314,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
         if only not in (None, ["series"]):
             self._missing("only=series is all that there is of this kind.", HTTPStatus.BAD_REQUEST)
             return
-        data = run.view(query.get("name"), max(1, min(points, _MOST_POINTS)), low, high, only_series=only is not None)
+        data = run.view(query.get("name"), max(1, min(points, _MAX_POINTS)), low, high, only_series=only is not None)
         self._send(HTTPStatus.OK, data, "application/json")
 
     def _media(self, query: dict[str, list[str]]) -> None:
@@ -328,7 +322,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
 
     def _picture(self, key: str, name: str) -> None:
         run = self.server.watch.run(key)
-        kind = _IMAGE_TYPES.get(PurePosixPath(name).suffix.lower())
+        kind = IMAGE_TYPES.get(PurePosixPath(name).suffix.lower())
         if run is None or kind is None or not name.startswith("media/"):
             self._missing("There is no such picture here.")
             return
@@ -369,10 +363,6 @@ class _RequestHandler(BaseHTTPRequestHandler):
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def _json(self, value: Any) -> None:
-        data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-        self._send(HTTPStatus.OK, data, "application/json")
-
     def _missing(self, text: str, status: HTTPStatus = HTTPStatus.NOT_FOUND) -> None:
         self._send(status, text.encode(), "text/plain; charset=utf-8")
 
@@ -391,19 +381,13 @@ class _RequestHandler(BaseHTTPRequestHandler):
         self.send_response(status)
         length = {} if size is None else {"Content-Length": str(size)}
         ending = {"Connection": "close"} if self.close_connection else {}
-        for name, value in {
-            "Content-Type": kind,
-            "Content-Security-Policy": allowed,
-            **_HEADERS,
-            **length,
-            **ending,
-            **(more or {}),
-        }.items():
+        fixed = {"Content-Type": kind, "Content-Security-Policy": allowed, **_HEADERS}
+        for name, value in {**fixed, **length, **ending, **(more or {})}.items():
             self.send_header(name, value)
         self.end_headers()
 
 
-_RequestHandler._ways = MappingProxyType(
+_RequestHandler._routes = MappingProxyType(
     {
         "/": _RequestHandler._page,
         "/api/runs": _RequestHandler._runs,

@@ -1,4 +1,4 @@
-"""Charts made of characters, such as braille curves, bar levels and proportional bars.
+"""Charts and tables made of characters: braille curves, bar levels, proportional bars, aligned columns.
 
 All are pure functions with an ASCII form. Nothing here knows of runs, of colours or of rich, so callers that print one line may import
 it.
@@ -6,11 +6,11 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 from typing import Final
 
-__all__ = ["apportion", "draw_curve", "select_latest_attempt", "draw_levels", "escape_control", "format_number"]
+__all__ = ["align_columns", "apportion", "draw_curve", "select_latest_attempt", "draw_levels", "escape_control", "format_number"]
 
 _EMPTY: Final = 0x2800
 _DOTS: Final = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -84,6 +84,19 @@ def draw_levels(values: Sequence[float | None], *, ascii_only: bool = False, low
     if room <= 0 or not isfinite(room):
         return "".join(" " if value is None else marks[3] for value in values)
     return "".join(" " if value is None else marks[max(0, min(7, round((value - least) / room * 7)))] for value in values)
+
+
+def align_columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return rows of cells as lines with aligned columns: those of `left` to the left, the others, as numbers are, to the right.
+
+    >>> align_columns([["phase", "share"], ["data", "5%"]])
+    ['phase  share', 'data      5%']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(widths[place]) if place in left else cell.rjust(widths[place]) for place, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]
 
 
 def apportion(parts: Mapping[str, float], width: int) -> dict[str, int]:

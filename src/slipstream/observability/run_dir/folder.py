@@ -27,6 +27,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +37,7 @@ from slipstream.files.paths import ConfinedFolder
 
 __all__ = [
     "FORMAT", "INDEX_EVERY", "INDEX_RECORD", "JsonLinesWriter", "RunFolder", "SILENCE_LIMIT", "find_runs", "git_state", "identify_process",
-    "index_path", "is_gone", "is_run", "read_info", "run_name", "runs_at", "started_at",
+    "index_path", "is_gone", "is_run", "read_info", "replacing", "run_name", "runs_at", "started_at",
 ]
 
 
@@ -56,6 +57,25 @@ def index_path(path: Path) -> Path:
     'metrics.index'
     """
     return path.with_suffix(".index")
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Give the block a path beside `target` to write to, and rename it over `target` if the block succeeds.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with replacing(Path(folder, "notes.txt")) as beside:
+    ...         _ = beside.write_text("hello")
+    ...     os.listdir(folder)
+    ['notes.txt']
+    """
+    beside = target.with_name(f".{target.stem}.writing-{os.getpid()}{target.suffix}")
+    try:
+        yield beside
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 class JsonLinesWriter:
@@ -103,7 +123,7 @@ class JsonLinesWriter:
         self.lines += 1
 
     def close(self) -> None:
-        """Release go of the files; a second time it does nothing."""
+        """Close the files; a second call does nothing."""
         for file in (self._file, self._index):
             if file is not None and file >= 0:
                 os.close(file)
@@ -320,15 +340,13 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """A file as a whole; a reader sees the old one or the new one."""
-        text = json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False)
-        self.write_text(name, text + "\n")
+        self.write_text(name, json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
         """Return the same for a text."""
         target = self.path / name
-        beside = target.with_name(f".{name}.{os.getpid()}")
-        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(beside, target)
+        with replacing(target) as beside:
+            beside.write_text(text, encoding="utf-8", errors="backslashreplace")
         return target
 
     def journal(self, name: str, *, indexed: bool = False) -> JsonLinesWriter:

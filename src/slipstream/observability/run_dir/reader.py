@@ -146,17 +146,17 @@ class LineReader:
         return found
 
 
-_MOST_SERIES: Final = 4096
-_MOST_EVENTS: Final = 4096
-_MOST_FRESH: Final = 256
-_MOST_IMAGES: Final = 200
-_MOST_NAMES: Final = 500
-_MOST_CELLS: Final = 20_000
-_LONGEST_TEXT: Final = 2000
-_LONGEST_NAME: Final = 500
-_LONGEST_EXAMPLE: Final = 60
-_LARGEST_JSON: Final = 8 << 20
-_MOST_POINTS: Final = 400_000
+_MAX_SERIES: Final = 4096
+_MAX_EVENTS: Final = 4096
+_MAX_FRESH: Final = 256
+_MAX_IMAGES: Final = 200
+_MAX_NAMES: Final = 500
+_MAX_CELLS: Final = 20_000
+_MAX_TEXT: Final = 2000
+_MAX_NAME_LENGTH: Final = 500
+_MAX_EXAMPLE: Final = 60
+_MAX_JSON: Final = 8 << 20
+_MAX_POINTS: Final = 400_000
 
 _NOT_NUMBERS: Final[Mapping[str, float]] = {"nan": nan, "inf": inf, "-inf": -inf}
 
@@ -321,7 +321,7 @@ class Run:
             mark = (status.st_ino, status.st_size, status.st_mtime_ns)
             if self._documents.get(name) == mark:
                 return False
-            value = _limit_depth(json.loads(folder.read(name, _LARGEST_JSON)), deepest=20)
+            value = _limit_depth(json.loads(folder.read(name, _MAX_JSON)), deepest=20)
         except MissingCheckpointError:
             return False
         except (CheckpointError, ValueError, RecursionError) as error:
@@ -379,7 +379,7 @@ class Run:
     def _number(self, name: str, value: Any, step: float | None, time: float) -> float | None:
         """Return a value as a number; None where it is a text, which is kept as one, or nothing that can be shown."""
         if isinstance(value, str) and value not in _NOT_NUMBERS:
-            self._keep(self.texts, name, {"step": _limit_depth(step), "time": _limit_depth(time), "text": value[:_LONGEST_TEXT]})
+            self._keep(self.texts, name, {"step": _limit_depth(step), "time": _limit_depth(time), "text": value[:_MAX_TEXT]})
             return None
         if value is not None and not isinstance(value, (str, int, float)):
             self._metrics_skipped["values that are neither numbers nor texts"] += 1
@@ -387,9 +387,9 @@ class Run:
         return _to_float(value)
 
     def _new_series(self, name: str) -> Series | None:
-        if len(self.series) >= _MOST_SERIES or len(name) > _LONGEST_NAME:
-            self._refused = self._refused or name[:_LONGEST_EXAMPLE]
-            why = f"points of too many names (more than {_MOST_SERIES}) or of too long ones, such as {self._refused!r}"
+        if len(self.series) >= _MAX_SERIES or len(name) > _MAX_NAME_LENGTH:
+            self._refused = self._refused or name[:_MAX_EXAMPLE]
+            why = f"points of too many names (more than {_MAX_SERIES}) or of too long ones, such as {self._refused!r}"
             self._metrics_skipped[why] += 1
             return None
         return self.series.setdefault(name, Series())
@@ -399,19 +399,19 @@ class Run:
             safe = [path for path in paths if _in_media(path)] if isinstance(paths, list) else []
             if not isinstance(paths, list) or len(safe) != len(paths):
                 self._metrics_skipped["pictures whose names lead elsewhere than to media/"] += 1
-            if not safe or (name not in self.images and len(self.images) >= _MOST_NAMES):
+            if not safe or (name not in self.images and len(self.images) >= _MAX_NAMES):
                 continue
             kept = self.images.setdefault(name, [])
             kept.append({"step": _limit_depth(step), "time": _limit_depth(time), "paths": safe})
-            if len(kept) > _MOST_IMAGES:  # the first one stays: it shows where the run began
-                del kept[1 : 1 + _MOST_IMAGES // 4]
+            if len(kept) > _MAX_IMAGES:  # the first one stays: it shows where the run began
+                del kept[1 : 1 + _MAX_IMAGES // 4]
 
     def _add_table(self, step: Any, time: float, table: dict[str, Any]) -> None:
         titles, rows = table.get("columns"), table.get("rows")
         if not isinstance(titles, list) or not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
             self._metrics_skipped["tables without columns and rows"] += 1
             return
-        shown = rows[: max(1, _MOST_CELLS // max(1, len(titles)))]
+        shown = rows[: max(1, _MAX_CELLS // max(1, len(titles)))]
         held = {
             "step": _limit_depth(step),
             "time": _limit_depth(time),
@@ -423,10 +423,10 @@ class Run:
 
     def _keep(self, where: dict[str, dict[str, Any]], name: str, value: dict[str, Any]) -> None:
         """The latest of a name."""
-        if name in where or (len(where) < _MOST_NAMES and len(name) <= _LONGEST_NAME):
+        if name in where or (len(where) < _MAX_NAMES and len(name) <= _MAX_NAME_LENGTH):
             where[name] = value
         else:
-            self._metrics_skipped[f"texts or tables of too many names ({_MOST_NAMES}) or of too long ones"] += 1
+            self._metrics_skipped[f"texts or tables of too many names ({_MAX_NAMES}) or of too long ones"] += 1
 
     # -- ledger.jsonl and events.jsonl ----------------------------------------------------------------------------
 
@@ -455,14 +455,14 @@ class Run:
             event = _limit_depth(record)
             self.events.append(event)
             self.fresh_events.append(event)
-            if len(self.events) > _MOST_EVENTS:
-                del self.events[1 : 1 + _MOST_EVENTS // 4]
-                self._events_skipped["older events"] += _MOST_EVENTS // 4
+            if len(self.events) > _MAX_EVENTS:
+                del self.events[1 : 1 + _MAX_EVENTS // 4]
+                self._events_skipped["older events"] += _MAX_EVENTS // 4
         self._limit(self.fresh_events)
 
     def _limit(self, fresh: list[dict[str, Any]]) -> None:
-        self.fresh_lost |= len(fresh) > _MOST_FRESH
-        del fresh[:-_MOST_FRESH]
+        self.fresh_lost |= len(fresh) > _MAX_FRESH
+        del fresh[:-_MAX_FRESH]
 
     # -- showing --------------------------------------------------------------------------------------------------
 
@@ -502,7 +502,7 @@ class Run:
     ) -> dict[str, Any]:
         """Return the `series` of a view alone."""
         chosen = [name for name in (self.series if names is None else names) if name in self.series]
-        each = min(points, max(50, _MOST_POINTS // max(1, len(chosen))))
+        each = min(points, max(50, _MAX_POINTS // max(1, len(chosen))))
         return {name: self.series[name].view(each, low, high) for name in chosen}
 
 
@@ -548,11 +548,11 @@ def _limit_depth(value: Any, deepest: int = 4) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, str):
-        return value[:_LONGEST_TEXT]
+        return value[:_MAX_TEXT]
     if isinstance(value, (dict, list)) and not deepest:
         return "..."
     if isinstance(value, dict):
-        return {name[:_LONGEST_NAME]: _limit_depth(entry, deepest - 1) for name, entry in value.items()}
+        return {name[:_MAX_NAME_LENGTH]: _limit_depth(entry, deepest - 1) for name, entry in value.items()}
     return [_limit_depth(entry, deepest - 1) for entry in value] if isinstance(value, list) else value
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 __all__ = [
     "BlockExtremes", "INTERVAL_COLUMNS", "IntervalList", "MIN_POINTS", "Series", "merge_intervals", "normalize_interval", "select_points",
-    "thin_curve", "to_columns", "to_json_steps", "to_json_times", "to_json_values", "visible_range",
+    "to_columns", "to_json_steps", "to_json_times", "to_json_values", "visible_range",
 ]
 
 
@@ -26,26 +26,6 @@ MIN_POINTS: Final = 5
 _BLOCK: Final = 64
 _POINTS_PER_BUCKET: Final = 4
 _POINTS_WITH_GAP: Final = 5
-
-
-def thin_curve(
-    xs: Sequence[float], ys: Sequence[float], count: int, low: float | None = None, high: float | None = None
-) -> tuple[array[float], array[float]]:
-    """Return at most `count` of the points, those that show: first, last, and the smallest and largest of every bucket.
-
-    `xs` do not fall (`select_points` does without). With `low` and `high` only the points between them are taken, and the neighbour on
-    each side, so that a line reaches the edge of the picture. What is no number in `ys` stays as a gap. Counts below `MIN_POINTS`
-    are taken for it.
-
-    >>> xs = range(10_000)
-    >>> ys = [0.0] * 5_000 + [1.0] + [0.0] * 4_999
-    >>> few, values = thin_curve(xs, ys, 100)
-    >>> len(few) <= 100, values[list(few).index(5_000)]
-    (True, 1.0)
-    """
-    start, stop = visible_range(xs, low, high)
-    taken = select_points(ys, start, stop, count)
-    return array("d", [xs[entry] for entry in taken]), array("d", [ys[entry] for entry in taken])
 
 
 def visible_range(xs: Sequence[float], low: float | None, high: float | None, first: int = 0, end: int | None = None) -> tuple[int, int]:
@@ -255,10 +235,10 @@ INTERVAL_COLUMNS: Final = ("time", "seconds", "first", "last", "steps", "samples
 """The fields of an interval that are one number."""
 
 _MAX_INTERVALS: Final = 1024
-_MOST_NUMBERS: Final = 1 << 16
+_MAX_NUMBERS: Final = 1 << 16
 _DIGITS: Final = 6  # microseconds
-_MOST_RANKS: Final = 4096
-_MOST_PHASES: Final = 32
+_MAX_RANKS: Final = 4096
+_MAX_PHASES: Final = 32
 
 _Number = float | int | None
 
@@ -290,7 +270,7 @@ class IntervalList:
         self.list.append(interval)
         self._filled = 1
         numbers = max(1, sum(map(len, interval["phases"].values())))
-        if len(self.list) > max(4, min(self._most, _MOST_NUMBERS // numbers)):
+        if len(self.list) > max(4, min(self._most, _MAX_NUMBERS // numbers)):
             self._halve()
 
     def _halve(self) -> None:
@@ -312,7 +292,7 @@ def normalize_interval(record: Mapping[str, Any]) -> dict[str, Any]:
     phases = phases if isinstance(phases, dict) else {}
     return {
         **{name: _to_number(record.get(name)) for name in INTERVAL_COLUMNS},
-        "phases": {str(name): _to_numbers(phases[name]) or [] for name in list(phases)[:_MOST_PHASES]},
+        "phases": {str(name): _to_numbers(phases[name]) or [] for name in list(phases)[:_MAX_PHASES]},
         "slowest": _to_numbers(record.get("slowest")),
         "memory": {"host": _to_numbers(memory.get("host")), "device": _to_numbers(memory.get("device"))},
     }
@@ -359,7 +339,7 @@ def _to_number(value: Any) -> _Number:
 
 
 def _to_numbers(value: Any) -> list[_Number] | None:
-    return [_to_number(entry) for entry in value[:_MOST_RANKS]] if isinstance(value, list) else None
+    return [_to_number(entry) for entry in value[:_MAX_RANKS]] if isinstance(value, list) else None
 
 
 def _add(number: float, other: float) -> float:

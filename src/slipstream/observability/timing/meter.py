@@ -16,31 +16,9 @@ from time import perf_counter_ns
 from typing import Any
 
 __all__ = [
-    "BACKWARD",
-    "TRAINING_BEGIN",
-    "CHECKPOINT",
-    "COLUMNS",
-    "TOKENS_COUNTED",
-    "DATA",
-    "EVALUATION",
-    "EXPOSED",
-    "FORWARD",
-    "LOG_LIMIT",
-    "SAMPLES_HANDED",
-    "LEAVE",
-    "LOCAL_END",
-    "OPTIMIZER",
-    "OTHER",
-    "PASS_BEGIN",
-    "PASS_END",
-    "PHASES",
-    "SAMPLES",
-    "SETUP",
-    "STEP_END",
-    "TICK",
-    "TOKENS",
-    "Meter",
-    "mark_phase",
+    "BACKWARD", "CHECKPOINT", "COLUMNS", "DATA", "EVALUATION", "EXPOSED", "FORWARD", "LEAVE", "LOCAL_END", "LOG_LIMIT", "OPTIMIZER",
+    "OTHER", "PASS_BEGIN", "PASS_END", "PHASES", "SAMPLES", "SAMPLES_HANDED", "SETUP", "STEP_END", "TICK", "TOKENS", "TOKENS_COUNTED",
+    "TRAINING_BEGIN", "Meter", "mark_phase",
 ]
 
 DATA = 0
@@ -71,13 +49,13 @@ TICK = 10
 STEP_END = 11
 """A step has ended."""
 SAMPLES_HANDED = 12
-"""So many samples were handed out."""
+"""So many samples were yielded."""
 TOKENS_COUNTED = 13
-"""So many tokens were."""
+"""So many tokens were yielded."""
 PASS_BEGIN = 14
 """A pass over a loader began; the value is its number."""
 PASS_END = 15
-"""It ended."""
+"""The pass ended."""
 TRAINING_BEGIN = 16
 """Training begins."""
 
@@ -85,14 +63,6 @@ LOG_LIMIT = 200_000
 """Entries after which the log is read wherever it is: where no step ends and no loader is read."""
 _MAX_LOSSES = 4096
 """How many losses are kept at most, where no step ever ends."""
-
-
-def _ignore_time(now: int) -> None:
-    return None
-
-
-def _no_token_counter(batch: Any) -> None:
-    return None
 
 
 class Meter:
@@ -135,15 +105,15 @@ class Meter:
         """Counts floating-point operations while it is there: see `observability/timing/ledger.py`."""
         self.due = 0
         """From this time on `attend` is called, between two steps."""
-        self.attend: Callable[[int], None] = _ignore_time
+        self.attend: Callable[[int], None] = lambda now: None
         """Reads the log; called with the time."""
-        self.token_counter: Callable[[Any], Callable[[Any], int] | None] = _no_token_counter
+        self.token_counter: Callable[[Any], Callable[[Any], int] | None] = lambda batch: None
         """Finds out from the first batch of a pass how the tokens of all of them are counted."""
         self.thread = get_ident()
         """The thread that trains."""
 
     def begin(self) -> None:
-        """A pass over data begins, and with the first one training: time counts from here."""
+        """Begin a pass over data; time counts from the first one on."""
         self.thread = get_ident()
         if not self.has_begun:
             self.tick()
@@ -152,36 +122,36 @@ class Meter:
             self.has_begun = True
 
     def tick(self) -> None:
-        """Time counts until now."""
+        """Mark that time has passed."""
         self.add(TICK)
         self.add(self.clock())
 
     def enter(self, phase: int) -> None:
-        """Begin a phase."""
+        """Mark the begin of a phase."""
         self.add(phase)
         self.add(self.clock())
 
     def leave(self) -> None:
-        """End it."""
+        """Mark the end of the innermost phase."""
         self.add(LEAVE)
         self.add(self.clock())
 
     def wait(self) -> bool:
-        """Begin a wait for other ranks, unless it belongs to what is being done, or another thread waits; then False."""
+        """Begin a wait for other ranks; return False if it belongs to the current phase or to another thread."""
         if self.keeps_waits or not self.has_begun or self.thread != get_ident():
             return False
         self.enter(EXPOSED)
         return True
 
     def end_wait(self, begun: bool) -> None:
-        """End it, if it was begun."""
+        """End a wait, if it was begun."""
         if begun:
             self.leave()
             if len(self.log) > LOG_LIMIT:
                 self.attend(self.log[-1])
 
     def end_step(self) -> None:
-        """A step has ended with the last mark."""
+        """Mark that a step has ended with the last mark."""
         self.add(STEP_END)
         self.add(0)
         self.updated, self.has_begun = False, True
@@ -193,7 +163,7 @@ class Meter:
 
 @contextmanager
 def mark_phase(meter: Meter | None, phase: int) -> Iterator[None]:
-    """Return a block that belongs to a phase, for what happens seldom; without a meter, just the block."""
+    """Mark a block as a phase, for rare events; without a meter, just run the block."""
     if meter is None:
         yield
         return

@@ -28,22 +28,22 @@ _NOTICEABLE_WAIT = 0.01
 
 
 class RowJoiner:
-    """Rows of all ranks that do not make an interval yet."""
+    """Joins the rows of all ranks by step."""
 
     def __init__(self, world_size: int, patience: float) -> None:
         self.world_size = world_size
         self.next = 0
-        """The step that comes next."""
+        """The number of the next step."""
         self.late = 0
-        """Rows that came after their step had been told without them."""
+        """Rows that came after their step had been counted without them."""
         self._patience = patience
         self._pending: list[Rows] = [numpy.zeros((0, COLUMNS)) for _ in range(world_size)]
         self._silent: set[int] = set()
-        """Ranks that are not waited for any more, until they tell something."""
+        """Ranks that are not waited for any more, until they report something."""
         self._since = time.monotonic()
 
     def add(self, rank: int, first: int, rows: Rows) -> None:
-        """Rows of a rank from a step on; what it left out before counts as not known."""
+        """Add rows of a rank from a step on; steps that it left out before count as unknown."""
         pending = self._pending[rank]
         end = self.next + len(pending)
         if first > end:
@@ -107,9 +107,8 @@ def sum_counts(taken: Rows, column: int) -> int | None:
     return int(numpy.nansum(taken[:, :, column])) or None
 
 
-def make_interval(taken: Rows, first: int, began: float) -> dict[str, Any]:
-    """Return the entry of `ledger.jsonl` for these steps, without memory and FLOPs."""
-    by_phase, slowest = split_phases(taken)
+def make_interval(taken: Rows, first: int, began: float, by_phase: dict[str, list[float | None]], slowest: list[int]) -> dict[str, Any]:
+    """Return the record of `ledger.jsonl` for these steps, without memory and FLOPs."""
     wall = float(numpy.nansum(taken[0, :, :PHASES]))
     rounded = {name: [None if value is None else round(value, 6) for value in values] for name, values in by_phase.items()}
     return {
@@ -125,17 +124,8 @@ def make_interval(taken: Rows, first: int, began: float) -> dict[str, Any]:
     }
 
 
-_LABELS = {
-    "data": "data wait",
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "communication",
-    "waiting": "waiting for others",
-    "optimizer": "optimizer",
-    "checkpoint": "checkpoint",
-    "evaluation": "evaluation",
-    "other": "other",
-}
+_LABELS = {"data": "data wait", "waiting": "waiting for others"}
+"""Phases that the table does not call by their names."""
 _RANKS_SHOWN = 8
 _SHOWN_SHARE = 0.0005
 """The share from which a phase has a row: below it would read 0.0 %."""
@@ -155,7 +145,7 @@ class LedgerReport:
     """
 
     phases: dict[str, list[float | None]]
-    """Seconds by phase: one entry per rank, None where that rank has not told."""
+    """Seconds by phase: one entry per rank, None where that rank has not reported."""
     seconds: float = 0.0
     """The time of this rank, from the first batch on."""
     steps: int = 0
@@ -173,13 +163,13 @@ class LedgerReport:
     rank: int = 0
     world_size: int = 1
     late: int = 0
-    """Steps of ranks that told too late to be counted."""
+    """Steps that ranks reported too late to be counted."""
     intervals: Sequence[dict[str, Any]] = ()
-    """The last of what `ledger.jsonl` has, about one per second."""
+    """The latest records of `ledger.jsonl`, about one per second."""
 
     @property
     def totals(self) -> dict[str, float]:
-        """Seconds by phase: the mean over the ranks that told."""
+        """Seconds by phase: the mean over the ranks that reported."""
         return {name: _mean(values) for name, values in self.phases.items()}
 
     @property
@@ -214,19 +204,20 @@ class LedgerReport:
         last = max(range(len(self.slowest)), key=self.slowest.__getitem__)
         return last if self.slowest[last] / total >= 1.0 / self.world_size + _SLOWEST_MARGIN else None
 
-    # -- in words -------------------------------------------------------------------------------------------------
+    # -- text -----------------------------------------------------------------------------------------------------
 
     def table(self) -> str:
         """Return the whole report as text; phases that took no time to speak of are left out."""
+        from slipstream.observability.report.text_charts import align_columns
+
         ranks = range(min(self.world_size, _RANKS_SHOWN)) if self.world_size > 1 else ()
-        lines = [self._head(), f"{'':20}{'share':>7}{'seconds':>10}" + "".join(f"{f'rank {rank}':>10}" for rank in ranks)]
         shares, totals = self.shares, self.totals
+        rows = [["", "share", "seconds", *(f"rank {rank}" for rank in ranks)]]
         for name, values in self.phases.items():
-            if shares[name] < _SHOWN_SHARE:
-                continue
-            told = "".join(f"{_format_seconds(values[rank]):>10}" for rank in ranks)
-            lines.append(f"{_LABELS.get(name, name):20}{shares[name]:>6.1%}{totals[name]:>11.3f}{told}")
-        return "\n".join([*lines, *self.answers()])
+            if shares[name] >= _SHOWN_SHARE:
+                by_rank = ("-" if values[rank] is None else f"{values[rank]:.3f}" for rank in ranks)
+                rows.append([_LABELS.get(name, name), f"{shares[name]:.1%}", f"{totals[name]:.3f}", *by_rank])
+        return "\n".join([self._head(), *align_columns(rows), *self.answers()])
 
     def answers(self) -> list[str]:
         """Return what the numbers mean: throughput, what more processes bring, who is waited for, memory."""
@@ -297,10 +288,6 @@ def _format_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _format_seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 class RunTotals:
     """Sums since the run began."""
 
@@ -322,54 +309,52 @@ class RunTotals:
         self.memory: list[tuple[int | None, int | None]] = [(None, None)] * world_size
 
     def copy(self) -> RunTotals:
-        """Return one that can be added to apart."""
+        """Return an independent copy."""
         return copy.deepcopy(self)
 
     def remember(self, rank: int, memory: tuple[int | None, int | None]) -> None:
-        """The high-water marks of a rank, of host and device."""
+        """Record the high-water marks of a rank, of host and device."""
         self.memory[rank] = memory
 
     def add(self, taken: Rows, first: int) -> dict[str, Any]:
-        """Add steps of all ranks (ranks x steps x columns); gives their interval."""
-        entry = make_interval(taken, first, self.began)
-        entry["flops"] = self._flops(entry["samples"], entry["steps"])
-        entry["memory"] = self._told_memory()
-        entry["mfu"] = self._mfu(entry["flops"], entry["seconds"])
+        """Add steps of all ranks (ranks x steps x columns); return their interval."""
         by_phase, slowest = split_phases(taken)
-        self._add_phases(by_phase)
+        interval = make_interval(taken, first, self.began, by_phase, slowest)
+        interval["flops"] = self._flops(interval["samples"], interval["steps"])
+        interval["memory"] = self._memory_by_kind()
+        interval["mfu"] = self._mfu(interval["flops"], interval["seconds"])
+        self._add_shared(taken, by_phase)
         self.slowest = [before + more for before, more in zip(self.slowest, slowest, strict=True)]
-        wall = float(numpy.nansum(taken[0, :, :PHASES]))
-        self.began += wall
-        self.seconds += wall
+        self.began += float(numpy.nansum(taken[0, :, :PHASES]))
         self.steps += taken.shape[1]
-        self.samples += entry["samples"] or 0
-        self.tokens += entry["tokens"] or 0
-        self.flops += entry["flops"] or 0.0
-        return entry
+        self.flops += interval["flops"] or 0.0
+        return interval
 
     def add_alone(self, rank: int, rows: Rows) -> None:
-        """Add steps of a rank that knows no other: its communication may be waiting."""
-        if not len(rows):
-            return
-        totals = rows.sum(axis=0)
-        self._add_row(rank, totals)
-        self.steps += len(rows)
+        """Add steps of a rank that does not know the others: its communication may be waiting."""
+        if len(rows):
+            self._add_row(rank, rows.sum(axis=0))
+            self.steps += len(rows)
 
     def add_tails(self, tails: Mapping[int, list[float]], first: int) -> dict[str, Any]:
-        """Add what came after the last step, by rank; gives its interval, which has no steps. The first rank's is the wall time."""
+        """Add what came after the last step, by rank; return its interval, which has no steps. The first rank's is the wall time."""
         taken = numpy.full((self.world_size, 1, COLUMNS), numpy.nan)
         for rank, tail in tails.items():
             taken[rank, 0] = tail
-        if len(tails) == 1 and self.world_size > 1:  # of a rank that knows no other
+        by_phase, _ = split_phases(taken)
+        if len(tails) == 1 and self.world_size > 1:  # of a rank that does not know the others
             ((rank, tail),) = tails.items()
             self._add_row(rank, numpy.array(tail))
         else:
-            self._add_phases(split_phases(taken)[0])
-            self.seconds += float(numpy.nansum(taken[0, :, :PHASES]))
-            self.samples += sum_counts(taken, SAMPLES) or 0
-            self.tokens += sum_counts(taken, TOKENS) or 0
-        without = {"last": first - 1, "steps": 0, "slowest": [0] * self.world_size, "flops": None, "mfu": None}
-        return {**make_interval(taken, first, self.began), **without, "memory": self._told_memory()}
+            self._add_shared(taken, by_phase)
+        interval = make_interval(taken, first, self.began, by_phase, [0] * self.world_size)
+        return {**interval, "last": first - 1, "steps": 0, "flops": None, "mfu": None, "memory": self._memory_by_kind()}
+
+    def _add_shared(self, taken: Rows, by_phase: dict[str, list[float | None]]) -> None:
+        self._add_phases(by_phase)
+        self.seconds += float(numpy.nansum(taken[0, :, :PHASES]))
+        self.samples += sum_counts(taken, SAMPLES) or 0
+        self.tokens += sum_counts(taken, TOKENS) or 0
 
     def _add_row(self, rank: int, row: Any) -> None:
         own = {name: float(row[EXPOSED] if column is None else row[column]) for name, column in PHASE_COLUMNS.items() if name != "waiting"}
@@ -383,7 +368,7 @@ class RunTotals:
     def _add_phases(self, more: dict[str, list[float | None]]) -> None:
         for name, values in more.items():
             before = self.phases[name]
-            self.phases[name] = [entry if two is None else (entry or 0.0) + two for entry, two in zip(before, values, strict=True)]
+            self.phases[name] = [known if new is None else (known or 0.0) + new for known, new in zip(before, values, strict=True)]
 
     def _flops(self, samples: int | None, steps: int) -> float | None:
         if self.flops_per_sample is not None and samples is not None:
@@ -395,12 +380,12 @@ class RunTotals:
             return None
         return round(flops / seconds / (self.peak * self.world_size), 6)
 
-    def _told_memory(self) -> dict[str, list[int | None] | None]:
+    def _memory_by_kind(self) -> dict[str, list[int | None] | None]:
         device = [device for _, device in self.memory]
         return {"host": [host for host, _ in self.memory], "device": None if not any(device) else device}
 
     def report(self, rank: int, late: int, intervals: list[dict[str, Any]]) -> LedgerReport:
-        """Return the record that scripts get."""
+        """Return the totals as a `LedgerReport`."""
         flops = self.flops or None
         return LedgerReport(
             phases=self.phases,
@@ -410,7 +395,7 @@ class RunTotals:
             tokens=self.tokens or None,
             flops=flops,
             mfu=self._mfu(flops, self.seconds),
-            memory=self._told_memory(),
+            memory=self._memory_by_kind(),
             slowest=self.slowest,
             rank=rank,
             world_size=self.world_size,

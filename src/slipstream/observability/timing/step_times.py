@@ -23,30 +23,7 @@ from typing import Any
 import numpy
 import torch
 
-from slipstream.observability.timing.meter import (
-    BACKWARD,
-    CHECKPOINT,
-    COLUMNS,
-    DATA,
-    EVALUATION,
-    EXPOSED,
-    FORWARD,
-    LEAVE,
-    LOCAL_END,
-    OPTIMIZER,
-    OTHER,
-    PASS_BEGIN,
-    PASS_END,
-    PHASES,
-    SAMPLES,
-    SAMPLES_HANDED,
-    SETUP,
-    STEP_END,
-    TICK,
-    TOKENS,
-    TOKENS_COUNTED,
-    TRAINING_BEGIN,
-)
+from slipstream.observability.timing import meter
 
 __all__ = [
     "DeviceClock", "MeterReader", "PHASE_COLUMNS", "RankMessage", "Rows", "StepWindow", "pack_message", "to_seconds", "unpack_message",
@@ -57,37 +34,37 @@ Rows = Any
 """A numpy array: steps x columns; seconds, then counts."""
 
 PHASE_COLUMNS: dict[str, int | None] = {
-    "data": DATA,
-    "forward": FORWARD,
-    "backward": BACKWARD,
+    "data": meter.DATA,
+    "forward": meter.FORWARD,
+    "backward": meter.BACKWARD,
     "communication": None,
     "waiting": None,
-    "optimizer": OPTIMIZER,
-    "checkpoint": CHECKPOINT,
-    "evaluation": EVALUATION,
-    "other": OTHER,
+    "optimizer": meter.OPTIMIZER,
+    "checkpoint": meter.CHECKPOINT,
+    "evaluation": meter.EVALUATION,
+    "other": meter.OTHER,
 }
-"""The phases as they are told, in order; communication and waiting are found by comparing the ranks."""
+"""The phases as reports name them, in order; communication and waiting are found by comparing the ranks."""
 
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
 class StepWindow:
-    """The steps of this rank since the last look, for those who examine them: see `step/guards/`."""
+    """The steps of this rank since the last interval, for examiners such as the guards."""
 
     steps: int
     first_step: int
     """The number of the first of them; steps are counted from 0."""
     rows: Rows
-    """Steps x columns of `observability/timing/meter.py`: seconds of each phase (DATA, FORWARD, ...), then samples and tokens."""
+    """Steps x columns of `meter.py`: seconds of each phase (DATA, FORWARD, ...), then samples and tokens."""
     losses: Sequence[tuple[int, float | torch.Tensor]]
     """(step, loss) of each backward pass, as it was given to `backward`, without its graph. The last may be of the step under way."""
 
 
 @dataclass
 class RankMessage:
-    """What a rank tells."""
+    """What a rank reports to rank 0."""
 
     first: int
     rows: Rows
@@ -101,7 +78,7 @@ class RankMessage:
 def pack_message(message: RankMessage) -> bytes:
     """Return a message as bytes.
 
-    >>> unpack_message(pack_message(RankMessage(7, numpy.ones((2, COLUMNS))))).first
+    >>> unpack_message(pack_message(RankMessage(7, numpy.ones((2, meter.COLUMNS))))).first
     7
     """
     header = {"first": message.first, "memory": message.memory, "events": message.events, "tail": message.tail}
@@ -110,58 +87,59 @@ def pack_message(message: RankMessage) -> bytes:
 
 
 def unpack_message(data: bytes) -> RankMessage:
-    """Return a message that was packed."""
+    """Return the message that `pack_message` packed."""
     (length,) = _LENGTH.unpack_from(data)
     header = json.loads(data[_LENGTH.size : _LENGTH.size + length])
-    rows = numpy.frombuffer(data, dtype="<f4", offset=_LENGTH.size + length).reshape(-1, COLUMNS).astype(numpy.float64)
+    rows = numpy.frombuffer(data, dtype="<f4", offset=_LENGTH.size + length).reshape(-1, meter.COLUMNS).astype(numpy.float64)
     host, device = header["memory"]
     return RankMessage(header["first"], rows, (host, device), header["events"], header["tail"])
 
 
 def to_seconds(rows: Rows) -> Rows:
-    """Return rows whose times are nanoseconds, with seconds."""
+    """Return rows with seconds instead of nanoseconds."""
     made = numpy.array(rows, dtype=numpy.float64)
-    made[..., :PHASES] *= 1e-9
+    made[..., :meter.PHASES] *= 1e-9
     return made
 
 
 _Array = Any
 """A numpy array."""
-_COUNT_COLUMNS = {SAMPLES_HANDED: SAMPLES, TOKENS_COUNTED: TOKENS}
-_EVALUATION_COLUMNS = (DATA, FORWARD, SAMPLES, TOKENS)
-"""What becomes an evaluation, or is not counted."""
+_COUNT_COLUMNS = {meter.SAMPLES_HANDED: meter.SAMPLES, meter.TOKENS_COUNTED: meter.TOKENS}
+_EVALUATION_COLUMNS = (meter.DATA, meter.FORWARD, meter.SAMPLES, meter.TOKENS)
+"""Columns of a pass that become evaluation time, or are not counted."""
 
 
 class MeterReader:
-    """Where the reading of a log stands.
+    """Reads the log of a meter, part by part.
 
     >>> reader = MeterReader(0)
-    >>> log = [TICK, 5, TRAINING_BEGIN, 0, FORWARD, 10, LEAVE, 30, SAMPLES_HANDED, 4, TICK, 31, STEP_END, 0]
-    >>> reader.read(log)[0, [FORWARD, OTHER, SAMPLES]].tolist()
+    >>> log = [meter.TICK, 5, meter.TRAINING_BEGIN, 0, meter.FORWARD, 10, meter.LEAVE, 30]
+    >>> log += [meter.SAMPLES_HANDED, 4, meter.TICK, 31, meter.STEP_END, 0]
+    >>> reader.read(log)[0, [meter.FORWARD, meter.OTHER, meter.SAMPLES]].tolist()
     [20.0, 6.0, 4.0]
     """
 
     def __init__(self, since: int) -> None:
-        self.open = numpy.zeros(COLUMNS)
+        self.open = numpy.zeros(meter.COLUMNS)
         """The row of the step under way: times by phase, then counts."""
         self._last = since
-        self._base = SETUP
+        self._base = meter.SETUP
         self._stack: list[int] = []
         self._passes: dict[int, _Array | None] = {}
         """What each open pass has had so far of `_EVALUATION_COLUMNS`, as long as nothing was trained in it; then None."""
 
     def copy(self) -> MeterReader:
-        """Return one that reads on apart."""
+        """Return an independent copy."""
         return copy.deepcopy(self)
 
     def read(self, log: Sequence[int], spent: _Array | None = None) -> _Array:
         """Return the rows of the steps that ended in this part of the log. `spent`: times between marks as another clock measured them."""
         if not len(log):
-            return numpy.zeros((0, COLUMNS))
+            return numpy.zeros((0, meter.COLUMNS))
         events = numpy.array(log, dtype=numpy.int64).reshape(-1, 2)
         codes, values = events[:, 0], events[:, 1]
-        timed = numpy.flatnonzero(codes <= TICK)
-        steps = numpy.cumsum(codes == STEP_END)
+        timed = numpy.flatnonzero(codes <= meter.TICK)
+        steps = numpy.cumsum(codes == meter.STEP_END)
         phases = self._phases(codes, timed)
         if spent is None:
             spent = numpy.diff(values[timed], prepend=self._last)
@@ -169,10 +147,10 @@ class MeterReader:
             self._last = int(values[timed[-1]])
         counts = numpy.where(numpy.isin(codes, list(_COUNT_COLUMNS)), values, 0)
         self._passed(codes, values, timed, phases, spent, counts)
-        rows = numpy.zeros((int(steps[-1]) + 1, COLUMNS))
-        width = PHASES + 1
+        rows = numpy.zeros((int(steps[-1]) + 1, meter.COLUMNS))
+        width = meter.PHASES + 1
         cells = numpy.bincount(steps[timed] * width + phases, weights=spent, minlength=len(rows) * width)
-        rows[:, :PHASES] = cells.reshape(-1, width)[:, :PHASES]
+        rows[:, :meter.PHASES] = cells.reshape(-1, width)[:, :meter.PHASES]
         for code, column in _COUNT_COLUMNS.items():
             found = codes == code
             rows[:, column] = numpy.bincount(steps[found], weights=counts[found], minlength=len(rows))
@@ -185,10 +163,11 @@ class MeterReader:
     def _phases(self, codes: _Array, timed: _Array) -> _Array:
         """Return the phase that ended with each mark that has a time."""
         marks = codes[timed]
-        depth = len(self._stack) + numpy.cumsum(numpy.where(marks < PHASES, 1, numpy.where(marks == LEAVE, -1, 0)))
+        depth = len(self._stack) + numpy.cumsum(numpy.where(marks < meter.PHASES, 1, numpy.where(marks == meter.LEAVE, -1, 0)))
         before = self._top()
-        after = numpy.where(marks < PHASES, marks, numpy.where((marks == LOCAL_END) & (depth > 0), EXPOSED, self._bases(codes, timed)))
-        if ((depth > 0) & ((marks == LEAVE) | (marks == TICK))).any():
+        exposed = (marks == meter.LOCAL_END) & (depth > 0)
+        after = numpy.where(marks < meter.PHASES, marks, numpy.where(exposed, meter.EXPOSED, self._bases(codes, timed)))
+        if ((depth > 0) & ((marks == meter.LEAVE) | (marks == meter.TICK))).any():
             self._fill(marks, depth, after)
         if len(timed):
             self._stack = [self._level(level, depth, after) for level in range(1, int(depth[-1]) + 1)]
@@ -200,22 +179,22 @@ class MeterReader:
 
     def _bases(self, codes: _Array, timed: _Array) -> _Array:
         """Return the phase outside of all phases after each of the marks: that before training, until it begins."""
-        if self._base == OTHER:
-            return numpy.full(len(timed), OTHER)
-        begun = numpy.flatnonzero((codes == TRAINING_BEGIN) | (codes == STEP_END))[:1]
+        if self._base == meter.OTHER:
+            return numpy.full(len(timed), meter.OTHER)
+        begun = numpy.flatnonzero((codes == meter.TRAINING_BEGIN) | (codes == meter.STEP_END))[:1]
         if not len(begun):
-            return numpy.full(len(timed), SETUP)
-        self._base = OTHER
+            return numpy.full(len(timed), meter.SETUP)
+        self._base = meter.OTHER
         following = numpy.append(timed[1:], len(codes))
-        return numpy.where(following > begun[0], OTHER, SETUP)
+        return numpy.where(following > begun[0], meter.OTHER, meter.SETUP)
 
     def _fill(self, marks: _Array, depth: _Array, after: _Array) -> None:
-        """After the end of a phase inside of another it is the other's turn again."""
-        ends = (marks == LEAVE) | (marks == TICK)
+        """After the end of an inner phase, continue the outer one."""
+        ends = (marks == meter.LEAVE) | (marks == meter.TICK)
         for level in range(1, int(depth.max()) + 1):
             (places,) = numpy.nonzero(depth == level)
             begun = numpy.maximum.accumulate(numpy.where(ends[places], -1, numpy.arange(len(places))))
-            outside = self._stack[level - 1] if level <= len(self._stack) else OTHER
+            outside = self._stack[level - 1] if level <= len(self._stack) else meter.OTHER
             after[places] = numpy.where(begun < 0, outside, after[places[begun]])
 
     def _level(self, level: int, depth: _Array, after: _Array) -> int:
@@ -226,23 +205,23 @@ class MeterReader:
     # -- passes over loaders --------------------------------------------------------------------------------------
 
     def _passed(self, codes: _Array, values: _Array, timed: _Array, phases: _Array, spent: _Array, counts: _Array) -> None:
-        """Create evaluations of the passes in which nothing was trained; changes `phases` and `counts`."""
-        limits = numpy.flatnonzero((codes == PASS_BEGIN) | (codes == PASS_END))
+        """Turn passes without training into evaluation; changes `phases` and `counts`."""
+        limits = numpy.flatnonzero((codes == meter.PASS_BEGIN) | (codes == meter.PASS_END))
         if not len(limits) and not self._passes:
             return
-        training = numpy.flatnonzero((codes == BACKWARD) | (codes == OPTIMIZER))
+        training = numpy.flatnonzero((codes == meter.BACKWARD) | (codes == meter.OPTIMIZER))
         began = dict.fromkeys(self._passes, -1)
         for place in limits.tolist():
             number = int(values[place])
-            if codes[place] == PASS_BEGIN:
+            if codes[place] == meter.PASS_BEGIN:
                 began[number] = place
             elif number in began:
                 first, carried = began.pop(number), self._passes.pop(number, numpy.zeros(len(_EVALUATION_COLUMNS)))
                 if carried is not None and not _any_between(training, first, place):
                     self._move(number, carried)
                     inside = timed[(timed > first) & (timed <= place)]
-                    moved = numpy.isin(timed, inside) & numpy.isin(phases, (DATA, FORWARD))
-                    phases[moved] = EVALUATION
+                    moved = numpy.isin(timed, inside) & numpy.isin(phases, (meter.DATA, meter.FORWARD))
+                    phases[moved] = meter.EVALUATION
                     counts[first + 1 : place] = 0
         for number, first in began.items():
             carried = self._passes.get(number, numpy.zeros(len(_EVALUATION_COLUMNS)))
@@ -250,11 +229,11 @@ class MeterReader:
             self._passes[number] = None if trained else carried + _pass_sums(codes, timed, phases, spent, counts, first)
 
     def _move(self, number: int, carried: _Array) -> None:
-        """What a pass had in parts of the log that were read before stands in the open row; and in what earlier passes carry."""
+        """Move what a pass had in earlier parts of the log, in the open row and in what earlier passes carry."""
         for value, column in zip(carried, _EVALUATION_COLUMNS, strict=True):
             self.open[column] -= value
-            if column < PHASES:
-                self.open[EVALUATION] += value
+            if column < meter.PHASES:
+                self.open[meter.EVALUATION] += value
         for other, its in self._passes.items():
             if other < number and its is not None:
                 its -= carried
@@ -267,9 +246,9 @@ def _any_between(places: _Array, first: int, last: int) -> bool:
 def _pass_sums(codes: _Array, timed: _Array, phases: _Array, spent: _Array, counts: _Array, first: int) -> _Array:
     """Return what a pass that began at this place has had of `_EVALUATION_COLUMNS` since."""
     since = timed > first
-    times = [float(spent[since & (phases == phase)].sum()) for phase in (DATA, FORWARD)]
+    times = [float(spent[since & (phases == phase)].sum()) for phase in (meter.DATA, meter.FORWARD)]
     later = codes[first + 1 :], counts[first + 1 :]
-    return numpy.array(times + [float(later[1][later[0] == code].sum()) for code in (SAMPLES_HANDED, TOKENS_COUNTED)])
+    return numpy.array(times + [float(later[1][later[0] == code].sum()) for code in (meter.SAMPLES_HANDED, meter.TOKENS_COUNTED)])
 
 
 class DeviceClock:
@@ -298,7 +277,7 @@ class DeviceClock:
         if done == len(self._events):
             length = len(log)
         else:
-            timed = numpy.flatnonzero(numpy.array(log[::2]) <= TICK)
+            timed = numpy.flatnonzero(numpy.array(log[::2]) <= meter.TICK)
             length = 2 * int(timed[done])
         taken, self._events = self._events[:done], self._events[done:]
         spent = []

@@ -24,7 +24,7 @@ from typing import Any
 
 from slipstream.config.redaction import redact_values
 from slipstream.errors import ConfigError
-from slipstream.observability.run_dir.folder import JsonLinesWriter, RunFolder
+from slipstream.observability.run_dir.folder import JsonLinesWriter, RunFolder, replacing
 from slipstream.observability.trackers.base import GeneralTracker, TableMixin, check_logging_folder, on_main_process
 from slipstream.observability.trackers.values import Table, raise_if_unsupported, sort_values, to_plain
 
@@ -166,7 +166,8 @@ class LocalTracker(TableMixin, GeneralTracker):
             slug = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:60]
             for number, entry in enumerate(several):
                 place = media / f"{journal.lines}-{len(places)}-{number}-{slug}.png"
-                _write_atomically(place, encode_png(entry))
+                with replacing(place) as beside:
+                    beside.write_bytes(encode_png(entry))
                 places.setdefault(name, []).append(f"media/{place.name}")
         if found.made:
             self._append(journal, step, {"images": places, **to_plain(kwargs)})
@@ -222,10 +223,3 @@ class LocalTracker(TableMixin, GeneralTracker):
     @on_main_process
     def _check_started(self) -> None:
         raise ConfigError(f"the local tracker of {self.run_name!r} is not started: call start() first")
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """A file that a reader sees as a whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(content)
-    os.replace(beside, path)
