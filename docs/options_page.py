@@ -85,7 +85,7 @@ def _default(option: Option) -> str:
 
 
 def _features() -> str:
-    rows = [f"| {feature.title} | {', '.join(f'`{name}`' for name in feature.names)} |" for feature in FEATURES]
+    rows = [f"| {feature.title} | {', '.join(f'`{name}`' for name in feature.names.split())} |" for feature in FEATURES]
     return _FEATURES_INTRODUCTION + "\n".join(rows) + "\n"
 
 

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, strategies as st
 
-from slipstream.cli.config import command, interview
+from slipstream.cli.config import interview
+from slipstream.cli.main import main
 from slipstream.config import OPTIONS, ConfigError, resolve
 from slipstream.config.option import Value
 from slipstream.config.sources import read_file
@@ -30,8 +32,16 @@ use_cpu: true
 """
 
 
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def SLIPSTREAM(context: click.Context, words: tuple[str, ...]) -> None:
+    """The whole command line, for a runner that captures its output."""
+    context.exit(main(words))
+
+
 def run(*arguments: str, environ: Mapping[str, str] | None = None) -> Result:
-    return CliRunner().invoke(command, list(arguments), env=dict(environ or {}))
+    return CliRunner().invoke(SLIPSTREAM, ["config", *arguments], env=dict(environ or {}))
 
 
 def refused(*arguments: str, environ: Mapping[str, str] | None = None) -> str:

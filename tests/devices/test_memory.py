@@ -19,7 +19,6 @@ from slipstream.devices.memory import (
     clear_device_cache,
     convert_bytes,
     host_memory,
-    memory_limit,
     release_memory,
     should_reduce_batch_size,
 )
@@ -117,7 +116,7 @@ def _version_two(root: Path, limit: str, used: int, cached: int = 0) -> Path:
 
 def test_a_limit_of_an_outer_group_counts(tmp_path: Path) -> None:
     root = _version_two(tmp_path, limit="1000", used=700, cached=200)
-    assert memory_limit(root) == 1000
+    assert host_memory(root).limit == 1000
     assert host_memory(root).available == 500
 
 
@@ -153,7 +152,7 @@ def test_the_old_spelling_of_no_limit_is_understood(tmp_path: Path) -> None:
     group.mkdir(parents=True)
     (group / "memory.limit_in_bytes").write_text("9223372036854771712")
     (group / "memory.usage_in_bytes").write_text("1000")
-    assert memory_limit(tmp_path) is None
+    assert host_memory(tmp_path).limit is None
 
 
 def test_a_quota_of_one_and_a_half_cores_is_two_cores_at_most(tmp_path: Path) -> None:

@@ -118,19 +118,9 @@ def test_family_of_takes_devices_and_their_names() -> None:
         family_of("meta")
 
 
-def test_a_started_device_runtime_is_found() -> None:
-    quiet, started = fake("npu", FakeNamespace()), fake("cuda", FakeNamespace(initialised=True))
-    assert table.initialised_family((quiet, CPU)) is None
-    assert table.initialised_family((quiet, started, CPU)) is started
-
-
-def test_this_process_has_started_no_device() -> None:
-    assert table.initialised_family() is None
-
-
 def test_a_plugin_that_is_not_imported_is_not_imported_to_ask() -> None:
     row = replace(family_of("npu"), module=lambda: pytest.fail("asked"), plugin="no_such_plugin")
-    assert not row.is_initialised()
+    assert not row.may_be_used()
 
 
 def test_a_plugin_that_is_not_installed_has_no_namespace() -> None:

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import click
 
@@ -30,31 +30,11 @@ from slipstream.errors import ConfigError
 
 __all__ = ["Ask", "command", "interview"]
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
 Ask = Callable[[str, str, Callable[[str], Value]], Value]
-"""Asks a question: its text, the default as text, and what makes a value of the answer or raises ConfigError."""
+"""Asks a question. Arguments: its text, the default as text, and a function that parses the answer or raises ConfigError."""
 
 _ANSWER: Final = Origin("file", "your answer")
 _SETTING: Final = Origin("constructor", "--set")  # written name=value, like an argument of a call
-
-
-class _Refusal(click.ClickException):
-    """A ConfigError on its way through click: a few lines on stderr and exit code 2."""
-
-    exit_code = 2
-
-
-def _as_click_errors(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    @functools.wraps(function)
-    def wrapped(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        try:
-            return function(*args, **kwargs)
-        except ConfigError as error:
-            raise _Refusal(str(error)) from error
-
-    return wrapped
 
 
 def _file_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +46,6 @@ def _file_option(function: Callable[..., Any]) -> Callable[..., Any]:
 @_file_option
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set an option without asking; NAME= takes it out.")
 @click.pass_context
-@_as_click_errors
 def command(context: click.Context, config_file: str | None, settings: tuple[str, ...]) -> None:
     """Make or change a configuration file.
 
@@ -98,7 +77,6 @@ def command(context: click.Context, config_file: str | None, settings: tuple[str
 @click.option("--mixed_precision", "--mixed-precision", "mixed_precision", metavar="FORMAT", help=OPTIONS["mixed_precision"].help)
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @click.pass_obj
-@_as_click_errors
 def _default(outer_file: str | None, config_file: str | None, mixed_precision: str | None, overwrite: bool) -> None:
     """Write a minimal file.
 
@@ -115,7 +93,6 @@ def _default(outer_file: str | None, config_file: str | None, mixed_precision: s
 @command.command(name="update", short_help="Rewrite an older file, or one of `accelerate config`, as ours.")
 @_file_option
 @click.pass_obj
-@_as_click_errors
 def _update(outer_file: str | None, config_file: str | None) -> None:
     """Rewrite an older file, or one of `accelerate config`, as ours.
 
@@ -138,32 +115,28 @@ def _update(outer_file: str | None, config_file: str | None) -> None:
 
 
 def interview(ask: Ask, existing: Mapping[str, Value]) -> dict[str, Value]:
-    """Ask what the options declare, each with the value of `existing` or its default, and return what the file should hold.
+    """Ask the questions of the options, each with the value of `existing` or its default; return the values for the file.
 
-    An option that is never asked keeps its existing value; one whose question does not matter after the answers is left out.
+    An option without a question keeps its value; one whose question is not relevant after the answers is left out.
     """
     answers: dict[str, Value] = {name: value for name, value in existing.items() if OPTIONS[name].question is None}
     for option in OPTIONS.values():
         if option.question is None or (option.asked_when is not None and not option.asked_when(answers)):
             continue
         current = existing.get(option.name, option.default)
+        choices = f" ({', '.join(option.choices)})" if option.choices else " (yes, no)" if option.is_switch else ""
         reader = functools.partial(_answer, option, dict(answers))
-        answers[option.name] = ask(_question(option), _current(option, current), reader)
+        answers[option.name] = ask(f"{option.question}{choices}", _current(option, current), reader)
     return answers
 
 
 def _answer(option: Option, answers: Mapping[str, Value], text: str) -> Value:
-    """The value that an answer stands for; it must fit the answers before it too."""
+    """Return the value of an answer, checked together with the answers before it."""
     if option.default is None and text.strip().lower() == option.unset:
         return None
     value = parse(option, text.strip(), _ANSWER)
-    build_config(_choices({**answers, option.name: value}, _ANSWER))
+    build_config({name: Choice(given, _ANSWER) for name, given in {**answers, option.name: value}.items() if given is not None})
     return value
-
-
-def _question(option: Option) -> str:
-    choices = f" ({', '.join(option.choices)})" if option.choices else " (yes, no)" if option.is_switch else ""
-    return f"{option.question}{choices}"
 
 
 def _current(option: Option, value: Value) -> str:
@@ -182,10 +155,6 @@ def _prompt(question: str, default_text: str, reader: Callable[[str], Value]) ->
     return click.prompt(question, default=default_text, show_default=default_text != "", value_proc=checked)
 
 
-def _choices(values: Mapping[str, Value], origin: Origin) -> dict[str, Choice]:
-    return {name: Choice(value, origin) for name, value in values.items() if value is not None}
-
-
 def _config_path(config_file: str | None) -> Path:
     environ = environment()
     chosen = config_file or environ.get(str(OPTIONS["config_file"].variable))
@@ -193,7 +162,7 @@ def _config_path(config_file: str | None) -> Path:
 
 
 def _existing(path: Path) -> dict[str, Value]:
-    """What the file sets already; a file of another tool is not changed in passing."""
+    """Return what the file sets; raise for a file of `accelerate config`, which `config update` converts."""
     if not path.exists():
         return {}
     reading: ConfigFile = parse_config_file(read_file(path), str(path))
@@ -205,7 +174,7 @@ def _existing(path: Path) -> dict[str, Value]:
 
 
 def _with_settings(existing: Mapping[str, Value], settings: Iterable[str]) -> dict[str, Value]:
-    """The existing values with `name=value` settings applied; an empty value takes the option out."""
+    """Return the existing values with `name=value` settings applied; an empty value removes the option."""
     values = dict(existing)
     given: set[str] = set()
     for setting in settings:
@@ -226,7 +195,7 @@ def _with_settings(existing: Mapping[str, Value], settings: Iterable[str]) -> di
 
 
 def _announce(path: Path) -> None:
-    """Where it is about to write, before it does."""
+    """Say which file is about to be written."""
     click.echo(f"This writes {path} (--config_file FILE chooses another place).")
 
 

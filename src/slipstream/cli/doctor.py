@@ -15,7 +15,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, Final
 
@@ -59,16 +59,16 @@ class MachineInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingResult:
-    """What came of it, the same for everyone who was there."""
+    """The result of a meeting, the same on every machine that took part."""
 
     machines: tuple[MachineInfo, ...] = ()
     problems: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
-    """On a machine that reached nobody: which addresses it tried and what each answered."""
+    """On a machine that could not connect: the addresses that it tried and their errors."""
 
 
 class _JsonConnection:
-    """A connection that speaks JSON lines, each side waiting for a limited time."""
+    """A connection that exchanges JSON lines; every wait has a limit."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_PATIENCE)
@@ -84,7 +84,7 @@ class _JsonConnection:
         line = self._reader.readline(_LONGEST_LINE)
         message = json.loads(line) if line.endswith(b"\n") else None
         if not isinstance(message, dict):
-            raise ValueError("the other side does not speak the doctor's language" if line else "the other side hung up")
+            raise ValueError("the other side does not speak the doctor's protocol" if line else "the other side hung up")
         return message
 
     def close(self) -> None:
@@ -93,18 +93,18 @@ class _JsonConnection:
 
 
 def listen_for_machines(port: int) -> socket.socket:
-    """A socket that takes connections on every interface, of both versions of IP where there are both."""
+    """Return a socket that accepts connections on every interface, over IPv4 and IPv6 where both exist."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         except OSError as error:
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # the new version may be known and switched off
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # IPv6 may be supported and switched off
                 raise
     return socket.create_server(("", port))
 
 
 def host_meeting(listener: socket.socket, me: MachineInfo, *, seconds: float, clock: _Clock = time.time) -> MeetingResult:
-    """Machine 0's part: wait for the others, for `seconds` at most, and tell everyone who came."""
+    """On machine 0: wait up to `seconds` for the others, and send everyone the list of machines."""
     deadline = time.monotonic() + seconds
     present: dict[int, MachineInfo] = {me.machine_rank: me}
     problems: list[str] = []
@@ -124,10 +124,12 @@ def host_meeting(listener: socket.socket, me: MachineInfo, *, seconds: float, cl
                 lines.append(line)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 problems.append(f"a connection from {address[0]} was refused: {error}")
-        problems += _missing_machines(present, me.num_machines, seconds)
+        missing = [str(rank) for rank in range(me.num_machines) if rank not in present]
+        problems += [f"machine_rank {', '.join(missing)} did not come within {seconds:g} s"] if missing else []
         meeting = MeetingResult(machines=tuple(present[rank] for rank in sorted(present)), problems=tuple(problems))
         for line in lines:
-            _send_if_there(line, asdict(meeting))
+            with suppress(OSError):  # it has left; it will notice that it received no list
+                line.send(asdict(meeting))
     return meeting
 
 
@@ -157,20 +159,8 @@ def _refusal(machine: MachineInfo, me: MachineInfo, present: dict[int, MachineIn
     return None
 
 
-def _missing_machines(present: dict[int, MachineInfo], expected: int, seconds: float) -> list[str]:
-    missing = [str(rank) for rank in range(expected) if rank not in present]
-    return [f"machine_rank {', '.join(missing)} did not come within {seconds:g} s"] if missing else []
-
-
-def _send_if_there(line: _JsonConnection, message: dict[str, Any]) -> None:
-    try:
-        line.send(message)
-    except OSError:  # it has left; the list says that it came, and it will see for itself that it got none
-        return
-
-
 def join_meeting(address: str, port: int, me: MachineInfo, *, seconds: float, clock: _Clock = time.time) -> MeetingResult:
-    """Another machine's part: reach machine 0 within `seconds`, compare clocks, and hear who came."""
+    """On another machine: connect to machine 0 within `seconds`, compare clocks, and receive the list of machines."""
     deadline = time.monotonic() + seconds
     connection, tried = _reach(address, port, deadline)
     if connection is None:
@@ -194,7 +184,7 @@ def join_meeting(address: str, port: int, me: MachineInfo, *, seconds: float, cl
 
 
 def _measure(line: _JsonConnection, clock: _Clock) -> tuple[float, float]:
-    """(how far this clock is ahead, round trip): the other clock is taken to have been read half way."""
+    """Return (how far this clock is ahead, round trip), assuming that the other clock was read half way."""
     before, started = clock(), time.monotonic()
     line.send({"time": before})
     there = float(line.receive()["time"])
@@ -203,30 +193,30 @@ def _measure(line: _JsonConnection, clock: _Clock) -> tuple[float, float]:
 
 
 def _reach(address: str, port: int, deadline: float) -> tuple[socket.socket | None, tuple[str, ...]]:
-    """A connection, and what every attempt met."""
-    met: Counter[str] = Counter()
+    """Return a connection, and the error of every failed attempt."""
+    errors: Counter[str] = Counter()
     while True:
         try:
             found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
         except OSError as error:
             found = []
-            met[f"{address}: the name does not resolve ({error.strerror or error})"] += 1
+            errors[f"{address}: the name does not resolve ({error.strerror or error})"] += 1
         for family, kind, protocol, _, target in found:
             try:
                 connection = socket.socket(family, kind, protocol)
                 connection.settimeout(max(0.1, min(_PATIENCE, deadline - time.monotonic())))
                 connection.connect(target)
-                return connection, _attempts(met)
+                return connection, _attempts(errors)
             except OSError as error:
                 connection.close()
-                met[f"{target[0]} port {port}: {error.strerror or error}"] += 1
+                errors[f"{target[0]} port {port}: {error.strerror or error}"] += 1
         if time.monotonic() >= deadline:
-            return None, _attempts(met)
+            return None, _attempts(errors)
         time.sleep(_PAUSE)
 
 
-def _attempts(met: Counter[str]) -> tuple[str, ...]:
-    return tuple(f"{what} ({count} {'time' if count == 1 else 'times'})" for what, count in met.items())
+def _attempts(errors: Counter[str]) -> tuple[str, ...]:
+    return tuple(f"{what} ({count} {'time' if count == 1 else 'times'})" for what, count in errors.items())
 
 
 def _parse_machine(data: dict[str, Any]) -> MachineInfo:
@@ -247,13 +237,13 @@ _DANGEROUS: Final = 10.0
 
 
 def single_machine_findings() -> Iterator[DoctorFinding]:
-    """The findings on one machine."""
+    """Yield the findings for a single machine."""
     yield DoctorFinding("machines", "ok", "not applicable: one machine")
     yield DoctorFinding("clocks", "ok", "not applicable: one machine")
 
 
 def check_meeting(meeting: MeetingResult) -> Iterator[DoctorFinding]:
-    """Who came, with which versions and clocks."""
+    """Yield the findings about machines, versions and clocks."""
     yield from _presence(meeting)
     if len(meeting.machines) > 1:
         yield _versions(meeting)
@@ -293,7 +283,7 @@ def _versions(meeting: MeetingResult) -> DoctorFinding:
 
 
 def _clocks(meeting: MeetingResult) -> DoctorFinding:
-    """The largest difference between any two machines."""
+    """Return the finding about the largest clock difference between two machines."""
     first, *_, last = sorted(meeting.machines, key=lambda machine: machine.skew)
     apart = last.skew - first.skew
     error = (first.round_trip + last.round_trip) / 2
@@ -321,7 +311,7 @@ _STYLES: Final = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "
 
 
 def diagnose(config: Config, environ: Mapping[str, str], *, seconds: float) -> list[DoctorFinding]:
-    """Every finding for a run with this configuration."""
+    """Return every finding for a run with this configuration."""
     config, findings = _with_cluster_options(config, environ)
     findings += run_checks(collect_facts(config, environ))
     if config.launch.num_machines == 1:
@@ -331,7 +321,7 @@ def diagnose(config: Config, environ: Mapping[str, str], *, seconds: float) -> l
 
 
 def _with_cluster_options(config: Config, environ: Mapping[str, str]) -> tuple[Config, list[DoctorFinding]]:
-    """The configuration with what a cluster says of this machine, where nobody said otherwise."""
+    """Return the configuration with the options that a cluster provides, where they were not given."""
     try:
         process = detect(environ)
     except ConfigError as error:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 from slipstream.config import Config
@@ -23,7 +24,7 @@ from slipstream.devices.memory import HostMemory, available_cores, convert_bytes
 from slipstream.devices.packages import compare_versions, parse_version, version_of
 from slipstream.devices.table import CPU, count_without_torch
 from slipstream.errors import ConfigError
-from slipstream.launch.store import interface_towards
+from slipstream.launch.store import interface_towards, is_loopback
 
 __all__ = [
     "CHECKS", "DeviceMemory", "DoctorFinding", "FindingLevel", "Interface", "MachineFacts", "Requirement", "collect_facts", "port_problem",
@@ -44,7 +45,7 @@ class Interface:
 
     @property
     def loopback(self) -> bool:
-        return any(address == "::1" or address.startswith("127.") for address in self.addresses)
+        return any(map(is_loopback, self.addresses))
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ _MEMORY_PER_PROCESS: Final = _GIB // 2
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """What one check found. A remedy goes with everything that is not fine."""
+    """What one check found, with a remedy for everything that is not ok."""
 
     name: str
     level: FindingLevel
@@ -281,295 +282,264 @@ class DoctorFinding:
     remedy: str = ""
 
 
+_Result = tuple[FindingLevel, str, str]
+"""Level, text and remedy of one check."""
+
+
 def run_checks(facts: MachineFacts) -> Iterator[DoctorFinding]:
-    """The findings of every check, in the order of `CHECKS`."""
-    return (check(facts) for check in CHECKS)
+    """Yield the finding of every check, in the order of `CHECKS`."""
+    return (DoctorFinding(name, *check(facts)) for name, check in CHECKS.items())
 
 
-def _check_kernel(facts: MachineFacts) -> DoctorFinding:
+def _ok(text: str) -> _Result:
+    return "ok", text, ""
+
+
+def _note(text: str, remedy: str) -> _Result:
+    return "note", text, remedy
+
+
+def _warning(text: str, remedy: str) -> _Result:
+    return "warning", text, remedy
+
+
+def _error(text: str, remedy: str) -> _Result:
+    return "error", text, remedy
+
+
+def _check_kernel(facts: MachineFacts) -> _Result:
     if facts.system != "Linux":
-        return DoctorFinding(
-            "kernel", "note", f"{facts.system} {facts.kernel}", "Slipstream is tested on Linux; please report what differs here"
-        )
+        return _note(f"{facts.system} {facts.kernel}", "Slipstream is tested on Linux; please report what differs here")
     numbers = "".join(facts.kernel.partition("-")[0].partition("+")[0])
     try:
         old = compare_versions(numbers, "<", _OLDEST_KERNEL)
     except ConfigError:
-        return DoctorFinding(
-            "kernel", "note", f"version {facts.kernel} cannot be compared", f"make sure that it is {_OLDEST_KERNEL} or newer"
-        )
+        return _note(f"version {facts.kernel} cannot be compared", f"make sure that it is {_OLDEST_KERNEL} or newer")
     if old:
-        return DoctorFinding(
-            "kernel",
-            "warning",
+        return _warning(
             f"Linux {facts.kernel} is older than {_OLDEST_KERNEL}, where processes of one job are known to hang",
             f"run on a host with Linux {_OLDEST_KERNEL} or newer",
         )
-    return DoctorFinding("kernel", "ok", f"Linux {facts.kernel}")
+    return _ok(f"Linux {facts.kernel}")
 
 
-def _check_versions(facts: MachineFacts) -> DoctorFinding:
+def _check_versions(facts: MachineFacts) -> _Result:
     missing = [need for need in facts.requirements if need.found is None]
     old = [need for need in facts.requirements if need.found is not None and parse_version(need.found) < parse_version(need.wanted)]
     if missing or old:
         text = ", ".join([*(f"{need.name} is missing" for need in missing), *(f"{need.name} {need.found} is too old" for need in old)])
         install = " ".join(f"'{need.name}>={need.wanted}'" for need in (*missing, *old))
-        return DoctorFinding("versions", "error", text, f"pip install {install}")
+        return _error(text, f"pip install {install}")
     shown = ", ".join(f"{need.name} {need.found}" for need in facts.requirements if need.name in ("torch", "numpy"))
-    return DoctorFinding("versions", "ok", f"Python {facts.python}" + (f", {shown}" if shown else ""))
+    return _ok(f"Python {facts.python}" + (f", {shown}" if shown else ""))
 
 
-def _check_shared_memory(facts: MachineFacts) -> DoctorFinding:
+def _check_shared_memory(facts: MachineFacts) -> _Result:
     if facts.shared_memory is None:
-        return DoctorFinding("shared memory", "note", "this system has no /dev/shm", "loader workers will pass batches through files")
+        return _note("this system has no /dev/shm", "loader workers will pass batches through files")
     free, total = facts.shared_memory
     text = f"/dev/shm has {convert_bytes(free)} free of {convert_bytes(total)}"
     needed = _SHARED_PER_PROCESS * facts.local_processes
     if free < needed:
-        return DoctorFinding(
-            "shared memory",
-            "warning",
+        return _warning(
             f"{text}; loader workers of {_processes(facts)} may run out of it (bus error)",
             "start the container with --shm-size=8g or --ipc=host, or mount -o remount,size=8G /dev/shm, or use num_workers=0",
         )
-    return DoctorFinding("shared memory", "ok", text)
+    return _ok(text)
 
 
-def _check_open_files(facts: MachineFacts) -> DoctorFinding:
+def _check_open_files(facts: MachineFacts) -> _Result:
     if facts.open_files is None:
-        return DoctorFinding("open files", "note", "this system has no such limit", "nothing to do")
+        return _note("this system has no such limit", "nothing to do")
     soft, hard = facts.open_files
     if soft < _FILES_PER_PROCESS:
         able = f"ulimit -n {min(hard, 65536)}" if hard > soft else "raise nofile in /etc/security/limits.conf or the job's settings"
-        return DoctorFinding(
-            "open files",
-            "warning",
-            f"a process may open {soft} files; connections, shards and loader workers together can need {_FILES_PER_PROCESS}",
-            able,
+        return _warning(
+            f"a process may open {soft} files; connections, shards and loader workers together can need {_FILES_PER_PROCESS}", able
         )
-    return DoctorFinding("open files", "ok", "no limit per process" if soft >= 2**62 else f"{soft} per process")
+    return _ok("no limit per process" if soft >= 2**62 else f"{soft} per process")
 
 
-def _check_ports(facts: MachineFacts) -> DoctorFinding:
+def _check_ports(facts: MachineFacts) -> _Result:
     if facts.port_problem is not None:
-        return DoctorFinding(
-            "ports",
-            "error",
+        return _error(
             f"port {facts.main_process_port} cannot be listened on here: {facts.port_problem}",
             "choose another --main_process_port, or end what uses it (see: ss -ltnp); on one machine leave the option out",
         )
     if facts.main_process_port and facts.machine_rank > 0:
-        return DoctorFinding("ports", "ok", f"{facts.main_process_port} is taken on machine 0, not here")
+        return _ok(f"{facts.main_process_port} is taken on machine 0, not here")
     if facts.port_range is None:
-        return DoctorFinding("ports", "ok", "main_process_port is free" if facts.main_process_port else "a free one is taken when needed")
+        return _ok("main_process_port is free" if facts.main_process_port else "a free one is taken when needed")
     first, last = facts.port_range
     if last - first < 1024:
-        return DoctorFinding(
-            "ports",
-            "warning",
+        return _warning(
             f"the kernel hands out ports {first} to {last} only, and every pair of processes needs some",
             "sysctl -w net.ipv4.ip_local_port_range='32768 60999'",
         )
     if facts.main_process_port and facts.num_machines > 1 and first <= facts.main_process_port <= last:
-        return DoctorFinding(
-            "ports",
-            "note",
+        return _note(
             f"{facts.main_process_port} is free now, but the kernel may give it away: it hands out {first} to {last}",
             f"choose one below {first}",
         )
     free = f"{facts.main_process_port} is free" if facts.main_process_port else f"{first} to {last}; a free one is taken"
-    return DoctorFinding("ports", "ok", free)
+    return _ok(free)
 
 
-def _check_loopback(facts: MachineFacts) -> DoctorFinding:
+def _check_loopback(facts: MachineFacts) -> _Result:
     loopback = next((interface for interface in facts.interfaces if interface.loopback), None)
     if loopback is None or not loopback.up:
         state = "is down" if loopback else "has no address or does not exist"
-        return DoctorFinding(
-            "loopback", "error", f"the loopback interface {state}; processes of one machine meet there", "ip link set lo up"
-        )
-    return DoctorFinding("loopback", "ok", f"{loopback.name} is up")
+        return _error(f"the loopback interface {state}; processes of one machine meet there", "ip link set lo up")
+    return _ok(f"{loopback.name} is up")
 
 
-def _check_interface(facts: MachineFacts) -> DoctorFinding:
+def _check_interface(facts: MachineFacts) -> _Result:
     """Which interface gloo takes: the one it is told; the launcher tells it the one that leads to the main process."""
     if facts.chosen_interface is not None:
         return _chosen_interface(facts, facts.chosen_interface)
     if facts.num_machines == 1:
-        return DoctorFinding("interface", "ok", "the loopback interface; one machine needs no other")
+        return _ok("the loopback interface; one machine needs no other")
     found = next((interface for interface in facts.interfaces if interface.name == facts.route_interface), None)
     others = [interface.name for interface in facts.interfaces if interface.up and interface.addresses and not interface.loopback]
     remedy = f"export GLOO_SOCKET_IFNAME={others[0]} on this machine" if others else "connect this machine to the network of the others"
     if found is None:
-        return DoctorFinding("interface", "error", f"no interface leads from here to {facts.main_process_ip}", remedy)
+        return _error(f"no interface leads from here to {facts.main_process_ip}", remedy)
     if found.loopback:
-        return DoctorFinding(
-            "interface", "error", f"{facts.main_process_ip} leads to {found.name}, which never leaves this machine", remedy
-        )
-    return DoctorFinding("interface", "ok", f"gloo is given {found.name} ({found.addresses[0]}), which leads to {facts.main_process_ip}")
+        return _error(f"{facts.main_process_ip} leads to {found.name}, which never leaves this machine", remedy)
+    return _ok(f"gloo is given {found.name} ({found.addresses[0]}), which leads to {facts.main_process_ip}")
 
 
-def _chosen_interface(facts: MachineFacts, name: str) -> DoctorFinding:
+def _chosen_interface(facts: MachineFacts, name: str) -> _Result:
     wanted: list[Interface | None] = [
         next((interface for interface in facts.interfaces if interface.name == part), None) for part in name.split(",")
     ]
     if any(entry is None for entry in wanted):
         known = ", ".join(interface.name for interface in facts.interfaces)
-        return DoctorFinding(
-            "interface", "error", f"GLOO_SOCKET_IFNAME={name} names an interface that is not here", f"write one of: {known}"
-        )
+        return _error(f"GLOO_SOCKET_IFNAME={name} names an interface that is not here", f"write one of: {known}")
     if not all(entry.up for entry in wanted if entry):
-        return DoctorFinding("interface", "error", f"GLOO_SOCKET_IFNAME={name}, and that interface is down", f"ip link set {name} up")
-    return DoctorFinding("interface", "ok", f"gloo takes {name}, from GLOO_SOCKET_IFNAME")
+        return _error(f"GLOO_SOCKET_IFNAME={name}, and that interface is down", f"ip link set {name} up")
+    return _ok(f"gloo takes {name}, from GLOO_SOCKET_IFNAME")
 
 
-def _check_hostname(facts: MachineFacts) -> DoctorFinding:
-    level: FindingLevel = "ok" if facts.num_machines == 1 else "warning"
+def _check_hostname(facts: MachineFacts) -> _Result:
     if not facts.host_addresses:
-        return DoctorFinding(
-            "host name",
-            "warning",
+        return _warning(
             f"{facts.hostname} does not resolve: {facts.host_problem or 'no address'}",
             f"add a line to /etc/hosts, such as: 127.0.1.1 {facts.hostname}",
         )
     shown = f"{facts.hostname} is {', '.join(facts.host_addresses[:3])}"
-    if level == "ok" or facts.chosen_interface or not all(map(_is_loopback, facts.host_addresses)):
-        return DoctorFinding("host name", "ok", shown)
-    return DoctorFinding(
-        "host name",
-        level,
+    if facts.num_machines == 1 or facts.chosen_interface or not all(map(is_loopback, facts.host_addresses)):
+        return _ok(shown)
+    return _warning(
         f"{shown}, and gloo goes by it in processes that `slipstream launch` did not start",
         "start them with `slipstream launch`, or export GLOO_SOCKET_IFNAME, or correct /etc/hosts",
     )
 
 
-def _check_main_process(facts: MachineFacts) -> DoctorFinding:
+def _check_main_process(facts: MachineFacts) -> _Result:
     if facts.num_machines == 1 or facts.main_process_ip is None:
-        return DoctorFinding("main process", "ok", "not applicable: one machine")
+        return _ok("not applicable: one machine")
     if not facts.main_addresses:
-        return DoctorFinding(
-            "main process",
-            "error",
+        return _error(
             f"main_process_ip {facts.main_process_ip} does not resolve here: {facts.main_problem or 'no address'}",
             "give an address instead of a name, or add the name to /etc/hosts on every machine",
         )
     own = {address for interface in facts.interfaces for address in interface.addresses}
     shown = f"{facts.main_process_ip} is {', '.join(facts.main_addresses)}"
-    if all(map(_is_loopback, facts.main_addresses)):
-        return DoctorFinding(
-            "main process", "error", f"{shown}, which every machine takes for itself", "give the address of machine 0 in the common network"
-        )
+    if all(map(is_loopback, facts.main_addresses)):
+        return _error(f"{shown}, which every machine takes for itself", "give the address of machine 0 in the common network")
     if facts.machine_rank == 0 and not own & set(facts.main_addresses):
-        return DoctorFinding(
-            "main process",
-            "warning",
+        return _warning(
             f"{shown}, which is no address of this machine, although its machine_rank is 0",
             "give an address of machine 0, or start this machine with another --machine_rank",
         )
-    return DoctorFinding("main process", "ok", shown)
+    return _ok(shown)
 
 
-def _check_threads(facts: MachineFacts) -> DoctorFinding:
+def _check_threads(facts: MachineFacts) -> _Result:
     text = f"{_processes(facts)} on {facts.cores} cores"
     if facts.local_processes > facts.cores:
-        return DoctorFinding("threads", "warning", f"{text}: they take turns", f"--num_processes {facts.cores} would be as fast")
+        return _warning(f"{text}: they take turns", f"--num_processes {facts.cores} would be as fast")
     if facts.threads is None:
-        return DoctorFinding("threads", "ok", f"{text}; each gets {max(1, facts.cores // facts.local_processes)} threads")
+        return _ok(f"{text}; each gets {max(1, facts.cores // facts.local_processes)} threads")
     if facts.threads * facts.local_processes > facts.cores:
         fitting = max(1, facts.cores // facts.local_processes)
-        return DoctorFinding(
-            "threads",
-            "warning",
+        return _warning(
             f"{text} with {facts.threads} threads each: {facts.threads * facts.local_processes} threads want them",
             f"--num_cpu_threads_per_process {fitting} (or OMP_NUM_THREADS={fitting})",
         )
-    return DoctorFinding("threads", "ok", f"{text} with {facts.threads} threads each")
+    return _ok(f"{text} with {facts.threads} threads each")
 
 
-def _check_memory(facts: MachineFacts) -> DoctorFinding:
+def _check_memory(facts: MachineFacts) -> _Result:
     text = f"{convert_bytes(facts.memory.available)} available of {convert_bytes(facts.memory.total)}"
     needed = _MEMORY_PER_PROCESS * facts.local_processes
     if facts.memory.available < needed:
-        return DoctorFinding(
-            "memory",
-            "warning",
+        return _warning(
             f"{text}; {_processes(facts)} need about {convert_bytes(needed)} before any model is loaded",
             "start fewer processes, end other programs, or raise the memory of the job",
         )
-    return DoctorFinding("memory", "ok", text)
+    return _ok(text)
 
 
-def _check_memory_limit(facts: MachineFacts) -> DoctorFinding:
+def _check_memory_limit(facts: MachineFacts) -> _Result:
     limit = facts.memory.limit
     if limit is None or limit >= facts.memory.total:
-        return DoctorFinding("memory limit", "ok", "no control group sets one below the memory of the machine")
+        return _ok("no control group sets one below the memory of the machine")
     text = f"a control group allows {convert_bytes(limit)} of the machine's {convert_bytes(facts.memory.total)}"
     if limit < _MEMORY_PER_PROCESS * facts.local_processes:
-        return DoctorFinding("memory limit", "error", f"{text}: too little for {_processes(facts)}", "raise the memory of the job")
-    return DoctorFinding("memory limit", "note", text, "processes beyond it are killed without a word; ask for more if the model needs it")
+        return _error(f"{text}: too little for {_processes(facts)}", "raise the memory of the job")
+    return _note(text, "processes beyond it are killed without a word; ask for more if the model needs it")
 
 
-def _check_devices(facts: MachineFacts) -> DoctorFinding:
+def _check_devices(facts: MachineFacts) -> _Result:
     if not facts.devices:
-        return DoctorFinding("devices", "ok", f"no accelerator is used; processes compute on {facts.device_type}")
+        return _ok(f"no accelerator is used; processes compute on {facts.device_type}")
     text = f"{facts.devices} x {facts.device_type}"
     if not facts.device_memory:
-        return DoctorFinding(
-            "devices",
-            "error",
-            f"{text} by their device files, but torch sees none",
-            "install a build of torch for them, check the driver, or use --cpu",
+        return _error(
+            f"{text} by their device files, but torch sees none", "install a build of torch for them, check the driver, or use --cpu"
         )
     full = [device for device in facts.device_memory if device.free is not None and device.free < _GIB]
     if full:
         shown = ", ".join(f"{device.name} ({convert_bytes(device.free or 0)})" for device in full)
-        return DoctorFinding(
-            "devices", "warning", f"{text}; little memory is free on {shown}", "end what uses them, or choose others: --gpu_ids"
-        )
+        return _warning(f"{text}; little memory is free on {shown}", "end what uses them, or choose others: --gpu_ids")
     if facts.local_processes > len(facts.device_memory):
-        return DoctorFinding(
-            "devices",
-            "warning",
+        return _warning(
             f"{text} that torch can use, for {_processes(facts)}: several would share one",
             f"--num_processes {len(facts.device_memory) * facts.num_machines}, or --cpu",
         )
     free = ", ".join("unknown" if entry.free is None else convert_bytes(entry.free) for entry in facts.device_memory)
-    return DoctorFinding("devices", "ok", f"{text}; free: {free}")
+    return _ok(f"{text}; free: {free}")
 
 
-def _check_temporary(facts: MachineFacts) -> DoctorFinding:
+def _check_temporary(facts: MachineFacts) -> _Result:
     if facts.temporary_problem is not None:
-        return DoctorFinding(
-            "temporary folder", "error", f"{facts.temporary} cannot be written to: {facts.temporary_problem}", "set TMPDIR to one that can"
-        )
+        return _error(f"{facts.temporary} cannot be written to: {facts.temporary_problem}", "set TMPDIR to one that can")
     if facts.temporary_free < 100 * 2**20:
-        return DoctorFinding(
-            "temporary folder", "warning", f"{facts.temporary} has {convert_bytes(facts.temporary_free)} left", "free some, or set TMPDIR"
-        )
-    return DoctorFinding("temporary folder", "ok", f"{facts.temporary}, {convert_bytes(facts.temporary_free)} free")
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
+        return _warning(f"{facts.temporary} has {convert_bytes(facts.temporary_free)} left", "free some, or set TMPDIR")
+    return _ok(f"{facts.temporary}, {convert_bytes(facts.temporary_free)} free")
 
 
 def _processes(facts: MachineFacts) -> str:
     return "1 process" if facts.local_processes == 1 else f"{facts.local_processes} processes"
 
 
-CHECKS: Final[tuple[Callable[[MachineFacts], DoctorFinding], ...]] = (
-    _check_kernel,
-    _check_versions,
-    _check_shared_memory,
-    _check_open_files,
-    _check_temporary,
-    _check_memory,
-    _check_memory_limit,
-    _check_devices,
-    _check_threads,
-    _check_loopback,
-    _check_interface,
-    _check_hostname,
-    _check_ports,
-    _check_main_process,
+CHECKS: Final[Mapping[str, Callable[[MachineFacts], _Result]]] = MappingProxyType(
+    {
+        "kernel": _check_kernel,
+        "versions": _check_versions,
+        "shared memory": _check_shared_memory,
+        "open files": _check_open_files,
+        "temporary folder": _check_temporary,
+        "memory": _check_memory,
+        "memory limit": _check_memory_limit,
+        "devices": _check_devices,
+        "threads": _check_threads,
+        "loopback": _check_loopback,
+        "interface": _check_interface,
+        "host name": _check_hostname,
+        "ports": _check_ports,
+        "main process": _check_main_process,
+    }
 )

@@ -6,11 +6,8 @@ the options are found before anything is started.
 
 from __future__ import annotations
 
-import contextlib
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -34,12 +31,10 @@ _TITLES: Final[Mapping[str, str]] = MappingProxyType(
         "safety": "Waiting and checking",
     }
 )
-_OPTIMIZES: Final = re.compile(rb"\boptim\b|Accelerator|DistributedDataParallel|\bTrainer\b")
-_SETS_UP_THE_COMPILER: Final = re.compile(rb"TORCHDYNAMO|TORCHINDUCTOR")
 
 
 class _Launch(click.Command):
-    """Options by section in the help; an unknown one is answered by the configuration, which knows what is near."""
+    """Shows options by section in the help; the configuration explains an unknown one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -64,13 +59,13 @@ def _help_row(option: Option) -> tuple[str, str]:
 
 
 def _declared(option: Option) -> click.Option:
-    """The option for click: raw text, because the configuration itself reads values and says what is wrong with them."""
+    """Return the option for click: raw text, because the configuration parses values and explains errors."""
     yes, no = flag_names(option), negative_flag_names(option)
     if not option.is_switch:
         return click.Option([option.name, *yes], default=None)
     if not no:
         return click.Option([option.name, *yes], is_flag=True, default=None)
-    # click pairs each "yes" with a "no" in one declaration; the spare ones of either side stand alone
+    # click pairs each "yes" with a "no" in one declaration; the rest of either side stand alone
     pairs = [f"{first}/{second}" for first, second in zip(yes, no, strict=False)]
     return click.Option([option.name, *pairs, *yes[len(no) :], *[f" /{name}" for name in no[len(yes) :]]], default=None)
 
@@ -87,21 +82,6 @@ def _machine(environ: Mapping[str, str]) -> MachineSpec:
 
     family, count = count_without_torch(environ)
     return MachineSpec(accelerators=VisibleAccelerators(count, family.visible))
-
-
-def _preload(target: Target) -> list[str]:
-    """What the workers will want, to be imported once before they are forked.
-
-    The first optimizer of a process, and the first DistributedDataParallel, import torch's compiler, which takes as long as torch itself.
-    A program that has neither should not pay for it, so its text is asked; one that sets the compiler's variables has to come first.
-    """
-    wanted = ["slipstream.distributed.state", "psutil"]
-    path = {"script": target.name, "module": target.name.replace(".", "/") + ".py"}.get(target.kind)
-    with contextlib.suppress(OSError):  # no such file: whoever runs it says so
-        text = Path(path).read_bytes() if path is not None else b""
-        if _OPTIMIZES.search(text) and not _SETS_UP_THE_COMPILER.search(text):
-            wanted.append("torch._dynamo")
-    return wanted
 
 
 def _run(words: Sequence[str], **flags: Any) -> None:
@@ -122,8 +102,7 @@ def _run(words: Sequence[str], **flags: Any) -> None:
         detect(environ)  # rank variables that are half set would fail in the script, with a traceback
     from slipstream.launch.agent import launch
 
-    exit_code = launch(plan, preload=_preload(target))
-    end_interpreter(exit_code)  # at once: taking down an interpreter that has torch in it takes a third of a second
+    end_interpreter(launch(plan))  # at once: taking down an interpreter with torch takes a third of a second
 
 
 command: Final = _Launch(

@@ -32,16 +32,8 @@ _FP8_OTHERS: Final = {
     "enable_fsdp_float8_all_gather": "no weights are sharded here, so none are gathered",
     **dict.fromkeys(
         (
-            "use_autocast_during_eval",
-            "margin",
-            "interval",
-            "fp8_format",
-            "amax_history_length",
-            "amax_history_len",
-            "amax_compute_algorithm",
-            "amax_compute_algo",
-            "override_linear_precision",
-            "use_mxfp8_block_scaling",
+            *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_length", "amax_history_len"),
+            *("amax_compute_algorithm", "amax_compute_algo", "override_linear_precision", "use_mxfp8_block_scaling"),
         ),
         "belongs to the recipe of TransformerEngine; fp8 runs through torchao",
     ),
@@ -51,12 +43,12 @@ _COMPUTE: Final = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
 
 
 def recognise(data: Mapping[str, Any]) -> bool:
-    """Whether a mapping looks like a file of `accelerate config`: it has one of its keys, and no version of ours."""
+    """Return whether a mapping looks like a file of `accelerate config`: it has one of its keys, and no version of ours."""
     return "version" not in data and any(key in KEYS for key in data)
 
 
 def translate(data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[UnusedKey]]:
-    """The entries that are options, and the keys that have no effect here."""
+    """Return the entries that are options, and the keys that have no effect here."""
     _check_compute_environment(data, path)
     entries, unused = _distributed_type(data, path)
     for key, raw in data.items():
@@ -88,7 +80,7 @@ def _check_compute_environment(data: Mapping[str, Any], path: str) -> None:
 
 
 def _distributed_type(data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[UnusedKey]]:
-    """What the one word that mixes hardware, engine and "distributed or not" says about our separate options."""
+    """Return the options behind `distributed_type`, which mixes hardware, engine and "distributed or not"."""
     raw = data.get("distributed_type")
     if raw is None:
         return [], []
@@ -136,7 +128,7 @@ def _nested_options(block: str, raw: Any, path: str) -> list[Entry]:
 
 
 def _fp8(raw: Any, data: Mapping[str, Any], path: str) -> tuple[list[Entry], list[UnusedKey]]:
-    """The block of fp8: the keys of torchao are options; those of other engines have no effect beside it."""
+    """Return the fp8 block: keys of torchao are options, keys of other engines have no effect."""
     if _asks_nothing(raw):
         return [], [UnusedKey("fp8_config", "asks for nothing")]
     if _as_word(data.get("mixed_precision", "NO")) != "FP8":
@@ -147,7 +139,7 @@ def _fp8(raw: Any, data: Mapping[str, Any], path: str) -> tuple[list[Entry], lis
 
 
 def _why_unused(key: str, raw: Any, data: Mapping[str, Any], path: str) -> str:
-    """Why a key asks for nothing here; when it does ask for something, that is an error."""
+    """Return why a key has no effect here; raise if it asks for something that is not available."""
     if _asks_nothing(raw):
         return "asks for nothing"
     if key == "main_training_function":
@@ -175,7 +167,7 @@ def _contradiction_error(path: str, text: str, other: str, advice: str) -> Confi
 
 
 def _as_word(raw: Any) -> str:
-    """YAML reads a bare NO as false."""
+    """Return a value as a word in capitals; YAML reads a bare NO as false."""
     return "NO" if raw is False or raw is None else str(raw).strip().upper()
 
 

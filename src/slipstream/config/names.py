@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Final
 
@@ -27,61 +28,41 @@ class Feature:
     """A feature that this version does not have, and the names that ask for it."""
 
     title: str
-    names: tuple[str, ...]
-    """Whole names, or the start of names when they end with a star."""
+    names: str
+    """Names separated by spaces; one that ends with a star is the start of names."""
     instead: str
 
     def claims(self, name: str) -> bool:
-        return any(name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in self.names)
+        return any(fnmatchcase(name, pattern) for pattern in self.names.split())
 
 
 _PLAIN: Final = "Leave it out: the processes then train replicas of the model."
 
 FEATURES: Final = (
-    Feature("Sharded training (FSDP)", ("use_fsdp", "fsdp_*"), _PLAIN),
+    Feature("Sharded training (FSDP)", "use_fsdp fsdp_*", _PLAIN),
     Feature(
         "DeepSpeed",
-        (
-            "use_deepspeed",
-            "deepspeed_*",
-            "zero_stage",
-            "zero3_*",
-            "offload_optimizer_*",
-            "offload_param_*",
-            "gradient_clipping",
-        ),
+        "use_deepspeed deepspeed_* zero_stage zero3_* offload_optimizer_* offload_param_* gradient_clipping",
         _PLAIN,
     ),
-    Feature("Megatron-LM", ("use_megatron_lm", "megatron_lm_*"), _PLAIN),
-    Feature("A mesh of parallel axes", ("use_parallelism_config", "parallelism_config", "parallelism_config_*"), _PLAIN),
+    Feature("Megatron-LM", "use_megatron_lm megatron_lm_*", _PLAIN),
+    Feature("A mesh of parallel axes", "use_parallelism_config parallelism_config parallelism_config_*", _PLAIN),
     Feature(
         "Recipes of TransformerEngine and MS-AMP for fp8",
-        ("fp8_use_*", "fp8_margin", "fp8_interval", "fp8_format", "fp8_amax_*", "fp8_override_*", "fp8_opt_level", "fp8_enable_*"),
+        "fp8_use_* fp8_margin fp8_interval fp8_format fp8_amax_* fp8_override_* fp8_opt_level fp8_enable_*",
         "Leave it out: fp8 runs through torchao, whose recipe is AORecipeKwargs in the script.",
     ),
     Feature(
         "Launching on TPU hosts",
-        ("tpu", "tpu_*", "no_tpu_cluster", "vm", "env", "main_training_function", "downcast_bf16", "command_file", "commands"),
+        "tpu tpu_* no_tpu_cluster vm env main_training_function downcast_bf16 command_file commands",
         "Leave it out, and start the script on every host yourself.",
     ),
-    Feature("Launching through mpirun", ("mpirun_*",), "Start the script with mpirun directly: its rank variables are understood."),
-    Feature("Binding processes to CPU cores", ("enable_cpu_affinity",), "Leave it out, or start the launcher under numactl or taskset."),
+    Feature("Launching through mpirun", "mpirun_*", "Start the script with mpirun directly: its rank variables are understood."),
+    Feature("Binding processes to CPU cores", "enable_cpu_affinity", "Leave it out, or start the launcher under numactl or taskset."),
     Feature(
         "Submitting jobs to SageMaker",
-        (
-            "aws_*",
-            "sagemaker_*",
-            "ec2_instance_type",
-            "iam_role_name",
-            "image_uri",
-            "profile",
-            "region",
-            "base_job_name",
-            "pytorch_version",
-            "transformers_version",
-            "py_version",
-            "additional_args",
-        ),
+        "aws_* sagemaker_* ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version transformers_version "
+        "py_version additional_args",
         "Leave it out, and submit the job with SageMaker's own tools: a script started there finds its processes.",
     ),
 )
@@ -113,12 +94,12 @@ _ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def is_internal(variable: str) -> bool:
-    """Whether a variable is one that our own processes set for each other, or that is read elsewhere than here."""
+    """Return whether our own processes set a variable for each other, or read it elsewhere."""
     return variable in INTERNAL_VARIABLES or variable.startswith(_INTERNAL_PREFIXES)
 
 
 def missing_feature(name: str) -> Feature | None:
-    """The feature that a name belongs to, when this version does not have it.
+    """Return the missing feature that a name belongs to, or None.
 
     >>> missing_feature("fsdp_version").title
     'Sharded training (FSDP)'
@@ -131,17 +112,17 @@ def missing_feature(name: str) -> Feature | None:
 
 
 def not_available(what: str, feature: Feature) -> ConfigError:
-    """`what` is the flag, "key in file" or variable that asks for the feature."""
+    """Return the error for a feature that is missing; `what` is the flag, key or variable that asks for it."""
     return ConfigError(f"{what} asks for something that is not available in this version: {feature.title}.\n{feature.instead}")
 
 
 def variable_names() -> list[str]:
-    """Every variable that a person may set."""
+    """Return every variable that a user may set."""
     return [option.variable for option in OPTIONS.values() if option.variable] + ["SLIPSTREAM_HOME"]
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three known names that look like `name`, best first.
+    """Return up to three known names that look like `name`, best first.
 
     >>> nearest("num_procs", ["num_processes", "num_machines", "cpu"])[0]
     'num_processes'
@@ -149,21 +130,21 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     import difflib  # only here: names are right most of the time
 
     typed = _normalized(name)
-    scores = {entry: difflib.SequenceMatcher(None, typed, _normalized(entry)).ratio() for entry in known}
+    scores = {candidate: difflib.SequenceMatcher(None, typed, _normalized(candidate)).ratio() for candidate in known}
     best = max(scores.values(), default=0.0)
-    close = [entry for entry, score in scores.items() if score >= max(0.6, best - 0.1)]
+    close = [candidate for candidate, score in scores.items() if score >= max(0.6, best - 0.1)]
     if not close and len(typed) >= 3:
-        close = [score for score in scores if typed in _normalized(score)]
-    return sorted(close, key=lambda entry: -scores[entry])[:3]
+        close = [candidate for candidate in scores if typed in _normalized(candidate)]
+    return sorted(close, key=lambda candidate: -scores[candidate])[:3]
 
 
 def _normalized(name: str) -> str:
-    """A name without what people write differently."""
+    """Return a name without case, dashes and underscores."""
     return re.sub("[-_ ]", "", name).lower()
 
 
 def unknown_name(name: str, origin: Origin, also: Iterable[str] = ()) -> ConfigError:
-    """The error for a name that is no option: as a flag, in a file or as a variable; `also` are further names that it may have meant."""
+    """Return the error for a name that is no option; `also` are further names that it may have meant."""
     bare = name.removeprefix("SLIPSTREAM_").lower() if origin.kind == "environment" else name
     place = _place(name, origin)
     feature = missing_feature(bare)
@@ -171,14 +152,14 @@ def unknown_name(name: str, origin: Origin, also: Iterable[str] = ()) -> ConfigE
         return not_available(place, feature)
     if bare in OPTIONS and not OPTIONS[bare].in_file:
         return ConfigError(f"{place} cannot be used here: it belongs to one command line.\nWrite it as a flag: --{bare}")
-    candidates = _candidates(origin.kind) | {entry: entry for entry in also}
-    near = [candidates[entry] for entry in ([_ELSEWHERE[bare]] if bare in _ELSEWHERE else nearest(bare, candidates))]
+    candidates = _candidates(origin.kind) | {other: other for other in also}
+    near = [candidates[found] for found in ([_ELSEWHERE[bare]] if bare in _ELSEWHERE else nearest(bare, candidates))]
     hint = f"Did you mean {' or '.join(near)}?" if near else _where_listed(origin.kind)
     return ConfigError(f"{place} is not an option of Slipstream.\n{hint}")
 
 
 def _place(name: str, origin: Origin) -> str:
-    """The name and where it stood, as the start of a sentence."""
+    """Return the name and where it was given, as the start of a sentence."""
     if origin.kind == "file":
         path, _, _ = origin.where.rpartition(": ")
         return f"The key {shown(name)} (in {path})"
@@ -188,7 +169,7 @@ def _place(name: str, origin: Origin) -> str:
 
 
 def _candidates(kind: Kind) -> dict[str, str]:
-    """What a misspelt name may have meant, as it is compared, and how to write it in this kind of source."""
+    """Return the names that a misspelt name is compared with, and how to write each in this kind of source."""
     options = OPTIONS.values()
     if kind == "environment":
         return {name.removeprefix("SLIPSTREAM_").lower(): name for name in variable_names()}
@@ -205,7 +186,7 @@ def _where_listed(kind: Kind) -> str:
 
 
 def unknown_flag(flag: str) -> ConfigError:
-    """The error for a flag as the user typed it, with its dashes and without its value.
+    """Return the error for a flag as the user typed it, with its dashes and without its value.
 
     >>> print(unknown_flag("--num-procs"))
     --num-procs is not an option of Slipstream.

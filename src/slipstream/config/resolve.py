@@ -14,7 +14,7 @@ from slipstream.config import resolved_config
 from slipstream.config.files import ConfigFile, parse_config_file
 from slipstream.config.names import is_internal, unknown_name
 from slipstream.config.option import Kind, Origin, parse
-from slipstream.config.resolved_config import Choice, Config, build_config, parse_constructor
+from slipstream.config.resolved_config import Choice, Config, build_config, parse_choices
 from slipstream.config.schema import OPTIONS
 from slipstream.config.sources import default_file_path, environment, read_file
 
@@ -32,7 +32,7 @@ def resolve(
     default_file: bool = False,
     caller: str = "Accelerator",
 ) -> Config:
-    """The configuration that these sources give together.
+    """Return the configuration that these sources give together.
 
     `flags` holds what was typed, by option name (as text or as values); `config_file` is the same as a flag of that name.
     Without either the file is the one of SLIPSTREAM_CONFIG_FILE, else, with `default_file`, that of the user if there is one.
@@ -43,17 +43,18 @@ def resolve(
     (4, True)
     """
     environ = environment() if environ is None else environ
-    flag_layer = _flag_layer({**(flags or {}), **({"config_file": os.fspath(config_file)} if config_file is not None else {})})
+    typed = {**(flags or {}), **({"config_file": os.fspath(config_file)} if config_file is not None else {})}
+    flag_layer = parse_choices(typed, "flag", "--{}")
     environment_layer = _environment_layer(environ)
     file = _file(flag_layer, environment_layer, default_file_path(environ) if default_file else None)
-    constructor_layer = parse_constructor(constructor or {}, caller)
+    constructor_layer = _constructor_layer(constructor, caller)
     return build_config(_strongest(constructor_layer, flag_layer, environment_layer, file.choices), file.unused)
 
 
 def for_worker(
     constructor: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, caller: str = "Accelerator"
 ) -> Config:
-    """The configuration inside a script: what the launcher sent, if there was one, and what is set here.
+    """Return the configuration inside a script: what the launcher sent, if there was one, and what is set here.
 
     Never reads the user's default file: that is for commands, and a script started by hand should not depend on it.
 
@@ -67,7 +68,7 @@ def for_worker(
     sent = resolved_config.load(text).given()
     return build_config(
         _strongest(
-            parse_constructor(constructor or {}, caller),
+            _constructor_layer(constructor, caller),
             _of_kind(sent, "constructor"),
             _of_kind(sent, "flag"),
             _environment_layer(environ),
@@ -77,8 +78,12 @@ def for_worker(
     )
 
 
+def _constructor_layer(arguments: Mapping[str, object] | None, caller: str) -> _Layer:
+    return parse_choices(arguments or {}, "constructor", f"{caller}({{}}=...)")
+
+
 def _strongest(*layers: _Layer) -> dict[str, Choice]:
-    """One layer from several, the first being the strongest."""
+    """Merge layers, the first being the strongest."""
     merged: dict[str, Choice] = {}
     for layer in reversed(layers):
         merged.update(layer)
@@ -87,18 +92,6 @@ def _strongest(*layers: _Layer) -> dict[str, Choice]:
 
 def _of_kind(layer: _Layer, kind: Kind) -> _Layer:
     return {name: choice for name, choice in layer.items() if choice.origin.kind == kind}
-
-
-def _flag_layer(flags: Mapping[str, object]) -> dict[str, Choice]:
-    layer: dict[str, Choice] = {}
-    for name, raw in flags.items():
-        if raw is None:
-            continue
-        origin = Origin("flag", f"--{name}")
-        if name not in OPTIONS:
-            raise unknown_name(name, origin)
-        layer[name] = Choice(parse(OPTIONS[name], raw, origin), origin)
-    return layer
 
 
 def _environment_layer(environ: Mapping[str, str]) -> dict[str, Choice]:

@@ -1,7 +1,7 @@
 """The resolved configuration: typed sections with the origin of every value, the checks between options, and the form sent to workers.
 
 A `Config` is made by `resolve`, `for_worker` or `load` and never changes; `replace` returns another one. Making one checks the options
-against each other, so an existing `Config` has no contradiction that can be known without the machine. `dump` and `load` carry it from
+against each other, so a `Config` has no contradiction that can be known without the machine. `dump` and `load` carry it from
 the launcher to the workers as JSON in one variable: only values that were set travel, with their origins, and a newer format version is
 an error.
 """
@@ -19,8 +19,8 @@ from slipstream.config.schema import OPTIONS, SECTIONS, Command, Compute, Device
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "Choice", "Choices", "Config", "UnusedKey", "VARIABLE", "VERSION", "build_config", "describe_option", "device_ids", "dump",
-    "find_contradiction", "load", "missing_main_process", "parse_constructor",
+    "Choice", "Choices", "Config", "UnusedKey", "VARIABLE", "VERSION", "build_config", "describe_option", "device_ids", "dump", "load",
+    "parse_choices",
 ]
 
 
@@ -36,13 +36,13 @@ Choices = Mapping[str, Choice]
 
 
 def describe_option(choices: Choices, name: str) -> str:
-    """The option as it was given: "num_processes=3 (from --num_processes)"."""
+    """Return the option as it was given: "num_processes=3 (from --num_processes)"."""
     value, origin = choices[name]
     return f"{name}={option_text(value)} ({origin})"
 
 
 def device_ids(gpu_ids: str | None) -> list[str] | None:
-    """The accelerators that `gpu_ids` allows, or None when it allows all of them.
+    """Return the accelerators that `gpu_ids` allows, or None if it allows all.
 
     >>> device_ids("0,1"), device_ids("all"), device_ids(None)
     (['0', '1'], None, None)
@@ -134,23 +134,6 @@ _CHECKS: Final[tuple[Callable[[Choices], str | None], ...]] = (
 )
 
 
-def find_contradiction(choices: Choices) -> str | None:
-    """What is wrong with the options taken together, or None."""
-    return next((complaint for complaint in (check(choices) for check in _CHECKS) if complaint), None)
-
-
-def missing_main_process(choices: Choices) -> str | None:
-    """What is missing for several machines to meet when no cluster says so, or None."""
-    if _number(choices, "num_machines") == 1 or choices["main_process_ip"].value is not None:
-        return None
-    if choices["rdzv_backend"].value != "static" and "endpoint" in split_pairs(str(choices["rdzv_conf"].value)):
-        return None
-    return (
-        f"{describe_option(choices, 'num_machines')}, but main_process_ip is not given, and no cluster says which machine is the first.\n"
-        "Write --main_process_ip with the host name or address of machine 0, the same on every machine."
-    )
-
-
 def _number(choices: Choices, name: str) -> int:
     value = choices[name].value
     return int(value) if value is not None else 0
@@ -192,56 +175,58 @@ class Config:
     """Keys of a foreign configuration file that have no effect here, with the reason."""
 
     def value(self, name: str) -> Value:
-        """The value of an option by name, whatever its section."""
-        if name not in OPTIONS:
-            raise ConfigError(f"There is no option {name!r}.")
-        found: Value = getattr(getattr(self, OPTIONS[name].section), name)
-        return found
+        """Return the value of an option by name."""
+        return self._choice(name).value
 
     def origin(self, name: str) -> Origin:
-        """Where the value of an option came from."""
+        """Return where the value of an option came from."""
+        return self._choice(name).origin
+
+    def _choice(self, name: str) -> Choice:
         if name not in OPTIONS:
             raise ConfigError(f"There is no option {name!r}.")
-        return self.origins[name]
+        return Choice(getattr(getattr(self, OPTIONS[name].section), name), self.origins[name])
 
     def said(self, name: str) -> str:
-        """An option with its value and origin, for messages: "num_processes=2 (from --num_processes)"."""
+        """Return an option with its value and origin, for messages: "num_processes=2 (from --num_processes)"."""
         return describe_option(self.choices(), name)
 
     def choices(self) -> dict[str, Choice]:
-        """Every option by name with its value and origin."""
-        return {name: Choice(self.value(name), self.origins[name]) for name in OPTIONS}
+        """Return every option by name with its value and origin."""
+        return {name: self._choice(name) for name in OPTIONS}
 
     def given(self) -> dict[str, Choice]:
-        """The options that somebody set, without those that kept their default."""
+        """Return the options that were set, without those that kept their default."""
         return {name: choice for name, choice in self.choices().items() if choice.origin.kind != "default"}
 
     def replace(self, *, caller: str = "Accelerator", **values: object) -> Config:
-        """Another configuration in which `caller(name=value, ...)` has the last word; None changes nothing.
+        """Return another configuration in which the arguments of `caller(name=value, ...)` win; None changes nothing.
 
         >>> from slipstream.config import resolve
         >>> config = resolve(environ={}).replace(mixed_precision="bf16")
         >>> config.compute.mixed_precision, str(config.origin("mixed_precision"))
         ('bf16', 'from Accelerator(mixed_precision=...)')
         """
-        choices = self.choices()
-        choices.update(parse_constructor(values, caller))
-        return build_config(choices, self.unused)
+        return build_config({**self.choices(), **parse_choices(values, "constructor", f"{caller}({{}}=...)")}, self.unused)
 
     def require_main_process(self) -> None:
-        """Raise when several machines take part and nothing says where they meet; for a launcher that found no cluster."""
-        complaint = missing_main_process(self.choices())
-        if complaint:
-            raise ConfigError(complaint)
+        """Raise if several machines take part and no option says where they meet; for a launcher without a cluster."""
+        launch = self.launch
+        has_endpoint = launch.rdzv_backend != "static" and "endpoint" in split_pairs(launch.rdzv_conf)
+        if launch.num_machines > 1 and launch.main_process_ip is None and not has_endpoint:
+            raise ConfigError(
+                f"{self.said('num_machines')}, but main_process_ip is not given, and no cluster says which machine is the first.\n"
+                "Write --main_process_ip with the host name or address of machine 0, the same on every machine."
+            )
 
 
-def parse_constructor(values: Mapping[str, object], caller: str) -> dict[str, Choice]:
-    """The arguments of a call as choices; an argument that is None was not given."""
+def parse_choices(values: Mapping[str, object], kind: Kind, where: str) -> dict[str, Choice]:
+    """Return values by option name as choices; None means not given. `where` is the origin, with {} for the name."""
     found: dict[str, Choice] = {}
     for name, raw in values.items():
         if raw is None:
             continue
-        origin = Origin("constructor", f"{caller}({name}=...)")
+        origin = Origin(kind, where.format(name))
         if name not in OPTIONS:
             raise unknown_name(name, origin)
         found[name] = Choice(parse(OPTIONS[name], raw, origin), origin)
@@ -249,11 +234,11 @@ def parse_constructor(values: Mapping[str, object], caller: str) -> dict[str, Ch
 
 
 def build_config(choices: Mapping[str, Choice], unused: tuple[UnusedKey, ...] = ()) -> Config:
-    """A configuration from the choices that were made; options without one get their default."""
+    """Return a configuration from choices; the other options get their default."""
     complete = {name: choices.get(name) or Choice(option.default, Origin("default")) for name, option in OPTIONS.items()}
-    complaint = find_contradiction(complete)
-    if complaint:
-        raise ConfigError(complaint)
+    for check in _CHECKS:
+        if complaint := check(complete):
+            raise ConfigError(complaint)
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, option in OPTIONS.items():
         values[option.section][name] = complete[name].value
@@ -267,7 +252,7 @@ VERSION: Final = 1
 
 
 def dump(config: Config) -> str:
-    """The text for the variable.
+    """Return the text for the variable.
 
     >>> from slipstream.config import resolve
     >>> dump(resolve(flags={"cpu": True}, environ={}))
@@ -280,7 +265,7 @@ def dump(config: Config) -> str:
 
 
 def load(text: str) -> Config:
-    """The configuration in a text that `dump` made."""
+    """Return the configuration in a text that `dump` made."""
     try:
         data: Any = json.loads(text)
         version = data["version"]

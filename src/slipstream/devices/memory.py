@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HostMemory", "allocator_statistics", "available_cores", "available_memory", "clear_device_cache", "convert_bytes",
-    "device_peak_memory", "host_memory", "host_peak_memory", "memory_limit", "release_memory", "should_reduce_batch_size",
-    "timing_event_factory",
+    "device_peak_memory", "host_memory", "host_peak_memory", "release_memory", "should_reduce_batch_size", "timing_event_factory",
 ]
 
 
@@ -46,7 +45,7 @@ class HostMemory:
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """How many cores this process may use: its affinity, narrowed by the CPU quota of its control groups.
+    """Return how many cores this process may use: its affinity, limited by the CPU quota of its control groups.
 
     >>> available_cores() >= 1
     True
@@ -56,7 +55,7 @@ def available_cores(root: Path = _ROOT) -> int:
 
 
 def host_memory(root: Path = _ROOT) -> HostMemory:
-    """Memory of the host as this process may use it."""
+    """Return the memory of the host that this process may use."""
     import psutil
 
     host = psutil.virtual_memory()
@@ -65,13 +64,8 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
     return HostMemory(total=host.total, available=min([host.available, *(room for _, room in rooms)]), limit=limit)
 
 
-def memory_limit(root: Path = _ROOT) -> int | None:
-    """The tightest memory limit of the control groups around this process, or None."""
-    return min((limit for limit, _ in _memory_groups(root)), default=None)
-
-
 def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use that cannot be reclaimed) of every group around this process that has a limit."""
+    """Yield (limit, bytes in use that cannot be reclaimed) of every control group of this process with a limit."""
     for group in _groups(root, ""):
         yield from _memory_of(group, "memory.max", "memory.current", "inactive_file")
     for group in _groups(root, "memory"):
@@ -99,7 +93,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's control groups, the innermost first; "" is the one hierarchy of the second version."""
+    """Yield the folders of this process's control groups, the innermost first; "" is the single hierarchy of version 2."""
     top = root / "sys/fs/cgroup" / controller
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -123,7 +117,7 @@ def _read_number(file: Path) -> int | None:
 
 
 def clear_device_cache(garbage_collection: bool = False, *, families: tuple[Family, ...] = FAMILIES) -> None:
-    """Give cached but unused device memory back, for every family that this process has used.
+    """Release cached but unused device memory, for every family that this process has used.
 
     >>> clear_device_cache(garbage_collection=True)
     """
@@ -135,7 +129,7 @@ def clear_device_cache(garbage_collection: bool = False, *, families: tuple[Fami
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Drop references and give the memory behind them back: `model, optimizer = release_memory(model, optimizer)`.
+    """Drop references and release their memory: `model, optimizer = release_memory(model, optimizer)`.
 
     The caller's own names are what keeps the objects alive, so the result has to be assigned to them.
 
@@ -151,7 +145,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def available_memory(device: torch.device | str) -> int | None:
-    """Bytes that can still be allocated on a device, or None where the device does not tell.
+    """Return the bytes that can still be allocated on a device, or None if the device does not tell.
 
     On the host this is what the kernel can give without swapping, and no more than the control groups around this process allow.
 
@@ -174,10 +168,10 @@ def _free_on(family: Family, device: torch.device | str) -> int | None:
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Whether an exception says that memory ran out, so that a smaller batch may fit.
+    """Return whether an exception says that memory ran out, so that a smaller batch may fit.
 
-    The type decides where it can; the texts are for allocators that raise a plain RuntimeError. An error of this library is none, also
-    where it quotes the error of another process: memory did not run out here.
+    The type decides where it can; the texts are for allocators that raise a plain RuntimeError. Errors of this library do not
+    count, also if they quote the error of another process: memory did not run out here.
 
     >>> should_reduce_batch_size(MemoryError()), should_reduce_batch_size(ValueError("out of memory"))
     (True, False)
@@ -193,7 +187,7 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes in words.
+    """Return a number of bytes as text with a unit.
 
     >>> convert_bytes(1536), convert_bytes(3 * 1024**3)
     ('1.5 KB', '3.0 GB')
@@ -215,14 +209,14 @@ _COUNTS: Final = (("retries", "num_alloc_retries"), ("failures", "num_ooms"))
 
 
 def allocator_statistics(*, families: tuple[Family, ...] = FAMILIES) -> dict[str, dict[str, int]]:
-    """By device, for those that this process has used: bytes `allocated` and `reserved`, the most there were, and failed attempts.
+    """Return statistics by device, for devices that this process has used: bytes allocated and reserved, their peaks, failed attempts.
 
     >>> isinstance(allocator_statistics(), dict)
     True
     """
     used = [family for family in families if family is not CPU and family.may_be_used()]
     found = {name: _family_statistics(family, arguments) for family in used for name, arguments in _devices(family)}
-    return {name: told for name, told in found.items() if any(told.values())}
+    return {name: statistics for name, statistics in found.items() if any(statistics.values())}
 
 
 def _devices(family: Family) -> list[tuple[str, tuple[int, ...]]]:
@@ -244,7 +238,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def host_peak_memory(status: Path = _STATUS) -> int:
-    """The most main memory that this process ever held, in bytes.
+    """Return the peak of the main memory of this process, in bytes.
 
     >>> host_peak_memory() > 1_000_000
     True
@@ -263,7 +257,7 @@ def host_peak_memory(status: Path = _STATUS) -> int:
 
 
 def device_peak_memory(device: Any) -> int | None:
-    """The most memory that torch ever held on a device, in bytes; None for the host, and where the device does not tell.
+    """Return the peak of the memory that torch held on a device, in bytes; None for the host, and if the device does not tell.
 
     >>> device_peak_memory("cpu") is None
     True
@@ -274,7 +268,7 @@ def device_peak_memory(device: Any) -> int | None:
 
 
 def timing_event_factory(device: Any) -> Callable[[], Any] | None:
-    """Makes events that can be recorded on a device and say how long it took from one to the next; None where work is done at once.
+    """Return a function that makes timing events of a device; None if the device works synchronously or has none.
 
     >>> timing_event_factory("cpu") is None
     True
@@ -285,6 +279,6 @@ def timing_event_factory(device: Any) -> Callable[[], Any] | None:
         return None
     try:
         torch.Event(device=device, enable_timing=True)
-    except (RuntimeError, NotImplementedError, TypeError):  # a family without such events: the clock of the host has to do
+    except (RuntimeError, NotImplementedError, TypeError):  # a family without such events: callers use the clock of the host
         return None
     return lambda: torch.Event(device=device, enable_timing=True)

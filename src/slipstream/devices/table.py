@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPU", "DistributedType", "FAMILIES", "Family", "LazyRuntime", "RNGType", "StringEnum", "best_family", "count_without_torch",
-    "device_file_counter", "device_for", "family_of", "family_types", "import_plugin", "initialised_family", "is_bf16_available",
-    "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available",
-    "is_musa_available", "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available",
-    "is_xccl_available", "is_xpu_available", "no_device_files", "set_device", "torch_namespace", "visible_count",
+    "device_file_counter", "device_for", "family_of", "family_types", "import_plugin", "is_bf16_available", "is_cuda_available",
+    "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available", "is_musa_available",
+    "is_neuron_available", "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available", "is_xccl_available",
+    "is_xpu_available", "set_device", "torch_namespace", "visible_count",
 ]
 
 
@@ -62,11 +62,6 @@ def import_plugin(plugin: str) -> bool:
     return True
 
 
-def no_device_files(_: Path) -> int:
-    """Return 0, for a family without device files."""
-    return 0
-
-
 def device_file_counter(*patterns: str) -> Callable[[Path], int]:
     """Return a function that counts the files of the first pattern that matches below a root.
 
@@ -95,14 +90,6 @@ def visible_count(value: str) -> int:
     return total
 
 
-def _probe_namespace(namespace: Any) -> bool:
-    return bool(namespace.is_available())
-
-
-def _probe_bf16(namespace: Any) -> bool:
-    return bool(getattr(namespace, "is_bf16_supported", lambda: True)())
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One row of the device table. Tests put a fake in with `dataclasses.replace(row, module=lambda: fake)`."""
@@ -123,18 +110,18 @@ class Family:
     """The variable that says which devices a process may see."""
     also_visible: tuple[str, ...] = ()
     """Further variables that limit the devices."""
-    entries: Callable[[Path], int] = no_device_files
+    entries: Callable[[Path], int] = lambda root: 0
     """Counts the device files below a root, without torch."""
     builds: tuple[str, ...] = ()
     """The start of the local part of torch's version in builds with the family (for families without a plugin)."""
-    probe: Callable[[Any], bool] = _probe_namespace
+    probe: Callable[[Any], bool] = lambda namespace: bool(namespace.is_available())
     """Whether the namespace has a device that works; should not initialise it."""
     indexed: bool = True
     """Devices have numbers. False: one name stands for what this process has."""
     many_per_host: bool = True
     fork_safe: bool = False
     """A process may fork after importing (not after using) the family. False if nobody has tried."""
-    bf16: Callable[[Any], bool] = _probe_bf16
+    bf16: Callable[[Any], bool] = lambda namespace: bool(getattr(namespace, "is_bf16_supported", lambda: True)())
     """Whether the namespace computes in bfloat16."""
     out_of_memory: tuple[str, ...] = ()
     """Parts of its out-of-memory messages, for errors that are a plain RuntimeError."""
@@ -157,10 +144,6 @@ class Family:
     def is_loaded(self) -> bool:
         """Return whether the code of the family is imported."""
         return (self.plugin or "torch") in sys.modules
-
-    def is_initialised(self) -> bool:
-        """Return whether this process has used a device of the family, and must not fork any more. Imports nothing."""
-        return self.is_loaded() and bool(self.ask("is_initialized", default=False))
 
     def may_be_used(self) -> bool:
         """Return whether this process may have used a device of the family; some families do not tell."""
@@ -501,11 +484,6 @@ def family_of(device: torch.device | str) -> Family:
 def family_types() -> tuple[str, ...]:
     """Return the device type of every row, the first choice first."""
     return tuple(family.type for family in FAMILIES)
-
-
-def initialised_family(families: tuple[Family, ...] = FAMILIES) -> Family | None:
-    """Return the family whose runtime this process has started, so that it must not fork; None if there is none."""
-    return next((family for family in families if family is not CPU and family.is_initialised()), None)
 
 
 def count_without_torch(

@@ -17,6 +17,7 @@ import gc
 import importlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,7 +43,7 @@ from slipstream.launch.failure_report import (
     user_stack,
 )
 from slipstream.launch.output import LogFolder, Tee, WorkerFiles, announce, as_json_line, parse_tee
-from slipstream.launch.plan import LOOPBACK, LaunchPlan
+from slipstream.launch.plan import LOOPBACK, LaunchPlan, Target
 from slipstream.launch.rendezvous import MachineLostError, RendezvousTimeouts, StaticRendezvous, TorchRendezvous, make_rendezvous
 from slipstream.launch.store import (
     ALARM_KEY,
@@ -71,7 +73,7 @@ from slipstream.launch.workers import (
     terminate_descendants,
 )
 
-__all__ = ["Agent", "LaunchResult", "launch", "make_agent", "run_agent", "unsafe_fork_reason"]
+__all__ = ["Agent", "LaunchResult", "launch", "make_agent", "modules_to_preload", "run_agent", "unsafe_fork_reason"]
 
 
 if TYPE_CHECKING:
@@ -85,6 +87,11 @@ _GRACE_BEFORE_RESTART: Final = 0.3
 _PATIENCE: Final = {signal.SIGINT: 5.0}
 _USUAL_PATIENCE: Final = 10.0
 """Seconds that workers get to end after a signal to the launcher was passed on to them."""
+_OWN_MODULES: Final = ("slipstream.accelerator.accelerator", "slipstream.strategies.ddp", "psutil")
+"""What `Accelerator()`, `prepare` and a training step import; tests/launch/test_launch_preload.py compares."""
+_USES_SLIPSTREAM: Final = re.compile(rb"slipstream|accelerate|Trainer")
+_OPTIMIZES: Final = re.compile(rb"\boptim\b|prepare|DistributedDataParallel|\bTrainer\b")
+_SETS_COMPILER_VARIABLES: Final = re.compile(rb"TORCHDYNAMO|TORCHINDUCTOR")
 
 
 class Agent(_Agent):
@@ -458,14 +465,11 @@ class LaunchResult:
     """The report as the message and the traceback of a log record."""
 
 
-def launch(plan: LaunchPlan, preload: Sequence[str] = ()) -> int:
-    """Carry out a plan, print the report of a failure, and return the exit code. A plan for one process replaces this process.
-
-    `preload` names modules that every worker needs; they are imported once, before the workers are forked.
-    """
+def launch(plan: LaunchPlan) -> int:
+    """Carry out a plan, print the report of a failure, and return the exit code. A plan for one process replaces this process."""
     if plan.single:
         _replace_this_process(plan)
-    result = run_agent(plan, preload)
+    result = run_agent(plan)
     if result.report:
         _print_report(plan, result)
     return result.exit_code
@@ -499,7 +503,7 @@ def _single_process_environ() -> dict[str, str]:
     return {**ranks, **rendezvous, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}
 
 
-def run_agent(plan: LaunchPlan, preload: Sequence[str] = ()) -> LaunchResult:
+def run_agent(plan: LaunchPlan) -> LaunchResult:
     """Start the processes of this machine, watch them until all have ended, and end what they left behind."""
     tee = parse_tee(plan.tee, plan.local_processes)
     with contextlib.ExitStack() as closing:
@@ -510,7 +514,7 @@ def run_agent(plan: LaunchPlan, preload: Sequence[str] = ()) -> LaunchResult:
         closing.callback(folder.remove)
         _announce_hidden_output(plan, folder)
         set_environ(plan.environment)  # before torch is imported: the number of threads is read then
-        plan = _import_torch(plan, preload)
+        plan = _import_modules(plan)
         become_subreaper()
         inherited = open_descriptors() - ({listener[0].fileno()} if listener else set())
         try:
@@ -542,13 +546,28 @@ def _reserve_port(plan: LaunchPlan) -> tuple[socket.socket, StoreAddress] | None
     return None
 
 
-def _import_torch(plan: LaunchPlan, preload: Sequence[str]) -> LaunchPlan:
+def modules_to_preload(target: Target) -> list[str]:
+    """Return the modules that the workers will need, to be imported once before they are forked.
+
+    The text of the target decides: a program that does not use Slipstream needs none of ours. The first optimizer of a process, and the
+    first DistributedDataParallel, import torch's compiler, which takes as long as torch itself; a program that sets variables of the
+    compiler has to do so before that import. The text of a module that is not found below the working directory is unknown.
+    """
+    path = target.name.replace(".", "/") + ".py" if target.kind == "module" else target.name
+    text = b"slipstream"
+    with contextlib.suppress(OSError):
+        text = Path(path).read_bytes()
+    own = _OWN_MODULES if _USES_SLIPSTREAM.search(text) else ()
+    return [*own, *(["torch._dynamo"] if _OPTIMIZES.search(text) and not _SETS_COMPILER_VARIABLES.search(text) else [])]
+
+
+def _import_modules(plan: LaunchPlan) -> LaunchPlan:
     """Import torch once for all workers; return a plan that starts fresh interpreters if fork turned out to be unsafe."""
     gc.disable()  # the import makes very many objects and no garbage
     import torch.distributed.elastic.agent.server.api  # noqa: F401
     import torch.distributed.elastic.rendezvous  # noqa: F401
 
-    for name in preload if plan.start_method == "fork" else ():
+    for name in modules_to_preload(plan.target) if plan.start_method == "fork" else ():
         importlib.import_module(name)
     gc.enable()
     gc.freeze()  # a collection in a worker would otherwise copy the pages that all workers share

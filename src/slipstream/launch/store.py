@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALARM_KEY", "ExitNotice", "FOLLOWED_LOSS_KEY", "LOST_HOLDERS_KEY", "StoreAddress", "attempt_prefix", "connect_store", "exit_key",
-    "holds_items_key", "interface_towards", "local_address_towards", "open_listener", "serve_store", "short_name_lookups", "signal_name",
-    "silence_stderr", "wait_for_listener",
+    "holds_items_key", "interface_towards", "is_loopback", "local_address_towards", "open_listener", "serve_store", "short_name_lookups",
+    "signal_name", "silence_stderr", "wait_for_listener",
 ]
 
 
@@ -80,11 +80,12 @@ def _addresses_to_bind(host: str, port: int) -> list[tuple[socket.AddressFamily,
     except OSError:
         return everywhere
     named = [(family, (str(address[0]), int(address[1]))) for family, _, _, _, address in found]
-    loopback_name = host not in ("127.0.0.1", "::1", "localhost") and all(_is_loopback(address[0]) for _, address in named)
+    loopback_name = host not in ("127.0.0.1", "::1", "localhost") and all(is_loopback(address[0]) for _, address in named)
     return everywhere if loopback_name else named + everywhere
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether an address never leaves this machine."""
     return address.startswith("127.") or address == "::1"
 
 

@@ -7,7 +7,6 @@ tells the test process. It ends with the test process, and its ranks end with it
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -22,12 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from slipstream.launch import store as worker_contract
+from slipstream.launch.store import ALARM_KEY, ExitNotice, attempt_prefix, exit_key, open_listener, serve_store
+from slipstream.launch.workers import die_with_parent
 from slipstream.testing import environment, messages
 
 __all__ = ["serve"]
-
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def serve(control_descriptor: int, size: int, run_id: str, preload: Sequence[str]) -> None:
@@ -66,13 +64,13 @@ class _Server:
             while True:
                 ready = {key.fileobj for key, _ in selector.select()}
                 # Commands first: "begin" of the run in which a rank ended was sent before the rank could end.
-                if self.control in ready and not self.obey():
+                if self.control in ready and not self.handle_command():
                     return
                 if children in ready:
                     children.recv(4096)
                     self.reap()
 
-    def obey(self) -> bool:
+    def handle_command(self) -> bool:
         try:
             command, _ = messages.receive(self.control)
         except (EOFError, ConnectionError):
@@ -81,16 +79,17 @@ class _Server:
         return True
 
     def on_start(self) -> None:
-        """Fork every rank, and hand their channels and outputs to the test process."""
+        """Fork every rank, and send their channels and outputs to the test process."""
         self.stop()
         gc.collect()
         gc.freeze()  # so that a collection in a rank looks at what the rank made, and copies no page of ours
         channels = [socket.socketpair() for _ in range(self.size)]
         outputs = [_output() for _ in range(self.size)]
+        server = os.getpid()
         for rank in range(self.size):
             pid = os.fork()
             if pid == 0:
-                self.become(rank, channels, outputs[rank].fileno())
+                self.run_rank(rank, server, channels, outputs[rank].fileno())
             self.pids[pid] = rank
         messages.send(self.control, {"kind": "started", "pids": {rank: pid for pid, rank in self.pids.items()}})
         socket.send_fds(self.control, [b"!"], [*(mine.fileno() for mine, _ in channels), *(output.fileno() for output in outputs)])
@@ -100,13 +99,13 @@ class _Server:
         for output in outputs:
             output.close()
 
-    def become(self, rank: int, channels: list[tuple[socket.socket, socket.socket]], output: int) -> None:
-        """The first and last lines of a forked rank: it never returns."""
+    def run_rank(self, rank: int, server: int, channels: list[tuple[socket.socket, socket.socket]], output: int) -> None:
+        """Run a forked rank to its end; it never returns."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _end_with_parent()
+            die_with_parent(server)
             self.control.close()
             for other, (mine, theirs) in enumerate(channels):
                 mine.close()
@@ -126,20 +125,16 @@ class _Server:
             os._exit(code)
 
     def on_begin(self, attempt: int) -> None:
-        """A fresh store for one run: plain `init_process_group` keys would otherwise meet those of the run before."""
-        distributed: Any = sys.modules["torch.distributed"]
+        """Open a fresh store for one run: the keys of `init_process_group` would otherwise meet those of the run before."""
         self.store, self.attempt = None, attempt
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        port = listener.getsockname()[1]
-        self.store = distributed.TCPStore("127.0.0.1", port, None, True, master_listen_fd=listener.detach(), wait_for_workers=False)
-        messages.send(self.control, {"kind": "begun", "port": port})
+        listener, address = open_listener("127.0.0.1", None)
+        self.store = serve_store(listener, address)
+        messages.send(self.control, {"kind": "begun", "port": address.port})
 
     def on_failed(self, rank: int, reason: str) -> None:
         """The function of a rank raised: under the launcher its process would have ended now."""
         pid = next((pid for pid, of in self.pids.items() if of == rank), 0)
-        self.give_notice(rank, pid, 1, reason)
+        self.publish_exit(rank, pid, 1, reason)
 
     def on_stacks(self, ranks: list[int]) -> None:
         from slipstream.testing.worker import STACKS_SIGNAL
@@ -158,19 +153,19 @@ class _Server:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 rank, code = self.pids.pop(pid), os.waitstatus_to_exitcode(status)
-                notice = self.give_notice(rank, pid, code, "")
+                notice = self.publish_exit(rank, pid, code, "")
                 messages.send(self.control, {"kind": "ended", "notice": notice.to_json()})
 
-    def give_notice(self, rank: int, pid: int, exit_code: int, reason: str) -> worker_contract.ExitNotice:
-        notice = worker_contract.ExitNotice(rank=rank, host=socket.gethostname(), pid=pid, exit_code=exit_code, reason=reason)
+    def publish_exit(self, rank: int, pid: int, exit_code: int, reason: str) -> ExitNotice:
+        notice = ExitNotice(rank=rank, host=socket.gethostname(), pid=pid, exit_code=exit_code, reason=reason)
         if self.store is not None:
-            prefix = worker_contract.attempt_prefix(self.run_id, self.attempt)
-            self.store.set(f"{prefix}/{worker_contract.exit_key(rank)}", notice.to_json())
-            self.store.add(f"{prefix}/{worker_contract.ALARM_KEY}", 1)
+            prefix = attempt_prefix(self.run_id, self.attempt)
+            self.store.set(f"{prefix}/{exit_key(rank)}", notice.to_json())
+            self.store.add(f"{prefix}/{ALARM_KEY}", 1)
         return notice
 
     def stop(self) -> None:
-        """End every rank that lives (a stopped one too), and forget the store, so that a fork finds no thread of it."""
+        """End every living rank, also a stopped one, and close the store, so that the next fork finds no thread of it."""
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
         for pid in self.pids:
@@ -180,13 +175,7 @@ class _Server:
 
 
 def _output() -> IO[bytes]:
-    """A file that takes what a rank prints; it is read, and emptied, by the test process."""
+    """Return a file for the output of a rank; the test process reads and empties it."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by the caller, once the ranks have it)
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
-
-
-def _end_with_parent() -> None:
-    """Ask Linux to end this rank with its server; elsewhere a rank ends when its channel closes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
