@@ -175,7 +175,7 @@ class Launch:
         "or auto (fork where that is safe).",
     )
     max_restarts: int = declare(0, minimum=0, example="3", help="How often the processes are started again after one of them failed.")
-    monitor_interval: float = declare(0.1, above=0, example="0.5", help="Seconds between two looks of the launcher at its processes.")
+    monitor_interval: float = declare(0.1, above=0, example="0.5", help="Seconds between two checks of the launcher on its processes.")
     role: str = declare("default", check=_complaint_blank, example="trainer", help="A name for these processes in logs and error reports.")
     tee: str = declare(
         "0",
@@ -219,7 +219,7 @@ class Compute:
         help="What computes in float8 under mixed_precision fp8: ao is torchao, and auto takes it.",
     )
     fp8_pad_inner_dim: bool = declare(
-        False, help="Pad products whose inner size is no multiple of 16, for fp8; AORecipeKwargs in the script overrules it."
+        False, help="Pad products whose inner size is not a multiple of 16, for fp8; AORecipeKwargs in the script overrides it."
     )
     dynamo_backend: str = declare(
         "no",
@@ -293,7 +293,7 @@ class Safety:
     all_warnings: bool = declare(
         False,
         help="Show a warning of Python or of a library from every process. Without it, processes of one machine that give the same "
-        "warning at the same place are heard once.",
+        "warning at the same place show it once.",
     )
 
 
@@ -312,16 +312,16 @@ class Command:
         False, short="-m", in_file=False, in_environment=False, help="The script is the name of a module, as with python -m."
     )
     no_python: bool = declare(
-        False, in_file=False, in_environment=False, help="The script is a program of its own: start it without the Python interpreter."
+        False, in_file=False, in_environment=False, help="The script is an executable: start it without the Python interpreter."
     )
     multi_gpu: bool = declare(
         False,
         in_file=False,
         in_environment=False,
-        help="Insist on more than one accelerator: an error where only one process would start, or with cpu. Changes nothing else.",
+        help="Require more than one accelerator: an error where only one process would start, or with cpu. Changes nothing else.",
     )
     quiet: bool = declare(
-        False, short="-q", in_file=False, in_environment=False, help="Leave out the launcher's own notes; failures are still reported."
+        False, short="-q", in_file=False, in_environment=False, help="Suppress the launcher's own messages; failures are still reported."
     )
     show: bool = declare(
         False, in_file=False, in_environment=False, help="Print the resolved plan and where each value came from, and start nothing."
