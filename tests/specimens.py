@@ -10,7 +10,7 @@ import torch
 from slipstream.checkpoint.capture import ModelPart, RunFacts, Snapshot, flatten_part
 from slipstream.checkpoint.commit import LocalTarget, write_latest
 from slipstream.checkpoint.manifest import Manifest
-from slipstream.checkpoint.writer import add_rank_file, write_checkpoint
+from slipstream.checkpoint.writer import LocalDestination, write_checkpoint
 from slipstream.files.disk import Disk
 
 RECEIPT = {
@@ -69,7 +69,7 @@ def save(folder: Path, step: int = 3, *, shard: int | None = None, late: bool = 
             (stage.folder / "notes" / "note.txt").write_text(note)
         manifest = write_checkpoint(stage, snapshot(step, **changes), max_shard_size=shard)
     if late:
-        add_rank_file(folder, snapshot(step, **{**changes, "rank": 1}), Disk())
+        LocalDestination(folder).add_rank_file(snapshot(step, **{**changes, "rank": 1}))
     return manifest
 
 

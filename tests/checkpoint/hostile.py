@@ -237,15 +237,15 @@ def _mixed() -> Iterator[Attack]:
                 f"{name} of another step", lambda folder, name=name: shutil.copy(folder.parent / "checkpoint_1" / name, folder / name), name
             )
     for entry, other in ((SHARDS[0], SHARDS[1]), ("optimizer.safetensors", "rank_0.safetensors"), ("model_extra.json", "training.json")):
-        yield Attack(f"{entry} and {other} swapped", partial(_swap, one=entry, other=other), entry)
+        yield Attack(f"{entry} and {other} swapped", partial(_swap, name=entry, other=other), entry)
     yield Attack("the manifest of another step", lambda folder: shutil.copy(folder.parent / "checkpoint_1" / MANIFEST, folder), SHARDS[0])
     yield Attack("another step's manifest, files listed as they are", _grafted, "rank_0.safetensors")
     yield Attack("two shards listed in each other's place", partial(edit, change=_crossed), SHARDS[0])
 
 
-def _swap(folder: Path, text: str, other: str) -> None:
-    held = (folder / text).read_bytes()
-    (folder / text).write_bytes((folder / other).read_bytes())
+def _swap(folder: Path, name: str, other: str) -> None:
+    held = (folder / name).read_bytes()
+    (folder / name).write_bytes((folder / other).read_bytes())
     (folder / other).write_bytes(held)
 
 

@@ -387,12 +387,12 @@ PLACES = ("model.safetensors", *(name for name in TORCH_FILES if not name.starts
 
 for _name in PLACES:
 
-    @attack(f"link in place of {_name}", REFUSED, _name)
+    @attack(f"link in place of {_name}", LEFT_OUT if _name in ("sampler.bin", "dl_state_dict.bin") else REFUSED, _name)
     def _(folder: Path, outside: Path, marker: Path, name: str = _name) -> None:
         (folder / name).rename(outside.parent / f"{marker.name}-{name}")
         (folder / name).symlink_to(outside.parent / f"{marker.name}-{name}")
 
-    @attack(f"pipe in place of {_name}", REFUSED, _name)
+    @attack(f"pipe in place of {_name}", LEFT_OUT if _name in ("sampler.bin", "dl_state_dict.bin") else REFUSED, _name)
     def _(folder: Path, outside: Path, marker: Path, name: str = _name) -> None:
         (folder / name).unlink()
         os.mkfifo(folder / name)

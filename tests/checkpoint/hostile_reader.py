@@ -119,7 +119,7 @@ def whole(folder: Path) -> str:
     saved = read_saved_state(locate.open_checkpoint(folder), str(folder))
     for model in saved.models.values():
         for tensor in model.tensors.values():
-            saved.stand_ins.read(tensor, shard_layout.whole_box(tensor.shape))
+            saved.placeholders.read(tensor, shard_layout.whole_box(tensor.shape))
     for rank in range(min(saved.world or 0, 4)):
         saved.rank(rank)
     return folder.name

@@ -14,7 +14,7 @@ from runs import begin
 from test_save_state import numbering, train, trained
 
 from slipstream import Accelerator, CheckpointError
-from slipstream.files.disk import Disk, WrittenFile
+from slipstream.files.disk import Disk, FileEntry
 
 
 class HeldDisk(Disk):
@@ -24,7 +24,7 @@ class HeldDisk(Disk):
         self.reached, self.go = threading.Event(), threading.Event()
         self.error = error
 
-    def write(self, path: Path, chunks: Any, size: int) -> WrittenFile:
+    def write(self, path: Path, chunks: Any, size: int) -> FileEntry:
         if path.name.startswith("model"):
             self.reached.set()
             assert self.go.wait(30)
@@ -100,7 +100,7 @@ def test_an_error_behind_the_training_is_raised_once_at_the_next_call(
         "load": lambda: run.accelerator.load_state(where),
         "end": run.accelerator.end_training,
     }
-    with pytest.raises(CheckpointError, match=r"first, which was written behind the training, failed: (.|\n)*The disk is full"):
+    with pytest.raises(CheckpointError, match=r"first, which was saved asynchronously, failed: (.|\n)*The disk is full"):
         calls[call]()
     assert "The disk is full" in caplog.text
     run.accelerator._saver.disk = Disk()

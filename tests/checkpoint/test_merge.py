@@ -23,7 +23,7 @@ from slipstream.checkpoint.model_io import merge_weights, save_model
 from slipstream.checkpoint.weights import split_state_dict, write_weights
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.checksum import digest
-from slipstream.files.disk import Disk, FileEntry, WrittenFile
+from slipstream.files.disk import Disk, FileEntry
 
 
 class Tied(nn.Module):
@@ -52,15 +52,15 @@ def checkpoint_of(model, folder):
     files = {}
     folder.mkdir()
 
-    def add(name, chunks, size):
+    def add(name, encode):
+        chunks, size = encode()
         data = b"".join(bytes(chunk) for chunk in chunks)
         (folder / name).write_bytes(data)
         files[name] = FileEntry(size, digest(data))
-        return files[name]
 
     weights = split_state_dict(model.state_dict(), "the weights")
-    written = write_weights(add, "model", weights, 50)
-    entry = ModelEntry(type(model).__name__, written.files, weights.aliases, written.index)
+    names, index = write_weights(add, "model", weights.tensors, weights.aliases, 50)
+    entry = ModelEntry(type(model).__name__, tuple(names), weights.aliases, index)
     manifest = Manifest(stamp="1-0", step=1, created="now", written_by="a test", world=1, strategy="single", files=files, models=(entry,))
     (folder / MANIFEST).write_bytes(manifest.dump())
     return folder
@@ -161,7 +161,7 @@ def test_what_was_merged_is_removed_and_the_rest_stays(tmp_path):
 def test_nothing_is_removed_if_the_disk_did_not_keep_what_was_written(tmp_path):
     class Forgetful(Disk):
         def sync_file(self, path):
-            return WrittenFile(0, "0" * 32)
+            return FileEntry(0, "0" * 32)
 
     save_model(nn.Linear(8, 8), tmp_path / "parts", max_shard_size=100)
     before = sorted(os.listdir(tmp_path / "parts"))

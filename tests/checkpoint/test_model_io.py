@@ -331,15 +331,15 @@ def _as_checkpoint(model, folder):
     folder.mkdir()
     files = {}
 
-    def add(name, chunks, size):
+    def add(name, encode):
+        chunks, size = encode()
         data = b"".join(bytes(chunk) for chunk in chunks)
         (folder / name).write_bytes(data)
         files[name] = FileEntry(size, digest(data))
-        return files[name]
 
     weights = split_state_dict(model.state_dict(), "the weights")
-    written = write_weights(add, "model", weights, 50)
-    entry = ModelEntry(type(model).__name__, written.files, weights.aliases, written.index)
+    names, index = write_weights(add, "model", weights.tensors, weights.aliases, 50)
+    entry = ModelEntry(type(model).__name__, tuple(names), weights.aliases, index)
     manifest = Manifest(stamp="1-0", step=1, created="now", written_by="a test", world=1, strategy="single", files=files, models=(entry,))
     (folder / MANIFEST).write_bytes(manifest.dump())
     return folder

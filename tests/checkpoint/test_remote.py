@@ -17,11 +17,12 @@ from object_store import Killed, World
 from slipstream.checkpoint import remote
 from slipstream.checkpoint.capture import RunFacts, Snapshot, StatePart
 from slipstream.checkpoint.manifest import MANIFEST, Manifest, ModelEntry, RankFile, parse_manifest
-from slipstream.checkpoint.remote import RemoteTarget, fetch, is_url, list_numbered, local_path, read_remote_manifest
+from slipstream.checkpoint.remote import RemoteTarget, fetch, list_numbered, read_remote_manifest
 from slipstream.checkpoint.rotate import RetentionPolicy
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.checksum import digest
 from slipstream.files.disk import FileEntry
+from slipstream.files.object_store import is_url, local_path
 
 URL = "objects://bucket/runs/first"
 
@@ -375,10 +376,10 @@ def snapshot(rank: int, step: int) -> Snapshot:
 def test_what_other_ranks_add_is_fetched_with_it(world: World, tmp_path: Path, first: str) -> None:
     for step in (1, 2):
         if first == "rank":
-            remote.add_rank_file(URL, snapshot(1, step))
+            RemoteTarget(URL).add_rank_file(snapshot(1, step))
         save(URL, step)
         if first == "checkpoint":
-            remote.add_rank_file(URL, snapshot(1, step))
+            RemoteTarget(URL).add_rank_file(snapshot(1, step))
     found = [RankFile.of(name) for name in os.listdir(fetch(URL, tmp_path / "got"))]
     assert [(entry.rank, entry.stamp) for entry in found if entry] == [(1, "2-0123456789abcdef")]
     if first == "rank":  # the one of the save before is gone
@@ -387,7 +388,7 @@ def test_what_other_ranks_add_is_fetched_with_it(world: World, tmp_path: Path, f
 
 def test_a_damaged_file_of_a_rank_is_refused(world: World, tmp_path: Path) -> None:
     save(URL, 1)
-    remote.add_rank_file(URL, snapshot(1, 1))
+    RemoteTarget(URL).add_rank_file(snapshot(1, 1))
     name = next(path for path in world.objects if "rank_1" in path)
     world.objects[name] = world.objects[name][:-1] + b"x"
     with pytest.raises(CheckpointError, match="rank_1"):
@@ -408,7 +409,7 @@ def test_rotation_keeps_the_newest_and_the_best(world: World) -> None:
     urls = [f"objects://bucket/runs/checkpoint_{number}" for number in range(5)]
     for number, metric in enumerate((0.5, 0.1, 0.4, 0.3, 0.2)):
         save(urls[number], number, metric)
-    remote.add_rank_file(urls[0], snapshot(1, 0))
+    RemoteTarget(urls[0]).add_rank_file(snapshot(1, 0))
     world.objects["bucket/runs/checkpoint_7/mine"] = b"no checkpoint"
     assert remote.rotate("objects://bucket/runs", RetentionPolicy(total_limit=2, keep_best=1), newest=urls[4]) == [urls[0], urls[2]]
     assert [number for number, _ in list_numbered("objects://bucket/runs")] == [1, 3, 4, 7]

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
 
 from slipstream import Accelerator, CheckpointError, ConfigError, load_checkpoint_in_model
-from slipstream.files.disk import Disk, WrittenFile
+from slipstream.files.disk import Disk, FileEntry
 from slipstream.utils import ProjectConfiguration
 
 
@@ -165,7 +165,7 @@ def test_one_checkpoint_replaces_another_and_leaves_files_of_others(tmp_path: Pa
 
 def test_a_save_that_is_interrupted_leaves_what_was_there(tmp_path: Path) -> None:
     class Interrupted(Disk):
-        def write(self, path: Path, chunks: Any, size: int) -> WrittenFile:
+        def write(self, path: Path, chunks: Any, size: int) -> FileEntry:
             if path.name == "optimizer.safetensors":
                 raise KeyboardInterrupt
             return super().write(path, chunks, size)
@@ -742,7 +742,7 @@ class CountingDisk(Disk):
     def __init__(self) -> None:
         self.written = 0
 
-    def write(self, path: Path, chunks: Any, size: int) -> WrittenFile:
+    def write(self, path: Path, chunks: Any, size: int) -> FileEntry:
         self.written += size
         return super().write(path, chunks, size)
 

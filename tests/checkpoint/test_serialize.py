@@ -18,8 +18,9 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings, strategies as st
 
-from slipstream.checkpoint.serialize import DTYPES, flatten, read_file, read_part, rebuild, tensor_bytes, write_part
-from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, from_buffer, load_tensors
+from slipstream.checkpoint.deserialize import read_file, read_part, rebuild
+from slipstream.checkpoint.serialize import flatten, write_part
+from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, DTYPES, from_buffer, load_tensors, tensor_bytes
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.disk import FileEntry

@@ -25,6 +25,7 @@ from slipstream.cli.checkpoint import command
 from slipstream.errors import CheckpointError
 from slipstream.files.checksum import VerifiedBlockFile, checksums_name
 from slipstream.files.disk import Disk, FileEntry
+from slipstream.files.object_store import is_url
 from slipstream.utils import ProjectConfiguration
 
 Ranks = Any
@@ -376,7 +377,7 @@ def test_what_another_process_adds_to_a_stage_is_committed_with_it(tmp_path: Pat
         joined.add("c.txt", [b""], 0)
     stage.commit(Manifest("1-0123456789abcdef", 1, "now", "us", 2, "sharded", files=entries).dump())
     url = where.format(tmp_path)
-    folder = remote.fetch(url, tmp_path / "copy") if remote.is_url(url) else Path(url)
+    folder = remote.fetch(url, tmp_path / "copy") if is_url(url) else Path(url)
     assert open_checkpoint(folder).manifest.files == entries
 
 

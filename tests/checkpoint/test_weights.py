@@ -13,7 +13,6 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from slipstream.checkpoint.weights import (
-    Weights,
     cast_weights,
     check_fit,
     index_bytes,
@@ -24,7 +23,6 @@ from slipstream.checkpoint.weights import (
     write_weights,
 )
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files.disk import FileEntry
 from slipstream.files.sizes import convert_file_size_to_int, parse_size
 
 
@@ -205,32 +203,32 @@ def test_every_tensor_is_in_one_file_and_files_are_no_larger_than_asked(kinds, l
     apart = {f"t{number}" for number in frozen} & tensors.keys()
     files = {}
 
-    def add(name, chunks, size):
+    def add(name, encode):
+        chunks, size = encode()
         files[name] = b"".join(bytes(chunk) for chunk in chunks)
         assert len(files[name]) == size
-        return FileEntry(size, "")
 
-    written = write_weights(add, "model", Weights(tensors, {}, {}), largest, apart)
-    read = {name: safetensors.torch.load(files[name]) for name in written.files}
+    names, index_name = write_weights(add, "model", tensors, {}, largest, apart)
+    read = {name: safetensors.torch.load(files[name]) for name in names}
     found = [name for held in read.values() for name in held]
     assert sorted(found) == sorted(tensors)
     for held in read.values():
         sizes = [tensor.nbytes for tensor in held.values() if tensor.nbytes]
         assert len(sizes) <= 1 or sum(sizes) <= largest
         assert not (held.keys() & apart and held.keys() - apart)
-    if written.index is not None:
-        index = json.loads(files[written.index])
+    if index_name is not None:
+        index = json.loads(files[index_name])
         assert all(name in read[file] for name, file in index["weight_map"].items())
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
-        assert list(files)[-1] == written.index
+        assert list(files)[-1] == index_name
     else:
-        assert len(written.files) == 1
+        assert len(names) == 1
 
 
 def test_the_file_says_that_it_is_of_torch_and_which_weights_are_tied():
     files = {}
     weights = split_state_dict(Tied().state_dict(), "the weights")
-    write_weights(lambda name, chunks, size: files.update({name: b"".join(map(bytes, chunks))}) or FileEntry(size, ""), "model", weights)
+    write_weights(lambda name, encode: files.update({name: b"".join(map(bytes, encode()[0]))}), "model", weights.tensors, weights.aliases)
     data = files["model.safetensors"]
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert header["__metadata__"] == {"format": "pt", "head.weight": "embed.weight"}

@@ -79,7 +79,7 @@ def test_the_bytes_given_are_there(size: int, disk: Disk, tmp_path: Path) -> Non
     content = os.urandom(size)
     written = disk.write(tmp_path / "file", cut(content, [1, 5000, 70_000, 70_000, 3_000_000]), size)
     assert (tmp_path / "file").read_bytes() == content
-    assert (written.size, written.digest) == (size, digest(content))
+    assert (written.size, written.checksum) == (size, digest(content))
 
 
 @settings(max_examples=25, deadline=None)
@@ -87,7 +87,7 @@ def test_the_bytes_given_are_there(size: int, disk: Disk, tmp_path: Path) -> Non
 def test_however_the_bytes_are_cut(tmp_path_factory: pytest.TempPathFactory, size: int, where: list[int]) -> None:
     content = (b"0123456789abcdefghi" * (size // 19 + 1))[:size]
     path = tmp_path_factory.mktemp("cut") / "file"
-    assert Disk().write(path, cut(content, where), size).digest == digest(content)
+    assert Disk().write(path, cut(content, where), size).checksum == digest(content)
     assert path.read_bytes() == content
     path.unlink()
 
@@ -97,7 +97,7 @@ def test_buffers_of_any_type_are_bytes(tmp_path: Path) -> None:
     table = memoryview(bytes(range(12))).cast("B", (3, 4))
     written = Disk().write(tmp_path / "file", [numbers, table, b"", memoryview(b"").cast("B")], 28)  # type: ignore[list-item]
     assert (tmp_path / "file").read_bytes() == numbers.tobytes() + bytes(range(12))
-    assert written.digest == digest((tmp_path / "file").read_bytes())
+    assert written.checksum == digest((tmp_path / "file").read_bytes())
 
 
 @pytest.mark.parametrize("size", [10, SMALLEST])
@@ -189,7 +189,7 @@ def test_a_file_of_others_is_synced_and_described(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 5_000_000)
     disk = Log()
     written = disk.sync_file(tmp_path / "file")
-    assert (written.size, written.digest) == (5_000_000, digest(b"x" * 5_000_000))
+    assert (written.size, written.checksum) == (5_000_000, digest(b"x" * 5_000_000))
     assert disk.calls == ["sync", "close"]
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("file")

@@ -65,14 +65,14 @@ class CheckpointsMixin(AcceleratorBase):
         _check_flags("save_state", async_save=async_save, dedup=dedup, safe_serialization=safe_serialization)
         if metric is not None and not _is_number(metric):
             raise ConfigError(f"save_state(metric={metric!r}): it is one number, which says how good the checkpoint is, e.g. the loss")
-        behind = self._saver.behind if async_save is None else async_save
+        in_background = self._saver.async_save if async_save is None else async_save
         number = None if metric is None else float(metric)
         from slipstream.checkpoint.saver import SaveOptions
         from slipstream.files.object_store import redact
 
         with self._recorder.timed("checkpoint") as details:
-            path = self._saver.save(output_dir, SaveOptions(behind, dedup, number, max_shard_size))
-            details.update(path=redact(path), text=os.path.basename(path), behind=behind)
+            path = self._saver.save(output_dir, SaveOptions(in_background, dedup, number, max_shard_size))
+            details.update(path=redact(path), text=os.path.basename(path), behind=in_background)
         if self._components.stepper.guards is not None:
             self._components.stepper.guards.look_at_checkpoint(path)
         return path
@@ -116,13 +116,11 @@ class CheckpointsMixin(AcceleratorBase):
             )
         if given.get("weights_only") is False:
             allow_pickle = True
-        from slipstream.checkpoint.capture import count_updates
         from slipstream.checkpoint.restore import LoadOptions, restore
         from slipstream.files.object_store import redact
 
         with self._recorder.timed("restore") as details:
             path = restore(self._saver, input_dir, LoadOptions(strict, allow_pickle, resume))
-            self._components.ledger.count_from(count_updates(self._components))
             details.update(path=redact(path), text=os.path.basename(path))
         return path
 

@@ -2,8 +2,8 @@
 
     model.safetensors, model_1.safetensors, ...      weights; or pytorch_model.bin, ...; or shards with an index
     optimizer.bin, optimizer_1.bin, ...              state_dict() of optimizers; likewise scheduler.bin and scaler.pt
-    sampler.bin                                      a pickled sampler with its dataset, of which epoch and seed are used
-    dl_state_dict.bin, dl_state_dict_1.bin, ...      the position of a stateful loader, of the first process
+    sampler.bin, dl_state_dict.bin, ...              a pickled sampler, the position of a stateful loader: not read, as the order of
+                                                     samples is another one here
     random_states_0.pkl, random_states_1.pkl, ...    one per process: random states and the step count
     custom_checkpoint_0.pkl, ...                     registered objects
 
@@ -25,8 +25,8 @@ from typing import Any, Final
 import numpy
 import torch
 
-from slipstream.checkpoint.manifest import MANIFEST
-from slipstream.checkpoint.pickle_reader import NotPlainError, PickledCall, TorchFileValues, read_values
+from slipstream.checkpoint.manifest import ACCELERATE_FILE, MANIFEST
+from slipstream.checkpoint.pickle_reader import NotPlainError, TorchFileValues, read_values
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.checkpoint.torch_archive import LegacyFormatError
 from slipstream.devices.table import CPU, FAMILIES
@@ -124,12 +124,8 @@ def _try(set_state: Callable[[Any], Any], state: Any, what: str) -> None:
 
 _LARGEST_SMALL_FILE = 256 * 2**20
 _LARGEST_INDEX = 64 * 2**20
-_LARGEST_COUNT = 2**60
 _SAFE, _TORCH = ".safetensors", ".bin"
 _WEIGHTS: Final = (("model", _SAFE), ("pytorch_model", _TORCH))
-_MARKS: Final = re.compile(
-    r"(optimizer|scheduler|sampler|dl_state_dict)(_\d{1,9})?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d{1,9}\.pkl", re.ASCII
-)
 _OTHER_LAYOUTS: Final = (
     (re.compile(r"pytorch_model_fsdp|optimizer_\d+/|(.*/)?\.metadata$|.*\.distcp$"), "sharded by FSDP", "accelerate merge-weights"),
     (re.compile(r"pytorch_model(_\d+)?/|zero_to_fp32\.py$|(.*/)?mp_rank_\d+"), "of DeepSpeed or Megatron", "the script that came with it"),
@@ -145,10 +141,6 @@ class AccelerateCheckpoint:
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     scaler: dict[str, Any] | None
-    samplers: dict[int, dict[str, int]]
-    """By the number of the loader: `epoch` and `seed`."""
-    loaders: dict[int, dict[str, int]]
-    """By the number of the loader: `batches` that one process has had in this epoch, and whether it is `finished`."""
     ranks: dict[int, dict[str, Any]]
     """By rank: random states as `slipstream.devices.rng.restore` takes them."""
     objects: dict[int, Any]
@@ -177,7 +169,7 @@ def is_accelerate_checkpoint(folder: str | os.PathLike[str]) -> bool:
         return False
     with ConfinedFolder(folder) as opened:
         names = _names(opened)
-    return MANIFEST not in names and (any(map(_MARKS.fullmatch, names)) or _other_layout(names) is not None)
+    return MANIFEST not in names and (any(map(ACCELERATE_FILE.fullmatch, names)) or _other_layout(names) is not None)
 
 
 def read_accelerate_checkpoint(
@@ -214,7 +206,7 @@ def _check_layout(folder: ConfinedFolder, names: frozenset[str]) -> None:
             f"here. Join the weights with {other[2]} first, and load them with load_checkpoint_in_model; or save the state again without "
             "sharding."
         )
-    if not any(map(_MARKS.fullmatch, names)):
+    if not any(map(ACCELERATE_FILE.fullmatch, names)):
         there = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
         raise CheckpointError(
             f"{folder.path} is no checkpoint: expected was a {MANIFEST} (Slipstream), or files like optimizer.bin and random_states_0.pkl "
@@ -236,23 +228,30 @@ class _FolderReader:
         optimizers = [self._state(name, _check_optimizer) for name in self._in_a_row("optimizer", ".bin")]
         schedulers = [self._state(name) for name in self._in_a_row("scheduler", ".bin")]
         scaler = self._state("scaler.pt", _check_scaler) if "scaler.pt" in self._names else None
-        samplers = {number: found for number, name in self._numbered("sampler", ".bin") if (found := self._sampler(name))}
-        loaders = {number: found for number, name in self._numbered("dl_state_dict", ".bin") if (found := self._loader(name))}
         custom = self._numbered("custom_checkpoint", ".pkl", first=0)
         objects = {number: entry[0] for number, name in custom if (entry := self._object(name))}
         unread = {number for number, _ in custom} - set(objects)
         states, step, world = self._ranks(ranks)
-        self._summarise(models, loaders)
-        return AccelerateCheckpoint(
-            models, optimizers, schedulers, scaler, samplers, loaders, states, objects, step, world, self._said, unread
-        )
-
-    def _summarise(self, models: list[Any], loaders: Mapping[int, Any]) -> None:
         if not models:
             self._said.append(f"{self._folder.path} holds no weights under a name that Accelerate gives; a hook may have written them")
-        if not loaders:
+        self._say_differences(bool(schedulers), world)
+        return AccelerateCheckpoint(models, optimizers, schedulers, scaler, states, objects, step, world, self._said, unread)
+
+    def _say_differences(self, has_schedulers: bool, world: int) -> None:
+        data_files = [name for stem in ("sampler", "dl_state_dict") for _, name in self._numbered(stem, ".bin")]
+        if data_files:
+            self._said.append(
+                f"{', '.join(map(self._where, data_files))}: not read, because the order of samples is another one here. Loaders begin at "
+                "their start; skip_first_batches(loader, n) leaves out as many batches as were read, with other samples in them."
+            )
+        else:
             self._said.append(
                 "Accelerate noted no position in the data here: loaders begin an epoch; skip_first_batches goes to where you know it was"
+            )
+        if has_schedulers and world > 1:
+            self._said.append(
+                f"{self._folder.path} was saved by {world} processes of a library that moves schedulers {world} times per update: the "
+                "schedule goes on from where it is. Pass Accelerator(scheduler_steps_per_process=True) to go on moving it so."
             )
 
     # -- which files there are
@@ -374,33 +373,6 @@ class _FolderReader:
 
     # -- what may be left out
 
-    def _sampler(self, name: str) -> dict[str, int] | None:
-        """Epoch and seed; the sampler itself, and the dataset in it, are not made even if pickle is allowed."""
-        try:
-            value = read_values(self._buffer(name), self._where(name)).value
-        except (NotPlainError, LegacyFormatError) as problem:
-            self._said.append(f"{problem}; the epoch and seed in it were left out")
-            return None
-        state = value.state if isinstance(value, PickledCall) else value
-        numbers: dict[str, Any] = {"epoch": state.get("epoch"), "seed": state.get("initial_seed")} if isinstance(state, dict) else {}
-        if not numbers or not all(type(number) is int and 0 <= number < 2**64 for number in numbers.values()):
-            self._said.append(f"{self._where(name)} has no epoch and seed of a sampler; it was left out")
-            return None
-        return numbers
-
-    def _loader(self, name: str) -> dict[str, int] | None:
-        try:
-            state = self._plain(name)
-        except NotPlainError as problem:
-            self._said.append(f"{problem} The position of this loader was left out.")
-            return None
-        found = _position(state)
-        if found is None:
-            self._said.append(f"{self._where(name)} has no position of a loader that is known here; it was left out")
-        elif found.pop("dataset"):
-            self._said.append(f"{self._where(name)} holds a state of the dataset too, which was left out")
-        return found
-
     def _object(self, name: str) -> tuple[Any] | None:
         try:
             return (self._plain(name),)
@@ -464,24 +436,3 @@ def _check_optimizer(state: dict[str, Any]) -> str | None:
 def _check_scaler(state: dict[str, Any]) -> str | None:
     wrong = [name for name, value in state.items() if type(value) not in (int, float) or not 0 <= value < float("inf")]
     return f"has no number for {wrong[0]!r:.80}" if wrong else None
-
-
-def _position(state: Any) -> dict[str, int] | None:
-    """Where a loader stood: one without workers counts what it gave, one with workers from its last snapshot."""
-    if not isinstance(state, dict):
-        return None
-    match state:
-        case {"_num_yielded": int() as batches}:
-            main = state
-        case {"_snapshot": {"_snapshot_step": int() as before, **snapshot}, "_steps_since_snapshot": int() as since}:
-            main, batches = dict(snapshot), before + since
-        case _:
-            return None
-    if not 0 <= batches < _LARGEST_COUNT:
-        return None
-    workers = main.get("_worker_snapshots")
-    holders = [main, *(workers.values() if isinstance(workers, dict) else ())]
-    dataset = any(
-        isinstance(holder, dict) and (holder.get("dataset_state") or holder.get("fetcher_state")) is not None for holder in holders
-    )
-    return {"batches": batches, "finished": int(bool(state.get("_iterator_finished"))), "dataset": int(dataset)}

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy
 import torch
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arena", "ModelPart", "PiecesPart", "RunFacts", "Snapshot", "StatePart", "capture_snapshot", "count_updates", "current_receipt",
-    "describe_changes", "flatten_part", "make_receipt", "make_stamp", "model_state_dicts", "numbered_name", "package_versions",
-    "pieces_part",
+    "describe_changes", "flatten_part", "make_stamp", "model_state_dicts", "numbered_name", "package_versions",
 ]
 
 
@@ -46,47 +45,23 @@ _PACKAGES = ("slipstream", "torch", "numpy")
 
 
 def package_versions() -> dict[str, str]:
-    """The versions that results may depend on."""
+    """Return the versions that results may depend on."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
 @functools.lru_cache(maxsize=len(_PACKAGES))
 def _version(package: str) -> str:
-    """Looking it up takes longer than the rest of a small save, so it is done once."""
+    """Return the version of a package; looking it up takes longer than the rest of a small save, so it is done once."""
     try:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
 
 
-def make_receipt(
-    *,
-    effective_batch: int | None,
-    accumulation: int,
-    precision: str,
-    seed: int,
-    loaders: Sequence[Mapping[str, Any]],
-    optimizers: Sequence[Mapping[str, Any]],
-    schedulers: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """What decides the meaning of a run, as plain data."""
-    return {
-        "effective_batch": effective_batch,
-        "gradient_accumulation_steps": accumulation,
-        "mixed_precision": precision,
-        "seed": seed,
-        "loaders": [dict(loader) for loader in loaders],
-        "optimizers": [dict(optimizer) for optimizer in optimizers],
-        "schedulers": [dict(scheduler) for scheduler in schedulers],
-        "versions": package_versions(),
-    }
-
-
 def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """What means something else now than when it was saved, each as a sentence; empty if nothing does.
+    """Return what means something else now than when it was saved, each as a sentence; empty if nothing does.
 
-    >>> before = make_receipt(effective_batch=64, accumulation=1, precision="no", seed=0, loaders=[], optimizers=[], schedulers=[])
-    >>> describe_changes(before, {**before, "effective_batch": 32})
+    >>> describe_changes({"effective_batch": 64}, {"effective_batch": 32})
     ['an update has 32 samples now, and had 64: learning rate and schedule were chosen for the other']
     """
     said = []
@@ -96,56 +71,40 @@ def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> li
     before, now = saved.get("mixed_precision"), present.get("mixed_precision")
     if before != now:
         said.append(f"mixed_precision is {now!r} now, and was {before!r}: results will not be the same")
-    said += _loaders(_listed(saved, "loaders"), _listed(present, "loaders"))
-    said += _kinds("optimizer", _listed(saved, "optimizers"), _listed(present, "optimizers"))
-    said += _kinds("scheduler", _listed(saved, "schedulers"), _listed(present, "schedulers"))
-    said += _settings("optimizer", _listed(saved, "optimizers"), _listed(present, "optimizers"))
-    said += _settings("schedule", _listed(saved, "schedulers"), _listed(present, "schedulers"))
+    said += _loader_changes(_pairs(saved, present, "loaders"))
+    said += _setting_changes("optimizer", _pairs(saved, present, "optimizers"))
+    said += _setting_changes("scheduler", _pairs(saved, present, "schedulers"))
     return said
 
 
-def _listed(receipt: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """A list of a receipt; one that was made by a later version may look otherwise."""
-    value = receipt.get(name)
-    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
+_Pair: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
-def _loaders(saved: list[Mapping[str, Any]], present: list[Mapping[str, Any]]) -> list[str]:
-    said = []
-    for number, (before, now) in enumerate(zip(saved, present, strict=False)):
-        if before.get("order") == now.get("order"):
-            continue
-        different = [
-            f"{name} {now.get(name)!r} now, {before.get(name)!r} before"
-            for name in ("dataset", "length", "sampler", "drop_last", "even")
-            if before.get(name) != now.get(name)
-        ]
-        if different:
-            said.append(f"loader {number} reads other data: {'; '.join(different)}")
-    return said
+def _pairs(saved: Mapping[str, Any], present: Mapping[str, Any], name: str) -> list[_Pair]:
+    """Return the entries of a list of two receipts, saved and present; a receipt of a later version may look otherwise."""
+    lists = [value if isinstance(value, list) else [] for value in (saved.get(name), present.get(name))]
+    return [(before, now) for before, now in zip(*lists, strict=False) if isinstance(before, Mapping) and isinstance(now, Mapping)]
 
 
-def _kinds(what: str, saved: list[Mapping[str, Any]], present: list[Mapping[str, Any]]) -> list[str]:
-    pairs = enumerate(zip(saved, present, strict=False))
-    return [
-        f"{what} {number} is {now.get('kind')} now, and was {before.get('kind')}"
-        for number, (before, now) in pairs
-        if before.get("kind") != now.get("kind")
-    ]
+def _loader_changes(pairs: Sequence[_Pair]) -> Iterator[str]:
+    for number, (before, now) in enumerate(pairs):
+        names = [name for name in ("dataset", "length", "sampler", "drop_last", "even") if before.get(name) != now.get(name)]
+        if names and before.get("order") != now.get("order"):
+            different = "; ".join(f"{name} {now.get(name)!r} now, {before.get(name)!r} before" for name in names)
+            yield f"loader {number} reads other data: {different}"
 
 
-def _settings(what: str, saved: list[Mapping[str, Any]], present: list[Mapping[str, Any]]) -> list[str]:
-    """Settings of optimizers or schedules that the script now gives otherwise; those of the checkpoint are loaded over them."""
-    said = []
-    for number, (before, now) in enumerate(zip(saved, present, strict=False)):
+def _setting_changes(what: str, pairs: Sequence[_Pair]) -> Iterator[str]:
+    """Yield the settings that the script now gives otherwise; those of the checkpoint are loaded over them."""
+    for number, (before, now) in enumerate(pairs):
         old, new = before.get("settings"), now.get("settings")
-        if before.get("kind") != now.get("kind") or not isinstance(old, Mapping) or not isinstance(new, Mapping):
-            continue
-        names = [name for name in new if name in old and new[name] != old[name]]
-        different = [f"{name} {new[name]!r} in the script, {old[name]!r} in the checkpoint" for name in names]
-        if different:
-            said.append(f"{what} {number} ({now.get('kind')}) goes on with the settings of the checkpoint: {'; '.join(different)}")
-    return said
+        if before.get("kind") != now.get("kind"):
+            yield f"{what} {number} is {now.get('kind')} now, and was {before.get('kind')}"
+        elif isinstance(old, Mapping) and isinstance(new, Mapping):
+            names = [name for name in new if name in old and new[name] != old[name]]
+            different = "; ".join(f"{name} {new[name]!r} in the script, {old[name]!r} in the checkpoint" for name in names)
+            if different:
+                yield f"{what} {number} ({now.get('kind')}) goes on with the settings of the checkpoint: {different}"
 
 
 _PIECE: Final = 64 << 20
@@ -157,7 +116,7 @@ _Bytes: TypeAlias = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 
 @dataclass(frozen=True)
 class StatePart:
-    """A state taken apart: what JSON holds, and the tensors by name."""
+    """A flattened state: what JSON holds, and the tensors by name."""
 
     name: str
     tree: Any
@@ -221,8 +180,13 @@ class Snapshot:
     pieces: tuple[PiecesPart, ...] = ()
     """Of strategies that shard: on every process."""
 
+    @property
+    def rank(self) -> int:
+        """The rank that took it."""
+        return int(self.own.tree["rank"])
+
     def parts(self) -> Iterator[StatePart | ModelPart | PiecesPart]:
-        """Everything that holds tensors."""
+        """Yield everything that holds tensors."""
         yield from self.models
         yield from self.pieces
         yield from (model.extra for model in self.models if model.extra is not None)
@@ -234,11 +198,16 @@ class Snapshot:
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
-        return sum(tensor.numel() * tensor.element_size() for part in self.parts() for tensor in part.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors."""
+        for part in self.parts():
+            yield from part.tensors.values()
 
 
 def flatten_part(name: str, state: Any, where: str, sharded: dict[str, Any] | None = None) -> StatePart:
-    """A state taken apart; `where` names it in errors. Tensors that are sharded are put into `sharded`, and refused without it.
+    """Flatten a state; `where` names it in errors. Sharded tensors are put into `sharded`, and refused without it.
 
     >>> flatten_part("training", {"epoch": 3}, "loaders")
     StatePart(name='training', tree={'epoch': 3}, tensors={})
@@ -247,19 +216,7 @@ def flatten_part(name: str, state: Any, where: str, sharded: dict[str, Any] | No
     return StatePart(name, tree, tensors)
 
 
-def pieces_part(
-    base: str, shares: Mapping[str, LocalShard], aliases: Mapping[str, str] | None = None, frozen: frozenset[str] = frozenset()
-) -> PiecesPart:
-    """What this rank stores of sharded tensors; other names of tied ones are stored by none."""
-    owned = {name: share for name, share in shares.items() if share.owned and name not in (aliases or {})}
-    return PiecesPart(
-        base,
-        {name: share.tensor for name, share in owned.items()},
-        {name: share.place for name, share in owned.items()},
-        {name: share.place.shape for name, share in shares.items()},
-        aliases or {},
-        frozen,
-    )
+_Part = TypeVar("_Part", StatePart, ModelPart, PiecesPart)
 
 
 class Arena:
@@ -274,39 +231,32 @@ class Arena:
         """Where bytes are still to be copied to, and from."""
 
     def keep(self, snapshot: Snapshot) -> Snapshot:
-        """The same snapshot with copies of all tensors; it is valid until the next call."""
-        padded = sum(-(-tensor.numel() * tensor.element_size() // self._ALIGNMENT) * self._ALIGNMENT for tensor in _tensors(snapshot))
+        """Return the snapshot with copies of all tensors; it is valid until the next call."""
+        padded = sum(-(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT for tensor in snapshot.tensors())
         if self._memory is None or self._memory.numel() < padded:
             self._memory = None  # given back before more is taken
             self._memory = torch.empty(padded, dtype=torch.uint8, device="cpu")
         self._used = 0
         with torch.no_grad():
-            models = tuple(
-                replace(model, tensors=self._copies(model.tensors), extra=None if model.extra is None else self._part(model.extra))
-                for model in snapshot.models
-            )
             kept = Snapshot(
                 facts=snapshot.facts,
                 own=self._part(snapshot.own),
-                models=models,
-                optimizers=tuple(self._part(part) for part in snapshot.optimizers),
-                training=None if snapshot.training is None else self._part(snapshot.training),
-                objects=tuple(self._part(part) for part in snapshot.objects),
-                pieces=tuple(replace(part, tensors=self._copies(part.tensors)) for part in snapshot.pieces),
+                models=tuple(replace(self._part(model), extra=model.extra and self._part(model.extra)) for model in snapshot.models),
+                optimizers=tuple(map(self._part, snapshot.optimizers)),
+                training=snapshot.training and self._part(snapshot.training),
+                objects=tuple(map(self._part, snapshot.objects)),
+                pieces=tuple(map(self._part, snapshot.pieces)),
             )
         left, self._left = self._left, []
         _copy_bytes(left)
         return kept
 
-    def _part(self, part: StatePart) -> StatePart:
-        return replace(part, tensors=self._copies(part.tensors))
-
-    def _copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self._copy(tensor.detach()) for name, tensor in tensors.items()}
+    def _part(self, part: _Part) -> _Part:
+        return replace(part, tensors={name: self._copy(tensor.detach()) for name, tensor in part.tensors.items()})
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self._memory is not None
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         room = self._memory[self._used : self._used + size]
         self._used += -(-size // self._ALIGNMENT) * self._ALIGNMENT
         place = room.view(tensor.dtype).view(tensor.shape)
@@ -318,7 +268,7 @@ class Arena:
 
 
 def _copy_bytes(left: list[tuple[_Bytes, _Bytes]]) -> None:
-    """Copies everything, by several threads if it is much.
+    """Copy everything, by several threads if it is much.
 
     They share no barrier as those of torch do after every tensor, so that one that has to wait for a core does not make the others wait.
     """
@@ -336,11 +286,6 @@ def _copy_bytes(left: list[tuple[_Bytes, _Bytes]]) -> None:
             copier.result()
 
 
-def _tensors(snapshot: Snapshot) -> Iterator[torch.Tensor]:
-    for part in snapshot.parts():
-        yield from part.tensors.values()
-
-
 _POSITIONS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "eps"})
 """What of a scheduler's state says where it stands, rather than how it was made."""
 _IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -348,7 +293,7 @@ _IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differe
 
 
 def numbered_name(base: str, number: int) -> str:
-    """The name of the nth of several: the first one has no number.
+    """Return the name of the nth of several: the first one has no number.
 
     >>> numbered_name("model", 0), numbered_name("model", 2)
     ('model', 'model_2')
@@ -356,39 +301,39 @@ def numbered_name(base: str, number: int) -> str:
     return f"{base}_{number}" if number else base
 
 
-def count_updates(parts: Components) -> int:
-    """Updates made: those of the optimizer that made most."""
-    return max((optimizer.updates for optimizer in parts.registry.optimizers), default=0)
+def count_updates(components: Components) -> int:
+    """Return the number of updates made, by the optimizer that made most."""
+    return max((optimizer.updates for optimizer in components.registry.optimizers), default=0)
 
 
-def model_state_dicts(parts: Components) -> list[dict[str, Any]]:
-    """The weights of every model, under plain names."""
-    return [parts.strategy.state(model.original) for model in parts.stepper.models]
+def model_state_dicts(components: Components) -> list[dict[str, Any]]:
+    """Return the weights of every model, under plain names."""
+    return [components.strategy.state(model.original) for model in components.stepper.models]
 
 
 def capture_snapshot(
-    parts: Components,
+    components: Components,
     history: str,
     objects: Sequence[Any],
     weights: Mapping[int, dict[str, Any]] | None,
     metric: float | None,
     pieces: list[PiecesPart] | None = None,
 ) -> Snapshot:
-    """A snapshot: of everything on the process that writes, which passes the `weights` by number of the model; else of this rank alone.
+    """Return a snapshot: of everything on the process that writes, which passes the `weights` by model number; else of this rank alone.
 
     What this rank holds of tensors that are sharded is put into `pieces`; without it, sharded tensors are refused.
     """
-    loop = parts.stepper.loop_state()  # first: it settles what the loss scaler's state depends on
-    stamp = make_stamp(parts, history)
-    state = parts.state
+    loop = components.stepper.loop_state()  # first: it settles what the loss scaler's state depends on
+    stamp = make_stamp(components, history)
+    state = components.state
     facts = RunFacts(
         stamp=stamp,
-        step=count_updates(parts),
+        step=count_updates(components),
         world=state.num_processes,
-        strategy=parts.strategy.name,
-        mesh={"dp_replicate" if parts.strategy.replicated else "dp_shard": state.num_processes},
+        strategy=components.strategy.name,
+        mesh={"dp_replicate" if components.strategy.replicated else "dp_shard": state.num_processes},
         metric=metric,
-        receipt=current_receipt(parts) if weights is not None else {},
+        receipt=current_receipt(components) if weights is not None else {},
     )
     own = flatten_part(
         f"rank_{state.process_index}",
@@ -396,9 +341,9 @@ def capture_snapshot(
             "rank": state.process_index,
             "stamp": stamp,
             "random": rng.capture(),
-            "gradients": _gradients(parts),
+            "gradients": _gradients(components),
             "loop": loop,
-            "loaders": [loader.state_dict() for loader in parts.registry.loaders],
+            "loaders": [loader.state_dict() for loader in components.registry.loaders],
         },
         f"what belongs to rank {state.process_index}",
     )
@@ -407,12 +352,12 @@ def capture_snapshot(
     return Snapshot(
         facts,
         own,
-        models=tuple(_model(parts.stepper.models[number], number, weight, pieces) for number, weight in weights.items()),
+        models=tuple(_model(components.stepper.models[number], number, weight, pieces) for number, weight in weights.items()),
         optimizers=tuple(
             _part(numbered_name("optimizer", number), optimizer.state_dict(), f"the state of {type(optimizer.optimizer).__name__}", pieces)
-            for number, optimizer in enumerate(parts.registry.optimizers)
+            for number, optimizer in enumerate(components.registry.optimizers)
         ),
-        training=_training(parts),
+        training=_training(components),
         objects=tuple(
             _part(f"custom_checkpoint_{number}", thing.state_dict(), f"registered object {number} ({type(thing).__name__})", pieces)
             for number, thing in enumerate(objects)
@@ -425,19 +370,22 @@ def _model(model: PreparedModel, number: int, state_dict: dict[str, Any], pieces
     base, kind = numbered_name("model", number), type(model.original).__name__
     where = f"the weights of {kind}"
     held = {} if pieces is None else local_shards(state_dict, where)
-    weights = split_state_dict(_with_local_shards(state_dict, held), where)
+    if held:
+        state_dict = copy.copy(state_dict)  # with its attributes: the versions of layers are one
+        state_dict.update({name: shard.tensor for name, shard in held.items()})
+    weights = split_state_dict(state_dict, where)
     frozen = frozenset(name for name, parameter in model.original.named_parameters() if not parameter.requires_grad)
     extra = flatten_part(f"{base}_extra", dict(weights.extra), f"the state of {kind}") if weights.extra else None
     if held and pieces is not None:
-        pieces.append(pieces_part(base, held, {name: kept for name, kept in weights.aliases.items() if name in held}, frozen))
+        pieces.append(_pieces_part(base, held, {name: kept for name, kept in weights.aliases.items() if name in held}, frozen))
     whole = {name: tensor for name, tensor in weights.tensors.items() if name not in held}
     aliases = {name: kept for name, kept in weights.aliases.items() if name not in held}
     return ModelPart(number, base, kind, whole, aliases, extra, frozen, bool(held))
 
 
-def _gradients(parts: Components) -> dict[str, torch.Tensor] | None:
-    """Gradients that belong to an update still to come."""
-    gradients = parts.stepper.open_gradients()
+def _gradients(components: Components) -> dict[str, torch.Tensor] | None:
+    """Return gradients that belong to an update still to come."""
+    gradients = components.stepper.open_gradients()
     if any(map(is_sharded, (gradients or {}).values())):
         raise CheckpointError(
             "save_state was called in the middle of an update, whose gradients so far are sharded over ranks and cannot be saved: call it "
@@ -446,98 +394,101 @@ def _gradients(parts: Components) -> dict[str, torch.Tensor] | None:
     return gradients
 
 
-def _with_local_shards(state_dict: dict[str, Any], held: Mapping[str, LocalShard]) -> dict[str, Any]:
-    """The state dict with this rank's own elements in the place of sharded tensors."""
-    if not held:
-        return state_dict
-    own = copy.copy(state_dict)  # with its attributes: the versions of layers are one
-    own.update({name: share.tensor for name, share in held.items()})
-    return own
+def _pieces_part(base: str, shards: Mapping[str, LocalShard], aliases: Mapping[str, str], frozen: frozenset[str]) -> PiecesPart:
+    """Return what this rank stores of sharded tensors; other names of tied ones are stored by no rank."""
+    owned = {name: shard for name, shard in shards.items() if shard.owned and name not in aliases}
+    return PiecesPart(
+        base,
+        {name: shard.tensor for name, shard in owned.items()},
+        {name: shard.place for name, shard in owned.items()},
+        {name: shard.place.shape for name, shard in shards.items()},
+        aliases,
+        frozen,
+    )
 
 
 def _part(name: str, state: Any, where: str, pieces: list[PiecesPart] | None) -> StatePart:
-    if pieces is None:
-        return flatten_part(name, state, where)
-    sharded: dict[str, Any] = {}
+    sharded: dict[str, Any] | None = None if pieces is None else {}
     part = flatten_part(name, state, where, sharded)
-    if sharded:
-        pieces.append(pieces_part(name, local_shards(sharded, where)))
+    if pieces is not None and sharded:
+        pieces.append(_pieces_part(name, local_shards(sharded, where), {}, frozenset()))
     return part
 
 
-def _training(parts: Components) -> StatePart:
-    registry = parts.registry
+def _training(components: Components) -> StatePart:
+    registry = components.registry
     state = {
-        "step": count_updates(parts),
+        "step": count_updates(components),
         "optimizers": [{"updates": optimizer.updates, "skipped": optimizer.step_was_skipped} for optimizer in registry.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in registry.schedulers],
-        "scaler": parts.precision.scaler.state_dict(),
-        "clipping": parts.clipper.state(),
+        "scaler": components.precision.scaler.state_dict(),
+        "clipping": components.clipper.state(),
         "loaders": [loader.state_dict() for loader in registry.loaders],
     }
     return flatten_part("training", state, "the state of the training loop")
 
 
-def make_stamp(parts: Components, history: str) -> str:
-    """What all ranks of a save agree on without asking each other: which run it is, and how far."""
-    positions = [[loader.state_dict()[name] for name in ("epoch", "batches")] for loader in parts.registry.loaders]
-    updates = [optimizer.updates for optimizer in parts.registry.optimizers]
-    text = json.dumps([parts.state.num_processes, positions, updates, len(parts.stepper.models)])
-    return f"{count_updates(parts)}-{history}{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+def make_stamp(components: Components, history: str) -> str:
+    """Return what all ranks of a save agree on without asking each other: which run it is, and how far."""
+    positions = [[loader.state_dict()[name] for name in ("epoch", "batches")] for loader in components.registry.loaders]
+    updates = [optimizer.updates for optimizer in components.registry.optimizers]
+    text = json.dumps([components.state.num_processes, positions, updates, len(components.stepper.models)])
+    return f"{count_updates(components)}-{history}{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 # -- the receipt ------------------------------------------------------------------------------------------------------
 
 
-def current_receipt(parts: Components) -> dict[str, Any]:
-    """What decides the meaning of this run."""
-    registry = parts.registry
-    steps = parts.gradient_state.plugin.num_steps or 1
+def current_receipt(components: Components) -> dict[str, Any]:
+    """Return what decides the meaning of this run, as plain data."""
+    registry = components.registry
+    steps = components.gradient_state.plugin.num_steps or 1
     batch = None
     if registry.loaders:
         first = registry.loaders[0]
         if first.batch_size is not None:  # else batches have sizes of their own, which are not known before they are read
             batch = first.total_batch_size * (first.steps_per_update or steps)
-    return make_receipt(
-        effective_batch=batch,
-        accumulation=steps,
-        precision=parts.state.mixed_precision,
-        seed=torch.initial_seed() % 2**63,
-        loaders=[describe_loader(loader) for loader in registry.loaders],
-        optimizers=[
+    return {
+        "effective_batch": batch,
+        "gradient_accumulation_steps": steps,
+        "mixed_precision": components.state.mixed_precision,
+        "seed": torch.initial_seed() % 2**63,
+        "loaders": [describe_loader(loader) for loader in registry.loaders],
+        "optimizers": [
             {
                 "kind": type(optimizer.optimizer).__name__,
                 "updates": optimizer.updates,
-                "lr": [_plain_number(group.get("lr")) for group in optimizer.param_groups],
+                "lr": [_plain_value(group.get("lr")) for group in optimizer.param_groups],
                 "settings": _plain_settings(optimizer.optimizer.defaults, _IMPLEMENTATION_SETTINGS),
             }
             for optimizer in registry.optimizers
         ],
-        schedulers=[
+        "schedulers": [
             {
                 "kind": type(scheduler.scheduler).__name__,
-                "position": _plain_number(getattr(scheduler.scheduler, "last_epoch", None)),
+                "position": _plain_value(getattr(scheduler.scheduler, "last_epoch", None)),
                 "settings": _plain_settings(scheduler.scheduler.state_dict(), _POSITIONS),
             }
             for scheduler in registry.schedulers
         ],
-    )
+        "versions": package_versions(),
+    }
 
 
 def _plain_settings(settings: Mapping[str, Any], left_out: frozenset[str]) -> dict[str, Any]:
-    """How a schedule or an optimizer was made, as far as that is plain numbers."""
+    """Return how a scheduler or an optimizer was made, as far as that is plain values."""
     found = {}
     for name, value in settings.items():
         if name.startswith("_") or name in left_out:
             continue
-        values = [_plain_number(entry) for entry in value] if isinstance(value, (list, tuple)) else _plain_number(value)
+        values = [_plain_value(entry) for entry in value] if isinstance(value, (list, tuple)) else _plain_value(value)
         if values is not None and not (isinstance(values, list) and None in values):
             found[name] = values
     return found
 
 
-def _plain_number(value: Any) -> Any:
-    """A number or text that JSON holds; None for anything else."""
+def _plain_value(value: Any) -> Any:
+    """Return a number or text that JSON holds; None for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float):

@@ -31,25 +31,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
 
-from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, RankFile, parse_manifest
+from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, RankFile, read_manifest_or_none
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.checksum import Bytes, digest
-from slipstream.files.disk import Disk, FileEntry, WrittenFile
+from slipstream.files.disk import Disk, FileEntry
 from slipstream.files.os_errors import describe_os_error, suggest_remedy
 from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.reader import read_digest
 from slipstream.logging import get_logger
 
 __all__ = [
-    "HiddenKind", "JoinedStage", "LARGEST_MANIFEST", "LocalStage", "LocalTarget", "acquire_lock", "discard_replaced", "find_recoverable",
-    "hidden_path", "lock_path", "names_with_leftovers", "read_manifest_or_none", "remove_checkpoint", "sweep_leftovers", "sweep_locked",
+    "HiddenKind", "JoinedStage", "LocalStage", "LocalTarget", "acquire_lock", "discard_replaced", "find_recoverable",
+    "hidden_path", "lock_path", "names_with_leftovers", "remove_checkpoint", "sweep_leftovers", "sweep_locked",
     "write_latest",
 ]
 
 
 HiddenKind = Literal["saving", "was", "removing"]
-
-LARGEST_MANIFEST: Final = 64 << 20
 
 _HIDDEN: Final = re.compile(r"\.(?P<stem>.+)\.((?P<kind>saving|was|removing)-[0-9a-f]{8}|lock)", re.DOTALL)
 _LONGEST_STEM: Final = 200  # with what is put around it a name stays below the 255 bytes of every file system
@@ -71,15 +69,6 @@ def names_with_leftovers(folder: Path) -> set[str]:
     with suppress(OSError), os.scandir(folder) as entries:
         return {found["stem"] for entry in entries if (found := _HIDDEN.fullmatch(entry.name))}
     return set()
-
-
-def read_manifest_or_none(folder: Path) -> Manifest | None:
-    """The manifest of a folder, or None if there is none that can be read."""
-    try:
-        with ConfinedFolder(folder) as opened:
-            return parse_manifest(opened.read(MANIFEST, LARGEST_MANIFEST), str(folder / MANIFEST))
-    except CheckpointError:
-        return None
 
 
 def find_recoverable(path: Path) -> Path | None:
@@ -298,7 +287,6 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-_OWN_NAMES: Final = re.compile(r"\..+\.(saving|was|removing)-[0-9a-f]{8}|\..+\.lock", re.DOTALL)
 _NO_LINKS: Final = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
 _STALE_SECONDS: Final = 3600.0
 
@@ -377,7 +365,7 @@ class LocalStage:
         path = self._path(name)
         with _explain_os_errors(self.target, self._disk, needed=size):
             self._make_folders(path.parent)
-            return _file_entry(self._disk.write(path, chunks, size))
+            return self._disk.write(path, chunks, size)
 
     def adopt(self, name: str) -> FileEntry:
         """Take in a file that somebody else wrote into `folder`; links and anything else that is no regular file are refused."""
@@ -385,7 +373,7 @@ class LocalStage:
         with ConfinedFolder(self.folder) as opened:
             os.close(opened.open(name))
         with _explain_os_errors(self.target, self._disk):
-            return _file_entry(self._disk.sync_file(path))
+            return self._disk.sync_file(path)
 
     def reuse(self, name: str, source: Path, entry: FileEntry) -> bool:
         """Give a file of another checkpoint a second name in this one, if its bytes, read now, are what `entry` says; False if not."""
@@ -484,7 +472,7 @@ class JoinedStage(LocalStage):
         self._disk = disk
         self._lock = None
         self._open = True
-        if not _OWN_NAMES.fullmatch(ticket) or not self.folder.is_dir():
+        if not _HIDDEN.fullmatch(ticket) or not self.folder.is_dir():
             raise CheckpointError(
                 f"{target} cannot be saved by all processes together: {self.folder}, which the main process has made, is not there for "
                 "this one. State that is sharded over processes needs a folder that all of them see (on a shared file system), or a URL."
@@ -558,10 +546,6 @@ def _move_into_place(stage: Path, target: Path, disk: Disk, undo: list[Callable[
     return old
 
 
-def _file_entry(written: WrittenFile) -> FileEntry:
-    return FileEntry(written.size, written.digest)
-
-
 def _release(target: Path, disk: Disk, lock: int | None) -> None:
     if lock is not None:
         with suppress(OSError):  # the lock ends with the descriptor; a file that stays is taken over by the next save
@@ -590,7 +574,7 @@ def _check_target(path: Path) -> None:
         why = "it is a mount point, which cannot be replaced in one go"
     elif os.path.isdir(path) and _is_at_or_above(path, _working_directory()):
         why = "this process works in that folder, and a checkpoint replaces the whole folder"
-    elif _OWN_NAMES.fullmatch(path.name):
+    elif _HIDDEN.fullmatch(path.name):
         why = "names of that form are those of saves under way"
     if why is not None:
         raise ConfigError(f"A checkpoint cannot be saved to {path}: {why}.\nGive a folder of its own, such as {_suggestion(path)}.")

@@ -18,12 +18,26 @@ from typing import Any, Final
 import numpy
 import torch
 
-from slipstream.checkpoint.tensor_bytes import BYTE_VIEWED_DTYPES, TORCH_DTYPES, dtype_name, unpack_bytes
+from slipstream.checkpoint.tensor_bytes import (
+    BYTE_VIEWED_DTYPES,
+    TORCH_DTYPES,
+    FileContent,
+    LoadedTensorFile,
+    dtype_name,
+    load_tensors,
+    unpack_bytes,
+)
 from slipstream.errors import CheckpointError
+from slipstream.files import strict_json
+from slipstream.files.safetensors_layout import SafetensorsLayout
 
-__all__ = ["rebuild"]
+__all__ = ["read_file", "read_part", "rebuild"]
 
+_TREE: Final = "tree"
+"""The key in the metadata of a safetensors file under which `serialize` stores the tree."""
 _DEEPEST: Final = 200
+_DEEPEST_JSON: Final = 256
+"""A level of a value takes up to three levels of JSON."""
 _FLOATS: Final = frozenset({"nan", "inf", "-inf"})
 _FACTORIES: Final[Mapping[str | None, Any]] = MappingProxyType(
     {None: None, **{entry.__name__: entry for entry in (int, float, str, bool, bytes, list, dict, set, tuple)}}
@@ -50,6 +64,35 @@ def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
     slipstream.errors.CheckpointError: state.safetensors refers to a tensor 'mean' that is not in it; it ...
     """
     return _Rebuilder(tensors, where).value(tree, 0)
+
+
+def read_part(name: str, content: FileContent, where: str | None = None, elsewhere: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """Return the state in a file that `serialize.write_part` wrote; each tensor has memory of its own. Messages name `where`, or the file.
+
+    `elsewhere` are tensors of the state that are not in the file.
+    """
+    where, elsewhere = where or name, elsewhere or {}
+    if name.endswith(".json"):
+        assert not isinstance(content, LoadedTensorFile)
+        return rebuild(strict_json.parse(memoryview(content), where, deepest=_DEEPEST_JSON), elsewhere, where)
+    file = load_tensors(content, where)
+    if twice := file.tensors.keys() & elsewhere.keys():
+        raise CheckpointError(f"{where}: the tensor {min(twice)[:100]!r} is in this file, and in pieces elsewhere.")
+    if _TREE not in file.layout.metadata:
+        raise CheckpointError(f"{where} holds tensors but no state: its metadata have no {_TREE!r}. It was not written by slipstream.")
+    return _rebuild_with(file.layout, {**file.tensors, **elsewhere}, where)
+
+
+def read_file(content: FileContent, where: str, device: torch.device | None = None) -> Any:
+    """Return the state in a safetensors file if it has one, else its tensors by name; on a device, if one is given."""
+    file = load_tensors(content, where)
+    tensors = file.tensors if device is None else {name: tensor.to(device) for name, tensor in file.tensors.items()}
+    return _rebuild_with(file.layout, tensors, where) if _TREE in file.layout.metadata else tensors
+
+
+def _rebuild_with(layout: SafetensorsLayout, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+    beside = layout.size - layout.data_start
+    return rebuild(strict_json.parse(layout.metadata[_TREE], where, deepest=_DEEPEST_JSON, beside=beside), tensors, where)
 
 
 class _Rebuilder:

@@ -2,28 +2,31 @@
 
 `MANIFEST.json` is written last and lists every other file with its size and checksum; a folder without a readable manifest is not a
 checkpoint. Its own checksum covers every byte of it. `parse_manifest` returns a manifest whose fields have their types, whose names are
-plain names inside the folder and whose parts are all listed as files, or raises an error that names the file. Nothing here opens a file
-or imports torch. `docs/checkpoint-format.md` describes the format.
+plain names inside the folder and whose parts are all listed as files, or raises an error that names the file. Nothing here imports torch.
+`docs/checkpoint-format.md` describes the format.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files import strict_json
 from slipstream.files.checksum import checksums_name, digest
 from slipstream.files.disk import FileEntry
-from slipstream.files.paths import check_name
+from slipstream.files.paths import ConfinedFolder, check_name, open_inside
 
 __all__ = [
-    "LATEST", "MANIFEST", "MODEL_NAME", "Manifest", "ModelEntry", "OPTIMIZER_NAME", "RNG_STATE_NAME", "RankFile", "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
-    "VERSION", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME", "parse_manifest",
+    "ACCELERATE_FILE", "LARGEST_MANIFEST", "LATEST", "MANIFEST", "MODEL_NAME", "Manifest", "ModelEntry", "OPTIMIZER_NAME",
+    "RNG_STATE_NAME", "RankFile", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
+    "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "VERSION", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
+    "open_listed_file", "parse_manifest", "read_manifest", "read_manifest_or_none", "split_stamp",
 ]
 
 
@@ -51,7 +54,11 @@ _FORMAT = "slipstream-checkpoint"
 _NO_CHECKSUM = "0" * 32
 _LARGEST_SIZE = 2**60
 _LARGEST_WORLD = 2**20
-_LARGEST_MANIFEST = 64 * 2**20
+LARGEST_MANIFEST: Final = 64 << 20
+ACCELERATE_FILE: Final = re.compile(
+    r"(optimizer|scheduler|sampler|dl_state_dict)(_\d{1,9})?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d{1,9}\.pkl", re.ASCII
+)
+"""Names of files that mark a checkpoint of Accelerate."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +78,12 @@ class ModelEntry:
     number: int = 0
     """Which of the prepared models it is: hooks of the script may save some of them by themselves."""
     pieces: tuple[str, ...] = ()
-    """Files with pieces of tensors that were sharded over ranks: see `pieces.py`."""
+    """Files with pieces of tensors that were sharded over ranks: see `shard_layout.py`."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without opening its other files.
+    """What is known of a checkpoint without opening its other files.
 
     >>> manifest = Manifest(stamp="s", step=3, created="2026-01-01T00:00:00Z", written_by="slipstream", world=1, strategy="single")
     >>> parse_manifest(manifest.dump(), "MANIFEST.json") == manifest
@@ -106,55 +113,51 @@ class Manifest:
     """Files with pieces of tensors that belong to a part and were sharded over ranks, by the file of the part."""
     metric: float | None = None
     receipt: Mapping[str, Any] = field(default_factory=dict)
-    """What the run meant: see `receipt.py`."""
+    """What decides the meaning of the run: see `capture.current_receipt`."""
 
     def all_pieces(self) -> set[str]:
-        """Every file of pieces."""
+        """Return every file of pieces."""
         return {name for names in (*(model.pieces for model in self.models), *self.pieces.values()) for name in names}
 
+    def part_files(self) -> set[str]:
+        """Return the files that loading reads, without pieces and indexes; other files were written by hooks of the script."""
+        names = {name for model in self.models for name in (*model.files, model.extra) if name is not None}
+        names.update(self.optimizers, self.objects, self.ranks.values())
+        return names if self.training is None else names | {self.training}
+
+    def other_files(self) -> list[str]:
+        """Return the files that hooks of the script wrote."""
+        ours = self.part_files() | {model.index for model in self.models if model.index is not None}
+        ours.update(file for name in self.all_pieces() for file in (name, checksums_name(name)))
+        return [name for name in self.files if name not in ours]
+
     def dump(self) -> bytes:
-        """The bytes of the file, with a checksum over all of them."""
+        """Return the bytes of the file, with a checksum over all of them."""
         body = {
             "format": _FORMAT,
             "version": VERSION,
             "checksum": _NO_CHECKSUM,
-            "stamp": self.stamp,
-            "step": self.step,
-            "created": self.created,
-            "written_by": self.written_by,
-            "world": self.world,
-            "strategy": self.strategy,
-            "mesh": dict(self.mesh),
-            "metric": self.metric,
-            "receipt": dict(self.receipt),
-            "models": [
-                {
-                    "number": model.number,
-                    "kind": model.kind,
-                    "files": list(model.files),
-                    "aliases": dict(model.aliases),
-                    "index": model.index,
-                    "extra": model.extra,
-                    **({"pieces": list(model.pieces)} if model.pieces else {}),
-                }
-                for model in self.models
-            ],
-            "optimizers": list(self.optimizers),
-            "training": self.training,
-            "objects": list(self.objects),
-            "ranks": {str(rank): name for rank, name in self.ranks.items()},
-            **({"pieces": {part: list(names) for part, names in self.pieces.items()}} if self.pieces else {}),
-            "files": {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()},
+            **{name: getattr(self, name) for name in ("stamp", "step", "created", "written_by", "world", "strategy")},
+            **{name: getattr(self, name) for name in ("mesh", "metric", "receipt")},
+            "models": [_without_empty_pieces({"number": model.number, **vars(model)}) for model in self.models],
+            **{name: getattr(self, name) for name in ("optimizers", "training", "objects", "ranks", "pieces")},
+            "files": {name: vars(entry) for name, entry in self.files.items()},
         }
+        body = _without_empty_pieces(body)
         data = strict_json.dump(body, indent=1)
         if why := strict_json.explain_too_large(data.decode()):
             raise CheckpointError(f"The manifest of {len(self.files):,} files could not be read again: {why}. Save fewer files.")
         return data.replace(_NO_CHECKSUM.encode(), digest(data).encode(), 1)
 
 
+def _without_empty_pieces(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the key "pieces" where nothing is sharded: versions before sharding do not know it."""
+    return {name: value for name, value in fields.items() if name != "pieces" or value}
+
+
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest in these bytes; `where` is the path for messages."""
-    body = strict_json.parse(data, where, largest=_LARGEST_MANIFEST)
+    """Return the manifest in these bytes; `where` is the path for messages."""
+    body = strict_json.parse(data, where, largest=LARGEST_MANIFEST)
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise CheckpointError(f"{where} is no manifest of a Slipstream checkpoint: it does not say \"format\": \"{_FORMAT}\"")
     version = body.get("version")
@@ -164,14 +167,54 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             f"it was written by {_shown(body.get('written_by'))}. Use that version, or a newer one."
         )
     said = body.get("checksum")
-    if not isinstance(said, str) or data.replace(said.encode(), _NO_CHECKSUM.encode(), 1) == data or _checksum_without(data, said) != said:
+    blanked = data.replace(said.encode(), _NO_CHECKSUM.encode(), 1) if isinstance(said, str) else data
+    if blanked == data or digest(blanked) != said:
         raise CheckpointError(f"{where} has been changed since it was written: its own checksum does not fit")
     return _ManifestReader(body, where).manifest()
 
 
-def _checksum_without(data: bytes, checksum: str) -> str:
-    """The checksum of a manifest in which its own checksum does not count."""
-    return digest(data.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1))
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint; the error says what is there instead if there is none."""
+    where = str(folder / MANIFEST)
+    try:
+        with ConfinedFolder(folder) as opened:
+            data = opened.read(MANIFEST, LARGEST_MANIFEST)
+    except FileNotFoundError:
+        raise MissingCheckpointError(_missing_manifest_error(folder)) from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{folder} is a file, and a checkpoint is a folder: pass the folder that save_state made") from None
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    return parse_manifest(data, where)
+
+
+def read_manifest_or_none(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder, or None if there is none that can be read."""
+    try:
+        return read_manifest(folder)
+    except (CheckpointError, OSError):
+        return None
+
+
+def open_listed_file(folder: Path, name: str) -> int:
+    """Return a descriptor of a file that the manifest lists; the caller closes it."""
+    try:
+        return open_inside(folder, name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / name} is missing, and the manifest lists it") from None
+
+
+def _missing_manifest_error(folder: Path) -> str:
+    if not folder.exists():
+        near = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())[:8] if folder.parent.is_dir() else []
+        there = f"; in {folder.parent} there are {', '.join(near)}" if near else ""
+        return f"there is no checkpoint at {folder}{there}"
+    names = sorted(os.listdir(folder))
+    if any(map(ACCELERATE_FILE.fullmatch, names)):
+        why = f"it has no {MANIFEST}. load_state reads it, and save_state makes one of ours"
+        return f"{folder} is a checkpoint of Accelerate, or looks like one: {why}"
+    held = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
+    return f"{folder} is no checkpoint, or one whose save did not come to its end: it has no {MANIFEST} (it holds {held})"
 
 
 def _shown(value: Any) -> str:
@@ -187,7 +230,7 @@ def _is_finite(value: float) -> bool:
 
 
 class _ManifestReader:
-    """Takes fields out of parsed JSON, each with its type."""
+    """Reads fields from parsed JSON and checks their types."""
 
     def __init__(self, body: dict[str, Any], where: str) -> None:
         self._body = body
@@ -200,12 +243,13 @@ class _ManifestReader:
         if any(name.casefold() == MANIFEST.casefold() for name in self._files):
             raise self._wrong("files", f"it lists {MANIFEST} itself")
         world = self._whole("world", self._body.get("world"), 1, _LARGEST_WORLD)
+        pieces = self._mapping("pieces") if "pieces" in self._body else {}
         models = tuple(self._model(number, entry) for number, entry in enumerate(self._list("models")))
         if len({model.number for model in models}) != len(models):
             raise self._wrong("models", "two of them have the same number")
         return Manifest(
             stamp=self._text("stamp"),
-            step=self._count("step"),
+            step=self._whole("step", self._body.get("step")),
             created=self._text("created"),
             written_by=self._text("written_by"),
             world=world,
@@ -217,7 +261,7 @@ class _ManifestReader:
             training=self._optional_part("training", self._body.get("training")),
             objects=tuple(self._part("objects", name) for name in self._list("objects")),
             ranks={self._rank(rank, world): self._part("ranks", name) for rank, name in self._mapping("ranks").items()},
-            pieces={self._listed("pieces", part): self._pieces("pieces", names) for part, names in self._pieces_of_parts().items()},
+            pieces={self._listed("pieces", part): self._pieces("pieces", names) for part, names in pieces.items()},
             metric=self._metric(),
             receipt=self._mapping("receipt"),
         )
@@ -241,9 +285,6 @@ class _ManifestReader:
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)):
             return value
         raise self._wrong("metric", f"{_shown(value)} is no number")
-
-    def _count(self, name: str, least: int = 0) -> int:
-        return self._whole(name, self._body.get(name), least)
 
     def _list(self, name: str) -> list[Any]:
         value = self._body.get(name)
@@ -290,9 +331,6 @@ class _ManifestReader:
         pieces = self._pieces(where, entry.get("pieces", []))
         return ModelEntry(kind, tuple(self._part(where, name) for name in files), aliases, index, extra, known, pieces)
 
-    def _pieces_of_parts(self) -> dict[str, Any]:
-        return self._mapping("pieces") if "pieces" in self._body else {}
-
     def _pieces(self, where: str, names: Any) -> tuple[str, ...]:
         """Files of pieces; each has its sums beside it."""
         if not isinstance(names, list):
@@ -307,7 +345,19 @@ class _ManifestReader:
         return int(rank)
 
 
-# -- files of other ranks ---------------------------------------------------------------------------------------------
+# -- files of ranks ---------------------------------------------------------------------------------------------
+
+
+
+def split_stamp(stamp: str) -> tuple[int, str]:
+    """Return the step in a stamp, and the 8 digits that name the run since its last load.
+
+    >>> split_stamp("120-00112233445566aa")
+    (120, '00112233')
+    """
+    step, _, rest = stamp.partition("-")
+    return int(step), rest[:8]
+
 
 _RANK_FILE = re.compile(r"rank_(\d{1,9})\.([0-9]{1,20}-[0-9a-f]{16})\.([0-9a-f]{32})\.safetensors", re.ASCII)
 
@@ -331,6 +381,6 @@ class RankFile:
 
     @staticmethod
     def of(name: str) -> RankFile | None:
-        """What a file's name says, if it is such a file."""
+        """Return what a file's name says; None if it is no such file."""
         found = _RANK_FILE.fullmatch(name)
         return None if found is None else RankFile(int(found[1]), found[2], found[3])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from slipstream.checkpoint.manifest import MANIFEST, MODEL_NAME, SAFE_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from slipstream.checkpoint.serialize import write_part
-from slipstream.checkpoint.tensor_bytes import DTYPES, dtype_name, tensor_bytes
+from slipstream.checkpoint.tensor_bytes import DTYPES, EncodedFile, dtype_name, tensor_bytes
 from slipstream.checkpoint.weight_source import WeightSource, find_weights
 from slipstream.checkpoint.weights import (
     METADATA,
@@ -42,7 +42,7 @@ from slipstream.checkpoint.weights import (
 from slipstream.distributed.progress_bar import ProgressBar, bar, counted, waiting
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.atomic_files import AtomicFiles, check_local_path
-from slipstream.files.disk import Disk, FileEntry
+from slipstream.files.disk import Disk
 from slipstream.files.safetensors_layout import file_order_key, plan_layout
 from slipstream.files.sizes import parse_size
 from slipstream.logging import get_logger
@@ -104,13 +104,15 @@ def _check_folder(folder: Path) -> None:
 
 
 def _add_safe(files: AtomicFiles, weights: Weights, largest: int, shown: ProgressBar) -> set[str]:
-    def add(name: str, chunks: Iterable[Any], size: int) -> FileEntry:
-        return files.add(name, counted(chunks, shown.update), size)
+    def add(name: str, encode: Callable[[], EncodedFile]) -> None:
+        chunks, size = encode()
+        files.add(name, counted(chunks, shown.update), size)
 
-    names = set()
+    written: set[str | None] = set()
     if weights.extra:
-        names.add(write_part(files.add, f"{SAFE_MODEL_NAME}_extra", weights.extra, "the state dict")[0])
-    return names | write_weights(add, SAFE_MODEL_NAME, weights, largest).entries.keys()
+        written.add(write_part(files.add, f"{SAFE_MODEL_NAME}_extra", weights.extra, "the state dict")[0])
+    names, index = write_weights(add, SAFE_MODEL_NAME, weights.tensors, weights.aliases, largest)
+    return {name for name in (*written, *names, index) if name is not None}
 
 
 def _add_torch(files: AtomicFiles, weights: Weights, state: Mapping[str, Any], largest: int, shown: ProgressBar) -> set[str]:
@@ -433,7 +435,7 @@ def _all_weights(source: WeightSource) -> Mapping[str, Any]:
 
 
 def _remove(source: WeightSource, target: Path, checksum: str, disk: Disk) -> None:
-    if disk.sync_file(target).digest != checksum:
+    if disk.sync_file(target).checksum != checksum:
         raise CheckpointError(f"{target} is not what was written: the disk may be failing. Nothing was removed from {source.folder}.")
     merged = [name for name in (source.index, *source.files, source.extra) if name is not None]
     try:

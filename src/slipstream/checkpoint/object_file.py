@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
-from slipstream.checkpoint.serialize import read_file, read_part, write_part
+from slipstream.checkpoint.deserialize import read_file, read_part
+from slipstream.checkpoint.serialize import write_part
 from slipstream.checkpoint.tensor_bytes import FileContent, LoadedTensorFile, read_tensor_file
 from slipstream.checkpoint.weight_source import is_torch_file, read_torch_file
 from slipstream.config.sources import environment
@@ -23,7 +24,7 @@ from slipstream.distributed.cluster import Process, detect
 from slipstream.distributed.current import current_or_none
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files.atomic_files import AtomicFiles, check_local_path
-from slipstream.files.disk import Disk, FileEntry
+from slipstream.files.disk import Disk
 from slipstream.files.paths import ConfinedFolder
 from slipstream.files.reader import read_whole
 from slipstream.logging import get_logger
@@ -90,12 +91,7 @@ def _write_to(file: Any, obj: Any, safe_serialization: bool | None) -> None:
         torch.save(obj, file)
         return
 
-    def add(name: str, chunks: Any, size: int) -> FileEntry:
-        for chunk in chunks:
-            file.write(chunk)
-        return FileEntry(size, "")
-
-    write_part(add, "object", obj, "the object")
+    write_part(lambda name, chunks, size: file.writelines(chunks), "object", obj, "the object")
 
 
 def _check_binary(file: Any, mode: str) -> None:

@@ -27,43 +27,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from slipstream.checkpoint.manifest import LATEST, MANIFEST, Manifest, RankFile, parse_manifest
-from slipstream.checkpoint.rotate import RetentionPolicy
+from slipstream.checkpoint.manifest import LARGEST_MANIFEST, LATEST, MANIFEST, Manifest, RankFile, parse_manifest, split_stamp
+from slipstream.checkpoint.rotate import RetentionPolicy, checkpoint_number
 from slipstream.distributed.progress_bar import bar, counted
 from slipstream.errors import CheckpointError, MissingCheckpointError
 from slipstream.files.checksum import Bytes, Digest
 from slipstream.files.disk import FileEntry
-from slipstream.files.object_store import ObjectStore, is_url, local_path
+from slipstream.files.object_store import ObjectStore
 from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.logging import get_logger
 
 if TYPE_CHECKING:
     from slipstream.checkpoint.capture import Snapshot
 
-__all__ = [
-    "RemoteStage",
-    "RemoteTarget",
-    "add_rank_file",
-    "fetch",
-    "is_url",
-    "list_numbered",
-    "local_path",
-    "read_remote_manifest",
-    "rotate",
-    "write_latest",
-]
+__all__ = ["RemoteStage", "RemoteTarget", "fetch", "list_numbered", "read_remote_manifest", "rotate", "write_latest"]
 
-_LARGEST_MANIFEST: Final = 64 * 2**20
 _LARGEST_RANK_FILE: Final = 64 * 2**20
 _PIECE: Final = 4 << 20
 _DATA: Final = re.compile(r"data-([0-9a-f]{16})-[0-9a-f]{8}", re.ASCII)
-_NUMBERED: Final = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})", re.ASCII)
 _ABANDONED_SECONDS: Final = 7 * 24 * 3600
-"""Seconds after which the files of a save that never ended are removed by the next one."""
+"""After this time the files of a save that never ended are removed by the next one."""
 
 
 class RemoteTarget:
-    """A place for a checkpoint behind a URL.
+    """A place for a checkpoint behind a URL; the methods are those of `LocalDestination` in `writer.py`.
 
     >>> with RemoteTarget("memory://remote-example").begin() as stage:
     ...     files = {"notes.txt": stage.add("notes.txt", [b"hello"], 5)}
@@ -73,15 +60,43 @@ class RemoteTarget:
     """
 
     def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
         self._store = ObjectStore(url)
 
     def begin(self) -> RemoteStage:
-        """An empty stage; nothing that is at the URL changes before its `commit`."""
+        """Return an empty stage; nothing that is at the URL changes before its `commit`."""
         return RemoteStage(self._store)
 
     def join(self, ticket: str) -> RemoteStage:
-        """The stage that another process has begun, for adding files to it; what is at the URL is the other one's to commit or remove."""
+        """Return the stage that another process has begun, for adding files to it; the other one commits or removes it."""
         return RemoteStage(self._store, ticket)
+
+    def add_rank_file(self, snapshot: Snapshot) -> None:
+        """Upload what belongs to a rank that does not write the checkpoint; it counts as soon as the checkpoint with its stamp does."""
+        from slipstream.checkpoint.serialize import encode_tree  # imports torch, which reading a checkpoint from here does not need
+
+        own, digest = snapshot.own, Digest()
+        # The checksum is in the name, so it has to be known before the first byte goes: the file is encoded twice.
+        for chunk in encode_tree(own.name, own.tree, own.tensors)[1][0]:
+            digest.update(chunk)
+        self._store.make_folder("")
+        name = RankFile(snapshot.rank, snapshot.facts.stamp, digest.hexdigest()).name
+        self._store.put(name, *encode_tree(own.name, own.tree, own.tensors)[1])
+
+    def collect(self, stamp: str) -> None:
+        """Do nothing: ranks put their files where they belong, and a put is whole or not there."""
+
+    def mark_latest(self) -> None:
+        """Make this checkpoint the one that `latest` names."""
+        write_latest(*self._url.rsplit("/", 1))
+
+    def rotate(self, policy: RetentionPolicy) -> None:
+        """Remove checkpoints beside it that are no longer kept."""
+        rotate(self._url.rpartition("/")[0], policy, newest=self._url)
+
+    def reusable(self, last: str | None) -> list[Path]:
+        """Return nothing: a store has no links."""
+        return []
 
 
 class RemoteStage:
@@ -117,7 +132,7 @@ class RemoteStage:
         return self._folder
 
     def add(self, name: str, chunks: Iterable[Bytes], size: int) -> FileEntry:
-        """Upload a file of these bytes, `size` altogether; the store has it when this returns."""
+        """Upload a file of these bytes, `size` in total; the store has it when this returns."""
         return FileEntry(size, self._put(name, chunks, size))
 
     def adopt(self, name: str) -> FileEntry:
@@ -139,7 +154,7 @@ class RemoteStage:
             data = _renamed(new, lambda name: f"{self._data}/{name}").dump()
             before = _published_manifest(self._store)
             self._put(MANIFEST, [data], len(data))
-            self._flip(data)
+            self._publish(data)
         except BaseException:
             self.abandon()
             raise
@@ -148,7 +163,7 @@ class RemoteStage:
         _remove_outdated(self._store, before, self._data, new)
 
     def abandon(self) -> None:
-        """Give the upload up and remove what it has written; after `commit`, or a second time, this does nothing."""
+        """Remove what was uploaded; after `commit`, or a second time, this does nothing."""
         if not self._open:
             return
         self._open = False
@@ -170,26 +185,29 @@ class RemoteStage:
             self._made.add(folder)
         return self._store.put(place, chunks, size)
 
-    def _flip(self, data: bytes) -> None:
+    def _publish(self, data: bytes) -> None:
         try:
             self._store.replace(MANIFEST, data)
         except CheckpointError:
             # The request failed, which does not tell whether the store has carried it out. Only what is there tells.
             try:
-                there: bytes | None = self._store.read(MANIFEST, _LARGEST_MANIFEST)
+                there = self._store.read(MANIFEST, LARGEST_MANIFEST)
             except MissingCheckpointError:
-                there = None
+                there = b""
             except CheckpointError:
                 self._keep_all()
                 raise
             if there == data:
                 return
-            if there is not None and not _is_manifest(there):
-                self._keep_all()
+            if there:
+                try:
+                    parse_manifest(there, MANIFEST)
+                except CheckpointError:
+                    self._keep_all()
             raise
 
     def _keep_all(self) -> None:
-        """It is unknown, or known to be half done, which manifest is there: then neither save may lose its files."""
+        """Keep the files of both saves, because it is unknown which manifest is there."""
         self._open = False
         self._clear()
         get_logger(__name__).warning(
@@ -202,12 +220,12 @@ class RemoteStage:
 
 
 def read_remote_manifest(url: str) -> Manifest:
-    """The manifest of the checkpoint at a URL, with the names that its files were saved with."""
+    """Return the manifest of the checkpoint at a URL, with the names that its files were saved with."""
     return _saved_names(_current(ObjectStore(url)))
 
 
 def fetch(url: str, into: str | os.PathLike[str]) -> Path:
-    """Download the checkpoint at a URL into a folder, which has to be empty or absent, and give that folder. Nothing else is there then."""
+    """Download the checkpoint at a URL into a folder, which has to be empty or absent, and return that folder."""
     store, folder = ObjectStore(url), Path(into)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -227,87 +245,55 @@ def fetch(url: str, into: str | os.PathLike[str]) -> Path:
 
 
 def list_numbered(url: str) -> list[tuple[int, str]]:
-    """The numbered checkpoints below a URL, ascending: number and URL."""
+    """Return the numbered checkpoints below a URL, ascending: number and URL."""
     names = ObjectStore(url).list()
-    return sorted((int(found[1]), f"{url.rstrip('/')}/{name}") for name in names if (found := _NUMBERED.fullmatch(name)))
+    return sorted((number, f"{url.rstrip('/')}/{name}") for name in names if (number := checkpoint_number(name)) is not None)
 
 
 def write_latest(url: str, name: str) -> None:
-    """Say in the object `latest` which of the checkpoints below a URL is the newest one."""
+    """Write the name of the newest checkpoint below a URL into the object `latest`."""
     ObjectStore(url).replace(LATEST, f"{name}\n".encode())
 
 
-def add_rank_file(url: str, snapshot: Snapshot) -> None:
-    """Upload what belongs to a rank that does not write the checkpoint; it counts as soon as the checkpoint with its stamp does."""
-    from slipstream.checkpoint.serialize import write_tree  # takes torch, which reading a checkpoint from here does not need
-
-    store = ObjectStore(url)
-    own = snapshot.own
-    # The checksum is in the name, so it has to be known before the first byte goes: the file is made twice.
-    _, entry = write_tree(_only_digest, own.name, own.tree, own.tensors)
-    name = RankFile(own.tree["rank"], snapshot.facts.stamp, entry.checksum).name
-    store.make_folder("")
-    write_tree(lambda _, chunks, size: FileEntry(size, store.put(name, chunks, size)), own.name, own.tree, own.tensors)
-
-
-def _only_digest(name: str, chunks: Iterable[Bytes], size: int) -> FileEntry:
-    digest = Digest()
-    for chunk in chunks:
-        digest.update(chunk)
-    return FileEntry(size, digest.hexdigest())
-
-
-def rotate(url: str, keep: RetentionPolicy, newest: str) -> list[str]:
-    """Remove the numbered checkpoints below a URL that need not stay, after `newest` was committed; gives back which ones."""
-    if keep.total_limit is None or _published_manifest(ObjectStore(newest)) is None:
+def rotate(url: str, policy: RetentionPolicy, newest: str) -> list[str]:
+    """Remove the numbered checkpoints below a URL that need not stay, after `newest` was committed; return which ones."""
+    if policy.total_limit is None or _published_manifest(ObjectStore(newest)) is None:
         return []
-    known = [
-        (number, entry, manifest)
-        for number, entry in list_numbered(url)
-        if (manifest := _published_manifest(ObjectStore(entry))) is not None
-    ]
-    sign = 1 if keep.best_mode == "max" else -1
-    best = sorted((sign * manifest.metric, number, entry) for number, entry, manifest in known if manifest.metric is not None)
-    staying = {newest.rstrip("/"), *(entry for _, entry, _ in known[-keep.total_limit :])}
-    staying.update(entry for _, _, entry in best[len(best) - min(keep.keep_best, len(best)) :])
-    gone = []
-    for _, entry, manifest in known:
-        if entry not in staying:
-            try:
-                _remove(ObjectStore(entry), manifest)
-                gone.append(entry)
-            except CheckpointError as problem:
-                get_logger(__name__).warning(f"A checkpoint that is no longer kept could not be removed: {problem}")
-    return gone
+    found = [(number, place, _published_manifest(ObjectStore(place))) for number, place in list_numbered(url)]
+    manifests = {place: manifest for _, place, manifest in found if manifest is not None}
+    known = [(number, place, manifest.metric) for number, place, manifest in found if manifest is not None]
+    removed = []
+    for place in policy.find_outdated(known, newest.rstrip("/")):
+        try:
+            _remove(ObjectStore(place), manifests[place])
+            removed.append(place)
+        except CheckpointError as problem:
+            get_logger(__name__).warning(f"A checkpoint that is no longer kept could not be removed: {problem}")
+    return removed
 
 
 # -- manifests at a URL
 
 
+def _read_manifest(store: ObjectStore, name: str = MANIFEST) -> Manifest:
+    return parse_manifest(store.read(name, LARGEST_MANIFEST), store.show(name))
+
+
 def _published_manifest(store: ObjectStore) -> Manifest | None:
-    """The manifest that counts, if it is there and whole."""
-    try:
-        return parse_manifest(store.read(MANIFEST, _LARGEST_MANIFEST), store.show(MANIFEST))
-    except CheckpointError:  # absent or damaged; who needs to know why asks _current
-        return None
-
-
-def _is_manifest(data: bytes) -> bool:
-    try:
-        parse_manifest(data, MANIFEST)
-    except CheckpointError:
-        return False
-    return True
+    """Return the manifest that counts, if it is there and whole."""
+    with suppress(CheckpointError):  # absent or damaged: `_current` says why
+        return _read_manifest(store)
+    return None
 
 
 def _current(store: ObjectStore) -> Manifest:
-    """The manifest that counts; if it is missing or damaged, that of the newest save beside it that is whole."""
+    """Return the manifest that counts; if it is missing or damaged, that of the newest whole save beside it."""
     try:
-        return parse_manifest(store.read(MANIFEST, _LARGEST_MANIFEST), store.show(MANIFEST))
+        return _read_manifest(store)
     except CheckpointError as problem:
         for data in sorted(filter(_DATA.fullmatch, store.list()), reverse=True):
             with suppress(CheckpointError):
-                found = parse_manifest(store.read(f"{data}/{MANIFEST}", _LARGEST_MANIFEST), store.show(f"{data}/{MANIFEST}"))
+                found = _read_manifest(store, f"{data}/{MANIFEST}")
                 if all(store.size(name) == entry.size for name, entry in found.files.items()):
                     get_logger(__name__).warning(f"{problem}; the save in {data} is whole, and is used instead.")
                     return found
@@ -318,7 +304,7 @@ def _current(store: ObjectStore) -> Manifest:
 
 
 def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
-    """The same manifest with other names of files."""
+    """Return the manifest with other names of files."""
 
     def optional(name: str | None) -> str | None:
         return None if name is None else rename(name)
@@ -346,7 +332,7 @@ def _renamed(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
 
 
 def _data_of(manifest: Manifest) -> str | None:
-    """The folder in which all files of a save are, if they are in one."""
+    """Return the folder in which all files of a save are, if they are in one."""
     folders = {name.partition("/")[0] for name in manifest.files}
     only = folders.pop() if len(folders) == 1 else ""
     return only if _DATA.fullmatch(only) and only not in manifest.files else None
@@ -392,7 +378,7 @@ def _download_file(
 
 
 def _remove_outdated(store: ObjectStore, before: Manifest | None, data: str, new: Manifest) -> None:
-    """After a commit: what the save before it had, and what dead saves left."""
+    """Remove, after a commit, the files of the save before it and what dead saves left."""
     try:
         for name in _outdated(store, before, data, new):
             store.remove(name)
@@ -408,16 +394,12 @@ def _outdated(store: ObjectStore, before: Manifest | None, data: str, new: Manif
     for name in store.list():
         part, rank = _DATA.fullmatch(name), RankFile.of(name)
         dead = part is not None and name != data and int(part[1], 16) < oldest
-        if dead or (rank is not None and rank.stamp != new.stamp and _step(rank.stamp) <= new.step):
+        if dead or (rank is not None and rank.stamp != new.stamp and split_stamp(rank.stamp)[0] <= new.step):
             yield name
 
 
-def _step(stamp: str) -> int:
-    return int(stamp.partition("-")[0])
-
-
 def _remove(store: ObjectStore, manifest: Manifest) -> None:
-    """The manifests first: from then on it is no checkpoint, wherever this is interrupted."""
+    """Remove a checkpoint, its manifests first: from then on it is none, wherever this is interrupted."""
     folder = _data_of(manifest)
     if folder is not None:
         store.remove(f"{folder}/{MANIFEST}")

@@ -13,91 +13,33 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.checkpoint.capture import current_receipt, describe_changes
+from slipstream.checkpoint.capture import count_updates, current_receipt, describe_changes
 from slipstream.checkpoint.locate import SavedModel, SavedState, is_one_of_several, locate_checkpoint
-from slipstream.checkpoint.saver import Saver
 from slipstream.checkpoint.sharded import BrokenPiecesError, TensorPlaceholders, is_sharded, local_box, reshard
 from slipstream.checkpoint.weights import arrange_state_dict, check_fit, load_into
 from slipstream.devices import rng
-from slipstream.distributed.scatter import agree_or_raise
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.logging import get_logger
 from slipstream.training.loop_state import redistribute_loop_state
 
 if TYPE_CHECKING:
     from slipstream.accelerator.components import Components
+    from slipstream.checkpoint.saver import Saver
 
-__all__ = [
-    "RestorePlan", "UndoSteps", "LoadOptions", "apply_plan", "as_checkpoint_error", "check_random_states", "loader_states",
-    "reshard_saved_state", "restore",
-]
+__all__ = ["LoadOptions", "restore"]
 
 
-def reshard_saved_state(parts: Components, objects: Sequence[Any], saved: SavedState, *, strict: bool) -> SavedState:
-    """The same, with every tensor as its target holds it on this rank; as it is, where nothing is sharded, then or now."""
-    if parts.strategy.replicated and not saved.stand_ins:
-        return saved
-    models, optimizers, stand_ins = parts.stepper.models, parts.registry.optimizers, saved.stand_ins
-    return replace(
-        saved,
-        models={
-            number: _model(models[number].original, model, stand_ins, strict=strict) if number < len(models) else model
-            for number, model in saved.models.items()
-        },
-        optimizers=None
-        if saved.optimizers is None
-        else [
-            _optimizer(optimizer, optimizers[place].param_groups, stand_ins) if place < len(optimizers) else optimizer
-            for place, optimizer in enumerate(saved.optimizers)
-        ],
-        objects={
-            number: reshard(thing, objects[number].state_dict(), stand_ins) if number < len(objects) else thing
-            for number, thing in saved.objects.items()
-        },
-    )
-
-
-def _model(model: torch.nn.Module, stored: SavedModel, stand_ins: TensorPlaceholders, *, strict: bool) -> SavedModel:
-    targets = dict(model.state_dict())
-    report = check_fit(model, stored.tensors, stored.aliases, stored.extra)
-    tensors = {
-        name: reshard(value, targets[known], stand_ins)
-        for name, value in stored.tensors.items()
-        if (known := report.renamed.get(name, name)) in targets
-    }
-    aliases = {}
-    for name, kept in stored.aliases.items():
-        if kept in tensors and _hold_same_part(targets.get(name), targets[report.renamed.get(kept, kept)]):
-            aliases[name] = kept
-        elif name in targets:
-            tensors[name] = reshard(stored.tensors[kept], targets[name], stand_ins)
-    arrange_state_dict(model, tensors, aliases, stored.extra, report, strict=strict)  # weights that are tied here, and were not, may differ
-    return replace(stored, tensors=tensors, aliases=aliases)
-
-
-def _hold_same_part(value: Any, other: Any) -> bool:
-    """Whether two targets hold the same part of a tensor on this rank."""
-    return is_sharded(value) == is_sharded(other) and (not is_sharded(value) or local_box(value) == local_box(other))
-
-
-def _optimizer(stored: Any, groups: Sequence[Mapping[str, Any]], stand_ins: TensorPlaceholders) -> Any:
-    """The state of an optimizer: what has the shape of a parameter is sharded as the parameter is."""
-    numbers = [number for group in stored["param_groups"] for number in group["params"]]
-    parameters = dict(zip(numbers, (parameter for group in groups for parameter in group["params"]), strict=True))
-    state = {
-        number: {name: reshard(value, None if name == "step" else parameters.get(number), stand_ins) for name, value in entries.items()}
-        if isinstance(entries, Mapping)
-        else reshard(entries, parameters.get(number), stand_ins)
-        for number, entries in stored["state"].items()
-    }
-    return {**reshard({name: value for name, value in stored.items() if name != "state"}, None, stand_ins), "state": state}
-
-
-UndoSteps = list[Callable[[], object]]
+_PARAMETER_SHAPED_STATE = (
+    "acc_delta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev", "square_avg", "sum",
+)  # fmt: skip
+"""What the optimizers of torch keep in the shape of each parameter."""
+_BROKEN = "broken"
+"""What a rank tells instead of a stamp if it cannot use the pieces that it needs."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +53,8 @@ class LoadOptions:
 
 
 @dataclass
-class RestorePlan:
-    """What will be put back, once every rank has it."""
+class _RestorePlan:
+    """What will be restored, once every rank has it."""
 
     saved: SavedState
     own: Mapping[str, Any] | None
@@ -122,263 +64,58 @@ class RestorePlan:
     said: list[str] = field(default_factory=list)
 
 
-def apply_plan(saver: Saver, plan: RestorePlan, options: LoadOptions) -> None:
-    """Puts everything back on every rank, or raises on every rank and leaves everything as it was."""
-    state = saver.parts.state
-    numbers: list[int] = []
-    undo: UndoSteps = []
-
-    def first() -> None:
-        numbers.extend(_run_load_hooks(saver, plan, options))
-        _restore_fallible(saver, plan, undo)
-
-    def second() -> None:
-        _restore_objects(saver, plan)
-
-    for stage in (first, second):
-        outcome: Exception | None = None
-        try:
-            stage()
-        except Exception as error:  # every rank has to hear of it, and raises
-            outcome = as_checkpoint_error(error, plan.saved.where)
-        try:
-            agree_or_raise(state.channel(), state.limits, outcome, operation="load_state")
-        except BaseException:
-            for step in reversed(undo):
-                step()
-            raise
-    _restore_rest(saver, plan, options, numbers)
-    saver.loaded(plan.saved.where)
-    plan.said += _restore_random_states(state.process_index, state.num_processes, plan)
-
-
-def as_checkpoint_error(error: Exception, where: str) -> SlipstreamError:
-    """An error of whatever kind that came of reading a state, as one that names the checkpoint."""
-    if isinstance(error, CheckpointError):
-        return error
-    kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
-    ours = CheckpointError(f"{where} cannot be loaded: {kind}{str(error)[:1000]}")
-    ours.__cause__ = error
-    return ours
-
-
-def check_random_states(state: Any, where: str) -> None:
-    """An error if these random states cannot be restored; none are changed."""
-    if not state:
-        return
-    kept = rng.capture()
-    try:
-        rng.restore(state)
-    except Exception as error:
-        why = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CheckpointError(f"{where} cannot be loaded: its random states cannot be restored ({why})") from error
-    finally:
-        rng.restore(kept)
-
-
-def loader_states(loaders: Iterable[Any], saved: SavedState, own: Mapping[str, Any] | None) -> Iterator[tuple[Any, Any]]:
-    """Loaders, each with the state that it will be given, as far as there are some."""
-    for number, (loader, state) in enumerate(zip(loaders, saved.loaders or [], strict=False)):
-        same = own is not None and saved.world == loader.data_rank.world_size
-        yield loader, own["loaders"][number] if same and own is not None and "loaders" in own else state
-
-
-# -- what can be taken back -------------------------------------------------------------------------------------------
-
-
-def _restore_fallible(saver: Saver, plan: RestorePlan, undo: UndoSteps) -> None:
-    registry, saved = saver.parts.registry, plan.saved
-    for number, (stored, optimizer) in enumerate(zip(saved.optimizers or [], registry.optimizers, strict=False)):
-        with _explain_refusal(saved.where, f"optimizer {number}", optimizer.optimizer):
-            undo.append(_optimizer_undo(optimizer.optimizer))
-            optimizer.load_state_dict(stored)
-    for counted, optimizer in zip(saved.updates, registry.optimizers, strict=False):
-        undo.append(_counts_undo(optimizer))
-        optimizer.updates, optimizer.step_was_skipped = counted["updates"], bool(counted["skipped"])
-    for number, (stored, scheduler) in enumerate(zip(saved.schedulers or [], registry.schedulers, strict=False)):
-        with _explain_refusal(saved.where, f"scheduler {number}", scheduler.scheduler):
-            undo.append(_state_undo(scheduler))
-            scheduler.load_state_dict(stored)
-    scaler = saver.parts.precision.scaler
-    if saved.scaler is not None and (bool(saved.scaler) == scaler.scales or not saved.receipt):  # else the receipt has said it already
-        with _explain_refusal(saved.where, "the loss scale", scaler):
-            undo.append(_state_undo(scaler))
-            scaler.load_state_dict(saved.scaler)
-
-
-def _restore_objects(saver: Saver, plan: RestorePlan) -> None:
-    for number, stored in plan.saved.objects.items():
-        if number < len(saver.objects):
-            with _explain_refusal(plan.saved.where, f"registered object {number}", saver.objects[number]):
-                saver.objects[number].load_state_dict(stored)
-
-
-@contextmanager
-def _explain_refusal(where: str, what: str, value: Any) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(
-            f"{where} cannot be loaded: {what} ({type(value).__name__}) does not take its state ({type(error).__name__}: "
-            f"{str(error)[:300]})"
-        ) from error
-
-
-def _optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Loading gives an optimizer a new state and new groups; the old ones are kept, without a copy."""
-    attributes, groups = dict(vars(optimizer)), [(group, dict(group)) for group in optimizer.param_groups]
-
-    def undo() -> None:
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
-        for group, entries in groups:
-            group.clear()
-            group.update(entries)
-
-    return undo
-
-
-def _counts_undo(optimizer: Any) -> Callable[[], object]:
-    updates, skipped = optimizer.updates, optimizer.step_was_skipped
-
-    def undo() -> None:
-        optimizer.updates, optimizer.step_was_skipped = updates, skipped
-
-    return undo
-
-
-def _state_undo(value: Any) -> Callable[[], object]:
-    kept = copy.deepcopy(value.state_dict())
-    return lambda: value.load_state_dict(kept)
-
-
-# -- what cannot fail any more ----------------------------------------------------------------------------------------
-
-
-def _restore_rest(saver: Saver, plan: RestorePlan, options: LoadOptions, numbers: list[int]) -> None:
-    parts, saved = saver.parts, plan.saved
-    for loader, state in loader_states(parts.registry.loaders, saved, plan.own):
-        loader.load_state_dict(state, **({} if options.resume is None else {"resume": options.resume}))
-    for number in numbers:
-        if (stored := saved.models.get(number)) is not None:
-            original = parts.stepper.models[number].original
-            load_into(original, stored.tensors, stored.aliases, stored.extra, strict=options.strict is not False)
-    if plan.loop is not None:
-        parts.stepper.restore(plan.loop)
-        if saved.clipping is not None:
-            parts.clipper.restore(saved.clipping)
-        parts.stepper.set_gradients(plan.gradients)
-
-
-def _run_load_hooks(saver: Saver, plan: RestorePlan, options: LoadOptions) -> list[int]:
-    """Runs the hooks of the script, and gives the numbers of the models that they leave to us."""
-    models = [model.prepared for model in saver.parts.stepper.models]
-    everything = list(models)
-    for hook in saver.load_hooks.values():
-        hook(models, str(plan.saved.folder))
-    wanted = {id(model) for model in models}  # hooks take out what they loaded themselves
-    numbers = [number for number, prepared in enumerate(everything) if id(prepared) in wanted]
-    plan.said += [_without_weights(saver, plan.saved, number, options) for number in numbers if number not in plan.saved.models]
-    return numbers
-
-
-def _without_weights(saver: Saver, saved: SavedState, number: int, options: LoadOptions) -> str:
-    """A model that has no weights in the checkpoint: an error, or with `strict=False` what is said."""
-    kind = type(saver.parts.stepper.models[number].original).__name__
-    text = f"{saved.where} has no weights of model {number} ({kind})"
-    if options.strict is False:
-        return f"{text}: it keeps those it has"
-    raise CheckpointError(
-        f"{text}: it was not prepared when that was saved, or a hook took them out. Prepare the same models in the same order, or register "
-        "the hook that loads them and takes the model out of its list (register_load_state_pre_hook), or leave it as it is by strict=False"
-    )
-
-
-def _restore_random_states(rank: int, world: int, plan: RestorePlan) -> list[str]:
-    saved = plan.saved
-    if plan.own is not None and plan.own.get("random"):
-        left_out = rng.restore(plan.own["random"])
-        return [f"rank {rank}: there is no {kind} here for the random state in {saved.where}" for kind in left_out]
-    seed = int.from_bytes(hashlib.blake2b(f"{saved.seed}/{saved.step}/{rank}".encode(), digest_size=7).digest(), "little")
-    rng.set_seed(seed)
-    if saved.world is not None and rank >= saved.world:
-        why = f"it was saved by {saved.world} processes, and there are {world} now"
-    else:
-        why = "this rank did not call save_state, or did not come to the end of it"
-    get_logger(__name__).warning(
-        f"{saved.where} has no random state of rank {rank} ({why}): it was derived from the seed, so draws differ from a run that never "
-        "stopped",
-        main_process_only=False,
-    )
-    return []
-
-
-_PARAMETER_SHAPED_STATE = (
-    "acc_delta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev", "square_avg", "sum",
-)  # fmt: skip
-"""What the optimizers of torch keep in the shape of each parameter."""
-_BROKEN = "broken"
-"""What a rank tells instead of a stamp if it cannot use the pieces that it needs."""
-
-
 def restore(saver: Saver, input_dir: Any, options: LoadOptions) -> str:
-    """Loads a checkpoint into everything that is prepared; the path of what was loaded."""
-    _wait_for_saves(saver)
-    plan = _agreed_plan(saver, input_dir, options)
-    apply_plan(saver, plan, options)
+    """Load a checkpoint into everything that is prepared, and return the path of what was loaded."""
+    saver.run_and_agree("load_state", saver.settle)  # when no rank is saving any more, all of them see the same
+    plan = _agree_on_plan(saver, input_dir, options)
+    _apply_plan(saver, plan, options)
     for line in plan.said:
         get_logger(__name__).warning(line)
     get_logger(__name__).info(f"loaded {plan.saved.where} (step {plan.saved.step})")
+    saver.components.ledger.count_from(count_updates(saver.components))
     return plan.saved.where
 
 
-def _agreed_plan(saver: Saver, input_dir: Any, options: LoadOptions) -> RestorePlan:
-    """What is put back, once all ranks have found the same. The newest is passed over by all if one of them cannot use its pieces."""
-    state = saver.parts.state
-    passed: dict[str, str] = {}
-    while True:
-        plan: RestorePlan | None = None
-        outcome: Any
+def _agree_on_plan(saver: Saver, input_dir: Any, options: LoadOptions) -> _RestorePlan:
+    """Return what is restored, once all ranks have found the same. All pass over the newest one if a rank cannot use its pieces."""
+    unusable: dict[str, str] = {}
+    plans: list[_RestorePlan] = []
+
+    def find() -> tuple[Any, Any, str]:
         try:
-            plan = _plan(saver, locate_checkpoint(saver, input_dir, options.allow_pickle, passed), options)
-            outcome = (plan.saved.stamp, plan.saved.step, _window(plan, state.num_processes))
+            plan = _make_plan(saver, locate_checkpoint(saver, input_dir, options.allow_pickle, unusable), options)
         except BrokenPiecesError as error:
-            again = error.folder not in passed and is_one_of_several(saver, input_dir, error.folder)
-            outcome = (_BROKEN, error.folder, str(error)) if again else error
-        except SlipstreamError as error:  # every rank has to hear of it, and raises
-            outcome = error
+            if error.folder in unusable or not is_one_of_several(saver, input_dir, error.folder):
+                raise
+            return (_BROKEN, error.folder, str(error))
+        except SlipstreamError:
+            raise
         except Exception as error:
-            outcome = as_checkpoint_error(error, str(input_dir))
-        told = agree_or_raise(state.channel(), state.limits, outcome, operation="load_state")
-        broken = {folder: why for kind, folder, why in told if kind == _BROKEN}
+            raise _as_checkpoint_error(error, str(input_dir)) from error
+        plans.append(plan)
+        return (plan.saved.stamp, plan.saved.step, _window_state(plan, saver.components.state.num_processes))
+
+    while True:
+        reports = saver.run_and_agree("load_state", find)
+        broken = {folder: why for kind, folder, why in reports if kind == _BROKEN}
         if not broken:
             break
-        passed |= broken
-    assert plan is not None
-    if len({(stamp, step) for stamp, step, _ in told}) > 1:
-        found = ", ".join(f"rank {rank}: step {step} ({stamp})" for rank, (stamp, step, _) in enumerate(told))
+        unusable |= broken
+    plan = plans[-1]
+    if len({(stamp, step) for stamp, step, _ in reports}) > 1:
+        found = ", ".join(f"rank {rank}: step {step} ({stamp})" for rank, (stamp, step, _) in enumerate(reports))
         raise CheckpointError(f"the processes found different checkpoints at {plan.saved.where} ({found}): they do not see the same folder")
-    _agree_on_windows(plan, [window for _, _, window in told])
+    _agree_on_windows(plan, [window for _, _, window in reports])
     return plan
-
-
-def _wait_for_saves(saver: Saver) -> None:
-    """Returns when every rank has come and none is still saving: what they look at is the same then."""
-    outcome: Exception | None = None
-    try:
-        saver.settle()
-    except Exception as error:  # every rank has to hear of it, and raises
-        outcome = error
-    agree_or_raise(saver.parts.state.channel(), saver.parts.state.limits, outcome, operation="load_state")
 
 
 # -- before anything changes ------------------------------------------------------------------------------------------
 
 
-def _plan(saver: Saver, saved: SavedState, options: LoadOptions) -> RestorePlan:
-    parts, registry = saver.parts, saver.parts.registry
+def _make_plan(saver: Saver, saved: SavedState, options: LoadOptions) -> _RestorePlan:
+    components, registry = saver.components, saver.components.registry
     said = list(saved.said)
-    if not parts.stepper.models and not registry.optimizers and not registry.loaders and not saver.objects:
+    if not components.stepper.models and not registry.optimizers and not registry.loaders and not saver.objects:
         raise CheckpointError("load_state() was called before prepare(): there is nothing to load a checkpoint into. Prepare first.")
     said += _check_counts(saver, saved, options)
     if saved.loaders is not None and len(saved.loaders) != len(registry.loaders):
@@ -389,28 +126,28 @@ def _plan(saver: Saver, saved: SavedState, options: LoadOptions) -> RestorePlan:
     _check_models(saver, saved, options)
     for number, (stored, optimizer) in enumerate(zip(saved.optimizers or [], registry.optimizers, strict=False)):
         _check_optimizer(saved.where, number, stored, optimizer)
-    saved = reshard_saved_state(parts, saver.objects, saved, strict=options.strict is not False)
-    own = saved.rank(parts.state.process_index)
-    loop, gradients, notes = _loop(saver, saved, own)
-    if loop is not None and len(loop["windows"]) != len(parts.stepper.models):
+    saved = _reshard_saved_state(components, saver.objects, saved, strict=options.strict is not False)
+    own = saved.rank(components.state.process_index)
+    loop, gradients, notes = _loop_state(saver, saved, own)
+    if loop is not None and len(loop["windows"]) != len(components.stepper.models):
         loop = gradients = None  # of other models, as was said
     try:
         if loop is not None:
-            parts.stepper.check(loop, gradients)
+            components.stepper.check(loop, gradients)
             if saved.clipping is not None:
-                parts.clipper.check(saved.clipping)
-        for loader, position in loader_states(registry.loaders, saved, own):
+                components.clipper.check(saved.clipping)
+        for loader, position in _loader_states(registry.loaders, saved, own):
             loader.check_state_dict(position)
     except ConfigError as error:
-        raise as_checkpoint_error(error, saved.where) from error
-    check_random_states((own or {}).get("random"), saved.where)
+        raise _as_checkpoint_error(error, saved.where) from error
+    _check_random_states((own or {}).get("random"), saved.where)
     said += notes + _check_receipt(saver, saved, options)
-    return RestorePlan(saved, own, loop, gradients, said)
+    return _RestorePlan(saved, own, loop, gradients, said)
 
 
 def _check_counts(saver: Saver, saved: SavedState, options: LoadOptions) -> list[str]:
     """An error if there are other numbers of things than were saved, unless that can be meant: then what is done about it, in words."""
-    registry, models, said = saver.parts.registry, saver.parts.stepper.models, []
+    registry, models, said = saver.components.registry, saver.components.stepper.models, []
     saved_models = max([len(models), *(number + 1 for number in saved.models)])  # those that have no weights there may be loaded by hooks
     for what, stored, present, remedy in (
         ("model", range(saved_models), models, "prepare"),
@@ -443,7 +180,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_models(saver: Saver, saved: SavedState, options: LoadOptions) -> None:
-    models = saver.parts.stepper.models
+    models = saver.components.stepper.models
     for number, stored in saved.models.items():
         if number >= len(models):
             break  # as was said
@@ -475,9 +212,9 @@ def _check_optimizer(where: str, number: int, stored: Any, optimizer: Any) -> No
                 )
 
 
-def _loop(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) -> tuple[Any, Any, list[str]]:
+def _loop_state(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) -> tuple[Any, Any, list[str]]:
     """Windows of accumulation and their gradients for this rank, and what has to be said about them."""
-    world = saver.parts.state.num_processes
+    world = saver.components.state.num_processes
     if saved.world is None:
         return None, None, []
     if saved.world == world and own is not None:
@@ -499,7 +236,7 @@ def _loop(saver: Saver, saved: SavedState, own: Mapping[str, Any] | None) -> tup
     return loop, gradients, []
 
 
-def _window(plan: RestorePlan, world: int) -> str:
+def _window_state(plan: _RestorePlan, world: int) -> str:
     """What this rank has of the update that was under way, for the others to know."""
     if plan.saved.world != world:
         return ""
@@ -508,7 +245,7 @@ def _window(plan: RestorePlan, world: int) -> str:
     return "a part" if plan.gradients is not None or any(not window["closing"] for window in plan.own["loop"]["windows"]) else ""
 
 
-def _agree_on_windows(plan: RestorePlan, windows: list[str]) -> None:
+def _agree_on_windows(plan: _RestorePlan, windows: list[str]) -> None:
     """An update that was under way goes on for all ranks or for none: else they would not send gradients at the same batch."""
     missing = [rank for rank, window in enumerate(windows) if window == "nothing"]
     if missing and "a part" in windows:
@@ -526,7 +263,7 @@ def _lost_batches_message(where: str, ranks: list[int]) -> str:
 
 def _batch_ratio(saver: Saver, saved: SavedState, world: int) -> float:
     """How many batches of all ranks, as they are now, one of the saved run is."""
-    loaders = saver.parts.registry.loaders
+    loaders = saver.components.registry.loaders
     before = (saved.receipt.get("loaders") or [{}])[0].get("batch")
     if loaders and before and loaders[0].batch_size is not None:
         return float(before) / loaders[0].total_batch_size
@@ -537,10 +274,251 @@ def _check_receipt(saver: Saver, saved: SavedState, options: LoadOptions) -> lis
     """What means something else in this run than in the one that saved."""
     if not saved.receipt:
         return []
-    found = describe_changes(saved.receipt, current_receipt(saver.parts))
+    found = describe_changes(saved.receipt, current_receipt(saver.components))
     if found and options.strict:
         raise CheckpointError(
             f"{saved.where} comes from a run that means something else:\n" + "\n".join(f"  {entry}" for entry in found)
             + "\nMake them agree, or leave out strict=True to go on with warnings."
         )
     return [f"{saved.where}: {entry}" for entry in found]
+
+
+def _reshard_saved_state(components: Components, objects: Sequence[Any], saved: SavedState, *, strict: bool) -> SavedState:
+    """The same, with every tensor as its target holds it on this rank; as it is, where nothing is sharded, then or now."""
+    if components.strategy.replicated and not saved.placeholders:
+        return saved
+    models, optimizers, placeholders = components.stepper.models, components.registry.optimizers, saved.placeholders
+    return replace(
+        saved,
+        models={
+            number: _model(models[number].original, model, placeholders, strict=strict) if number < len(models) else model
+            for number, model in saved.models.items()
+        },
+        optimizers=None
+        if saved.optimizers is None
+        else [
+            _optimizer(optimizer, optimizers[place].param_groups, placeholders) if place < len(optimizers) else optimizer
+            for place, optimizer in enumerate(saved.optimizers)
+        ],
+        objects={
+            number: reshard(thing, objects[number].state_dict(), placeholders) if number < len(objects) else thing
+            for number, thing in saved.objects.items()
+        },
+    )
+
+
+def _model(model: torch.nn.Module, stored: SavedModel, placeholders: TensorPlaceholders, *, strict: bool) -> SavedModel:
+    targets = dict(model.state_dict())
+    report = check_fit(model, stored.tensors, stored.aliases, stored.extra)
+    tensors = {
+        name: reshard(value, targets[known], placeholders)
+        for name, value in stored.tensors.items()
+        if (known := report.renamed.get(name, name)) in targets
+    }
+    aliases = {}
+    for name, kept in stored.aliases.items():
+        if kept in tensors and _hold_same_part(targets.get(name), targets[report.renamed.get(kept, kept)]):
+            aliases[name] = kept
+        elif name in targets:
+            tensors[name] = reshard(stored.tensors[kept], targets[name], placeholders)
+    arrange_state_dict(model, tensors, aliases, stored.extra, report, strict=strict)  # weights that are tied here, and were not, may differ
+    return replace(stored, tensors=tensors, aliases=aliases)
+
+
+def _hold_same_part(value: Any, other: Any) -> bool:
+    """Whether two targets hold the same part of a tensor on this rank."""
+    return is_sharded(value) == is_sharded(other) and (not is_sharded(value) or local_box(value) == local_box(other))
+
+
+def _optimizer(stored: Any, groups: Sequence[Mapping[str, Any]], placeholders: TensorPlaceholders) -> Any:
+    """The state of an optimizer: what has the shape of a parameter is sharded as the parameter is."""
+    numbers = [number for group in stored["param_groups"] for number in group["params"]]
+    parameters = dict(zip(numbers, (parameter for group in groups for parameter in group["params"]), strict=True))
+    state = {
+        number: {name: reshard(value, None if name == "step" else parameters.get(number), placeholders) for name, value in entries.items()}
+        if isinstance(entries, Mapping)
+        else reshard(entries, parameters.get(number), placeholders)
+        for number, entries in stored["state"].items()
+    }
+    return {**reshard({name: value for name, value in stored.items() if name != "state"}, None, placeholders), "state": state}
+
+
+# -- restoring --------------------------------------------------------------------------------------------------------
+
+
+def _apply_plan(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> None:
+    """Restore everything on every rank, or raise on every rank and leave everything as it was."""
+    numbers: list[int] = []
+    undo: list[Callable[[], object]] = []
+
+    def restore_fallible() -> None:
+        numbers.extend(_run_load_hooks(saver, plan, options))
+        _restore_fallible(saver, plan, undo)
+
+    def restore_objects() -> None:
+        for number, stored in plan.saved.objects.items():
+            if number < len(saver.objects):
+                with _explain_refusal(plan.saved.where, f"registered object {number}", saver.objects[number]):
+                    saver.objects[number].load_state_dict(stored)
+
+    try:
+        for step in (restore_fallible, restore_objects):
+            saver.run_and_agree("load_state", partial(_run_explained, step, plan.saved.where))
+    except BaseException:
+        for revert in reversed(undo):
+            revert()
+        raise
+    _restore_rest(saver, plan, options, numbers)
+    saver.note_loaded(plan.saved.where)
+    state = saver.components.state
+    plan.said += _restore_random_states(state.process_index, state.num_processes, plan)
+
+
+def _run_explained(step: Callable[[], None], where: str) -> None:
+    try:
+        step()
+    except Exception as error:
+        raise _as_checkpoint_error(error, where) from error
+
+
+def _as_checkpoint_error(error: Exception, where: str) -> SlipstreamError:
+    """An error of whatever kind that came of reading a state, as one that names the checkpoint."""
+    if isinstance(error, CheckpointError):
+        return error
+    kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
+    ours = CheckpointError(f"{where} cannot be loaded: {kind}{str(error)[:1000]}")
+    ours.__cause__ = error
+    return ours
+
+
+def _check_random_states(state: Any, where: str) -> None:
+    """An error if these random states cannot be restored; none are changed."""
+    if not state:
+        return
+    kept = rng.capture()
+    try:
+        rng.restore(state)
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"{where} cannot be loaded: its random states cannot be restored ({why})") from error
+    finally:
+        rng.restore(kept)
+
+
+def _loader_states(loaders: Iterable[Any], saved: SavedState, own: Mapping[str, Any] | None) -> Iterator[tuple[Any, Any]]:
+    """Loaders, each with the state that it will be given, as far as there are some."""
+    for number, (loader, state) in enumerate(zip(loaders, saved.loaders or [], strict=False)):
+        same = own is not None and saved.world == loader.data_rank.world_size
+        yield loader, own["loaders"][number] if same and own is not None and "loaders" in own else state
+
+
+def _restore_fallible(saver: Saver, plan: _RestorePlan, undo: list[Callable[[], object]]) -> None:
+    registry, saved = saver.components.registry, plan.saved
+    for number, (stored, optimizer) in enumerate(zip(saved.optimizers or [], registry.optimizers, strict=False)):
+        with _explain_refusal(saved.where, f"optimizer {number}", optimizer.optimizer):
+            undo.append(_optimizer_undo(optimizer.optimizer))
+            optimizer.load_state_dict(stored)
+    for counted, optimizer in zip(saved.updates, registry.optimizers, strict=False):
+        undo.append(partial(_set_counts, optimizer, optimizer.updates, optimizer.step_was_skipped))
+        _set_counts(optimizer, counted["updates"], bool(counted["skipped"]))
+    for number, (stored, scheduler) in enumerate(zip(saved.schedulers or [], registry.schedulers, strict=False)):
+        with _explain_refusal(saved.where, f"scheduler {number}", scheduler.scheduler):
+            undo.append(_state_undo(scheduler))
+            scheduler.load_state_dict(stored)
+    scaler = saver.components.precision.scaler
+    if saved.scaler is not None and (bool(saved.scaler) == scaler.scales or not saved.receipt):  # else the receipt has said it already
+        with _explain_refusal(saved.where, "the loss scale", scaler):
+            undo.append(_state_undo(scaler))
+            scaler.load_state_dict(saved.scaler)
+
+
+@contextmanager
+def _explain_refusal(where: str, what: str, value: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{where} cannot be loaded: {what} ({type(value).__name__}) does not take its state ({type(error).__name__}: "
+            f"{str(error)[:300]})"
+        ) from error
+
+
+def _optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Loading gives an optimizer a new state and new groups; the old ones are kept, without a copy."""
+    attributes, groups = dict(vars(optimizer)), [(group, dict(group)) for group in optimizer.param_groups]
+
+    def undo() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        for group, entries in groups:
+            group.clear()
+            group.update(entries)
+
+    return undo
+
+
+def _set_counts(optimizer: Any, updates: int, skipped: bool) -> None:
+    optimizer.updates, optimizer.step_was_skipped = updates, skipped
+
+
+def _state_undo(value: Any) -> Callable[[], object]:
+    kept = copy.deepcopy(value.state_dict())
+    return lambda: value.load_state_dict(kept)
+
+
+def _restore_rest(saver: Saver, plan: _RestorePlan, options: LoadOptions, numbers: list[int]) -> None:
+    components, saved = saver.components, plan.saved
+    for loader, state in _loader_states(components.registry.loaders, saved, plan.own):
+        loader.load_state_dict(state, **({} if options.resume is None else {"resume": options.resume}))
+    for number in numbers:
+        if (stored := saved.models.get(number)) is not None:
+            original = components.stepper.models[number].original
+            load_into(original, stored.tensors, stored.aliases, stored.extra, strict=options.strict is not False)
+    if plan.loop is not None:
+        components.stepper.restore(plan.loop)
+        if saved.clipping is not None:
+            components.clipper.restore(saved.clipping)
+        components.stepper.set_gradients(plan.gradients)
+
+
+def _run_load_hooks(saver: Saver, plan: _RestorePlan, options: LoadOptions) -> list[int]:
+    """Runs the hooks of the script, and gives the numbers of the models that they leave to us."""
+    models = [model.prepared for model in saver.components.stepper.models]
+    everything = list(models)
+    for hook in saver.load_hooks.values():
+        hook(models, str(plan.saved.folder))
+    wanted = {id(model) for model in models}  # hooks take out what they loaded themselves
+    numbers = [number for number, prepared in enumerate(everything) if id(prepared) in wanted]
+    plan.said += [_without_weights(saver, plan.saved, number, options) for number in numbers if number not in plan.saved.models]
+    return numbers
+
+
+def _without_weights(saver: Saver, saved: SavedState, number: int, options: LoadOptions) -> str:
+    """A model that has no weights in the checkpoint: an error, or with `strict=False` what is said."""
+    kind = type(saver.components.stepper.models[number].original).__name__
+    text = f"{saved.where} has no weights of model {number} ({kind})"
+    if options.strict is False:
+        return f"{text}: it keeps those it has"
+    raise CheckpointError(
+        f"{text}: it was not prepared when that was saved, or a hook took them out. Prepare the same models in the same order, or register "
+        "the hook that loads them and takes the model out of its list (register_load_state_pre_hook), or leave it as it is by strict=False"
+    )
+
+
+def _restore_random_states(rank: int, world: int, plan: _RestorePlan) -> list[str]:
+    saved = plan.saved
+    if plan.own is not None and plan.own.get("random"):
+        left_out = rng.restore(plan.own["random"])
+        return [f"rank {rank}: there is no {kind} here for the random state in {saved.where}" for kind in left_out]
+    seed = int.from_bytes(hashlib.blake2b(f"{saved.seed}/{saved.step}/{rank}".encode(), digest_size=7).digest(), "little")
+    rng.set_seed(seed)
+    if saved.world is not None and rank >= saved.world:
+        why = f"it was saved by {saved.world} processes, and there are {world} now"
+    else:
+        why = "this rank did not call save_state, or did not come to the end of it"
+    get_logger(__name__).warning(
+        f"{saved.where} has no random state of rank {rank} ({why}): it was derived from the seed, so draws differ from a run that never "
+        "stopped",
+        main_process_only=False,
+    )
+    return []

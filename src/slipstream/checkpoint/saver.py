@@ -2,7 +2,8 @@
 
 `Saver` keeps what lasts between saves: numbering, hooks, registered objects and the background thread. At most one async save runs at a
 time; its failure is logged and raised at the next call, and the thread is no daemon, so a script that ends waits for it. `SaveFolders`
-detects through the rendezvous store, without waiting, that processes gave different folders for one checkpoint.
+detects through the rendezvous store, without waiting, that processes gave different folders for one checkpoint. Every Accelerator has a
+`Saver`, so what saves is imported by the methods that save.
 """
 
 from __future__ import annotations
@@ -10,40 +11,35 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.checkpoint.capture import Arena, Snapshot, capture_snapshot, make_stamp, model_state_dicts
-from slipstream.checkpoint.rotate import RetentionPolicy
-from slipstream.checkpoint.sharded_save import save_sharded
-from slipstream.checkpoint.weights import parse_size
-from slipstream.checkpoint.writer import checkpoint_numbers, join_location, open_destination, write_checkpoint
 from slipstream.config.handlers import ProjectConfiguration
 from slipstream.distributed.call_site import call_path, call_site
-from slipstream.distributed.process_group import Runtime
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files.disk import Disk
-from slipstream.files.object_store import is_url, local_path, redact
 from slipstream.logging import get_logger
 from slipstream.observability.timing.meter import CHECKPOINT, mark_phase
 
 if TYPE_CHECKING:
     from slipstream.accelerator.components import Components
+    from slipstream.checkpoint.capture import Arena, Snapshot
+    from slipstream.checkpoint.rotate import RetentionPolicy
+    from slipstream.checkpoint.writer import Destination
+    from slipstream.distributed.process_group import Runtime
+    from slipstream.files.disk import Disk
 
 __all__ = ["BackgroundTask", "SaveFolders", "SaveOptions", "Saver", "same_folder"]
 
 
 class BackgroundTask:
-    """One piece of work behind the caller.
+    """One piece of work in a thread of its own.
 
     >>> background, done = BackgroundTask(), []
     >>> background.start("the list", lambda: done.append(1))
@@ -59,29 +55,29 @@ class BackgroundTask:
 
     @property
     def busy(self) -> bool:
-        """Whether work is under way."""
+        """Whether work is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, name: str, work: Callable[[], object]) -> None:
-        """Runs work behind the caller; what came before it is waited for, and its failure raised."""
+        """Run work in the background, after waiting for what came before it, whose failure is raised."""
         self.wait()
         self._name = name
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"slipstream: {name}")
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when the work is done; raises what went wrong in it, once."""
+        """Wait until the work is done, and raise its failure, once."""
         if self._thread is not None:
-            self._thread.join()  # one who interrupts this does not forget the work
+            self._thread.join()  # an interrupt here does not forget the work
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise CheckpointError(f"{self._name}, which was written behind the training, failed: {failure}") from failure
+            raise CheckpointError(f"{self._name}, which was saved asynchronously, failed: {failure}") from failure
 
     def _run(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except Exception as error:  # raised by the next call; whoever makes none reads it in the log
+        except Exception as error:  # raised by the next call; a run that makes none has it in the log
             self._failure = error
             get_logger(__name__).error(f"{self._name} was not saved: {error}", main_process_only=False)
 
@@ -102,14 +98,16 @@ class SaveFolders:
         self._own: _FolderRecord = {}
 
     def announce(self, folder: str, stamp: str, *, machine: int | None) -> None:
-        """Tells the folder of a save that begins; raises if another process gave another one. `machine`: whose processes are compared."""
+        """Publish the folder of a save that begins; raise if another process gave another one. `machine`: whose processes are compared."""
+        from slipstream.files.object_store import is_url, local_path, redact
+
         self.check()
         process = self._runtime.process
         if process.world_size == 1:
             return
         path = f"{stamp} {machine} {call_path()}"
         self._calls[path] += 1
-        digest = blake2b(f"{path} {self._calls[path]}".encode(errors="replace"), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(f"{path} {self._calls[path]}".encode(errors="replace"), digest_size=8).hexdigest()
         found = folder.rstrip("/") if is_url(folder) else os.path.realpath(os.path.expanduser(local_path(folder)))
         self._own = {"rank": process.rank, "host": process.host, "given": redact(folder), "folder": found, "site": call_site()}
         self._note = f"save/{self._number}/{digest}"
@@ -122,7 +120,7 @@ class SaveFolders:
         self.check()
 
     def check(self) -> None:
-        """Raises if another process gave another folder for the last save."""
+        """Raise if another process gave another folder for the last save."""
         note, self._note = self._note, None
         if note is None:
             return
@@ -134,9 +132,11 @@ class SaveFolders:
         if not others:
             self._note = note
             return
-        told = {known["rank"]: known for known in (self._own, *map(json.loads, [first, *others.splitlines()]))}
-        shown = "given" if len({known["given"] for known in told.values()}) > 1 else "folder"  # one path in two working directories
-        given = ", ".join(f"rank {rank}: {redact(told[rank][shown])!r}" for rank in sorted(told))
+        from slipstream.files.object_store import redact
+
+        records = {record["rank"]: record for record in (self._own, *map(json.loads, [first, *others.splitlines()]))}
+        shown = "given" if len({record["given"] for record in records.values()}) > 1 else "folder"  # one path in two working directories
+        given = ", ".join(f"rank {rank}: {redact(records[rank][shown])!r}" for rank in sorted(records))
         raise ConfigError(
             f"save_state at {self._own['site']} was given different folders for one checkpoint ({given}). The main process writes what all "
             "share, and each other process adds a file of its own, so all of them have to name the same folder: make it of the step or the "
@@ -151,40 +151,43 @@ def same_folder(first: _FolderRecord, second: _FolderRecord) -> bool:
     >>> same_folder({"host": "a", "folder": "/runs/1"}, {"host": "a", "folder": "/runs/2"})
     False
     """
+    from slipstream.files.object_store import is_url
+
     here, there = str(first["folder"]), str(second["folder"])
     if first["host"] != second["host"] and not is_url(here) and not is_url(there):
         return os.path.basename(here) == os.path.basename(there)
     return here == there
 
 
-_FOLDER = "checkpoints"
-_NUMBERED = re.compile(r"checkpoint_(\d+)/*$")
-
-
 @dataclass(frozen=True)
 class SaveOptions:
     """How one checkpoint is saved."""
 
-    behind: bool = False
+    async_save: bool = False
     dedup: bool = False
     metric: float | None = None
     max_shard_size: int | str | None = None
 
+    @property
+    def shard_bytes(self) -> int | None:
+        """`max_shard_size` in bytes; `ConfigError` if it is no size."""
+        from slipstream.files.sizes import parse_size
+
+        return None if self.max_shard_size is None else parse_size(self.max_shard_size)
+
 
 @dataclass
 class Saver:
-    """What an Accelerator keeps between saves. One for each."""
+    """What an Accelerator keeps between saves."""
 
-    parts: Components
+    components: Components
     project: ProjectConfiguration
-    behind: bool = False
-    """Whether saves are written behind the training unless a call says otherwise."""
+    async_save: bool = False
+    """Whether saves are asynchronous unless a call says otherwise."""
     objects: list[Any] = field(default_factory=list)
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     background: BackgroundTask = field(default_factory=BackgroundTask)
-    disk: Disk = field(default_factory=Disk)
-    arena: Arena = field(default_factory=Arena)
     last: str | None = None
     """The checkpoint that was saved last."""
     history: str = ""
@@ -192,11 +195,25 @@ class Saver:
 
     folders: SaveFolders = field(init=False)
     """Whether all ranks save to the same folder."""
-    _told_numbered: bool = False
+    _warned_numbered: bool = False
 
     def __post_init__(self) -> None:
-        self.folders = SaveFolders(self.parts.state.runtime)
-        self.history = self.parts.state.runtime.notes.agree("run", secrets.token_hex(4))
+        self.folders = SaveFolders(self.components.state.runtime)
+        self.history = self.components.state.runtime.notes.agree("run", secrets.token_hex(4))
+
+    @cached_property
+    def disk(self) -> Disk:
+        """What writes; tests replace it."""
+        from slipstream.files.disk import Disk
+
+        return Disk()
+
+    @cached_property
+    def arena(self) -> Arena:
+        """Memory for the copies that async saving takes."""
+        from slipstream.checkpoint.capture import Arena
+
+        return Arena()
 
     # -- where ----------------------------------------------------------------------------------------------------
 
@@ -205,146 +222,186 @@ class Saver:
         """The folder of numbered checkpoints, if they are numbered."""
         if not self.project.automatic_checkpoint_naming:
             return None
+        from slipstream.files.object_store import is_url, join_location, local_path
+
         project = self.project.project_dir or "."
-        return join_location(project if is_url(project) else os.path.expanduser(local_path(project)), _FOLDER)
+        return join_location(project if is_url(project) else os.path.expanduser(local_path(project)), "checkpoints")
 
     @property
-    def keep(self) -> RetentionPolicy:
+    def retention(self) -> RetentionPolicy:
         """Which checkpoints stay."""
+        from slipstream.checkpoint.rotate import RetentionPolicy
+
         return RetentionPolicy(self.project.total_limit, self.project.keep_best or 0, "max" if self.project.best_mode == "max" else "min")
 
+    def _numbers(self) -> list[int]:
+        """Return the numbers that are taken, ascending."""
+        from slipstream.checkpoint.writer import checkpoint_numbers
+
+        return [] if self.folder is None else checkpoint_numbers(self.folder)
+
+    def begin_numbering(self) -> None:
+        """Make the next number one that no checkpoint has."""
+        if self.folder is not None:
+            self.project.iteration = max([self.project.iteration, *(number + 1 for number in self._numbers())])
+
     def _renumber(self) -> None:
-        """Takes another number where somebody else has saved under the one that comes next: another run in the same project."""
-        taken = checkpoint_numbers(self.folder) if self.folder is not None and self.writes else []
+        """Take another number where another run in the same project has saved under the one that comes next."""
+        taken = self._numbers() if self.folder is not None and self.writes else []
         if self.project.iteration in taken:
+            from slipstream.files.object_store import redact
+
             get_logger(__name__).warning(
                 f"checkpoint_{self.project.iteration} in {redact(str(self.folder))} was saved by another run since this one began: "
                 f"numbers go on with {taken[-1] + 1}. Give each run a project_dir of its own."
             )
             self.project.iteration = taken[-1] + 1
 
-    def begin_numbering(self) -> None:
-        """The next number is one that no checkpoint has."""
-        if self.folder is not None:
-            self.project.iteration = max([self.project.iteration, *(number + 1 for number in checkpoint_numbers(self.folder))])
-
     def target(self, output_dir: str | os.PathLike[str] | None) -> str:
-        """Where this save goes."""
+        """Return where this save goes."""
         if output_dir is not None and not isinstance(output_dir, (str, os.PathLike)):
             raise ConfigError(f"save_state({output_dir!r}): a {type(output_dir).__name__} is no folder; write its path")
-        folder = self.folder
-        if folder is not None:
-            target = join_location(folder, f"checkpoint_{self.project.iteration}")
-            if output_dir and not self._told_numbered:
-                self._told_numbered = True
+        given = os.fspath(output_dir or "")
+        if self.folder is not None:
+            from slipstream.files.object_store import join_location
+
+            target = join_location(self.folder, f"checkpoint_{self.project.iteration}")
+            if given and not self._warned_numbered:
+                self._warned_numbered = True
                 get_logger(__name__).warning(
-                    f"save_state({os.fspath(output_dir)!r}) goes to {target}, because checkpoints are numbered: leave out the folder, or "
+                    f"save_state({given!r}) goes to {target}, because checkpoints are numbered: leave out the folder, or "
                     "ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
             return target
-        if output_dir and "\0" in os.fspath(output_dir):
-            raise ConfigError(f"save_state({os.fspath(output_dir)!r}): no name of a file holds a zero byte; write another one")
-        if not output_dir or not os.fspath(output_dir):
+        if "\0" in given:
+            raise ConfigError(f"save_state({given!r}): no name of a file holds a zero byte; write another one")
+        if not given:
             raise ConfigError(
                 "save_state() was called without a folder: write save_state('checkpoints/first'), or let them be numbered by "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        return os.fspath(output_dir)
+        return given
 
-    def loaded(self, where: str) -> None:
-        """Numbers go on after a checkpoint that was loaded."""
+    def note_loaded(self, where: str) -> None:
+        """Begin a new history, whose numbers come after those of the checkpoint that was loaded."""
+        from slipstream.checkpoint.rotate import checkpoint_number
+
         self.last = where
         self.history = hashlib.blake2b(self.history.encode(), digest_size=4).hexdigest()
-        found = _NUMBERED.search(where)
-        if self.folder is not None and found is not None:
-            self.project.iteration = max(self.project.iteration, int(found[1]) + 1)
+        number = checkpoint_number(os.path.basename(where.rstrip("/")))
+        if self.folder is not None and number is not None:
+            self.project.iteration = max(self.project.iteration, number + 1)
 
     @property
     def writes(self) -> bool:
         """Whether this process writes what all ranks share."""
-        state = self.parts.state
+        state = self.components.state
         return state.is_local_main_process if self.project.save_on_each_node else state.is_main_process
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def save(self, output_dir: str | os.PathLike[str] | None, options: SaveOptions) -> str:
-        """Saves; the path of the checkpoint."""
-        with mark_phase(self.parts.ledger.meter, CHECKPOINT):
-            return self._save(output_dir, options)
+        """Save, and return the path of the checkpoint."""
+        with mark_phase(self.components.ledger.meter, CHECKPOINT):
+            if self.components.strategy.replicated:
+                return self._save(output_dir, options)
+            from slipstream.checkpoint.sharded_save import save_sharded
+
+            return save_sharded(self, output_dir, options)
 
     def _save(self, output_dir: str | os.PathLike[str] | None, options: SaveOptions) -> str:
-        if not self.parts.strategy.replicated:
-            return save_sharded(self, output_dir, options)
+        from slipstream.checkpoint.capture import make_stamp
+        from slipstream.checkpoint.writer import open_destination
+        from slipstream.files.object_store import is_url, redact
+
         self.background.wait()
         self._renumber()
         target = self.target(output_dir)
-        largest = None if options.max_shard_size is None else parse_size(options.max_shard_size)
+        shard_bytes = options.shard_bytes  # checked before anything is written
         if options.dedup and is_url(target):
             get_logger(__name__).warning(f"save_state(dedup=True) has no effect at {redact(target)}: only files on a disk can be linked")
-        machine = self.parts.state.runtime.process.node_rank if self.project.save_on_each_node else None
-        self.folders.announce(self.folder or target, make_stamp(self.parts, self.history), machine=machine)
-        work = self._shared(target, options, largest) if self.writes else self._own(target, options)
+        machine = self.components.state.runtime.process.node_rank if self.project.save_on_each_node else None
+        self.folders.announce(self.folder or target, make_stamp(self.components, self.history), machine=machine)
+        place = open_destination(target, self.disk)
+        write = self._begin_shared(place, target, options, shard_bytes) if self.writes else self._begin_own(place, target, options)
         if self.folder is not None:
             self.project.iteration += 1
-        if options.behind:
-            self.background.start(f"the checkpoint {redact(target)}", work)
+        if options.async_save:
+            self.background.start(f"the checkpoint {redact(target)}", write)
         else:
-            work()
+            write()
             self.folders.check()
         return target
 
+    def run_and_agree(self, operation: str, step: Callable[[], Any]) -> list[Any]:
+        """Run a step, and return what it returned on each rank: small plain data. If it raises on one rank, raise on all."""
+        from slipstream.distributed.scatter import agree_or_raise
+
+        state = self.components.state
+        try:
+            outcome = step()
+        except Exception as error:  # every rank has to learn of it, and raises
+            outcome = error
+        return agree_or_raise(state.channel(), state.limits, outcome, operation=operation)
+
     def settle(self) -> None:
-        """Waits for a save that is written behind the training, and raises what went wrong with the last one."""
+        """Wait for an async save, and raise what went wrong with the last one."""
         self.background.wait()
         self.folders.check()
 
-    def _shared(self, target: str, options: SaveOptions, largest: int | None) -> Callable[[], None]:
-        """What remains to be done once the state of the run was taken."""
-        place = open_destination(target, self.disk)
+    def _begin_shared(self, place: Destination, target: str, options: SaveOptions, shard_bytes: int | None) -> Callable[[], None]:
+        """Take the state of the run, and return what writes it."""
+        from slipstream.checkpoint.capture import capture_snapshot
+        from slipstream.checkpoint.writer import write_checkpoint
+
         stage = place.begin()
         try:
-            snapshot = self._snapshot(stage.folder, options)
+            weights = self.take_weights(str(stage.folder))
+            snapshot = self._keep(capture_snapshot(self.components, self.history, self.objects, weights, options.metric), options)
         except BaseException:
             stage.abandon()
             raise
         last = self.last
 
-        def work() -> None:
+        def write() -> None:
             try:
-                reusable = place.earlier(last) if options.dedup else []
-                write_checkpoint(stage, snapshot, max_shard_size=largest, reusable=reusable, dedup=options.dedup)
+                reusable = place.reusable(last) if options.dedup else []
+                write_checkpoint(stage, snapshot, max_shard_size=shard_bytes, reusable=reusable, dedup=options.dedup)
             except BaseException:
                 stage.abandon()
                 raise
-            place.collect(snapshot.facts.stamp)
-            self.last = target
-            if self.folder is not None:
-                place.mark_latest()
-                place.rotate(self.keep)
+            self.finish(place, target, snapshot)
 
-        return work
+        return write
 
-    def _snapshot(self, folder: Path, options: SaveOptions) -> Snapshot:
-        snapshot = capture_snapshot(self.parts, self.history, self.objects, self.weights(str(folder)), options.metric)
-        return self.arena.keep(snapshot) if options.behind else snapshot
+    def _begin_own(self, place: Destination, target: str, options: SaveOptions) -> Callable[[], None]:
+        """Take what belongs to this rank alone, and return what writes it."""
+        from slipstream.checkpoint.capture import capture_snapshot
 
-    def weights(self, folder: str) -> dict[int, dict[str, Any]]:
-        """The weights of the models by number, without those that hooks save themselves, which do so now."""
-        weights = model_state_dicts(self.parts)
-        taken = list(weights)
-        self._run_hooks(weights, folder)
-        left = {id(weight) for weight in weights}
-        return {number: entry for number, entry in enumerate(taken) if id(entry) in left}
-
-    def _own(self, target: str, options: SaveOptions) -> Callable[[], None]:
         if self.save_hooks:
-            self._run_hooks(model_state_dicts(self.parts), target)
-        snapshot = capture_snapshot(self.parts, self.history, (), None, None)
-        kept = self.arena.keep(snapshot) if options.behind else snapshot
-        place = open_destination(target, self.disk)
-        return lambda: place.add_rank_file(kept)
+            self.take_weights(target)
+        snapshot = self._keep(capture_snapshot(self.components, self.history, (), None, None), options)
+        return lambda: place.add_rank_file(snapshot)
 
-    def _run_hooks(self, weights: list[dict[str, Any]], folder: str) -> None:
-        models = [model.prepared for model in self.parts.stepper.models]
+    def finish(self, place: Destination, target: str, snapshot: Snapshot) -> None:
+        """Take in the files of other ranks after a commit, and remove what is no longer kept."""
+        place.collect(snapshot.facts.stamp)
+        self.last = target
+        if self.folder is not None:
+            place.mark_latest()
+            place.rotate(self.retention)
+
+    def _keep(self, snapshot: Snapshot, options: SaveOptions) -> Snapshot:
+        return self.arena.keep(snapshot) if options.async_save else snapshot
+
+    def take_weights(self, folder: str) -> dict[int, dict[str, Any]]:
+        """Run the hooks, and return the weights by model number, without those that hooks save themselves into the folder."""
+        from slipstream.checkpoint.capture import model_state_dicts
+
+        state_dicts = model_state_dicts(self.components)
+        left = list(state_dicts)
+        models = [model.prepared for model in self.components.stepper.models]
         for hook in self.save_hooks.values():
-            hook(models, weights, folder)
+            hook(models, left, folder)
+        kept = {id(state_dict) for state_dict in left}
+        return {number: state_dict for number, state_dict in enumerate(state_dicts) if id(state_dict) in kept}

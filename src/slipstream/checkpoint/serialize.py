@@ -13,47 +13,32 @@ import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import numpy
 import torch
 
-from slipstream.checkpoint.deserialize import rebuild
 from slipstream.checkpoint.sharded import is_sharded
 from slipstream.checkpoint.tensor_bytes import (
     BYTE_VIEWED_DTYPES,
     DTYPES,
     TORCH_DTYPES,
-    FileContent,
-    LoadedTensorFile,
+    EncodedFile,
     dtype_name,
+    encode_tensors,
     explain_unstorable,
     is_utf8,
-    load_tensors,
     memory_identity,
     pack_bytes,
-    tensor_bytes,
 )
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
-from slipstream.files.disk import FileEntry
-from slipstream.files.safetensors_layout import SafetensorsLayout, file_order_key, plan_layout
+from slipstream.files.safetensors_layout import file_order_key
 
-__all__ = [
-    "DTYPES",
-    "TREE",
-    "flatten",
-    "read_file",
-    "read_part",
-    "rebuild",
-    "tensor_bytes",
-    "write_part",
-    "write_tree",
-]
+__all__ = ["encode_tree", "flatten", "write_part"]
 
-TREE: Final = "tree"
+_TREE: Final = "tree"
 
 _DEEPEST: Final = 60
 _LARGEST_INTEGER: Final = 2**63
@@ -66,10 +51,6 @@ _FACTORIES: Final[Mapping[Any, str | None]] = MappingProxyType(
 _DTYPES: Final = frozenset([*TORCH_DTYPES.values(), *BYTE_VIEWED_DTYPES.values()])
 _HALF_CHARACTER: Final = re.compile("[\\ud800-\\udfff]")
 
-_DEEPEST_JSON: Final = 256
-"""A level of a value takes up to three levels of JSON."""
-
-_Add = Callable[[str, Iterable[Any], int], FileEntry]
 _Result = TypeVar("_Result")
 _Node = Any
 _Place = tuple[Any, ...]
@@ -94,61 +75,21 @@ def flatten(value: Any, where: str, sharded: dict[str, Any] | None = None) -> tu
     return tree, dict(sorted(flattener.tensors.items(), key=lambda item: file_order_key(item[1].nbytes, item[1].element_size())))
 
 
-def write_part(add: _Add, name: str, value: Any, where: str) -> tuple[str, FileEntry]:
-    """Writes a state as one file through `add(name, chunks, size)`; its name is NAME.json, or NAME.safetensors if it holds tensors."""
-    return write_tree(add, name, *flatten(value, where))
-
-
-def write_tree(
-    add: Callable[[str, Iterable[Any], int], _Result], name: str, tree: Any, tensors: Mapping[str, torch.Tensor]
-) -> tuple[str, _Result]:
-    """`write_part` for a state that was taken apart before; gives back the name of the file, and what `add` gave back."""
+def encode_tree(name: str, tree: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[str, EncodedFile]:
+    """Return the file for a flattened state: NAME.json, or NAME.safetensors if it holds tensors, and its bytes."""
     data = strict_json.dump(tree)
     text = data.decode()
-    held = sum(tensor.nbytes for tensor in tensors.values())
-    if why := strict_json.explain_too_large(text, beside=held):
+    if why := strict_json.explain_too_large(text, beside=sum(tensor.nbytes for tensor in tensors.values())):
         raise CheckpointError(f"{name} could not be read again: {why}. Keep long lists and texts as tensors or arrays.")
     if not tensors:
-        file = f"{name}.json"
-        return file, add(file, [data], len(data))
-    file = f"{name}.safetensors"
-    header, layout = plan_layout(
-        [(entry, DTYPES[tensor.dtype], tuple(tensor.shape)) for entry, tensor in tensors.items()], {"format": "pt", TREE: text}
-    )
-    return file, add(file, chain([header], map(tensor_bytes, tensors.values())), layout.size)
+        return f"{name}.json", ([data], len(data))
+    return f"{name}.safetensors", encode_tensors(tensors, {_TREE: text})
 
 
-def read_part(name: str, content: FileContent, where: str | None = None, elsewhere: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """The state in a file that `write_part` wrote; each of its tensors has memory of its own. Messages name `where`, or else the file.
-
-    `elsewhere` are tensors of the state that are not in the file.
-    """
-    where = name if where is None else where
-    if name.endswith(".json"):
-        assert not isinstance(content, LoadedTensorFile)
-        return rebuild(strict_json.parse(memoryview(content), where, deepest=_DEEPEST_JSON), elsewhere or {}, where)
-    file = load_tensors(content, where)
-    layout, tensors = file.layout, dict(file.tensors)
-    if twice := tensors.keys() & (elsewhere or {}).keys():
-        raise CheckpointError(f"{where}: the tensor {min(twice)[:100]!r} is in this file, and in pieces elsewhere.")
-    tensors |= elsewhere or {}
-    if TREE not in layout.metadata:
-        raise CheckpointError(f"{where} holds tensors but no state: its metadata have no {TREE!r}. It was not written by slipstream.")
-    return _with_tree(layout, tensors, where)
-
-
-def read_file(content: FileContent, where: str, device: torch.device | None = None) -> Any:
-    """The state in a safetensors file if it has one, else its tensors by name; on a device, if one is given."""
-    file = load_tensors(content, where)
-    layout, tensors = file.layout, file.tensors
-    if device is not None:
-        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    return _with_tree(layout, tensors, where) if TREE in layout.metadata else tensors
-
-
-def _with_tree(layout: SafetensorsLayout, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-    beside = layout.size - layout.data_start
-    return rebuild(strict_json.parse(layout.metadata[TREE], where, deepest=_DEEPEST_JSON, beside=beside), tensors, where)
+def write_part(add: Callable[[str, Iterable[Any], int], _Result], name: str, value: Any, where: str) -> tuple[str, _Result]:
+    """Write a state as one file through `add(name, chunks, size)`; return the name of the file, and what `add` returned."""
+    file, encoded = encode_tree(name, *flatten(value, where))
+    return file, add(file, *encoded)
 
 
 class _Flattener:

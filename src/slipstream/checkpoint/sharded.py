@@ -159,7 +159,7 @@ class PieceFiles:
         for name, pieces in self._pieces.items():
             if len({(piece.entry.dtype, piece.place.shape) for piece in pieces}) > 1:
                 raise CheckpointError(f"{self.where}: the pieces of {name[:100]!r} differ in type, or in what they are pieces of.")
-        self.stand_ins: dict[str, torch.Tensor] = {name: _placeholder(pieces[0]) for name, pieces in self._pieces.items()}
+        self.placeholders: dict[str, torch.Tensor] = {name: _placeholder(pieces[0]) for name, pieces in self._pieces.items()}
 
     @property
     def fetched(self) -> int:
@@ -194,25 +194,25 @@ class AssembledTensors(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         self._pieces.release()
-        return self._pieces.read(name, whole_box(self._pieces.stand_ins[name].shape))
+        return self._pieces.read(name, whole_box(self._pieces.placeholders[name].shape))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces.stand_ins)
+        return iter(self._pieces.placeholders)
 
     def __len__(self) -> int:
-        return len(self._pieces.stand_ins)
+        return len(self._pieces.placeholders)
 
 
 class TensorPlaceholders:
-    """Where the tensors are that stand-ins stand for."""
+    """Where the tensors are that placeholders stand for."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[PieceFiles, str, torch.Tensor]] = {}
 
     def add(self, pieces: PieceFiles) -> dict[str, torch.Tensor]:
-        """The stand-ins for all tensors in these pieces, by name."""
-        self._known |= {id(tensor): (pieces, name, tensor) for name, tensor in pieces.stand_ins.items()}
-        return pieces.stand_ins
+        """The placeholders for all tensors in these pieces, by name."""
+        self._known |= {id(tensor): (pieces, name, tensor) for name, tensor in pieces.placeholders.items()}
+        return pieces.placeholders
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -260,30 +260,30 @@ def _open(folder: Path, name: str, size: int, sums: Any) -> VerifiedBlockFile:
     return file
 
 
-def reshard(value: Any, target: Any, stand_ins: TensorPlaceholders) -> Any:
+def reshard(value: Any, target: Any, placeholders: TensorPlaceholders) -> Any:
     """The same state with every tensor as this rank needs it, going by what stands at its place in `target`.
 
     A target that is a tensor holds for everything inside of the value: if it is sharded, tensors of its shape are sharded alike, those of
     other shapes are held whole by every rank that shares it.
     """
     if isinstance(value, torch.Tensor):
-        return _reshard(value, target, stand_ins)
+        return _reshard(value, target, placeholders)
     if isinstance(value, Mapping):
-        pairs = [(key, reshard(item, _target_child(target, key), stand_ins)) for key, item in value.items()]
+        pairs = [(key, reshard(item, _target_child(target, key), placeholders)) for key, item in value.items()]
         return _mapping_like(value, pairs)
     if type(value) in (list, tuple):
-        return type(value)(reshard(item, _target_child(target, place), stand_ins) for place, item in enumerate(value))
+        return type(value)(reshard(item, _target_child(target, place), placeholders) for place, item in enumerate(value))
     if isinstance(value, deque):
-        return deque((reshard(item, _target_child(target, place), stand_ins) for place, item in enumerate(value)), value.maxlen)
+        return deque((reshard(item, _target_child(target, place), placeholders) for place, item in enumerate(value)), value.maxlen)
     return value
 
 
-def _reshard(value: torch.Tensor, target: Any, stand_ins: TensorPlaceholders) -> Any:
+def _reshard(value: torch.Tensor, target: Any, placeholders: TensorPlaceholders) -> Any:
     if not is_sharded(target):
-        return stand_ins.read(value, whole_box(value.shape)) if value.is_meta else value
+        return placeholders.read(value, whole_box(value.shape)) if value.is_meta else value
     if value.shape == target.shape:
-        return shard_like(target, stand_ins.read(value, local_box(target)))
-    full = stand_ins.read(value, whole_box(value.shape))
+        return shard_like(target, placeholders.read(value, local_box(target)))
+    full = placeholders.read(value, whole_box(value.shape))
     return replicate_like(target, full) if full.dim() else full
 
 

@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -21,11 +22,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from slipstream.distributed.codec import byte_view, empty_host_tensor, tensor_from_bytes
 from slipstream.errors import CheckpointError
 from slipstream.files.reader import check_fits_memory, read_into, read_whole
-from slipstream.files.safetensors_layout import LARGEST_HEADER, SafetensorsLayout, read_layout
+from slipstream.files.safetensors_layout import LARGEST_HEADER, SafetensorsLayout, plan_layout, read_layout
 
 __all__ = [
-    "BYTE_VIEWED_DTYPES", "DTYPES", "FileContent", "LoadedTensorFile", "TORCH_DTYPES", "dtype_name", "explain_unstorable", "from_buffer",
-    "is_utf8", "load_tensors", "memory_identity", "pack_bytes", "read_tensor_file", "require_storable", "tensor_bytes", "unpack_bytes",
+    "BYTE_VIEWED_DTYPES", "DTYPES", "EncodedFile", "FileContent", "LoadedTensorFile", "TORCH_DTYPES", "dtype_name", "encode_tensors",
+    "explain_unstorable", "from_buffer", "is_utf8", "load_tensors", "memory_identity", "pack_bytes", "read_tensor_file",
+    "require_storable", "tensor_bytes", "unpack_bytes",
 ]
 
 
@@ -132,6 +134,17 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     if flat.numel() == 1:  # one element may have any stride and still count as contiguous, but cannot be viewed as bytes then
         flat = flat.as_strided((1,), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers, which numpy's stubs say from 3.12 on
+
+
+EncodedFile: TypeAlias = tuple[Iterable[Any], int]
+"""The bytes of a file in chunks, and how many there are."""
+
+
+def encode_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> EncodedFile:
+    """Return a safetensors file with these tensors, in their order; their bytes are read when the chunks are."""
+    items = [(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    header, layout = plan_layout(items, {"format": "pt", **metadata})
+    return chain([header], map(tensor_bytes, tensors.values())), layout.size
 
 
 def from_buffer(buffer: Any, dtype: str, shape: Iterable[int], start: int, end: int) -> torch.Tensor:

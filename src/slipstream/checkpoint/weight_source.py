@@ -20,16 +20,16 @@ from typing import Any, Final
 
 import torch
 
+from slipstream.checkpoint.deserialize import read_part
 from slipstream.checkpoint.manifest import (
     MANIFEST,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
-    parse_manifest,
+    read_manifest,
 )
 from slipstream.checkpoint.pickle_reader import NotPlainError, read_values
-from slipstream.checkpoint.serialize import read_part
 from slipstream.checkpoint.sharded import AssembledTensors, open_pieces
 from slipstream.checkpoint.tensor_bytes import from_buffer
 from slipstream.checkpoint.torch_archive import LegacyFormatError, read_archive
@@ -89,7 +89,6 @@ def read_torch_file(buffer: Any, where: str, remedy: str, *, views: bool = False
 PIECES_FILE: Final = "(pieces)"
 """In the place of a file: all tensors that are stored in pieces."""
 
-_LARGEST_MANIFEST: Final = 64 << 20
 _INDEX: Final = ".index.json"
 _SAFE: Final = ".safetensors"
 _TORCH: Final = (".bin", ".pt", ".pth", ".ckpt")
@@ -146,7 +145,7 @@ class WeightSource:
 
     def _open_pieces(self) -> WeightFile:
         pieces = open_pieces(self.folder, self.pieces, self.entries, self._mapped)
-        return WeightFile(str(self.folder), None, AssembledTensors(pieces), None, {}, pieces.stand_ins)
+        return WeightFile(str(self.folder), None, AssembledTensors(pieces), None, {}, pieces.placeholders)
 
     def each(self) -> Iterator[WeightFile]:
         """The files, one after the other."""
@@ -262,9 +261,7 @@ def _in_folder(folder: Path) -> WeightSource:
 
 
 def _in_checkpoint(folder: Path) -> WeightSource:
-    where = str(folder / MANIFEST)
-    with ConfinedFolder(folder) as held:
-        manifest = parse_manifest(held.read(MANIFEST, _LARGEST_MANIFEST), where)
+    manifest = read_manifest(folder)
     if not manifest.models:
         raise CheckpointError(f"{folder} is a checkpoint without a model.")
     if len(manifest.models) > 1:

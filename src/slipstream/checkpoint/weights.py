@@ -14,7 +14,7 @@ import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,18 +22,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from slipstream.checkpoint.sharded import is_sharded
-from slipstream.checkpoint.tensor_bytes import DTYPES, is_utf8, memory_identity, pack_bytes, require_storable, tensor_bytes
+from slipstream.checkpoint.tensor_bytes import DTYPES, EncodedFile, encode_tensors, is_utf8, memory_identity, pack_bytes, require_storable
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
-from slipstream.files.disk import FileEntry
-from slipstream.files.safetensors_layout import file_order_key, plan_layout
-from slipstream.files.sizes import parse_size
+from slipstream.files.safetensors_layout import file_order_key
 from slipstream.logging import get_logger
 
 __all__ = [
-    "LoadReport", "METADATA", "ModelFiles", "TensorSlot", "TensorSlots", "Weights", "arrange_state_dict", "unwrap_module", "cast_weights",
-    "check_fit", "index_bytes", "load_into", "may_rename_keys", "parse_size", "plan_shards", "set_tensor", "shard_names",
-    "split_state_dict", "tensor_slots", "tensors_file", "tied_names", "write_weights",
+    "LoadReport", "METADATA", "TensorSlot", "TensorSlots", "Weights", "arrange_state_dict", "unwrap_module", "cast_weights",
+    "check_fit", "index_bytes", "load_into", "may_rename_keys", "plan_shards", "set_tensor", "shard_names",
+    "split_state_dict", "tensor_slots", "tied_names", "write_weights",
 ]
 
 
@@ -423,9 +421,6 @@ def set_tensor(place: TensorSlot, tensor: torch.Tensor) -> None:
         module._buffers[name] = tensor
 
 
-_FORMAT = "format"
-
-
 @dataclass(frozen=True)
 class Weights:
     """A state dict taken apart."""
@@ -435,16 +430,6 @@ class Weights:
     """Other names of tied weights, and the name under which each is stored."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What is no tensor, or one of a kind that safetensors has no name for; and the versions of layers, where they are not 1."""
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """Where the weights of a model are."""
-
-    files: tuple[str, ...]
-    index: str | None
-    entries: Mapping[str, FileEntry]
-    """What was written, the index included."""
 
 
 def split_state_dict(state_dict: Mapping[str, Any], where: str) -> Weights:
@@ -512,37 +497,31 @@ def shard_names(base: str, count: int, suffix: str = "safetensors") -> list[str]
 
 
 def index_bytes(files: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The index over files of weights: which name is in which file."""
+    """Return the index over files of weights: which name is in which file."""
     where = {name: file for file, names in files.items() for name in names}
     total = sum(tensor.nbytes for tensor in tensors.values())
     return strict_json.dump({"metadata": {"total_size": total}, "weight_map": {name: where[name] for name in tensors}}, indent=2)
 
 
-def tensors_file(
-    tensors: Mapping[str, torch.Tensor], names: Sequence[str], aliases: Mapping[str, str] | None = None
-) -> tuple[Iterable[Any], int]:
-    """The bytes of a file with these tensors, in pieces, and how many there are. Other names of them stand in its metadata."""
-    told = {other: name for other, name in (aliases or {}).items() if name in names and other != _FORMAT}
-    header, layout = plan_layout(
-        [(name, DTYPES[tensors[name].dtype], tuple(tensors[name].shape)) for name in names], {_FORMAT: "pt", **told}
-    )
-    return chain([header], (tensor_bytes(tensors[name]) for name in names)), layout.size
-
-
 def write_weights(
-    add: Callable[[str, Iterable[Any], int], FileEntry],
+    add: Callable[[str, Callable[[], EncodedFile]], object],
     base: str,
-    weights: Weights,
+    tensors: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
     max_shard_size: int | None = None,
     frozen: Collection[str] = frozenset(),
-) -> ModelFiles:
-    """Writes the tensors (not what is extra) through `add(name, chunks, size)`; the index comes last."""
-    groups = plan_shards(weights.tensors, max_shard_size, frozen)
+) -> tuple[list[str], str | None]:
+    """Write tensors through `add(name, encode)`, the index last; return the names of the files and of the index, if there are several.
+
+    Other names of tied weights stand in the metadata of the file.
+    """
+    groups = plan_shards(tensors, max_shard_size, frozen)
     names = shard_names(base, len(groups))
-    entries = {name: add(name, *tensors_file(weights.tensors, group, weights.aliases)) for name, group in zip(names, groups, strict=True)}
-    index = None
-    if len(names) > 1:
-        index = f"{base}.safetensors.index.json"
-        data = index_bytes(dict(zip(names, groups, strict=True)), weights.tensors)
-        entries[index] = add(index, [data], len(data))
-    return ModelFiles(tuple(names), index, entries)
+    for name, group in zip(names, groups, strict=True):
+        tied = {other: kept for other, kept in aliases.items() if kept in group and other != "format"}
+        add(name, partial(encode_tensors, {key: tensors[key] for key in group}, tied))
+    if len(names) == 1:
+        return names, None
+    index, data = f"{base}.safetensors.index.json", index_bytes(dict(zip(names, groups, strict=True)), tensors)
+    add(index, lambda: ([data], len(data)))
+    return names, index

@@ -71,8 +71,7 @@ class AtomicFiles:
         """Writes a file that will have this name."""
 
         def write() -> FileEntry:
-            written = self._disk.write(self._beside(name), chunks, size)
-            return FileEntry(written.size, written.digest)
+            return self._disk.write(self._beside(name), chunks, size)
 
         return self._tried(write, f"{self._folder / name} could not be written", needed=size)
 
@@ -82,8 +81,7 @@ class AtomicFiles:
         def adopt() -> FileEntry:
             path = self._beside(name)
             write(path)
-            written = self._disk.sync_file(path)
-            return FileEntry(written.size, written.digest)
+            return self._disk.sync_file(path)
 
         return self._tried(adopt, f"{self._folder / name} could not be written")
 

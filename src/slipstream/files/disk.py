@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from slipstream.files.checksum import Bytes, Digest, view_bytes
 
-__all__ = ["Disk", "FileEntry", "SMALLEST", "WrittenFile", "copy_bytes", "set_direct_io", "write_direct"]
+__all__ = ["Disk", "FileEntry", "SMALLEST", "copy_bytes", "set_direct_io", "write_direct"]
 
 
 SMALLEST: Final = 8 << 20
@@ -176,11 +176,11 @@ _CANNOT: Final = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @dataclass(frozen=True)
-class WrittenFile:
-    """What is on the disk now: size in bytes, and checksum."""
+class FileEntry:
+    """What a file holds: size in bytes, and checksum."""
 
     size: int
-    digest: str
+    checksum: str
 
 
 class Disk:
@@ -189,7 +189,7 @@ class Disk:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     written = Disk().write(Path(folder, "notes.txt"), [b"slip", b"stream"], 10)
-    ...     written.size, written.digest[:8], Path(folder, "notes.txt").read_text()
+    ...     written.size, written.checksum[:8], Path(folder, "notes.txt").read_text()
     (10, '63f9f393', 'slipstream')
     """
 
@@ -209,7 +209,7 @@ class Disk:
                 if error.errno not in _CANNOT:
                     raise
 
-    def write(self, path: Path, chunks: Iterable[Bytes], size: int) -> WrittenFile:
+    def write(self, path: Path, chunks: Iterable[Bytes], size: int) -> FileEntry:
         """Make a file of these bytes, `size` altogether; when this returns they are on the disk. A file that exists is an error."""
         with self._opened(path, _CREATE) as fd:
             if size >= SMALLEST and self._set_direct(fd, True):
@@ -219,9 +219,9 @@ class Disk:
             if written != size:
                 raise ValueError(f"{path} was announced with {size:,} bytes and got {written:,}")
             self._fsync(fd)
-        return WrittenFile(size, checksum)
+        return FileEntry(size, checksum)
 
-    def sync_file(self, path: Path) -> WrittenFile:
+    def sync_file(self, path: Path) -> FileEntry:
         """Bring a file that somebody else wrote to the disk, and say what it is; anything but a regular file is an error."""
         with self._opened(path, _READ) as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -231,7 +231,7 @@ class Disk:
                 running.update(piece)
                 size += len(piece)
             self._fsync(fd)
-        return WrittenFile(size, running.hexdigest())
+        return FileEntry(size, running.hexdigest())
 
     def sync_folder(self, path: Path) -> None:
         """Bring the names in a folder to the disk."""
@@ -442,11 +442,3 @@ def _renameat2(old: bytes, new: bytes, flags: int) -> int:
     if call is None:
         return errno.ENOSYS
     return 0 if call(_HERE, old, _HERE, new, ctypes.c_uint(flags)) == 0 else ctypes.get_errno()
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """What a file of the checkpoint must be like."""
-
-    size: int
-    checksum: str

@@ -8,6 +8,7 @@ drop one. fsspec is imported only when a store is opened.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import urllib.parse
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from typing import Any, Final
 from slipstream.errors import CheckpointError, ConfigError, MissingCheckpointError
 from slipstream.files.checksum import Bytes, Digest, view_bytes
 
-__all__ = ["ObjectStore", "is_url", "local_path", "redact"]
+__all__ = ["ObjectStore", "is_url", "join_location", "local_path", "redact"]
 
 _URL: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.\-]*::)*)([A-Za-z][A-Za-z0-9+.\-]+)://(.*)", re.DOTALL)
 _SHORT: Final = re.compile(r"(?i:file):(/(?:[^/].*)?)", re.DOTALL)
@@ -56,6 +57,15 @@ def local_path(target: str) -> str:
             f"{target!r} names the host {host!r}: a file URL has three slashes and an absolute path, such as file:///data/run"
         )
     return urllib.parse.unquote(f"/{path}")
+
+
+def join_location(folder: str, name: str) -> str:
+    """Return the path or URL of something in a folder.
+
+    >>> join_location("s3://bucket/runs/", "checkpoint_1")
+    's3://bucket/runs/checkpoint_1'
+    """
+    return f"{folder.rstrip('/')}/{name}" if is_url(folder) else os.path.join(folder, name)
 
 
 def redact(text: str) -> str:
