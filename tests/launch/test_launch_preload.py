@@ -54,7 +54,7 @@ def test_own_modules_imported_before_fork(tmp_path: Path) -> None:
     """A training step in a forked worker imports no further module of ours."""
     script = tmp_path / "step.py"
     script.write_text(STEP)
-    assert launch(script).stdout.splitlines() == ["[]"] * 2
+    assert launch(script).stdout.splitlines() == ["[]"] * 2, "name these modules in _OWN_MODULES of launch/agent.py"
 
 
 def test_plain_torch_program_preloads_nothing(tmp_path: Path) -> None:

@@ -87,7 +87,12 @@ _GRACE_BEFORE_RESTART: Final = 0.3
 _PATIENCE: Final = {signal.SIGINT: 5.0}
 _USUAL_PATIENCE: Final = 10.0
 """Seconds that workers get to end after a signal to the launcher was passed on to them."""
-_OWN_MODULES: Final = ("slipstream.accelerator.accelerator", "slipstream.strategies.ddp", "psutil")
+_OWN_MODULES: Final = (
+    "slipstream.accelerator.accelerator",
+    "slipstream.observability.guards.replicas",
+    "slipstream.strategies.ddp",
+    "psutil",
+)
 """What `Accelerator()`, `prepare` and a training step import; tests/launch/test_launch_preload.py compares."""
 _USES_SLIPSTREAM: Final = re.compile(rb"slipstream|accelerate|Trainer")
 _OPTIMIZES: Final = re.compile(rb"\boptim\b|prepare|DistributedDataParallel|\bTrainer\b")
