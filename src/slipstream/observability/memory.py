@@ -139,11 +139,9 @@ class MemorySnapshot:
         lines = [
             f"{self._summary()}; the process takes {convert_bytes(self.process)} of main memory, {convert_bytes(self.available)} are left"
         ]
-        for device, told in self.allocators.items():
-            words = ", ".join(
-                f"{name.replace('_', ' ')} {convert_bytes(told[name])}" for name in told if name not in ("retries", "failures")
-            )
-            lines.append(f"{device}: {words}")
+        for device, numbers in self.allocators.items():
+            sizes = {name.replace("_", " "): size for name, size in numbers.items() if name not in ("retries", "failures")}
+            lines.append(f"{device}: {', '.join(f'{name} {convert_bytes(size)}' for name, size in sizes.items())}")
         if not self.alive:
             return "\n".join(lines)
         from slipstream.observability.report.text_charts import align_columns
@@ -376,13 +374,11 @@ def summarize_alive() -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    entry: BaseException | None = error
+    link: BaseException | None = error
     for _ in range(_MAX_CHAIN):
-        if entry is None:
-            return False
-        if should_reduce_batch_size(entry):
-            return True
-        entry = entry.__cause__ or (None if entry.__suppress_context__ else entry.__context__)
+        if link is None or should_reduce_batch_size(link):
+            return link is not None
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False
 
 

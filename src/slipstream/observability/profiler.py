@@ -136,7 +136,7 @@ _NO_PROCESS: Final = "Traces"
 def merge_traces(
     folder: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, *, ranks: Collection[int] | None = None
 ) -> Path:
-    """Return one trace of those that ranks have written into a folder (`profile_0.json`, ...); gives back its path.
+    """Merge the traces that ranks have written into a folder (`profile_0.json`, ...); return the path of the merged trace.
 
     `output` is where it goes, `profile_merged.json` in the same folder if nothing is said; `ranks` are those that are wanted, all that are
     there otherwise. For runs whose processes did not all come to the end of the block, and for traces that were brought together from
@@ -279,7 +279,7 @@ def _read_trailing_base(path: Path) -> int:
 
 
 class _JsonStream:
-    """A JSON object that is read piece by piece: keys and values as they come, and a long list item by item."""
+    """Reads a JSON object in chunks: keys and values as they come, and a long list item by item."""
 
     def __init__(self, file: TextIO, path: Path) -> None:
         self._file, self._path = file, path
@@ -310,12 +310,12 @@ class _JsonStream:
         return self._decoded()
 
     def items(self) -> Iterator[Any]:
-        """Return what is in the list that was come to."""
+        """Return the items of the list that `keys_before` stopped in."""
         while self._next() != "]":
             yield self._decoded()
 
     def _next(self) -> str:
-        """Return the next character that counts, which stays."""
+        """Return the next character that is no white space or comma, without consuming it."""
         while True:
             gap = _GAP.match(self._text, self._at)
             assert gap is not None
@@ -352,7 +352,7 @@ _OnTrace = Callable[[Path], object]
 
 @contextmanager
 def run_profiler(handler: ProfileKwargs | None, runtime: Runtime | None = None, tell: _OnTrace | None = None) -> Iterator[profile]:
-    """Return a block that torch's profiler watches; with `output_trace_dir`, `profile_<rank>.json` is there when it ends.
+    """Run torch's profiler around a block; with `output_trace_dir`, write `profile_<rank>.json` when it ends.
 
     `runtime` is that of this process, which knows its rank and the others; `tell` is called with the path of each trace that is there when
     the block ends, that of this rank and, if it was made here, that of all.
@@ -380,7 +380,7 @@ def run_profiler(handler: ProfileKwargs | None, runtime: Runtime | None = None, 
 
 
 def _prepare_folder(given: str) -> Path:
-    """Return the folder for traces, made if need be; an error now and not after the run if nothing can be written there."""
+    """Return the folder for traces, created if needed; raise an error before the run if it is not writable."""
     folder = Path(given)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -393,7 +393,7 @@ def _prepare_folder(given: str) -> Path:
 
 
 class _Recording:
-    """What becomes of every recording that ends, after the user's own function has seen it: a file, if there is a place for one."""
+    """Writes every recording that ends to a file, after the user's own function has seen it."""
 
     def __init__(self, path: Path | None, also: Callable[..., Any] | None, process: Process) -> None:
         self._path = path
@@ -418,7 +418,7 @@ class _Recording:
             self._write(profiler, self._path)
 
     def _write(self, profiler: profile, path: Path) -> None:
-        """Beside its place first: whoever merges at this moment reads the trace of the cycle before, and not half of this one."""
+        """Write the trace atomically: whoever merges meanwhile reads the trace of the previous cycle."""
         try:
             with replacing(path) as beside:
                 profiler.export_chrome_trace(str(beside))

@@ -33,7 +33,7 @@ _CHECKED_TAIL: Final = 64
 
 
 class LineReader:
-    """What is new in one file of lines.
+    """Reads the new lines of one file.
 
     >>> import tempfile, pathlib
     >>> with tempfile.TemporaryDirectory() as path, ConfinedFolder(path) as folder:
@@ -48,11 +48,11 @@ class LineReader:
     def __init__(self, name: str) -> None:
         self.name = name
         self.beginnings = 0
-        """How often the file was begun anew; what was read before then is not in the file any more."""
-        self.too_long = 0
-        self.no_text = 0
+        """How often the file was replaced; what was read before is not in the file any more."""
+        self.skipped: Counter[str] = Counter()
+        """Why lines were skipped, with how often."""
         self.refused: str | None = None
-        """Why the file is not read at all, where it is no plain file."""
+        """Why the file is not read at all, if it is not a plain file."""
         self.more = False
         """Whether the last `read` stopped at its block and not at the end of the file."""
         self.changed = 0.0
@@ -90,6 +90,7 @@ class LineReader:
             return []
         if self._offset and (identity != self._file or status.st_size < self._offset or not self._goes_on(file)):
             self.beginnings += 1
+            self.skipped.clear()
             self._offset, self._before, self._dropping = 0, b"", False
         self._file = identity
         wanted = _BLOCK
@@ -123,7 +124,7 @@ class LineReader:
         if self._dropping:
             start = data.index(b"\n") + 1
             self._dropping = False
-            self.too_long += 1
+            self.skipped["lines that are too long"] += 1
         if end == start:
             return []
         try:
@@ -132,7 +133,7 @@ class LineReader:
             found = self._decoded(data[start : end - 1].split(b"\n"))
         if len(data) > MAX_LINE:  # a block this large was read for the sake of one long line
             short = [line for line in found if len(line) <= MAX_LINE]
-            self.too_long += len(found) - len(short)
+            self.skipped["lines that are too long"] += len(found) - len(short)
             return short
         return found
 
@@ -142,7 +143,7 @@ class LineReader:
             try:
                 found.append(line.decode())
             except UnicodeDecodeError:
-                self.no_text += 1
+                self.skipped["lines that are no text"] += 1
         return found
 
 
@@ -190,11 +191,8 @@ class Run:
         """How many lines of the ledger were read."""
         self._documents: dict[str, tuple[int, ...]] = {}
         self._unreadable: dict[str, str] = {}
-        self._metrics, self._ledger_lines, self._event_lines = (
-            LineReader("metrics.jsonl"),
-            LineReader("ledger.jsonl"),
-            LineReader("events.jsonl"),
-        )
+        self._metrics, self._ledger, self._events = (LineReader(f"{name}.jsonl") for name in ("metrics", "ledger", "events"))
+        self._lines = (self._metrics, self._ledger, self._events)
         self._begin_metrics()
         self._begin_ledger()
         self._begin_events()
@@ -206,38 +204,29 @@ class Run:
         self.texts: dict[str, dict[str, Any]] = {}
         self._logged = 0
         self._refused = ""
-        self._metrics_skipped: Counter[str] = Counter()
 
     def _begin_ledger(self) -> None:
         self._intervals = IntervalList()
-        self._ledger_skipped: Counter[str] = Counter()
 
     def _begin_events(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self._events_skipped: Counter[str] = Counter()
 
     @property
     def ledger(self) -> list[dict[str, Any]]:
-        """The intervals of the ledger; those of a long run stand for more than a second each, see `intervals.py`."""
+        """The intervals of the ledger; in a long run each is more than a second, see `IntervalList`."""
         return self._intervals.list
 
     @property
     def beginnings(self) -> int:
-        """How often a file was begun anew, so that what was told of it before does not hold any more."""
-        return self._metrics.beginnings + self._ledger_lines.beginnings + self._event_lines.beginnings
+        """How often a file was replaced, so that what was read of it before does not hold any more."""
+        return sum(lines.beginnings for lines in self._lines)
 
     @property
     def skipped(self) -> dict[str, int]:
         """What was left out and why, with how often; a file that is not read at all counts once."""
         found: dict[str, int] = {}
-        sources = (
-            (self._metrics, self._metrics_skipped),
-            (self._ledger_lines, self._ledger_skipped),
-            (self._event_lines, self._events_skipped),
-        )
-        for lines, reasons in sources:
-            counted = {"lines that are too long": lines.too_long, "lines that are no text": lines.no_text, **reasons}
-            found.update({f"{lines.name}: {why}": count for why, count in counted.items() if count})
+        for lines in self._lines:
+            found.update({f"{lines.name}: {why}": count for why, count in lines.skipped.items() if count})
             if lines.refused is not None:
                 found[lines.refused] = 1
         return {**found, **dict.fromkeys(self._unreadable.values(), 1)}
@@ -246,10 +235,10 @@ class Run:
     def touched(self) -> float:
         """When the run last wrote something, as far as the last `refresh` saw."""
         documents = max((mark[2] / 1e9 for mark in self._documents.values()), default=0.0)
-        return max(documents, self._metrics.changed, self._ledger_lines.changed, self._event_lines.changed)
+        return max(documents, *(lines.changed for lines in self._lines))
 
     def told(self, now: float | None = None) -> dict[str, Any]:
-        """`info` as it is to be shown: a run that calls itself running may have ended without a word.
+        """Return `info` as it is to be shown: a run whose state is "running" may have been killed.
 
         Where its process is known to be gone, `state` is "killed" and `ended` when it last wrote. Where it wrote nothing for longer than
         a minute, and than ten intervals of its ledger, `silent` is how many seconds that is, in whole minutes.
@@ -276,8 +265,8 @@ class Run:
                     self._document(folder, "config.json", "config"),
                     self._document(folder, "environment.json", "environment"),
                     self._new_lines(folder, self._metrics, self._begin_metrics, self._read_metrics, blocks),
-                    self._new_lines(folder, self._ledger_lines, self._begin_ledger, self._read_ledger, blocks),
-                    self._new_lines(folder, self._event_lines, self._begin_events, self._read_events, blocks),
+                    self._new_lines(folder, self._ledger, self._begin_ledger, self._read_ledger, blocks),
+                    self._new_lines(folder, self._events, self._begin_events, self._read_events, blocks),
                 ]
         except MissingCheckpointError:  # not there yet, or not any more: what was read stays
             return False
@@ -311,7 +300,7 @@ class Run:
         return changed
 
     def _document(self, folder: ConfinedFolder, name: str, attribute: str) -> bool:
-        """Return a JSON file that is replaced as a whole, read again when it is another one."""
+        """Read a JSON file into an attribute if it was replaced since the last call; return whether it was."""
         try:
             file = folder.open(name)
             try:
@@ -349,7 +338,7 @@ class Run:
 
     def _read_other(self, line: str) -> None:
         """A line of metrics.jsonl of any form."""
-        record = _parse_record(line, self._metrics_skipped)
+        record = _parse_record(line, self._metrics.skipped)
         if record is None:
             return
         step, time, values = record.get("step"), _to_time(record.get("time")), record.get("values")
@@ -360,12 +349,12 @@ class Run:
         elif type(record.get("table")) is dict:
             self._add_table(step, time, record["table"])
         elif "run" not in record:  # that one says where the run began, or began again
-            self._metrics_skipped["lines of an unknown kind"] += 1
+            self._metrics.skipped["lines of an unknown kind"] += 1
 
     def _add_values(self, step: float | None, time: float, values: dict[str, Any]) -> None:
         place = _to_float(self._logged if step is None else step)
         if not isfinite(place):
-            self._metrics_skipped["steps that are no numbers"] += 1
+            self._metrics.skipped["steps that are no numbers"] += 1
             return
         self._logged += 1
         every = self.series
@@ -382,7 +371,7 @@ class Run:
             self._keep(self.texts, name, {"step": _limit_depth(step), "time": _limit_depth(time), "text": value[:_MAX_TEXT]})
             return None
         if value is not None and not isinstance(value, (str, int, float)):
-            self._metrics_skipped["values that are neither numbers nor texts"] += 1
+            self._metrics.skipped["values that are neither numbers nor texts"] += 1
             return None
         return _to_float(value)
 
@@ -390,7 +379,7 @@ class Run:
         if len(self.series) >= _MAX_SERIES or len(name) > _MAX_NAME_LENGTH:
             self._refused = self._refused or name[:_MAX_EXAMPLE]
             why = f"points of too many names (more than {_MAX_SERIES}) or of too long ones, such as {self._refused!r}"
-            self._metrics_skipped[why] += 1
+            self._metrics.skipped[why] += 1
             return None
         return self.series.setdefault(name, Series())
 
@@ -398,7 +387,7 @@ class Run:
         for name, paths in images.items():
             safe = [path for path in paths if _in_media(path)] if isinstance(paths, list) else []
             if not isinstance(paths, list) or len(safe) != len(paths):
-                self._metrics_skipped["pictures whose names lead elsewhere than to media/"] += 1
+                self._metrics.skipped["pictures whose names lead elsewhere than to media/"] += 1
             if not safe or (name not in self.images and len(self.images) >= _MAX_NAMES):
                 continue
             kept = self.images.setdefault(name, [])
@@ -409,16 +398,10 @@ class Run:
     def _add_table(self, step: Any, time: float, table: dict[str, Any]) -> None:
         titles, rows = table.get("columns"), table.get("rows")
         if not isinstance(titles, list) or not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-            self._metrics_skipped["tables without columns and rows"] += 1
+            self._metrics.skipped["tables without columns and rows"] += 1
             return
         shown = rows[: max(1, _MAX_CELLS // max(1, len(titles)))]
-        held = {
-            "step": _limit_depth(step),
-            "time": _limit_depth(time),
-            "columns": _limit_depth(titles),
-            "rows": _limit_depth(shown),
-            "count": len(rows),
-        }
+        held = _limit_depth({"step": step, "time": time, "columns": titles, "rows": shown, "count": len(rows)}, deepest=5)
         self._keep(self.tables, str(table.get("name")), held)
 
     def _keep(self, where: dict[str, dict[str, Any]], name: str, value: dict[str, Any]) -> None:
@@ -426,17 +409,17 @@ class Run:
         if name in where or (len(where) < _MAX_NAMES and len(name) <= _MAX_NAME_LENGTH):
             where[name] = value
         else:
-            self._metrics_skipped[f"texts or tables of too many names ({_MAX_NAMES}) or of too long ones"] += 1
+            self._metrics.skipped[f"texts or tables of too many names ({_MAX_NAMES}) or of too long ones"] += 1
 
     # -- ledger.jsonl and events.jsonl ----------------------------------------------------------------------------
 
     def _read_ledger(self, lines: Iterable[str]) -> None:
         for line in lines:
-            record = _parse_record(line, self._ledger_skipped)
+            record = _parse_record(line, self._ledger.skipped)
             if record is None:
                 continue
             if type(record.get("phases")) is not dict:
-                self._ledger_skipped["lines of an unknown kind"] += 1
+                self._ledger.skipped["lines of an unknown kind"] += 1
                 continue
             interval = normalize_interval(record)
             self._intervals.add(interval)
@@ -446,18 +429,18 @@ class Run:
 
     def _read_events(self, lines: Iterable[str]) -> None:
         for line in lines:
-            record = _parse_record(line, self._events_skipped)
+            record = _parse_record(line, self._events.skipped)
             if record is None:
                 continue
             if not isinstance(record.get("kind"), str):
-                self._events_skipped["lines of an unknown kind"] += 1
+                self._events.skipped["lines of an unknown kind"] += 1
                 continue
             event = _limit_depth(record)
             self.events.append(event)
             self.fresh_events.append(event)
             if len(self.events) > _MAX_EVENTS:
                 del self.events[1 : 1 + _MAX_EVENTS // 4]
-                self._events_skipped["older events"] += _MAX_EVENTS // 4
+                self._events.skipped["older events"] += _MAX_EVENTS // 4
         self._limit(self.fresh_events)
 
     def _limit(self, fresh: list[dict[str, Any]]) -> None:
@@ -507,28 +490,19 @@ class Run:
 
 
 def _parse_record(line: str, skipped: Counter[str]) -> dict[str, Any] | None:
-    """Return a line as the object that it is; a blank one is nothing, and anything else is counted."""
+    """Return a line as a dict; None for a blank line, and for any other, which is counted."""
+    if not line.strip():
+        return None
     try:
-        record, end = _decode(line)
-        if end != len(line):
-            record = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
-        record = _parse_unusual(line, skipped)
+        skipped["lines that are no JSON"] += 1
+        return None
     if type(record) is dict:
         return record
     if record is not None:
         skipped["lines of an unknown kind"] += 1
     return None
-
-
-def _parse_unusual(line: str, skipped: Counter[str]) -> Any:
-    if not line.strip():
-        return None
-    try:
-        return json.loads(line)  # white space in front is all that this knows and the quick way does not
-    except (ValueError, RecursionError):
-        skipped["lines that are no JSON"] += 1
-        return None
 
 
 def _to_float(value: Any) -> float:
@@ -544,7 +518,7 @@ def _to_time(value: Any) -> float:
 
 
 def _limit_depth(value: Any, deepest: int = 4) -> Any:
-    """Return what JSON can say, within limits: no nan, no infinity, no endless text, no endless depth."""
+    """Return a value within limits: no nan, no infinity, no very long text, no deep nesting."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, str):

@@ -5,8 +5,8 @@ calls the examiners (guards), sends the rows to rank 0 through the rendezvous st
 There is no thread, no collective and no wait, except for up to two seconds on rank 0 at the very end. The phases of a rank add up to the
 elapsed time. A rank that is late, stopped or gone leaves gaps and blocks nobody.
 
-`StoreExchange` uses one key per rank: a rank publishes when rank 0 has taken its previous message, and buffers otherwise. A store that
-fails ends the exchange with one log line, never the training.
+`StoreMessages` sends messages through the rendezvous store. `StoreExchange` uses one key per rank: a rank publishes when rank 0 has taken
+its previous message, and buffers otherwise. A store that fails ends the exchange with one log line, never the training.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class FlopCount:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Return what runs in the block counts; a block inside of another adds nothing."""
+        """Count the operations of a block; a block inside of another adds nothing."""
         from torch.utils.flop_counter import FlopCounterMode
 
         if self._inside:
@@ -220,7 +220,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype | None = None) -
 _RANKS_PER_INTERVAL = 16
 """Up to how many processes rank 0 asks all of them every interval; with more it asks as many per second."""
 _PATIENCE_INTERVALS = 5.0
-"""Intervals after which a rank that tells nothing is left out."""
+"""Intervals after which a silent rank is left out."""
 _MAX_UNSENT_STEPS = 100_000
 """Steps that a rank keeps while rank 0 does not take them."""
 _FINAL_WAIT = 2.0
@@ -229,12 +229,8 @@ _COUNTED_STEP = 1
 """The step whose operations are counted: in the first one much happens once."""
 
 
-def _no_store() -> None:
-    return None
-
-
 class Ledger:
-    """Where the time of one Accelerator's loop goes.
+    """Measures where the time of one Accelerator's training loop goes.
 
     >>> ledger = Ledger(LedgerKwargs())
     >>> ledger.report().steps
@@ -247,7 +243,7 @@ class Ledger:
         *,
         rank: int = 0,
         world_size: int = 1,
-        store: Callable[[], Any] = _no_store,
+        store: Callable[[], Any] = lambda: None,
         number: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
@@ -259,23 +255,23 @@ class Ledger:
         self.meter: Meter | None = Meter() if self.options.enabled else None
         """Where marks go; None if the ledger is off."""
         self.examiners: list[Callable[[StepWindow], None]] = []
-        """Called on every rank with the steps since the last time, before they are told to others."""
+        """Called on every rank with the steps since the last interval, before they are sent to rank 0."""
         self.sinks: list[Callable[[dict[str, Any]], None]] = []
         """Called on rank 0 with every interval: a line of `ledger.jsonl`."""
         self.event_sinks: list[Callable[[dict[str, Any]], None]] = []
-        """Called on rank 0 with everything that any rank told by `tell`: a line of `events.jsonl`."""
+        """Called on rank 0 with every event that a rank sent by `tell`: a line of `events.jsonl`."""
         self.admits: Callable[[Mapping[str, Any]], bool] = bool
         """On rank 0: whether an event goes to `event_sinks`."""
         self.endings: list[Callable[[], None]] = []
-        """Called on every rank when training ends by itself, before its last steps are told."""
+        """Called on every rank when training ends by itself, before its last steps are sent."""
         self.last_words: list[Callable[[], None]] = []
-        """Called on rank 0 at the end, when everybody was heard."""
+        """Called on rank 0 at the end, when every rank has reported."""
         self.expects: Callable[[], bool] = bool
-        """On rank 0: whether something waits for the words of other ranks, so that a script that ends waits a moment for them too."""
+        """On rank 0: whether something waits for reports of other ranks, so that the end of a script waits a moment for them."""
         self.unheard: list[Callable[[Mapping[str, Any]], None]] = []
-        """Called on other ranks at the end, with what this rank told too late for rank 0 to hear it."""
+        """Called on other ranks at the end, with events that were sent too late for rank 0."""
         self.events: list[dict[str, Any]] = []
-        """What this rank has told, and rank 0 has not taken yet."""
+        """Events of this rank that rank 0 has not taken yet."""
         self.interval = self.options.interval * max(1.0, world_size / _RANKS_PER_INTERVAL)
         self._device, self._dtype = torch.device(device), dtype
         self._exchange = StoreExchange(store, number, rank, world_size)
@@ -284,7 +280,7 @@ class Ledger:
         self._intervals: deque[dict[str, Any]] = deque(maxlen=3600)
         self._untold = numpy.zeros((0, COLUMNS))
         self._base = 0
-        """What the steps of a run that goes on are ahead of those that were made here."""
+        """The number of the first step of this process, in a resumed run."""
         self._drained = 0
         """Steps that were taken from the meter."""
         self._reader = MeterReader(0 if self.meter is None else self.meter.since)
@@ -314,11 +310,11 @@ class Ledger:
 
     @property
     def step(self) -> int:
-        """The number of the step under way, from 0."""
+        """The number of the current step, from 0."""
         return 0 if self.meter is None else self.meter.step + self._base
 
     def count_from(self, step: int) -> None:
-        """The next step has this number: the run goes on from a checkpoint."""
+        """Continue with this step number, after resuming from a checkpoint."""
         self.settle()
         self._base = 0 if self.meter is None else step - self.meter.step
 
@@ -329,7 +325,7 @@ class Ledger:
         return [] if self.meter is None else [(base + step, loss) for step, loss in list(self.meter.losses)]
 
     def _attend(self, now: int) -> None:
-        """Between two steps, when it is time, or after each of them where that is needed; and where the log is full."""
+        """Settle between two steps if an interval is over or the log is full, and count FLOPs."""
         meter = self.meter
         assert meter is not None
         if self._counting is not None:
@@ -345,10 +341,10 @@ class Ledger:
             self._counted = float(counting.total)
             meter.counting = self._counting = None
 
-    # -- now and then ---------------------------------------------------------------------------------------------
+    # -- once per interval ----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Have the steps since the last time examined, tells them, and on rank 0 hears what the others told. Waits for nobody."""
+        """Examine the steps since the last call, report them, and on rank 0 collect what the others reported. Waits for no rank."""
         meter = self.meter
         if meter is None:
             return
@@ -395,7 +391,7 @@ class Ledger:
             self._exchange.send(pack_message(self._message()))
 
     def _message(self, tail: list[float] | None = None) -> RankMessage:
-        """Return what this rank has to tell; it counts as told."""
+        """Return and clear what this rank has not reported yet."""
         rows, self._untold = self._untold, self._untold[:0]
         events, self.events = self.events, []
         if self.rank:
@@ -413,9 +409,9 @@ class Ledger:
         taken = self._joiner.take(patient=patient)
         if taken is not None:
             self._find_peak()
-            entry = self._totals.add(taken, self._base + first)
-            self._intervals.append(entry)
-            self._deliver(self.sinks, entry)
+            interval = self._totals.add(taken, self._base + first)
+            self._intervals.append(interval)
+            self._deliver(self.sinks, interval)
 
     def _find_peak(self) -> None:
         totals, options = self._totals, self.options
@@ -431,10 +427,10 @@ class Ledger:
                 sinks.remove(sink)
                 get_logger(__name__).warning(f"the ledger is not written any more: {error}")
 
-    # -- asked and told -------------------------------------------------------------------------------------------
+    # -- events and reports ---------------------------------------------------------------------------------------
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """An event for `events.jsonl`, from any rank: it reaches rank 0's `event_sinks` at once there, with the next interval elsewhere.
+        """Send an event for `events.jsonl` to rank 0's `event_sinks`: at once there, with the next interval from other ranks.
 
         `time` and `rank` are filled in where they are missing.
         """
@@ -446,7 +442,7 @@ class Ledger:
             self.events.append(told)
 
     def report(self) -> LedgerReport:
-        """Return what is known now: see `LedgerReport`. Not collective; on rank 0 with all that the others have told so far."""
+        """Return what is known now. Not collective; on rank 0 with what the other ranks have reported so far."""
         if self._finished is not None:
             return self._finished
         if self.meter is not None and self.meter.thread == get_ident():  # another thread may look, and touch nothing
@@ -454,34 +450,29 @@ class Ledger:
         return self._report(self._tail())
 
     def finish(self) -> LedgerReport:
-        """Return the end of the run: tells the last steps and what came after them; rank 0 waits a moment for the others. Once."""
+        """End the run: report the last steps and what came after them. Rank 0 waits a moment for the others. Once."""
         if self._finished is not None or self.meter is None:
             return self._finished or self._report(None)
         if self._clock is not None:
             self._clock.wait()
-        for end in self.endings:
+        return self._end(self.endings, lambda tail: bool(self._drained or any(tail)))  # where nothing was trained, no rank reports
+
+    def leave(self, *, patient: bool = False) -> None:
+        """End the ledger of a script without `finish`, or of a process that fails.
+
+        `patient`: the script has ended by itself. Then it may wait for others, if something waits for their words (`expects`).
+        """
+        if self._finished is None and self.meter is not None:
+            self._end(self.endings if patient else [], lambda tail: patient and self.expects())
+
+    def _end(self, endings: list[Callable[[], None]], waits: Callable[[list[float]], bool]) -> LedgerReport:
+        for end in endings:
             end()
         self.settle()
         tail = self._tail()
         if self.rank:
             return self._publish_last(tail)
-        return self._collect_last(tail, _FINAL_WAIT if self._drained or any(tail) else 0.0)  # where nothing was trained, nobody tells
-
-    def leave(self, *, patient: bool = False) -> None:
-        """The end of a script without `finish`, or of a process that fails: what it knows is told.
-
-        `patient`: the script has ended by itself. Then it may wait for others, if something waits for their words (`expects`).
-        """
-        if self._finished is not None or self.meter is None:
-            return
-        for end in self.endings if patient else ():
-            end()
-        self.settle()
-        tail = self._tail()
-        if self.rank:
-            self._publish_last(tail)
-        else:
-            self._collect_last(tail, _FINAL_WAIT if patient and self.expects() else 0.0)
+        return self._collect_last(tail, _FINAL_WAIT if waits(tail) else 0.0)
 
     def _publish_last(self, tail: list[float]) -> LedgerReport:
         message = self._message(tail)
@@ -505,18 +496,14 @@ class Ledger:
                 if word.tail is not None:
                     tails[other] = word.tail
         self._join(patient=False)
-        self._add_tails(tails)
-        for speak in self.last_words:
-            speak()
+        interval = self._totals.add_tails(tails, self._base + self._joiner.next)
+        if any(any(values) for values in interval["phases"].values()):  # such as a last checkpoint
+            self._intervals.append(interval)
+            self._deliver(self.sinks, interval)
+        for call in self.last_words:
+            call()
         self._finished = self._report(None)
         return self._finished
-
-    def _add_tails(self, tails: Mapping[int, list[float]]) -> None:
-        """What came after the last step, such as a last checkpoint, as an interval without steps."""
-        entry = self._totals.add_tails(tails, self._base + self._joiner.next)
-        if any(any(values) for values in entry["phases"].values()):
-            self._intervals.append(entry)
-            self._deliver(self.sinks, entry)
 
     def _tail(self) -> list[float]:
         """Return the row of what came after the last step, which goes on."""

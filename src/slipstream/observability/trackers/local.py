@@ -25,7 +25,8 @@ from typing import Any
 from slipstream.config.redaction import redact_values
 from slipstream.errors import ConfigError
 from slipstream.observability.run_dir.folder import JsonLinesWriter, RunFolder, replacing
-from slipstream.observability.trackers.base import GeneralTracker, TableMixin, check_logging_folder, on_main_process
+from slipstream.observability.trackers.base import GeneralTracker, ImageMixin, TableMixin, check_logging_folder, on_main_process
+from slipstream.observability.trackers.images import ImagesByName, encode_png
 from slipstream.observability.trackers.values import Table, raise_if_unsupported, sort_values, to_plain
 
 __all__ = ["LocalTracker"]
@@ -36,7 +37,7 @@ _CHECK_SECONDS = 10.0
 """Seconds from one look whether the file is still there to the next."""
 
 
-class LocalTracker(TableMixin, GeneralTracker):
+class LocalTracker(TableMixin, ImageMixin, GeneralTracker):
     """`metrics.jsonl` and pictures in `<logging_dir>/runs/<name>`, or in a folder of a run that is given.
 
     `run_name` is the project. Without a `name` the run is called after project and time. A name that is taken is an error, unless
@@ -149,29 +150,23 @@ class LocalTracker(TableMixin, GeneralTracker):
             self._append(journal, step, {"values": {**numbers, **found.texts}, **to_plain(kwargs)})
         raise_if_unsupported(self.name, found.others)
 
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write pictures as PNG files into `media/`, and a line that names them; see `observability/trackers/images.py` for what a
-        picture is.
-        """
+    def _keep_images(self, images: ImagesByName, step: int | None, keywords: dict[str, Any]) -> None:
+        """Write images as PNG files into `media/`, and a line that names them."""
         journal = self._beginning()
         if journal is None:
             return
-        from slipstream.observability.trackers.images import ImagesByName, encode_png
-
-        found = ImagesByName(values)
         media = self.tracker / "media"
         media.mkdir(exist_ok=True)
         places: dict[str, list[str]] = {}
-        for name, several in found.made.items():
+        for name, several in images.made.items():
             slug = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:60]
             for number, entry in enumerate(several):
                 place = media / f"{journal.lines}-{len(places)}-{number}-{slug}.png"
                 with replacing(place) as beside:
                     beside.write_bytes(encode_png(entry))
                 places.setdefault(name, []).append(f"media/{place.name}")
-        if found.made:
-            self._append(journal, step, {"images": places, **to_plain(kwargs)})
-        found.refuse()
+        if places:
+            self._append(journal, step, {"images": places, **to_plain(keywords)})
 
     def _keep_table(self, name: str, table: Table, step: int | None, keywords: dict[str, Any]) -> None:
         """Write a table, of rows with `columns` or of a data frame, as one line."""

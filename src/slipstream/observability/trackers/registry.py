@@ -77,7 +77,7 @@ _TRACKER_CLASSES = {
 
 @dataclass(frozen=True)
 class _Account:
-    """Where a service keeps that somebody is known to it, or that it shall stay offline: any of these will do."""
+    """Variables and files that configure an account or an offline mode; one of them is enough."""
 
     variables: tuple[str, ...]
     files: tuple[str, ...]
@@ -86,9 +86,7 @@ class _Account:
 
 _ACCOUNTS = {
     LoggerType.WANDB: _Account(
-        ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"),
-        ("~/.netrc", "~/_netrc"),
-        "wandb login, or WANDB_MODE=offline",
+        ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"), ("~/.netrc", "~/_netrc"), "wandb login, or WANDB_MODE=offline"
     ),
     LoggerType.COMETML: _Account(
         ("COMET_API_KEY", "COMET_START_ONLINE", "COMET_CONFIG"),
@@ -219,7 +217,7 @@ def _find_trackers(given: Any) -> list[_Tracker]:
         return [given]
     if not isinstance(given, str):
         raise ConfigError(
-            f"log_with={given!r} is no tracker: write a name ({_format_known()}), or an instance of a GeneralTracker of yours"
+            f"log_with={given!r} is no tracker: write a name ({', '.join(_known_names())}), or an instance of a GeneralTracker of yours"
         )
     name = str(given).lower()
     if name == LoggerType.ALL:
@@ -228,9 +226,8 @@ def _find_trackers(given: Any) -> list[_Tracker]:
         return [_import_tracker(LoggerType(name))]
     users = [klass for klass in _user_classes() if klass.name.lower() == name]
     if not users:
-        raise ConfigError(
-            f"log_with={str(given)!r} is not known{_suggest(name)}: write one of {_format_known()}, or an instance of a tracker of yours"
-        )
+        known = f"{', '.join(_known_names())}, or an instance of a tracker of yours"
+        raise ConfigError(f"log_with={str(given)!r} is not known{_suggest(name)}: write one of {known}")
     _check_complete(users[-1])
     return [users[-1]]  # of several definitions, as in a notebook, the last
 
@@ -250,10 +247,6 @@ def _import_tracker(kind: LoggerType) -> type[GeneralTracker]:
 
 def _is_installed(kind: LoggerType) -> bool:
     return kind.value not in PACKAGES or installed(kind.value)
-
-
-def _format_known() -> str:
-    return ", ".join(_known_names())
 
 
 def _known_names() -> list[str]:
@@ -293,12 +286,12 @@ def _check_complete(tracker: _Tracker) -> None:
 _logger = logging.getLogger(__name__)
 
 _MAX_WARNINGS = 20
-"""Different things that are said of one tracker and verb."""
+"""The most warnings about one tracker and method."""
 _Keywords = Mapping[str, Mapping[str, Any]] | None
 
 
 class Trackers:
-    """What `log_with` resolved to (`registry.resolve`), before, during and after a run.
+    """The trackers of one Accelerator, before, during and after a run.
 
     >>> trackers = Trackers([], None, is_main_process=True)
     >>> trackers.start("demo", {"lr": 0.1})
@@ -317,8 +310,8 @@ class Trackers:
         self._optional = chosen.optional if isinstance(chosen, ChosenTrackers) else frozenset()
         self._logging_dir = logging_dir
         self._is_main = is_main_process
-        self._said: dict[tuple[str, str], set[tuple[str, ...]]] = {}
-        """What was said of a tracker and a verb."""
+        self._reported: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+        """The keys that were reported of a tracker and a method."""
         self._lines: Counter[tuple[str, str]] = Counter()
         self.started: list[GeneralTracker] = []
         """The trackers of the run that is under way: the real ones on the main process, null objects elsewhere."""
@@ -331,7 +324,7 @@ class Trackers:
     # -- beginning and end ----------------------------------------------------------------------------------------
 
     def check(self, project: str, config: Any = None, init_kwargs: _Keywords = None) -> None:
-        """What is wrong with these arguments of `start`, as an error, before anything was made; the same on every process."""
+        """Raise an error for wrong arguments of `start`, before anything is created; the same on every process."""
         if self.started:
             raise StateError(f"trackers of this Accelerator run already ({', '.join(self.names)}): end_training() ends them first")
         if not isinstance(project, str):
@@ -357,7 +350,7 @@ class Trackers:
                 self._begin(chosen, project, keywords, settings, made)
         except BaseException:
             for tracker in made:
-                self._safely(tracker, "finish", tracker.finish)
+                self._finish(tracker)
             raise
         self.started = made
 
@@ -369,24 +362,26 @@ class Trackers:
         settings: dict[str, Any] | None,
         made: list[GeneralTracker],
     ) -> None:
-        """One tracker, made and started; one of "all" that cannot is replaced by a null object."""
-        if chosen.name not in self._optional:
-            made.append(self._made(chosen, project, keywords))
-            _start_tracker(made[-1], settings)
-            return
-        reason = missing_account(chosen.name, environment()) if self._is_main and not keywords else None
-        tracker: GeneralTracker | None = None
+        """Create and start one tracker; one of "all" that cannot start is replaced by a null object."""
+        optional = chosen.name in self._optional
+        reason = missing_account(chosen.name, environment()) if optional and self._is_main and not keywords else None
         if reason is None:
+            count = len(made)
             try:
-                tracker = self._made(chosen, project, keywords)
-                _start_tracker(tracker, settings)
+                made.append(self._made(chosen, project, keywords))
+                made[-1].start()
+                if settings is not None:
+                    made[-1].store_init_configuration(settings)
+                return
             except Exception as error:
+                if not optional:
+                    raise
                 reason = f"it cannot start ({type(error).__name__}: {error})"
-        if reason is not None:
-            if tracker is not None:
-                self._safely(tracker, "finish", tracker.finish)
-            self._say(chosen.name, "start", [(reason,)], f"log_with='all' goes without {chosen.name}: {reason}")
-        made.append(tracker if reason is None and tracker is not None else NullTracker(chosen.name))
+                for tracker in made[count:]:
+                    self._finish(tracker)
+                del made[count:]
+        self._warn(chosen.name, "start", [(reason,)], f"log_with='all' goes without {chosen.name}: {reason}")
+        made.append(NullTracker(chosen.name))
 
     def _made(self, chosen: GeneralTracker | type[GeneralTracker], project: str, keywords: Mapping[str, Any]) -> GeneralTracker:
         if not self._is_main and chosen.main_process_only:
@@ -400,7 +395,7 @@ class Trackers:
         """End every tracker; a second time it does nothing."""
         ending, self.started = self.started, []
         for tracker in ending:
-            self._safely(tracker, "finish", tracker.finish)
+            self._finish(tracker)
 
     # -- a run ----------------------------------------------------------------------------------------------------
 
@@ -409,7 +404,7 @@ class Trackers:
         if log_kwargs is not None:
             self._check_names("log_kwargs", log_kwargs)
         if not self.started:
-            self._say_nowhere("log")
+            self._warn_nowhere("log")
         if type(values) is not dict and not isinstance(values, Mapping):
             raise ConfigError(f'log({values!r}): values are a dict of names, as in log({{"loss": 0.5}}, step=1)')
         if step is not None and type(step) is not int:
@@ -454,12 +449,12 @@ class Trackers:
     ) -> None:
         self._check_names("log_kwargs", log_kwargs)
         if not self.started:
-            self._say_nowhere(verb)
+            self._warn_nowhere(verb)
         step = None if step is None else _to_int_step(step)
         for tracker in self.started:
             method = getattr(tracker, verb, None)
             if method is None:
-                self._say(tracker.name, verb, [("none",)], f"the tracker {tracker.name} keeps no {what}: {verb}() goes on without it")
+                self._warn(tracker.name, verb, [("none",)], f"the tracker {tracker.name} keeps no {what}: {verb}() goes on without it")
                 continue
             try:
                 method(*given, **named, step=step, **(log_kwargs or {}).get(tracker.name, {}))
@@ -492,49 +487,43 @@ class Trackers:
                     f'{what}: what stands under {name}, {some!r}, are no keywords: write a dict, as in {{"{name}": {{"a": 1}}}}'
                 )
 
-    def _safely(self, tracker: GeneralTracker, verb: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _finish(self, tracker: GeneralTracker) -> None:
         try:
-            call(*args, **kwargs)
+            tracker.finish()
         except Exception as error:
-            self._failed(tracker, verb, error)
+            self._failed(tracker, "finish", error)
 
     def _failed(self, tracker: GeneralTracker, verb: str, error: Exception, name: str = "") -> None:
         """Report what went wrong, once for each kind of error and each name of a value (`name`, where the error does not know it)."""
         kind = type(error).__name__
         if isinstance(error, RejectedValuesError):
-            fresh = [entry for entry in error.wrong if (kind, entry) not in self._said.get((tracker.name, verb), ())]
+            fresh = [entry for entry in error.wrong if (kind, entry) not in self._reported.get((tracker.name, verb), ())]
             if fresh:
                 by = "" if isinstance(error, UnsupportedTypeError) else f"tracker {tracker.name}, "
-                self._say(tracker.name, verb, [(kind, entry) for entry in fresh], f"{error.text(fresh)} ({by}said once)")
+                self._warn(tracker.name, verb, [(kind, entry) for entry in fresh], f"{error.text(fresh)} ({by}said once)")
             return
         text = f"the tracker {tracker.name} failed in {verb} ({kind}: {error}); the run goes on, and this is said once"
-        self._say(tracker.name, verb, [(kind, name, str(getattr(error, "errno", "")))], text)
+        self._warn(tracker.name, verb, [(kind, name, str(getattr(error, "errno", "")))], text)
 
-    def _say_nowhere(self, verb: str) -> None:
+    def _warn_nowhere(self, verb: str) -> None:
         if self._chosen and self._is_main:
             names = ", ".join(self.names)
-            self._say(
+            self._warn(
                 "all", verb, [("nowhere",)], f"{verb}() goes nowhere: trackers ({names}) run from init_trackers(...) to end_training()"
             )
 
-    def _say(self, tracker: str, verb: str, keys: Sequence[tuple[str, ...]], text: str) -> None:
-        """A line about things of which none was said before."""
-        said = self._said.setdefault((tracker, verb), set())
-        if said.intersection(keys) or self._lines[tracker, verb] >= _MAX_WARNINGS:
+    def _warn(self, tracker: str, verb: str, keys: Sequence[tuple[str, ...]], text: str) -> None:
+        """Log a warning about keys none of which was reported before."""
+        reported = self._reported.setdefault((tracker, verb), set())
+        if reported.intersection(keys) or self._lines[tracker, verb] >= _MAX_WARNINGS:
             return
-        said.update(keys)
+        reported.update(keys)
         self._lines[tracker, verb] += 1
         _logger.warning(text if self._lines[tracker, verb] < _MAX_WARNINGS else f"{text}; further ones of {tracker} in {verb} are not said")
 
 
-def _start_tracker(tracker: GeneralTracker, settings: dict[str, Any] | None) -> None:
-    tracker.start()
-    if settings is not None:
-        tracker.store_init_configuration(settings)
-
-
 def _check_keywords(kind: GeneralTracker | type[GeneralTracker], keywords: Mapping[str, Any]) -> None:
-    """An error for keywords that a class does not take; one that hands them on to its package takes all."""
+    """Raise an error for keywords that a class does not accept; a class that passes them on accepts all."""
     if not isinstance(kind, type):
         if keywords:
             raise ConfigError(f"init_kwargs has {', '.join(keywords)} for {kind.name}, which is an object already: make it with them")
