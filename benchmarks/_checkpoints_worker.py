@@ -1,8 +1,7 @@
-"""What `checkpoints.py` keeps running, one process for each library: it saves and loads when it is told to, and says how long that took.
+"""The worker process of `checkpoints.py`, one per library: it saves and loads on command, and reports the times.
 
-Orders come as lines of JSON on the standard input, `{"do": "save", "folder": ...}`; answers go out the same way. A model of one library is
-alive all the time, with the state of its AdamW. Times are of the wall and of the CPU; what is beside the point (removing files, emptying
-caches, starting) is not timed.
+Commands are lines of JSON on standard input, `{"do": "save", "folder": ...}`; replies are lines of JSON on standard output. The process
+keeps one model with its AdamW state. It measures wall and CPU time, without setup work (removing files, emptying caches, starting).
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ SMALL = 512
 
 
 def blocks(megabytes: float) -> torch.nn.Sequential:
-    """Feed-forward blocks as in a transformer, so many that their weights have about this size."""
+    """Return feed-forward blocks as in a transformer, with about this size of weights."""
     count = max(1, round(megabytes * 1e6 / BLOCK))
     layers = [[torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)] for _ in range(count)]
     return torch.nn.Sequential(*(layer for block in layers for layer in block))
 
 
 def mostly_frozen(megabytes: float) -> torch.nn.Sequential:
-    """Forty equal layers, two of which are trained: 95 % of the weights never change."""
+    """Return forty equal layers, two of which are trained: 95 % of the weights never change."""
     width = round((megabytes * 1e6 / 4 / 40) ** 0.5)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(40)))
     for layer in model[:38]:
@@ -53,7 +52,7 @@ def mostly_frozen(megabytes: float) -> torch.nn.Sequential:
 
 
 def stepped(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """An AdamW that has made a step, so that it has its state."""
+    """Return an AdamW with state: it has made one step."""
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3)
     step(optimizer)
     return optimizer
@@ -68,7 +67,7 @@ def step(optimizer: Any) -> None:
 
 
 class Library:
-    """Saves and loads a model with its optimizer."""
+    """Save and load a model with its optimizer."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -82,7 +81,7 @@ class Library:
 
     @property
     def state(self) -> dict[Any, Any]:
-        """That of the optimizer, by parameter."""
+        """Return the optimizer state by parameter."""
         return self.optimizer.state
 
     def tensors(self) -> list[torch.Tensor]:
@@ -121,7 +120,7 @@ class Prepared(Library):
         self.begin()
 
     def begin(self) -> None:
-        """A new Accelerator, which has saved nothing yet."""
+        """Create a new Accelerator, which has saved nothing yet."""
         self.accelerator = self.made()
         self.prepared, self.optimizer = self.accelerator.prepare(self.model, self.plain)
 
@@ -163,7 +162,7 @@ LIBRARIES: dict[str, type[Library]] = {"ours": Ours, "accelerate": Theirs, "torc
 
 
 class Worker:
-    """The orders: every public method is one, with the values of the order as arguments and its answer as result."""
+    """The commands: every public method is one; its arguments are those of the command, and its result is the reply."""
 
     def __init__(self, library: str, megabytes: float) -> None:
         torch.manual_seed(0)
@@ -181,7 +180,7 @@ class Worker:
         return taken
 
     def save_behind(self, folder: str, small: bool = False, fresh: bool = False) -> tuple[Clocks, Clocks]:
-        """A save that is written behind: until it returns, and until it is committed; `fresh`: the first of an Accelerator."""
+        """Time an async save: until it returns, and until it is committed; `fresh`: the first of an Accelerator."""
         library = self._chosen(small)
         assert isinstance(library, Ours)
         if fresh:
@@ -195,22 +194,22 @@ class Worker:
         return stall, clocks(begin)
 
     def load(self, folder: str) -> Clocks:
-        """A load into a model whose optimizer has no state yet, as after a restart; checks that it brought back everything."""
+        """Time a load into a model whose optimizer has no state yet, as after a restart; check that everything was restored."""
         with self._forgotten(folder):
             return timed(self._library.load, folder)
 
     def memory(self, folder: str) -> tuple[float, float]:
-        """Bytes that a load takes at its peak beyond what there was, pages of files included and not; the second is sampled."""
+        """Return the peak bytes of a load beyond those before it, with and without file pages; the second is sampled."""
         with self._forgotten(folder), Peak() as peak:
             self._library.load(folder)
         return peak.resident, peak.anonymous
 
     def size(self) -> int:
-        """Bytes of weights and of the optimizer's state."""
+        """Return the bytes of weights and optimizer state."""
         return sum(value.nbytes for value in self._library.tensors())
 
     def write(self, path: str, megabytes: float, direct: bool) -> Clocks:
-        """Writing a file durably: by our disk, which checksums it too, or through the page cache and with fsync."""
+        """Time a durable write of a file: by our disk writer, which also checksums it, or through the page cache with fsync."""
         from slipstream.files.disk import Disk
 
         data = memoryview(self._buffer(int(megabytes * 1e6)))
@@ -219,7 +218,7 @@ class Worker:
         return timed(lambda: buffered(path, data))
 
     def dedup(self, folder: str, megabytes: float, saves: int) -> None:
-        """Saves a model with frozen weights again and again, as numbered checkpoints, each after a step."""
+        """Save a model with frozen weights repeatedly, as numbered checkpoints, each after a step."""
         from slipstream import Accelerator
         from slipstream.utils import ProjectConfiguration
 
@@ -256,7 +255,7 @@ class Worker:
 
 
 def checksum(library: Library) -> str:
-    """Changes if a weight or an entry of the optimizer's state does."""
+    """Return a checksum of the weights and the optimizer state."""
     found = xxhash.xxh3_128()
     for value in library.tensors():
         found.update(value.detach().contiguous().numpy())
@@ -271,7 +270,7 @@ def buffered(path: str, data: memoryview) -> None:
 
 
 def clocks(begin: Clocks = (0.0, 0.0)) -> Clocks:
-    """Seconds since then: of the wall, and of the CPU for all threads of this process."""
+    """Return the seconds since a start: wall time, and CPU time of all threads of this process."""
     return time.perf_counter() - begin[0], time.process_time() - begin[1]
 
 
@@ -283,7 +282,7 @@ def timed(call: Callable[..., Any], *arguments: Any) -> Clocks:
 
 
 class Peak:
-    """The most memory of this process while it is open, beyond what it had before."""
+    """Measure the peak memory of this process inside the block, beyond that before it."""
 
     resident = 0.0
     anonymous = 0.0

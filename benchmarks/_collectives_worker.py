@@ -1,7 +1,7 @@
-"""What `collectives.py` runs on every rank: each case with all its contenders in the same processes, in turns.
+"""The worker of `collectives.py` on every rank: each case with all its contenders in the same processes, interleaved.
 
-A round times `calls` calls of one contender after a barrier; the contenders of a case take turns, each round in another order, so
-that a busy moment of the machine hits all of them. Rank 0 writes the seconds per call of every round as JSON.
+A round times `calls` calls of one contender after a barrier; the contenders of a case alternate, in changing order, so
+that background load affects all of them. Rank 0 writes the seconds per call of every round as JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
 
 
 def cases(state: PartialState) -> list[Case]:
-    """Everything that is compared. What a contender gives back is checked against ours where it means the same."""
+    """Return all cases. The result of a contender is checked against ours where it means the same."""
     from accelerate import PartialState as TheirState, utils as theirs
 
     their_state = TheirState(cpu=True)
@@ -138,7 +138,7 @@ def cases(state: PartialState) -> list[Case]:
 
 
 def check(case: Case) -> None:
-    """The contenders do the same work: what they give back is equal, except for the padding that others leave in ragged data."""
+    """Check that the contenders return equal results, except for the padding that others leave in ragged data."""
     results = {name: call() for name, call in case.contenders.items()}
     ours = results.pop("ours")
     for name, result in results.items():
@@ -157,7 +157,7 @@ def seconds(call: Callable[[], Any], calls: int) -> float:
 
 
 def measure(case: Case, rounds: int, calls: int) -> dict[str, list[float]]:
-    """Seconds per call of every round, by contender."""
+    """Return the seconds per call of every round, by contender."""
     calls, rounds = (max(1, calls // case.slow), rounds) if case.slow else (1, max(3, rounds // 20))
     names = list(case.contenders)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -171,7 +171,7 @@ def measure(case: Case, rounds: int, calls: int) -> dict[str, list[float]]:
 
 
 def profile(case: Case, calls: int, path: Path, writes: bool) -> None:
-    """Where ours spends its time, by function: every rank runs under the profiler, so that none waits for a slower one."""
+    """Profile our code by function: every rank runs under the profiler, so that none waits for a slower one."""
     profiler = cProfile.Profile()
     dist.barrier()
     profiler.runcall(seconds, case.contenders["ours"], calls)

@@ -1,6 +1,6 @@
-"""What `false_alarms.py` runs on every rank: small collectives with pauses of its own, some of them long, for a given time.
+"""The worker of `false_alarms.py` on every rank: small collectives with random pauses, some of them long, for a given time.
 
-Rank 0 decides when the time is over and prints how many calls there were.
+Rank 0 decides when to stop and prints the number of calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream import PartialState
 
 
 def pause(longest: float) -> float:
-    """Mostly none or a moment, now and then up to the longest."""
+    """Pause: usually not at all or briefly, sometimes up to the longest pause."""
     return random.choices([0.0, random.uniform(0, 0.02), random.uniform(0, longest)], weights=[60, 38, 2])[0]
 
 

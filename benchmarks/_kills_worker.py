@@ -1,7 +1,7 @@
-"""What `kills.py` runs on every rank: collectives of all kinds without end, and a note of the exception that ends them.
+"""The worker of `kills.py` on every rank: collectives of all kinds in an endless loop, and a record of the exception that ends them.
 
-The first argument is the folder for notes: `up-RANK` holds the process id once the ranks have met, `raised-RANK` the moment and
-the message of the exception. The worker then fails with it, as a script that catches nothing would.
+The first argument is the folder of the records: `up-RANK` holds the process id once the group is open, `raised-RANK` the time and
+the message of the exception. The worker then fails with it, like a script that catches nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from slipstream import PartialState
 
 
 def note(path: Path, **facts: object) -> None:
-    """Whole, or not at all: the reader may look at any moment."""
+    """Write a record atomically: the reader may look at any moment."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(facts))
     part.rename(path)
 
 
 def work(state: PartialState) -> None:
-    """One step: some computing, and each of the collectives, small and too large for the header."""
+    """Run one step: some computation, and each of the collectives, small and too large for the header."""
     time.sleep(random.random() * 0.02)
     state.gather(torch.ones(8))
     state.reduce({"loss": torch.ones(()), "hits": torch.ones(4)})

@@ -1,6 +1,6 @@
-"""What `ledger.py` runs on one rank or on two: the same loop with the ledger on, with it off, and in plain PyTorch, in turns.
+"""The worker of `ledger.py` on one rank or on two: the same loop with the ledger on, with it off, and in plain PyTorch, interleaved.
 
-A step reads a batch, goes forward and backward, clips, updates and clears: every mark of the ledger is on its way. Weights after some
+A step reads a batch, runs forward and backward, clips, updates and clears, so it passes every mark of the ledger. Weights after some
 steps are compared before anything is timed. Rank 0 writes all times as JSON.
 """
 
@@ -41,7 +41,7 @@ def model() -> torch.nn.Module:
 
 
 class Batches(torch.utils.data.Dataset[Any]):
-    """Batches that are there already, so that reading them takes no time."""
+    """Preloaded batches, so that reading them takes no time."""
 
     def __init__(self, count: int = 2000) -> None:
         self._batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -78,7 +78,7 @@ def plain() -> Callable[[], None]:
 
 
 def ours(folder: str | None = None, **options: Any) -> Build:
-    """A loop of ours; with a folder, its loss is logged there in every step."""
+    """Return our loop; with a folder, it logs its loss there in every step."""
 
     def build() -> Callable[[], None]:
         accelerator = Accelerator(cpu=True, project_dir=folder, kwargs_handlers=[LedgerKwargs(summary=False, **options)])
@@ -113,7 +113,7 @@ def ours(folder: str | None = None, **options: Any) -> Build:
 
 
 class _NoModel(torch.nn.Module):
-    """A model whose loss is there already."""
+    """A model with a precomputed loss."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _NoModel(torch.nn.Module):
 
 
 class _NoLoss(torch.Tensor):
-    """A loss whose gradients are there already."""
+    """A loss with precomputed gradients."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # as cheap to look at as a plain tensor
 
@@ -142,7 +142,7 @@ class _NoOptimizer(torch.optim.Optimizer):
 
 
 def bare(**options: Any) -> Build:
-    """A step in which torch does nothing: the difference between two of them is the ledger."""
+    """Return a step in which torch does nothing: the difference between two of them is the ledger."""
 
     def build() -> Callable[[], None]:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[LedgerKwargs(**options)])
@@ -161,7 +161,7 @@ def bare(**options: Any) -> Build:
 
 
 def cases(folder: str) -> dict[str, dict[str, Build]]:
-    """What is compared: by case, by contender."""
+    """Return the contenders of each case."""
     off = {"enabled": False}
     step: dict[str, Build] = {"plain": plain, "off": ours(**off), "on": ours(), "logged": ours(folder), "off, again": ours(**off)}
     return {"step": step} if dist.is_initialized() else {"step": step, "bare": {"off": bare(**off), "on": bare()}}
@@ -176,7 +176,7 @@ def repeated(step: Callable[[], None]) -> Contender:
 
 
 def check(builds: dict[str, Build]) -> None:
-    """The contenders do the same work: after some steps all have the same weights."""
+    """Check that after some steps all contenders have the same weights."""
     results = {}
     for name, build in builds.items():
         step = build()

@@ -1,7 +1,7 @@
-"""What `loading.py` runs on one rank or on two: the same data by the loader of every contender, in the same processes, in turns.
+"""The worker of `loading.py` on one rank or on two: the same data by the loader of every contender, in the same processes, interleaved.
 
-A round is one pass over a loader; its time is divided by the number of batches. Before anything is timed, it is checked that every
-contender hands out every sample. Rank 0 writes all times as JSON.
+A round is one pass over a loader; its time is divided by the number of batches. Before timing, it checks that every
+contender reads every sample. Rank 0 writes all times as JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONG, MEDIUM = 128, 64
 
 
 class Records(Dataset[dict[str, Any]]):
-    """Samples as dicts, as datasets of text give them."""
+    """Samples as dicts, as in text datasets."""
 
     def __init__(self, batches: int) -> None:
         self.tokens = torch.arange(batches * BATCH * WIDTH).reshape(-1, WIDTH)
@@ -47,7 +47,7 @@ class Records(Dataset[dict[str, Any]]):
 
 
 class Stream(IterableDataset[dict[str, Any]]):
-    """The same, one after the other."""
+    """The same as a stream."""
 
     def __init__(self, batches: int) -> None:
         self.records = Records(batches)
@@ -102,7 +102,7 @@ def fabric(dataset: Data, shuffle: bool = False) -> Loading:
 
 
 def cases() -> dict[str, tuple[int, dict[str, Loading]]]:
-    """What is compared: by case, batches in a pass, and by contender."""
+    """Return the batches per pass and the contenders of each case."""
     from accelerate import Accelerator as Theirs
     from accelerate.utils import DataLoaderConfiguration as TheirConfiguration
 
@@ -136,7 +136,7 @@ def cases() -> dict[str, tuple[int, dict[str, Loading]]]:
 
 
 def passing(loader: Any) -> Contender:
-    """Goes through a loader; a call is a batch, and a round a whole pass."""
+    """Iterate over a loader; a call is a batch, and a round a whole pass."""
 
     def call(calls: int) -> None:
         for _ in loader:
@@ -146,14 +146,14 @@ def passing(loader: Any) -> Contender:
 
 
 def check(case: str, batches: int, loaders: dict[str, Any], state: PartialState) -> None:
-    """Every contender hands out every sample."""
+    """Check that every contender reads every sample."""
     for name, loader in loaders.items():
         seen = state.gather_object([label for batch in loader for label in labels(batch)])
         assert sorted(seen) == list(range(batches * BATCH)), f"{case}: {name} gave {len(seen)} samples"
 
 
 def profile(loader: Any, title: str, path: Path, writes: bool) -> None:
-    """Where ours spends its time, by function."""
+    """Profile our code by function."""
     profiler = cProfile.Profile()
     for _ in range(10):
         profiler.runcall(passing(loader), 1)

@@ -1,6 +1,6 @@
-"""What `mistakes.py` runs on every rank: each mistake once, with the last rank in the wrong, and a right call after it.
+"""The worker of `mistakes.py` on every rank: each mistake once, made by the last rank, and a correct call after it.
 
-Writes what every rank saw of each mistake as JSON: the exception, its message, and how long after the start it came. The start
+It writes the outcome of each mistake on every rank as JSON: the exception, its message, and the time since the start. The start
 is a barrier, so it is the same moment on all ranks.
 """
 
@@ -92,7 +92,7 @@ MISTAKES: dict[str, Mistake] = {
 
 
 def make(mistake: Mistake, state: PartialState) -> dict[str, Any]:
-    """What this rank saw of one mistake, and whether the group works after it."""
+    """Return the outcome of one mistake on this rank, and whether the group works after it."""
     state.wait_for_everyone()
     start = time.perf_counter()
     try:

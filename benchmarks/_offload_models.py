@@ -1,4 +1,4 @@
-"""The models of `offload.py`: feed-forward blocks, a small language model that keeps what it has seen, and a crowd of tiny layers."""
+"""The models of `offload.py`: feed-forward blocks, a small language model with a KV cache, and a large number of tiny layers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Cache = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Layer(nn.Module):
-    """Attention in which many heads share few keys and values, and a feed-forward part."""
+    """Grouped-query attention and a feed-forward part."""
 
     def __init__(self, width: int, heads: int, shared: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Layer(nn.Module):
 
 
 class Writer(nn.Module):
-    """A language model: tokens in, and what may come after the last one out."""
+    """A language model: tokens in, logits for the next token out."""
 
     def __init__(self, layers: int, width: int = 768, heads: int = 12, shared: int = 2) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Writer(nn.Module):
         return self.head(x[:, -1])
 
     def write(self, prompts: torch.Tensor, count: int) -> list[list[int]]:
-        """The `count` tokens that come after each of the prompts, always the likeliest."""
+        """Return `count` tokens for each prompt, by greedy decoding."""
         cache: Cache = []
         found = [self(prompts, cache).argmax(-1, keepdim=True)]
         while len(found) < count:
@@ -97,7 +97,7 @@ class Writer(nn.Module):
 
 
 class Crowd(nn.Module):
-    """So many tensors of a few numbers each, two in a layer, a hundred layers in a group."""
+    """Many tensors of a few numbers each, two in a layer, a hundred layers in a group."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Crowd(nn.Module):
 
 
 def made(kind: str, *sizes: int, empty: bool = True) -> Any:
-    """A model of one of the kinds; without values if it is `empty`, else the same ones every time."""
+    """Return a model of one of the kinds; without values if it is `empty`, else with the same values every time."""
     make = {"tower": Tower, "writer": Writer, "crowd": Crowd}[kind]
     with torch.device("meta"):
         model = make(*sizes)

@@ -1,7 +1,7 @@
-"""What `offload.py` runs: a process that does what it is told about models that are not in memory, and says how long that took.
+"""The worker process of `offload.py`: it runs offloaded models on command, and reports the times.
 
-Orders come as lines of JSON on the standard input, `{"do": "warm", ...}`; answers go out the same way. With `--group` it goes into
-a control group before it imports anything that is large. What is beside the point (making models, emptying caches) is not timed.
+Commands are lines of JSON on standard input, `{"do": "warm", ...}`; replies are lines of JSON on standard output. With `--group` it enters
+a control group before it imports anything large. Setup work (building models, emptying caches) is not timed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Shape = Sequence[Any]
 
 
 class Worker:
-    """The orders: every public method is one, with the values of the order as arguments and its answer as result."""
+    """The commands: every public method is one; its arguments are those of the command, and its result is the reply."""
 
     def __init__(self) -> None:
         self._models: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class Worker:
     # -- files ----------------------------------------------------------------------------------------------------------------
 
     def save(self, shape: Shape, path: str) -> int:
-        """Writes the weights of a model; its bytes."""
+        """Write the weights of a model; return their bytes."""
         from safetensors.torch import save_file
 
         state = made(*shape, empty=False).state_dict()
@@ -60,7 +60,7 @@ class Worker:
         return sum(tensor.nbytes for tensor in state.values())
 
     def disk(self, path: str) -> float:
-        """Bytes per second of the disk alone: the whole file past the page cache, by two threads, as one is not always enough."""
+        """Return the speed of the disk in bytes per second: direct reads of the whole file, by two threads, as one is not always enough."""
         size = os.path.getsize(path)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         starts, lock = iter(range(0, size, PIECE)), threading.Lock()
@@ -87,11 +87,11 @@ class Worker:
     # -- forwards -------------------------------------------------------------------------------------------------------------
 
     def open(self, library: str, shape: Shape, path: str, folder: str, limit: int | None = None, name: str = "") -> None:
-        """A model with its blocks on the disk, or (`plain`) in memory."""
+        """Open a model with its blocks on disk, or (`plain`) in memory."""
         self._models[name or library] = opened(library, shape, path, folder, limit)
 
     def ready(self, library: str) -> None:
-        """Imports everything that a library needs, and runs small models, so that memory taken later is that of large ones."""
+        """Import everything that a library needs, and run small models, so that later growth is that of large ones."""
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
             load_tiny(library, folder)
             for shape in (("tower", 1, WIDTH), ("writer", 1)):
@@ -107,11 +107,11 @@ class Worker:
         ctypes.CDLL(None).malloc_trim(0)
 
     def park(self, shape: Shape, path: str, folder: str) -> None:
-        """The folder that Accelerate reads from, made ahead: it takes more memory than running does."""
+        """Write the folder that Accelerate reads from in advance: it takes more memory than running."""
         park(made(*shape), path, folder)
 
     def warm(self, names: Sequence[str], rounds: int) -> dict[str, Any]:
-        """Forwards of all models in turns, and whether their outputs are those of the first one, bit for bit."""
+        """Time interleaved forwards of all models, and compare their outputs with the first one, bit for bit."""
         from turns import in_turns
 
         x = batch()
@@ -124,7 +124,7 @@ class Worker:
         return {"equal": equal, "times": {name: vars(found) for name, found in times.items()}}
 
     def growth(self, name: str, passes: int = 3) -> tuple[float, str]:
-        """Bytes that this process grows by while a model runs, pages of files included, and what came out."""
+        """Return the growth in bytes while a model runs, file pages included, and its output."""
         model, x = self._models[name], batch()
         with torch.inference_mode():
             release(model)
@@ -134,7 +134,7 @@ class Worker:
         return peak.most, checksum(found)
 
     def cold(self, name: str, paths: Sequence[str]) -> dict[str, Any]:
-        """A forward of which no page is in memory; beside its time what was in the cache all the same, and what was read."""
+        """Time a forward with a cold page cache; also return what was in the cache nevertheless, and what was read."""
         model, x = self._models[name], batch()
         release(model)
         gc.collect()
@@ -151,7 +151,7 @@ class Worker:
     # -- generation -----------------------------------------------------------------------------------------------------------
 
     def write(self, name: str, sequences: int, rows: int, count: int, lanes: int = 0) -> dict[str, Any]:
-        """Tokens for so many sequences, `rows` in each call; with `lanes` so many calls side by side."""
+        """Generate tokens for the sequences, `rows` per call; with `lanes`, that many calls side by side."""
         model = self._models[name]
         prompts = torch.randint(VOCABULARY, (64, PROMPT), generator=torch.Generator().manual_seed(0))[:sequences].split(rows)
         with torch.inference_mode():
@@ -168,7 +168,7 @@ class Worker:
     # -- loading --------------------------------------------------------------------------------------------------------------
 
     def load(self, libraries: Sequence[str], shape: Shape, path: str, rounds: int) -> dict[str, dict[str, list[float]]]:
-        """Seconds of loading a file into a model without values, all into memory, in turns; of the wall and of the CPU."""
+        """Time loading a file into an empty model, all into memory, interleaved; wall and CPU time."""
         found: dict[str, dict[str, list[float]]] = {library: {"wall": [], "cpu": []} for library in libraries}
         for library in libraries:
             with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +185,7 @@ class Worker:
         return found
 
     def load_memory(self, library: str, shape: Shape, path: str) -> float:
-        """Bytes that this process grows by while a file is loaded, at the most."""
+        """Return the peak growth in bytes while a file is loaded."""
         with tempfile.TemporaryDirectory() as folder:
             load_tiny(library, folder)
         model = made(*shape)
@@ -196,13 +196,13 @@ class Worker:
         return peak.most
 
     def touch(self, library: str) -> tuple[float, str]:
-        """Reads every weight of the model that was loaded last; a checksum of them."""
+        """Read every weight of the model that was loaded last; return a checksum."""
         begin = time.perf_counter()
         found = checksum(*self._models[library].state_dict().values())
         return time.perf_counter() - begin, found
 
     def held(self) -> dict[str, float]:
-        """Bytes that this process holds; of pages that others map too, its share."""
+        """Return the memory of this process; of shared pages, its share."""
         return {words[0].rstrip(":"): float(words[1]) * 1024 for words in lines("/proc/self/smaps_rollup") if words[-1] == "kB"}
 
 
@@ -229,7 +229,7 @@ def opened(library: str, shape: Shape, path: str, folder: str, limit: int | None
 
 
 def park(model: torch.nn.Module, path: str, folder: str) -> None:
-    """Accelerate writes what goes to the disk into a folder first."""
+    """Write the offload folder that Accelerate needs."""
     from accelerate import load_checkpoint_and_dispatch
 
     with contextlib.redirect_stderr(io.StringIO()):  # its bar
@@ -238,7 +238,7 @@ def park(model: torch.nn.Module, path: str, folder: str) -> None:
 
 
 def places(model: torch.nn.Module) -> dict[str, str]:
-    """The middle is on the disk."""
+    """Return a device map with the middle on disk."""
     return {name: "disk" if name in ("blocks", "layers") else "cpu" for name, _ in model.named_children()}
 
 
@@ -264,7 +264,7 @@ LOAD: dict[str, Callable[[torch.nn.Module, str], None]] = {"plain": load_plain, 
 
 
 def load_tiny(library: str, folder: str) -> None:
-    """What a first load brings into memory beside weights is no cost of the second."""
+    """Load a tiny model first, so that one-time memory does not count for the second load."""
     from safetensors.torch import save_file
 
     tiny = ("tower", 1, 64)
@@ -284,7 +284,7 @@ def checksum(*tensors: torch.Tensor) -> str:
 
 
 def stores(model: torch.nn.Module) -> list[Any]:
-    """Those of ours; none for others."""
+    """Return our weight stores; none for others."""
     if "slipstream" not in sys.modules:
         return []
     from slipstream.big_models.layer_major import find_weight_stores
@@ -302,7 +302,7 @@ def reads_around(model: torch.nn.Module) -> bool:
 
 
 def forget(path: str) -> None:
-    """Takes a file out of the page cache, as far as nobody has it mapped."""
+    """Evict a file from the page cache, unless it is mapped."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -310,12 +310,12 @@ def forget(path: str) -> None:
 
 
 def from_disk() -> int:
-    """Bytes that this process has had read from disks."""
+    """Return the bytes that this process has read from disks."""
     return next(int(words[1]) for words in lines("/proc/self/io") if words[0] == "read_bytes:")
 
 
 def in_cache(path: str) -> float:
-    """The share of a file that is in the page cache."""
+    """Return the share of a file that is in the page cache."""
     size = os.path.getsize(path)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
         pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
@@ -326,7 +326,7 @@ def in_cache(path: str) -> float:
 
 
 class Peak:
-    """The most memory of this process while it is open beyond what it had before, pages of files included; sampled, and by the kernel."""
+    """Measure the peak memory of this process in the block beyond that before it, file pages included; sampled, and by the kernel."""
 
     most = 0.0
 

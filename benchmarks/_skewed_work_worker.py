@@ -1,9 +1,9 @@
-"""What `skewed_work.py` runs on every rank: the same items shared in several ways, in turns.
+"""The worker of `skewed_work.py` on every rank: the same items shared in several ways, interleaved.
 
 An item of cost c sleeps c units, so that the cores of the machine do not matter. A round begins with a barrier and ends when the last
-process has all results. No way of sharing can be faster than the sum of what the items took, divided by the processes, or than the
-longest item: that is the ideal of the round. Writes the seconds of every round and its ideal by contender, and what a request to the
-queue and a tiny item take.
+process has all results. No way of sharing can be faster than the total time of the items divided by the processes, or than the
+longest item: that is the ideal of the round. It writes the seconds of every round and its ideal by contender, and the cost of a request
+to the queue and of a tiny item.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TINY = 20_000
 
 
 def costs(count: int, seed: int) -> list[float]:
-    """From 1 to 50 with a heavy tail: half of them below 2, one in forty at the upper end."""
+    """Return costs from 1 to 50 with a heavy tail: half of them below 2, one in forty at the upper end."""
     draw = random.Random(seed)
     return [min(50.0, draw.paretovariate(1.0)) for _ in range(count)]
 
@@ -65,7 +65,7 @@ CONTENDERS: dict[str, Callable[[PartialState, list[float]], list[float]]] = {
 
 
 def timed(state: PartialState, act: Callable[[], Any]) -> float:
-    """Seconds until the last process is through."""
+    """Return the seconds until the last process is done."""
     state.wait_for_everyone()
     start = time.perf_counter()
     act()
@@ -73,7 +73,7 @@ def timed(state: PartialState, act: Callable[[], Any]) -> float:
 
 
 def one_round(state: PartialState, name: str, items: list[float]) -> tuple[float, float]:
-    """The makespan and the ideal of it."""
+    """Return the makespan and its ideal."""
     TOOK.clear()
     results: list[float] = []
     seconds = timed(state, lambda: results.extend(CONTENDERS[name](state, items)))
@@ -83,7 +83,7 @@ def one_round(state: PartialState, name: str, items: list[float]) -> tuple[float
 
 
 def round_trip(state: PartialState) -> float:
-    """Seconds of one claim, all processes asking at once."""
+    """Return the seconds of one claim while all processes claim at once."""
     queue = StoreQueue(current().store, "round-trip", state.process_index, state.num_processes)
     state.wait_for_everyone()
     times = []

@@ -1,7 +1,7 @@
-"""What `training.py` runs on one rank or on two: the same training step by every contender, in the same processes, in turns.
+"""The worker of `training.py` on one rank or on two: the same training step by every contender, in the same processes, interleaved.
 
-Every contender has a model of its own, all with the same weights at first; before anything is timed, the weights after some steps are
-compared. Models are made anew several times, since where their memory lies makes a difference that lasts. Rank 0 writes all times as JSON.
+Every contender has its own model, all with the same initial weights; before timing, the weights after some steps are
+compared. Models are rebuilt several times, because their place in memory has a lasting effect. Rank 0 writes all times as JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ mse = torch.nn.functional.mse_loss
 
 
 class Parts:
-    """A model, its optimizer and its scheduler, as a script makes them; alike for all contenders."""
+    """A model, its optimizer and its scheduler, the same for all contenders."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ def plain_accumulating(parts: Parts, steps: int = 4) -> Callable[[], None]:
 
 
 def prepared(kind: type) -> Build:
-    """With an Accelerator (ours or the other), without `accumulate`."""
+    """Return a step with an Accelerator (ours or the other), without `accumulate`."""
 
     def build(parts: Parts) -> Callable[[], None]:
         accelerator = kind(cpu=True)
@@ -101,7 +101,7 @@ def prepared(kind: type) -> Build:
 
 
 def under_accumulate(kind: type, steps: int = 1, **options: Any) -> Build:
-    """With an Accelerator, each batch in `with accelerator.accumulate(model):`; a call is a window."""
+    """Return a step with an Accelerator, each batch in `with accelerator.accumulate(model):`; a call is a window."""
 
     def build(parts: Parts) -> Callable[[], None]:
         accelerator = kind(cpu=True, gradient_accumulation_steps=steps, **options)
@@ -163,7 +163,7 @@ def _fabric() -> Any:
 
 
 class _NoLoss(torch.Tensor):
-    """A loss whose gradients are there already."""
+    """A loss with precomputed gradients."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # as cheap to look at as a plain tensor
 
@@ -187,7 +187,7 @@ class _NoScheduler(torch.optim.lr_scheduler.LRScheduler):
 
 
 def bare(accumulates: bool | None) -> Build:
-    """A step in which torch does nothing: what is left are our calls (None: no wrappers either)."""
+    """Return a step in which torch does nothing: only our calls remain (None: no wrappers either)."""
 
     def build(parts: Parts) -> Callable[[], None]:
         model, optimizer = parts.model, _NoOptimizer(parts.weights)
@@ -224,7 +224,7 @@ def bare(accumulates: bool | None) -> Build:
 
 
 def cases() -> dict[str, dict[str, Build]]:
-    """What is compared: by case, by contender; all contenders of a case come to the same weights."""
+    """Return the contenders of each case; all of them reach the same weights."""
     from accelerate import Accelerator as Theirs
 
     step: dict[str, Build] = {
@@ -257,7 +257,7 @@ def repeated(step: Callable[[], None]) -> Contender:
 
 
 def check(case: str, builds: dict[str, Build]) -> None:
-    """The contenders do the same work: after some steps all have the same weights."""
+    """Check that after some steps all contenders have the same weights."""
     results = {}
     for name, build in builds.items():
         parts = Parts()
@@ -270,7 +270,7 @@ def check(case: str, builds: dict[str, Build]) -> None:
 
 
 def profile(case: str, builds: dict[str, Build], name: str, calls: int, path: Path, writes: bool) -> None:
-    """Where a contender spends its time, by function."""
+    """Profile a contender by function."""
     step = repeated(builds[name](Parts()))
     step(20)
     profiler = cProfile.Profile()
@@ -282,7 +282,7 @@ def profile(case: str, builds: dict[str, Build], name: str, calls: int, path: Pa
 
 
 def helper_threads(seconds: float) -> float:
-    """CPU seconds per second that threads of this process take while it does nothing: the beacon."""
+    """Return the CPU seconds per second of an idle process: the heartbeat thread."""
     time.sleep(0.2)
     begin, start = time.process_time(), time.perf_counter()
     time.sleep(seconds)

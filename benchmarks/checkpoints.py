@@ -1,9 +1,9 @@
-"""Checkpoints: saving, saving behind the training, loading, in turns with Accelerate and with `torch.save`; best and median of the rounds.
+"""Checkpoints: saving, async saving, loading, interleaved with Accelerate and `torch.save`; best and median of the rounds.
 
     python benchmarks/checkpoints.py [--quick] [--megabytes 400] [--rounds 7] [--only PART] [--folder FOLDER] [--json FILE]
 
-A model of 400 MB with the state of its AdamW, 1.2 GB in all, in one process for each library, which live through all rounds. Every save
-goes into a folder of its own, after everything that was written before has reached the disk. Ours is durable and checksummed when it
+A model of 400 MB with the state of its AdamW, 1.2 GB in all, in one process per library, which lives through all rounds. Every save
+goes into a new folder, after all earlier writes have reached the disk. Ours is durable and checksummed when it
 returns; Accelerate and `torch.save` leave their bytes in the page cache. Loads go into a model whose optimizer has no state, as after a
 restart, once with all files in the page cache and once with none. Goals:
 
@@ -13,8 +13,8 @@ restart, once with all files in the page cache and once with none. Goals:
 - a load                                        at most 0.6 x Accelerate's, with at most one copy of the checkpoint as peak memory
 - ten saves with `dedup=True`, 95 % frozen      at most 2.5 x the bytes of one
 
-Behind the ratio of the best rounds stand the ratio of the medians and that of the CPU times, all threads of the process together, which is
-what stays when others use the cores too. Files are written beside this script, or in `--folder`, and removed; a memory file system would
+The ratio of the best rounds is followed by the ratio of the medians and that of the CPU times of all threads of the process, which is
+stable when others use the cores too. Files are written beside this script, or in `--folder`, and removed; a memory file system would
 measure something else.
 """
 
@@ -52,7 +52,7 @@ class Worker:
         self._answer()
 
     def ask(self, do: str, **values: Any) -> Any:
-        """What it says to an order, once it is carried out."""
+        """Send a command and return the reply."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
         self._process.stdin.flush()
@@ -72,7 +72,7 @@ class Worker:
 
 
 class Rounds:
-    """The workers, a folder, and what was measured so far."""
+    """The workers, a folder, and the measurements so far."""
 
     def __init__(self, folder: Path, workers: dict[str, Worker]) -> None:
         self.folder = folder
@@ -82,22 +82,22 @@ class Rounds:
         self._saved: dict[str, str] = {}
 
     def note(self, what: str, clocks: list[float]) -> None:
-        """One round of something: seconds of the wall, and of the CPU."""
+        """Record one round: wall and CPU seconds."""
         self.times.setdefault(what, []).append(clocks[0])
         self.times.setdefault(f"{what}, cpu", []).append(clocks[1])
 
     def fresh(self) -> str:
-        """A folder that is not there yet, on a disk that has nothing left to write."""
+        """Return a new folder path, after all pending writes have reached the disk."""
         os.sync()
         self._made += 1
         return str(self.folder / f"made-{self._made}")
 
     def shuffled(self, *names: str) -> list[str]:
-        """An order of turns, another one in every round, the same in every run."""
+        """Return the order of a round: it changes between rounds, and is the same in every run."""
         return random.Random(self._made).sample(names, len(names))
 
     def save(self) -> None:
-        """One round of everything large; what is loaded afterwards is the last one of each library."""
+        """Run one round of all large saves; later loads use the last one of each library."""
         for name in self.shuffled(*LIBRARIES, "behind", "behind, first"):
             path = self.fresh()
             if name.startswith("behind"):
@@ -112,7 +112,7 @@ class Rounds:
             self._saved[name] = path
 
     def load(self) -> None:
-        """One round of loads, with and without what is in the page cache."""
+        """Run one round of loads, with a warm and a cold page cache."""
         for name in self.shuffled("ours", "accelerate", "torch"):
             if name not in self._saved:
                 self._saved[name] = self.fresh()
@@ -129,14 +129,14 @@ class Rounds:
                 self.times[f"{name}: anonymous peak"] = [anonymous]
 
     def write(self, megabytes: float) -> None:
-        """One round of plain bytes."""
+        """Run one round of plain file writes."""
         for name in self.shuffled("direct", "buffered"):
             path = self.fresh()
             self.note(name, self.workers["ours"].ask("write", path=path, megabytes=megabytes, direct=name == "direct"))
             os.unlink(path)
 
     def save_small(self) -> None:
-        """One round of a model of a megabyte."""
+        """Run one round with a model of a megabyte."""
         for name in self.shuffled("ours", "accelerate", "torch", "torch, synced"):
             self.note(f"{name}: small save", self.workers[name].ask("save", folder=self.fresh(), small=True))
         stall, committed = self.workers["ours"].ask("save_behind", folder=self.fresh(), small=True)
@@ -151,7 +151,7 @@ def measure(
     folder: Path | None = None,
     parts: Sequence[str] = PARTS,
 ) -> Times:
-    """Everything, in turns."""
+    """Measure everything, interleaved."""
     megabytes = megabytes or (QUICK_MEGABYTES if quick else MEGABYTES)
     rounds = rounds or (3 if quick else 7)
     with ExitStack() as stack:
@@ -190,7 +190,7 @@ def files_in(folder: str) -> list[Path]:
 
 
 def forget_files(folder: str) -> None:
-    """Take the files of a folder, which are on the disk already, out of the page cache."""
+    """Evict the files of a folder, which are already on disk, from the page cache."""
     for path in files_in(folder):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -207,7 +207,7 @@ def read_files(folder: str) -> None:
 
 
 def on_disk(folder: Path) -> float:
-    """Bytes that the files of a folder take, those with several names once."""
+    """Return the bytes of the files of a folder, hard links counted once."""
     known = {(found.st_dev, found.st_ino): found.st_blocks * 512.0 for path in files_in(str(folder)) for found in [path.stat()]}
     return sum(known.values())
 
@@ -216,7 +216,7 @@ def on_disk(folder: Path) -> float:
 
 
 def figures(times: Times) -> list[Figure]:
-    """What was measured: the best rounds against each other; behind them the medians, CPU times, and what others need."""
+    """Return the figures: the ratios of the best rounds, then medians, CPU times, and the other contenders."""
     save, small, size = "accelerate: save", "accelerate: small save", times["size"][0]
     rows: list[tuple[str, str, str, float | None, tuple[str, ...]]] = [
         (f"save, {size / 1e9:.1f} GB, durable and checksummed", "ours: save", save, 1.15, ("torch: save", "torch, synced: save")),

@@ -1,10 +1,10 @@
-"""Collectives of small and large data: ours (guard on) against Accelerate and plain torch, in the same processes, in turns.
+"""Collectives of small and large data: ours (guard on) against Accelerate and plain torch, in the same processes, interleaved.
 
     python benchmarks/collectives.py [--ranks 2] [--quick] [--case "one tensor"] [--profile FILE] [--json FILE]
 
-The figure of a contender is its best round (`ratio` compares these); the ratio of the medians stands behind it. Goals hold for two ranks:
+The figure of a contender is its best round (`ratio` compares these); the ratio of the medians follows. Goals apply to two ranks:
 
-- one small tensor                   at most 1.3 x a bare all-gather of torch (into a buffer that is kept)
+- one small tensor                   at most 1.3 x a bare all-gather of torch (into a reused buffer)
 - a dict of 20 small tensors         at most 0.15 x Accelerate's gather
 - gather_object of 64 small dicts    at most 0.6 x Accelerate's
 """
@@ -42,7 +42,7 @@ GOALS = {("one tensor", "torch"): 1.3, ("20 tensors", "accelerate"): 0.15, ("64 
 
 
 def measure(ranks: int = 2, quick: bool = False, cases: Sequence[str] = (), profile: Path | None = None) -> Rounds:
-    """One job that measures everything."""
+    """Run one job that measures everything."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rounds.json"
         words = [str(output), "--rounds", "80" if quick else "240", "--calls", "5"]
@@ -54,7 +54,7 @@ def measure(ranks: int = 2, quick: bool = False, cases: Sequence[str] = (), prof
 
 
 def figures(rounds: Rounds, ranks: int) -> list[Figure]:
-    """Ours against each of the others, those with a goal first."""
+    """Return our figures against each of the others, those with a goal first."""
     found = [
         Figure(
             WHAT[case],

@@ -1,11 +1,11 @@
-"""Device maps: ours against Accelerate, in one process, in turns.
+"""Device maps: ours against Accelerate, in one process, interleaved.
 
     python benchmarks/device_maps.py [--quick] [--json FILE]
 
-The model is a skeleton in the manner of Llama: 80 layers, 70 billion parameters, no memory. Timed are building it and planning it for
-several machines, in CPU time, compared as in `turns.py`; behind each ratio stands the best round of both. Then plans are compared on
+The model is a Llama-style skeleton: 80 layers, 70 billion parameters, no memory. The script times building it and planning it for
+several machines, in CPU time, compared as in `turns.py`; each ratio is followed by the best round of both. Then plans are compared on
 small random models with tied weights, by the bytes that they put on the first device, then on the second, and so on. A plan that exceeds
-a budget, counting the room for the largest layer that is brought in, or that leaves a tensor out, is none. Goals:
+a budget, counting the room for the largest offloaded layer, or that leaves a tensor out, is invalid. Goals:
 
 - planning                            at most 1.0 x Accelerate's time
 - plans that are worse than theirs    none
@@ -81,7 +81,7 @@ def build(context: Callable[[], Any]) -> nn.Module:
 
 
 def times(rounds: int) -> list[Figure]:
-    """Building the skeleton, and planning it."""
+    """Time building the skeleton, and planning it."""
     ours, theirs = partial(build, init_empty_weights), partial(build, accelerate.init_empty_weights)
     found = [_figure("building a skeleton of 70 billion", ours, theirs, max(3, rounds // 5), None)]
     model = ours()
@@ -113,7 +113,7 @@ def _clocks(times: Times) -> dict[str, list[float]]:
 
 
 LEVELS = ("", "leaf", "twig", "branch")
-"""Names differ from level to level: theirs look for a name anywhere in another."""
+"""Names differ from level to level, because Accelerate matches substrings of names."""
 
 
 class Leaf(nn.Module):
@@ -123,11 +123,11 @@ class Leaf(nn.Module):
 
 
 class Node(nn.Module):
-    """May be split."""
+    """A module that may be split."""
 
 
 class Whole(Node):
-    """Must not."""
+    """A module that must not be split."""
 
 
 def random_model(chance: random.Random, depth: int = 3) -> nn.Module:
@@ -150,7 +150,7 @@ def _random_part(chance: random.Random, depth: int) -> nn.Module:
 
 
 def loads(model: nn.Module, budget: dict[Any, int], plan: dict[str, Any]) -> list[int] | None:
-    """Bytes on each device; None if the plan leaves something out or exceeds a budget."""
+    """Return the bytes on each device; None if the plan leaves something out or exceeds a budget."""
     groups = divide_model(model, frozenset({"Whole"}), make_sizer()).groups
     held = dict.fromkeys([*budget, "disk"], 0)
     layers: list[tuple[Any, int]] = []
@@ -170,7 +170,7 @@ def loads(model: nn.Module, budget: dict[Any, int], plan: dict[str, Any]) -> lis
 
 
 def packings(count: int, fallback: bool) -> list[Figure]:
-    """How often one is better than the other."""
+    """Count how often one is better than the other."""
     chance = random.Random(0)
     found = dict.fromkeys(("same", "ours", "theirs", "invalid", "none"), 0)
     for _ in range(count):
@@ -197,7 +197,7 @@ def packings(count: int, fallback: bool) -> list[Figure]:
 
 
 def measure(quick: bool = False) -> list[Figure]:
-    """All figures."""
+    """Return all figures."""
     return times(10 if quick else 40) + packings(100 if quick else 500, False) + packings(100 if quick else 500, True)
 
 

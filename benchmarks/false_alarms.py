@@ -1,4 +1,4 @@
-"""No false alarm: every core kept busy by others while two ranks do small collectives with pauses, and nothing may be reported.
+"""No false alarms: two ranks run small collectives with pauses on busy cores, and nothing may be reported.
 
     python benchmarks/false_alarms.py [--minutes 10] [--longest 3]
 
@@ -21,7 +21,7 @@ from figures import launch, quiet_environment
 
 @contextlib.contextmanager
 def busy_cores(processes: int) -> Iterator[None]:
-    """So many processes that compute without end."""
+    """Run this many processes that keep the cores busy."""
     started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield

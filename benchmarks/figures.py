@@ -1,4 +1,4 @@
-"""Figures: what a measurement gave, what it is compared with, and whether the goal is met; printed as a table, kept as JSON.
+"""Figures: a measurement, its baseline, and whether the goal is met; printed as a table, saved as JSON.
 
 A figure is a ratio of two measurements of one run, or one measurement with a limit in its own unit. Figures without a goal are for
 information. Nothing here measures.
@@ -33,9 +33,9 @@ class Figure:
     goal: float | None = None
     """The largest ratio that is good enough; the largest value where there is nothing to compare with."""
     spread: str = ""
-    """What the ratio of the medians was, or other words about how sure this is."""
+    """The ratio of the medians, or another note on the uncertainty."""
     paired: float | None = None
-    """The ratio, where it was found by comparing neighbouring rounds and not from the two times."""
+    """The ratio, if it comes from neighbouring rounds and not from the two times."""
 
     @property
     def ratio(self) -> float | None:
@@ -45,7 +45,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """None where there is no goal."""
+        """Whether the goal is met; None without a goal."""
         if self.goal is None:
             return None
         return (self.ours if self.ratio is None else self.ratio) <= self.goal
@@ -56,7 +56,7 @@ class Figure:
 
 
 def table(title: str, figures: Iterable[Figure]) -> str:
-    """The figures as aligned columns, those left out that say nothing.
+    """Return the figures as aligned columns, without empty ones.
 
     >>> print(table("waiting", [Figure("a barrier", 2.0, "ms", 4.0, "torch", goal=0.6)]))
     waiting
@@ -79,12 +79,12 @@ def _cells(figure: Figure) -> tuple[str, ...]:
 
 
 def _number(value: float) -> str:
-    """Three digits that mean something, and no exponents."""
+    """Format three significant digits, without exponents."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Return a description of this machine."""
     versions = {}
     for name in ("slipstream", "torch", "accelerate", "lightning-fabric"):
         try:
@@ -95,21 +95,21 @@ def machine() -> dict[str, Any]:
 
 
 def save(path: Path, groups: dict[str, Sequence[Figure]]) -> None:
-    """All figures, with what they were taken on, as JSON."""
+    """Save all figures, with a description of the machine, as JSON."""
     figures = {name: [{**asdict(figure), "ratio": figure.ratio, "met": figure.met} for figure in found] for name, found in groups.items()}
     path.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=1) + "\n")
 
 
 def slipstream(*words: str) -> list[str]:
-    """A command of ours, run by the interpreter that runs the benchmark."""
+    """Return a Slipstream command, run by the current interpreter."""
     return [str(Path(sys.executable).parent / "slipstream"), *words]
 
 
 def launch(workers: int, script: str, *words: str, options: Sequence[str] = ()) -> list[str]:
-    """The command that runs a script of this folder on CPU workers."""
+    """Return the command that runs a script of this folder on CPU workers."""
     return slipstream("launch", "--cpu", "--num_processes", str(workers), *options, str(HERE / script), *words)
 
 
 def quiet_environment(**more: str) -> dict[str, str]:
-    """The environment of a measured command: one thread for each process, as the cores are shared."""
+    """Return the environment of a measured command: one thread per process, because the cores are shared."""
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}

@@ -1,8 +1,8 @@
-"""What it costs to ask for help, to import, and to report the environment: against `import torch` and others, in turns.
+"""The cost of `--help`, of imports, and of `env`: against `import torch` and others, interleaved.
 
     python benchmarks/imports.py [--repeats 10] [--json FILE]
 
-Every command is a process of its own, and its figure is its best wall time; the ratio of the CPU times stands behind it.
+Every command is a separate process, and its figure is its best wall time, followed by the ratio of the CPU times.
 
 - `slipstream launch --help`                     at most 0.1 x `import torch`, and torch is not among its modules
 - `import slipstream; slipstream.PartialState`   at most 1.05 x `import torch`
@@ -25,7 +25,7 @@ TORCH_FREE = (("launch", "--help"), ("env",), ("config", "--help"), ("--help",))
 
 
 def commands() -> dict[str, list[str]]:
-    """What is measured, ours and, where they are installed, the others'."""
+    """Return the measured commands: ours and, if installed, the others'."""
     python = [sys.executable, "-c"]
     found = {
         "import torch": [*python, "import torch"],
@@ -45,7 +45,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def run(command: list[str]) -> tuple[float, float]:
-    """The wall and the CPU time of a command that must succeed."""
+    """Return the wall and the CPU time of a command that must succeed."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet_environment())
     _, status, usage = os.wait4(process.pid, 0)
@@ -57,7 +57,7 @@ def run(command: list[str]) -> tuple[float, float]:
 
 
 def measure(repeats: int) -> dict[str, tuple[float, float]]:
-    """The best wall and the best CPU time of each command; they take turns."""
+    """Return the best wall and the best CPU time of each command, interleaved."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands()}
     for _ in range(repeats):
         for name, command in commands().items():
@@ -66,7 +66,7 @@ def measure(repeats: int) -> dict[str, tuple[float, float]]:
 
 
 def modules_of_torch(words: tuple[str, ...]) -> list[str]:
-    """The modules of torch that a command of ours imports."""
+    """Return the torch modules that a Slipstream command imports."""
     command = [sys.executable, "-X", "importtime", "-m", "slipstream", *words]
     report = subprocess.run(command, check=True, capture_output=True, text=True, env=quiet_environment()).stderr
     names = [line.rpartition("|")[2].strip() for line in report.splitlines() if line.startswith("import time:")]
@@ -76,7 +76,7 @@ def modules_of_torch(words: tuple[str, ...]) -> list[str]:
 
 
 def figures(times: dict[str, tuple[float, float]]) -> list[Figure]:
-    """Ours against torch, which has the goals, and against the counterparts of others."""
+    """Return our figures against torch, which has the goals, and against the counterparts of others."""
 
     def compare(ours: str, other: str, goal: float | None = None) -> Figure:
         cpu = times[ours][1] / times[other][1]

@@ -1,4 +1,4 @@
-"""kill -9 of a random rank at a random moment, again and again, in jobs of 2 and 4 ranks: what the others do, and what stays behind.
+"""Repeated kill -9 of a random rank at a random moment, in jobs of 2 and 4 ranks: how the others react, and what is left behind.
 
     python benchmarks/kills.py [--kills 20] [--seed 0] [--json FILE]
 
@@ -34,7 +34,7 @@ COLLECTIVE = re.compile(r"\w+.* number \d+ at _kills_worker\.py:\d+")
 
 @dataclass(frozen=True)
 class Kill:
-    """What came of one kill."""
+    """The outcome of one kill."""
 
     ranks: int
     victim: int
@@ -47,7 +47,7 @@ class Kill:
 
 
 def kill_once(ranks: int, chance: random.Random) -> Kill:
-    """One job, one kill."""
+    """Run one job with one kill."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (folder / "output").open("w") as output:
@@ -81,7 +81,7 @@ def kill_once(ranks: int, chance: random.Random) -> Kill:
 
 
 def _missing(found: dict[str, str], victim: int) -> list[str]:
-    """What the message of a survivor does not say."""
+    """Return what the message of a survivor lacks."""
     first, _, rest = found["message"].partition("\n")
     line = next((line for line in rest.splitlines() if line.strip().startswith(f"rank {victim} ")), "")
     wanted = {
@@ -109,7 +109,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def figures(kills: list[Kill]) -> list[Figure]:
-    """The slowest survivor and the launcher, and how many kills went as promised."""
+    """Return the figures of the slowest survivor and the launcher, and how many kills met the goals."""
     found = []
     for ranks in sorted({kill.ranks for kill in kills}):
         some = [kill for kill in kills if kill.ranks == ranks]

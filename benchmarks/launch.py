@@ -1,4 +1,4 @@
-"""How long starting takes, side by side in one run: best of interleaved repeats, so read the ratios.
+"""Start-up time, side by side in one run: best of interleaved repeats, so read the ratios.
 
     python benchmarks/launch.py [REPEATS]
 
@@ -46,14 +46,14 @@ print(time.perf_counter() - start)
 
 
 def seconds(command: list[str]) -> float:
-    """The wall time of a command that must succeed."""
+    """Return the wall time of a command that must succeed."""
     start = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return time.perf_counter() - start
 
 
 def best(repeats: int, **commands: list[str]) -> dict[str, float]:
-    """The best time of each command; they take turns, so that a busy moment hits all of them."""
+    """Return the best time of each command, interleaved, so that background load affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
@@ -66,7 +66,7 @@ def launching(workers: int, script: Path) -> list[str]:
 
 
 def restarts(kills: int, folder: Path) -> list[float]:
-    """Seconds from the kill of a worker to the moment when every worker of the next attempt has passed a barrier."""
+    """Return the seconds from the kill of a worker until every worker of the next attempt has passed a barrier."""
     script = folder / "restarting.py"
     script.write_text(RESTARTING)
     notes = folder / f"notes-{time.time_ns()}"

@@ -1,10 +1,10 @@
-"""The ledger: a training loop with it, without it, and in plain PyTorch, in the same processes, in turns.
+"""The ledger: a training loop with it, without it, and in plain PyTorch, in the same processes, interleaved.
 
     python benchmarks/ledger.py [--ranks 1] [--ranks 2] [--quick] [--json FILE]
 
-The step is about a millisecond of plain PyTorch, with a loader, clipping and an update, so that every mark is on its way. The figure is the
-median, over many short rounds, of on / off within one pass (see `turns.py`), in CPU time; off is entered twice. Behind it stand the
-microseconds that are added, plain PyTorch, and off against itself, which says how far all this can be trusted. Goals:
+The step is about a millisecond of plain PyTorch, with a loader, clipping and an update, so that it passes every mark. The figure is the
+median, over many short rounds, of on / off within one pass (see `turns.py`), in CPU time; off runs twice. It is followed by the
+added microseconds, plain PyTorch, and off against itself, which shows the noise. Goals:
 
 - a step of a millisecond                    at most 1.01 x without the ledger, on one process and on two
 - the same, and `log({"loss": loss.item()})`      at most 1.02 x without both
@@ -25,7 +25,7 @@ from turns import Rounds, added, compared, ratio
 
 
 def measure(ranks: int, quick: bool = False) -> Rounds:
-    """One job that measures everything."""
+    """Run one job that measures everything."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rounds.json"
         words = [str(output), "--builds", "2" if quick else "6", "--rounds", "40" if quick else "100"]
@@ -37,7 +37,7 @@ def measure(ranks: int, quick: bool = False) -> Rounds:
 
 
 def figures(rounds: Rounds, ranks: int) -> list[Figure]:
-    """On against off."""
+    """Return the figures of on against off."""
     step = rounds["step"]
     off = {clock: step["off"][clock] + step["off, again"][clock] for clock in step["off"]}
     twice = {clock: step["on"][clock] * 2 for clock in step["on"]}

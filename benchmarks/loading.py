@@ -1,11 +1,11 @@
-"""Prepared loaders: ours against plain `DataLoader` (1.00), Accelerate and Fabric, in the same processes, in turns.
+"""Prepared loaders: ours against plain `DataLoader` (1.00), Accelerate and Fabric, in the same processes, interleaved.
 
     python benchmarks/loading.py [--ranks 1] [--ranks 2] [--quick] [--profile FILE] [--json FILE]
 
-A round goes through the whole loader once: 128 batches of 32 samples (64 where rank 0 reads for two), read without workers, beginning and
-end included. Compared is as in `training.py`, in CPU time where each process reads by itself, and in wall time where rank 0 reads for two,
-as the ranks wait for each other there. On two ranks plain PyTorch has a `DistributedSampler`. A pass of one batch shows what beginning
-costs, where the ranks compare what they are about to read. Goals:
+A round is one pass over the loader: 128 batches of 32 samples (64 where rank 0 reads for two), without workers, start and
+end included. The comparison is that of `training.py`, in CPU time where each process reads for itself, and in wall time where rank 0
+reads for two, because the ranks wait for each other there. On two ranks plain PyTorch has a `DistributedSampler`. A pass of one batch shows
+the start-up cost, when the ranks compare what they are about to read. Goals:
 
 - a pass over tensors, and over dicts that are collated   at most 1.05 x plain `DataLoader`, per batch
 - a dispatched batch                                       at most 0.25 x Accelerate's, reading included
@@ -39,7 +39,7 @@ DISPATCHED = {
 
 
 def measure(ranks: int, quick: bool = False, profile: Path | None = None) -> Rounds:
-    """One job that measures everything."""
+    """Run one job that measures everything."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rounds.json"
         words = [str(output), "--rounds", "50" if quick else "250"]
@@ -52,7 +52,7 @@ def measure(ranks: int, quick: bool = False, profile: Path | None = None) -> Rou
 
 
 def figures(rounds: Rounds, ranks: int) -> list[Figure]:
-    """Ours against plain PyTorch, and against Accelerate where rank 0 reads."""
+    """Return our figures against plain PyTorch, and against Accelerate where rank 0 reads."""
     found = [against_plain(what, goal, rounds[case], "ours") for (wanted, case), (what, goal) in SHARED.items() if wanted == ranks]
     for case, what in DISPATCHED.items() if ranks > 1 else ():
         found.append(compared(what, 0.25, rounds[case]["ours"], rounds[case]["accelerate"], "accelerate", clock="wall"))

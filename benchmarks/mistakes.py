@@ -23,7 +23,7 @@ EXPECTED = "MismatchError"
 
 
 def measure(ranks: int) -> Seen:
-    """One job that makes every mistake."""
+    """Run one job that makes every mistake."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "seen.json"
         subprocess.run(launch(ranks, "_mistakes_worker.py", str(output)), check=True, timeout=120, env=quiet_environment())
@@ -32,7 +32,7 @@ def measure(ranks: int) -> Seen:
 
 
 def figures(seen: Seen) -> list[Figure]:
-    """For each mistake the time to the last rank's exception; a rank that raised nothing or something else counts as never."""
+    """Return the time to the last rank's exception for each mistake; a rank that raised nothing or something else counts as never."""
     found = []
     for name in seen[0]:
         everyone = [rank[name] for rank in seen]

@@ -2,9 +2,9 @@
 
     python benchmarks/offload.py [--quick] [--only PART] [--rounds 15] [--folder FOLDER] [--json FILE]
 
-- warm      24 blocks of width 1024 on the disk, head and tail in memory, pages cached: time of a forward, and memory under a limit
-- cold      the same with nothing in the page cache: bytes per second against those of the disk alone, read directly; once where the
-            cache has room for the file, once in a control group that has not
+- warm      24 blocks of width 1024 on disk, head and tail in memory, pages cached: time of a forward, and memory under a limit
+- cold      the same with a cold page cache: bytes per second against direct reads from the disk; once where the
+            cache has room for the file, once in a control group where it does not
 - generate  64 sequences from a language model four times as large as the memory of its control group
 - load      `load_checkpoint_and_dispatch` of 2 GB of safetensors into main memory
 - tensors   the same for 1,000 to 100,000 tiny tensors: time for each
@@ -19,7 +19,7 @@ Goals:
 - 100,000 tensors                            each at most 2 x the time of one of 1,000
 - two processes                              each has half of the file
 
-Times are compared within a round where one process holds all contenders (warm, load), else by the best rounds. Files are written
+Times are compared within a round if one process holds all contenders (warm, load), else by the best rounds. Files are written
 beside this script, or in `--folder`, and removed; a memory file system would measure something else.
 """
 
@@ -55,7 +55,7 @@ class Killed(Exception):
 
 
 class Worker:
-    """A process that carries out orders; in a control group if there is one."""
+    """A process that runs commands; in a control group if there is one."""
 
     def __init__(self, group: Group | None = None, threads: int = 1) -> None:
         self._order: dict[str, Any] = {}
@@ -70,7 +70,7 @@ class Worker:
         self._answer()
 
     def ask(self, do: str, **more: Any) -> Any:
-        """What it says to an order, once it is carried out."""
+        """Send a command and return the reply."""
         assert self._process.stdin is not None
         self._order = {"do": do, **more}
         self._process.stdin.write(json.dumps(self._order) + "\n")
@@ -98,7 +98,7 @@ class Worker:
 
 
 class Group:
-    """A control group of the first version below the one that this process is in; `why_not` says why there is none."""
+    """A control group (version 1) below that of this process; `why_not` says why there is none."""
 
     def __init__(self) -> None:
         own = next((line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), None)
@@ -111,7 +111,7 @@ class Group:
                 self.why_not = f"no control group can be made: {error}"
 
     def allow(self, more: int) -> int:
-        """From now on this much memory beyond what is in use, page cache included; gives what is in use."""
+        """Limit memory to this much beyond what is in use, page cache included; return what is in use."""
         found = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
         used = int(found["total_rss"]) + int(found["total_mapped_file"])
         (self.path / "memory.limit_in_bytes").write_text(str(used + more))
@@ -128,7 +128,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part may write, and how long it may take."""
+    """The folder and the time limit of a part."""
 
     folder: Path
     quick: bool
@@ -144,7 +144,7 @@ class Place:
 
     @contextmanager
     def file(self, shape: Sequence[Any]) -> Iterator[tuple[str, int]]:
-        """A file with the weights of a model, and the bytes of its weights."""
+        """Return a file with the weights of a model, and their bytes."""
         path = self.folder / f"{shape[0]}-{'-'.join(map(str, shape[1:]))}.safetensors"
         try:
             with self.worker() as worker:
@@ -162,7 +162,7 @@ class Place:
             group.close()
 
     def parked(self, shape: Sequence[Any], path: str) -> str:
-        """A folder with the weights of a file as Accelerate wants them."""
+        """Return an offload folder for Accelerate with the weights of a file."""
         folder = str(self.folder / "theirs")
         if not os.path.exists(folder):
             with self.worker() as worker:
@@ -175,7 +175,7 @@ def tower(place: Place) -> tuple[str, int, int]:
 
 
 def block_bytes(shape: Sequence[Any]) -> int:
-    """Of one block of a tower."""
+    """Return the bytes of one block of a tower."""
     return (2 * 1024 * shape[2] + shape[2] + 1024) * 4
 
 
@@ -212,7 +212,7 @@ def warm(place: Place) -> list[Figure]:
 
 
 def forward(what: str, times: dict[str, dict[str, list[float]]], name: str, goal: float | None) -> Figure:
-    """A contender against the plain model, round by round; behind it other ways to compare them, and the plain model against itself."""
+    """Compare a contender with the plain model, round by round; then in other ways, and the plain model with itself."""
     ours, plain = times[name], times["plain"]
     words = [f"cpu {ratio(ours['cpu'], plain['cpu']):.2f}", f"best rounds {min(ours['wall']) / min(plain['wall']):.2f}"]
     words.append(f"plain/plain {ratio(times['plain, again']['wall'], plain['wall']):.3f}")
@@ -241,7 +241,7 @@ def cold(place: Place) -> list[Figure]:
 
 
 def cold_rounds(place: Place, shape: Sequence[Any], path: str, disk: Worker, case: str, group: Group | None) -> list[Figure]:
-    """Rounds of the disk, a library, the disk again."""
+    """Run rounds of the disk, a library, the disk again."""
     with place.worker() as plain:
         plain.ask("open", library="plain", shape=shape, path=path, folder="")
         output = plain.ask("growth", name="plain", passes=1)[1]
@@ -277,7 +277,7 @@ def check(is_so: bool, otherwise: str) -> None:
 
 
 def share(what: str, speeds: Sequence[tuple[float, float]], words: Sequence[str], has_goal: bool) -> Figure:
-    """Seconds for a gigabyte, so that less is better; each round against the disk just before and after it."""
+    """Return the seconds per gigabyte (less is better); each round against the disk just before and after it."""
     ours, disk = ([1e9 / found for found in column] for column in zip(*speeds, strict=True))
     paired = ratio(ours, disk)
     said = [f"{1 / paired:.0%} of the disk", f"best rounds {1 / min(ours):.2f} of {1 / min(disk):.2f} GB/s"]
@@ -311,7 +311,7 @@ def generate(place: Place) -> list[Figure]:
 
 
 def token(what: str, ours: list[tuple[float, str]], theirs: list[tuple[float, str]], how: str, words: str) -> Figure:
-    """The best rounds against each other, behind them the medians; `how` is what the other one does."""
+    """Compare the best rounds, then the medians; `how` describes the other contender."""
     (entry, way), (other, their_way) = min(ours), min(theirs)
     middle = statistics.median(each for each, _ in theirs) / statistics.median(each for each, _ in ours)
     said = [f"{other / entry:.1f} x, medians {middle:.1f} x the tokens per second", f"ours {1 / entry:.3g} with {way}", words]
@@ -321,7 +321,7 @@ def token(what: str, ours: list[tuple[float, str]], theirs: list[tuple[float, st
 
 @dataclass(frozen=True)
 class Writing:
-    """Generation in a control group that has memory for a quarter of the weights, beside the interpreter and its libraries."""
+    """Generation in a control group with memory for a quarter of the weights, beside the interpreter and its libraries."""
 
     place: Place
     group: Group
@@ -334,7 +334,7 @@ class Writing:
     threads: int
 
     def run(self, library: str, sequences: int, rows: int, lanes: int = 0) -> tuple[float, str]:
-        """Seconds for a token, and how; with more memory than that if the library cannot run at all."""
+        """Return the seconds per token, and how; with more memory if the library cannot run otherwise."""
         folder = self.place.parked(self.shape, self.path)
         allowed = self.size // 4
         for more in (1, 2, 4, 8):
@@ -353,7 +353,7 @@ class Writing:
 
 
 def forget_all(folder: Path) -> None:
-    """No file of a folder stays in the page cache."""
+    """Evict all files of a folder from the page cache."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -386,7 +386,7 @@ def load(place: Place) -> list[Figure]:
 
 
 def against(what: str, times: dict[str, dict[str, list[float]]], name: str, goal: float | None) -> Figure:
-    """A contender against plain PyTorch: the best rounds, and behind them the medians of the ratios."""
+    """Compare a contender with plain PyTorch: the best rounds, then the medians of the ratios."""
     entry, plain = (min(times[key]["wall"]) * 1e3 for key in (name, "plain"))
     middle = {clock: ratio(times[name][clock], times["plain"][clock]) for clock in ("wall", "cpu")}
     spread = f"(medians of the ratios: wall {middle['wall']:.2f}, cpu {middle['cpu']:.2f})"
@@ -458,7 +458,7 @@ PARTS: dict[str, Callable[[Place], list[Figure]]] = {
 
 
 def measure(quick: bool = False, rounds: int | None = None, folder: Path | None = None, parts: Sequence[str] = ()) -> list[Figure]:
-    """The figures of all parts, or of these."""
+    """Return the figures of all parts, or of the given ones."""
     found = []
     for part in parts or PARTS:
         with tempfile.TemporaryDirectory(prefix=".offload-", dir=folder or HERE) as name:

@@ -1,10 +1,10 @@
-"""The report of a run with a million logged points: how long the page takes to make, how large it is, how soon it is drawn.
+"""The report of a run with a million logged points: the time to write the page, its size, and the time until it is drawn.
 
     python benchmarks/report_page.py [--quick] [--json FILE]
 
 A run is written as the local tracker writes it: a line for each step, with a value for each curve.
-`slipstream.observability.report.write` makes the page from it, which includes reading the lines. Chromium opens it from its file, again
-and again; the page itself sets a mark when what is in sight has been drawn, and the time of that mark counts from the beginning of the
+`slipstream.observability.report.write` makes the page from it, which includes reading the lines. Chromium opens it repeatedly from its
+file; the page sets a mark when the visible part has been drawn, and the time of that mark counts from the start of the
 navigation. Goals:
 
 - a page of 1,000,000 points, opened and drawn    at most 2 s
@@ -35,7 +35,7 @@ SHAPES = {"10 curves of 100,000": (10, 100_000), "100 curves of 10,000": (100, 1
 
 
 def logged(folder: Path, curves: int, steps: int) -> Path:
-    """A run with so many values, beside a ledger, events and settings."""
+    """Write a run with this many values, beside a ledger, events and settings."""
     make_run(folder)
     chance = random.Random(0)
     with (folder / "metrics.jsonl").open("w") as file:
@@ -46,7 +46,7 @@ def logged(folder: Path, curves: int, steps: int) -> Path:
 
 
 def measured(driver: Any, folder: Path, curves: int, steps: int, rounds: int) -> dict[str, float]:
-    """Seconds to make and to open, and megabytes."""
+    """Return the seconds to write and to open, and the megabytes."""
     run = logged(folder, curves, steps)
     started = time.perf_counter()
     page = write(run)

@@ -1,4 +1,4 @@
-"""All measurements that compare: starting, importing, collectives, training, loading, checkpoints, offload, watching; for `make bench`.
+"""All comparisons: starting, importing, collectives, training, loading, checkpoints, offload, watching; for `make bench`.
 
     python benchmarks/run.py [--quick] [--only imports] [--json FILE] [--strict]
 
@@ -31,7 +31,7 @@ import training
 
 
 def starting(quick: bool) -> list[Figure]:
-    """Two workers against torchrun, what two more cost, and the way back after a kill."""
+    """Return the figures of two workers against torchrun, two more workers, and a restart after a kill."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         barrier = folder / "barrier.py"

@@ -1,9 +1,9 @@
-"""Skewed work on 2 and 4 processes: how far from the ideal makespan a static split, a dynamic one and one by cost are.
+"""Skewed work on 2 and 4 processes: the makespan of a static split, a dynamic one and one by cost against the ideal.
 
     python benchmarks/skewed_work.py [--quick] [--json FILE]
 
-Items cost from 1 to 50 units with a heavy tail, and sleep for it, so that two cores are enough for four processes. The ideal is the sum
-of what the items took, divided by the processes, or the longest item. Exits with 1 when a goal is missed.
+Items cost from 1 to 50 units with a heavy tail, and sleep for it, so that two cores are enough for four processes. The ideal is the total
+time of the items divided by the processes, or the longest item. Exits with 1 when a goal is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GOALS = {"static": None, "dynamic": 1.1, "dynamic, key": 1.1}
 
 
 def measure(ranks: int, quick: bool = False) -> dict[str, Any]:
-    """One job in which all ways of sharing take turns."""
+    """Run one job in which all ways of sharing alternate."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "seen.json"
         words = (str(output), "3" if quick else "7", "200" if quick else "400")
@@ -33,7 +33,7 @@ def measure(ranks: int, quick: bool = False) -> dict[str, Any]:
 
 
 def figures(seen: dict[str, Any], ranks: int) -> list[Figure]:
-    """The median makespan of each way against the ideal, and what handing out costs."""
+    """Return the median makespan of each way against the ideal, and the cost of distribution."""
     found = []
     for name, goal in GOALS.items():
         times, ideals = zip(*seen["times"][name], strict=True)

@@ -1,8 +1,8 @@
-"""Kill a random worker again and again, and see the job come back every time.
+"""Kill a random worker repeatedly, and check that the job restarts every time.
 
     python benchmarks/soak_restarts.py [KILLS]          50 by default
 
-Prints how often it came back and how long that took; exits with 1 when it did not.
+Prints the number of restarts and their times; exits with 1 when one failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launch import percentile, restarts
 
 
 def main(kills: int) -> None:
-    """One job that survives `kills` kills."""
+    """Run one job that survives `kills` kills."""
     with tempfile.TemporaryDirectory() as folder:
         times = restarts(kills, Path(folder))
     spread = f"median {statistics.median(times):.3f} s, p95 {percentile(times, 0.95):.3f} s, longest {max(times):.3f} s"

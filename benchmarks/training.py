@@ -1,18 +1,18 @@
-"""The training step: ours against plain PyTorch (1.00), Accelerate and Fabric, in the same processes, in turns.
+"""The training step: ours against plain PyTorch (1.00), Accelerate and Fabric, in the same processes, interleaved.
 
     python benchmarks/training.py [--ranks 1] [--ranks 2] [--quick] [--profile FILE] [--json FILE]
 
-The step is forward, backward, AdamW and LambdaLR of two small layers, about 300 us of plain PyTorch on an idle core, so that what is
-added shows. The figure is the median, over many short rounds, of ours / plain within one pass (see `turns.py`), in CPU time; plain PyTorch
-is entered twice. Behind it stand the microseconds that are added, the ratio of the wall times, the others, and plain PyTorch against
-itself, which says how far all this can be trusted. Goals:
+The step is forward, backward, AdamW and LambdaLR of two small layers, about 300 us of plain PyTorch on an idle core, so that overhead
+is visible. The figure is the median, over many short rounds, of ours / plain within one pass (see `turns.py`), in CPU time; plain PyTorch
+runs twice. It is followed by the added microseconds, the ratio of the wall times, the others, and plain PyTorch against
+itself, which shows the noise. Goals:
 
 - one process, prepared, and under `accumulate`       at most 1.02 x plain PyTorch
 - our calls alone, in a step where torch does nothing  at most 5 us more than the same calls without us
-- two processes, guard and beacon on                   at most 1.03 x plain DistributedDataParallel; accumulation of 4 too
+- two processes, guard and heartbeat on                at most 1.03 x plain DistributedDataParallel; accumulation of 4 too
 
-Our calls alone are what the ratio to the same calls without us says at the pace of the best round. They are warm, as nothing comes between
-them; in a real step, where torch's work has emptied the caches, the same calls take three to five times as long.
+The time of our calls alone is the ratio to the same calls without Slipstream, at the pace of the best round. Caches are warm there; in a
+real step, where torch's work has emptied the caches, the same calls take three to five times as long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BARE = {"ours": "our calls in a step, alone", "ours, accumulate": "our calls in 
 
 
 def measure(ranks: int, quick: bool = False, profile: Path | None = None) -> Rounds:
-    """One job that measures everything."""
+    """Run one job that measures everything."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rounds.json"
         words = [str(output), "--builds", "3" if quick else "7", "--rounds", "200" if quick else "500", "--calls", "2"]
@@ -51,7 +51,7 @@ def measure(ranks: int, quick: bool = False, profile: Path | None = None) -> Rou
 
 
 def figures(rounds: Rounds, ranks: int) -> list[Figure]:
-    """Ours against plain PyTorch, with what the others need behind it."""
+    """Return our figures against plain PyTorch, followed by the others."""
     found = []
     for (wanted, case, name), (what, goal) in WHAT.items():
         if wanted == ranks:

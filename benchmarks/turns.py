@@ -1,12 +1,12 @@
-"""Contenders that take turns: short rounds of calls, timed by wall and by CPU, in one process or in several that go in step.
+"""Interleaved timing of contenders: short rounds of calls, in wall and CPU time, in one process or in several in step.
 
-A round of a contender is a few calls; in one pass every contender has a round, each pass in another order. The CPU time is that of the
+A round of a contender is a few calls; in one pass every contender has a round, in changing order. The CPU time is that of the
 whole process, its helper threads included. On several ranks a round begins with a barrier, and what counts is the mean of the ranks' CPU
 times and the longest of their wall times. Garbage is collected between rounds, not in them.
 
-Rounds are short (about a millisecond) so that those of one pass see the same machine: on cores that are shared with other work, the time
-of one and the same code moves by a half from second to second, while the ratio of neighbouring rounds stays. So contenders are compared
-within each pass, and the median over all passes is the figure; the same code entered twice shows how far that can be trusted.
+Rounds are short (about a millisecond) so that those of one pass see the same machine: on shared cores the time
+of the same code varies by a half from second to second, while the ratio of neighbouring rounds is stable. So contenders are compared
+within each pass, and the median over all passes is the figure; the same code entered twice shows the noise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Times:
 
 
 def in_turns(contenders: dict[str, Contender], rounds: int, calls: int, barrier: Callable[[], Any] = lambda: None) -> dict[str, Times]:
-    """Times of all contenders on this rank; each runs once before anything is timed."""
+    """Return the times of all contenders on this rank; each runs once before timing."""
     names = list(contenders)
     shuffle = random.Random(0).shuffle  # the same on every rank
     found = {name: Times() for name in names}
@@ -69,7 +69,7 @@ def in_turns(contenders: dict[str, Contender], rounds: int, calls: int, barrier:
 
 
 def joined(ranks: Iterable[dict[str, Any]]) -> dict[str, Clocks]:
-    """The times of several ranks as one: the mean of their CPU times, the longest of their wall times."""
+    """Combine the times of several ranks: the mean of their CPU times, the longest of their wall times."""
     every = list(ranks)
     return {
         name: {
@@ -81,7 +81,7 @@ def joined(ranks: Iterable[dict[str, Any]]) -> dict[str, Clocks]:
 
 
 def ratio(times: list[float], base: list[float]) -> float:
-    """The median of the ratios within each pass.
+    """Return the median of the ratios within each pass.
 
     >>> ratio([2.0, 3.0, 40.0], [1.0, 2.0, 20.0])
     2.0
@@ -90,7 +90,7 @@ def ratio(times: list[float], base: list[float]) -> float:
 
 
 def added(times: list[float], base: list[float]) -> float:
-    """The median of the differences within each pass.
+    """Return the median of the differences within each pass.
 
     >>> added([2.0, 3.0, 40.0], [1.0, 2.0, 20.0])
     1.0
@@ -102,7 +102,7 @@ def added(times: list[float], base: list[float]) -> float:
 
 
 def against_plain(what: str, goal: float | None, times: dict[str, Clocks], name: str) -> Figure:
-    """A contender of ours against plain PyTorch, which was entered twice; behind it the others, and plain PyTorch against itself."""
+    """Compare our contender with plain PyTorch, which runs twice; then the others, and plain PyTorch with itself."""
     first, second = times["plain"], times["plain, again"]
     plain = {clock: first[clock] + second[clock] for clock in first}
     ours = _twice(times[name])
@@ -115,7 +115,7 @@ def against_plain(what: str, goal: float | None, times: dict[str, Clocks], name:
 def compared(
     what: str, goal: float | None, ours: Clocks, theirs: Clocks, other: str, behind: Iterable[str] = (), clock: str = "cpu"
 ) -> Figure:
-    """A contender against another by one of the clocks; behind it what is added, and the ratio by the other clock."""
+    """Compare two contenders by one of the clocks, followed by the difference, and the ratio by the other clock."""
     beside = "wall" if clock == "cpu" else "cpu"
     more = added(ours[clock], theirs[clock]) * 1e6
     words = [f"{more:+.3g} us" if abs(more) < 100 else f"{more:+.0f} us", f"{beside} {ratio(ours[beside], theirs[beside]):.2f}", *behind]

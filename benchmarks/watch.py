@@ -1,10 +1,10 @@
-"""`slipstream watch` with eight runs of 100,000 points, while more points arrive: its memory, and how long answers take.
+"""`slipstream watch` with eight runs of 100,000 points, while more points arrive: its memory and response times.
 
     python benchmarks/watch.py [--quick] [--json FILE]
 
 Each run has a file of 100,000 lines with two values each and 4,000 seconds of a ledger of four ranks; during the measurement every run gets
-a hundred lines a second more, a page listens to the events, and views of all runs are asked for in turn, whole ones, and curves of a part
-as when one zooms in. Goals:
+a hundred lines a second more, a page listens to the events, and views of all runs are requested in turn: whole ones, and zoomed
+curves. Goals:
 
 - memory of the process, after it has read everything and answered    at most 200 MB
 - an answer, p99                                                      at most 100 ms
@@ -79,7 +79,7 @@ def ask(connection: http.client.HTTPConnection, path: str) -> tuple[float, int]:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Starts the command, asks, and gives back the figures."""
+    """Start the command, send requests, and return the figures."""
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / "runs" / f"run-{number}" for number in range(RUNS)]
         make(folders[0], POINTS)

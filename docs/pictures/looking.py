@@ -1,6 +1,6 @@
-"""Chromium without a window, asked for pages and pictures; nothing is downloaded, and nothing leaves this machine.
+"""Headless Chromium for tests and pictures of the report; nothing is downloaded, and nothing leaves this machine.
 
-`chromium(profile)` starts it, `Looker(driver, page)` opens a page and waits for conditions, never for a while.
+`chromium(profile)` starts it, `Looker(driver, page)` opens a page and waits for conditions, never for a fixed time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 PATIENCE = 60
-"""Seconds until a condition that never comes is a failure; no condition takes long."""
+"""Seconds after which an unmet condition is a failure; no condition takes long."""
 
 PLOT = "const plot = slipstream.page.plots.find((one) => one.name === arguments[0]);"
 
@@ -42,7 +42,7 @@ FLAGS = (
 
 @contextmanager
 def chromium(profile: Path, width: int = 1280, height: int = 900) -> Iterator[Any]:
-    """A browser with an empty profile, ended at the end."""
+    """Open a browser with an empty profile, and close it at the end."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or "chromium"
     with warnings.catch_warnings():
@@ -78,18 +78,18 @@ class Looker:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", sizes)
 
     def ask(self, expression: str, *arguments: Any) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         return self.driver.execute_script(f"return {expression}", *arguments)
 
     def until(self, expression: str, *arguments: Any) -> Any:
-        """Waits until an expression is true, and returns its value."""
+        """Wait until an expression is true, and return its value."""
         return WebDriverWait(self.driver, PATIENCE, poll_frequency=0.02).until(lambda _: self.ask(expression, *arguments))
 
     def until_it(self, condition: Callable[[], Any]) -> Any:
         return WebDriverWait(self.driver, PATIENCE, poll_frequency=0.02).until(lambda _: condition())
 
     def settle(self) -> None:
-        """Two frames on: what the last key or move of the mouse asked for has been drawn."""
+        """Wait two frames: the effect of the last key or mouse move has been drawn."""
         self.driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))")
         self.until("!slipstream.page.planned")
 
@@ -100,19 +100,19 @@ class Looker:
         return list(self.driver.find_elements(By.CSS_SELECTOR, selector))
 
     def canvas(self, name: str) -> Any:
-        """The canvas of a chart, in sight and drawn."""
+        """Return the canvas of a chart, visible and drawn."""
         found = self.until("[...document.querySelectorAll('figure.chart')].find((one) => one.dataset.name === arguments[0])", name)
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
         self.until(f"(() => {{ {PLOT} return plot.visible && !plot.dirty }})()", name)
         return found.find_element(By.CSS_SELECTOR, "canvas[role=img]")
 
     def model(self, name: str) -> Any:
-        """What a chart says about itself, once everything that was asked for is drawn."""
+        """Return the text description of a chart, after pending drawing."""
         self.settle()
         return self.ask("slipstream.model(arguments[0])", name)
 
     def at(self, name: str, part: float) -> tuple[Any, int]:
-        """A place in a chart, as a part of its width between the axes: the canvas, and pixels from its middle, which actions want."""
+        """Return a position in a chart, given as a fraction of its width: the canvas, and pixels from its middle, for actions."""
         canvas = self.canvas(name)
         left, right, width = self.ask(f"(() => {{ {PLOT} return [plot.left, plot.right, plot.width] }})()", name)
         return canvas, round(left + part * (right - left) - width / 2)
@@ -132,13 +132,13 @@ class Looker:
         ActionChains(self.driver, duration=0).move_to_element_with_offset(canvas, middle, 0).double_click().perform()
 
     def click(self, selector: str) -> None:
-        """A click of the mouse on the first such element, which comes to the middle of the window."""
+        """Click on the first such element, after scrolling it to the middle of the window."""
         found = self.find(selector)
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
         found.click()
 
     def press(self, *keys: str, holding: str | None = None) -> None:
-        """Keys for what has the focus."""
+        """Send keys to the focused element."""
         chain = ActionChains(self.driver, duration=0)
         if holding:
             chain.key_down(holding)
@@ -149,7 +149,7 @@ class Looker:
         chain.perform()
 
     def picture(self, path: Path, top: float, height: float, width: float) -> None:
-        """A part of the page as a PNG, over its whole width."""
+        """Return a part of the page as a PNG, over its whole width."""
         clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
         shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip, "captureBeyondViewport": True})
         path.write_bytes(base64.b64decode(shot["data"]))

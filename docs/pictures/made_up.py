@@ -1,7 +1,7 @@
-"""A run that was never trained, written the way a real one writes: for pictures, tests and measurements of the report.
+"""A synthetic run folder: for pictures, tests and measurements of the report.
 
-Curves fall and wobble, one rank is slow for a while, data are late for a while, there are checkpoints, a restart and a value that is no
-number. Everything is drawn from one seed, so that the same call makes the same run.
+Curves fall with noise, one rank is slow for a while, data is late for a while, there are checkpoints, a restart and a
+NaN. Everything is drawn from one seed, so that the same call writes the same run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PHASES = ("data", "forward", "backward", "communication", "waiting", "optimizer"
 
 
 def make_run(folder: Path, *, steps: int = 3000, ranks: int = 4, seed: int = 0, rate: float = 3e-4, started: float = STARTED) -> Path:
-    """Writes a run folder and returns its path."""
+    """Write a run folder and return its path."""
     chance = random.Random(seed)
     (folder / "media").mkdir(parents=True)
     seconds = _ledger(folder, steps, ranks, chance, started)
@@ -59,7 +59,7 @@ def _metrics(folder: Path, steps: int, chance: random.Random, rate: float, start
 
 
 def _ledger(folder: Path, steps: int, ranks: int, chance: random.Random, started: float) -> float:
-    """Writes the ledger, and returns the seconds of a step (the mean)."""
+    """Write the ledger, and return the mean seconds of a step."""
     each = max(1, steps // 300)
     clock, rows = started, []
     for first in range(1, steps + 1, each):
@@ -172,7 +172,7 @@ def _documents(folder: Path, ranks: int, rate: float, seed: int, started: float,
 
 
 def picture(turns: float, size: int = 96) -> bytes:
-    """Two spirals as a PNG."""
+    """Return two spirals as a PNG."""
     rows = []
     for y in range(size):
         row = bytearray([0])

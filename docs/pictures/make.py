@@ -1,9 +1,9 @@
-"""Makes the pictures of the documentation: opens reports in chromium and takes PNGs of parts of them.
+"""Make the pictures of the documentation: open reports in Chromium and take PNGs of parts of them.
 
-    python docs/pictures/make.py                        those of docs/report.md, from runs that are made up (made_up.py)
+    python docs/pictures/make.py                        those of docs/report.md, from synthetic runs (made_up.py)
     python docs/pictures/make.py RUN... --name demo     demo-light.png and demo-dark.png, of real runs
 
-Needs chromium and its driver, and selenium. Nothing is asked from any network.
+Needs chromium and its driver, and selenium. Uses no network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGEST = 200_000
 
 
 def opened(driver: Any, page: Path, **options: Any) -> Looker:
-    """A page with all of its charts drawn, however far down they are, and smoothed a little."""
+    """Open a page with all of its charts drawn, and light smoothing."""
     width = options.pop("width", WIDTH)
     looker = Looker(driver, page, width=width, **options)
     looker.driver.execute_script(
@@ -38,7 +38,7 @@ def opened(driver: Any, page: Path, **options: Any) -> Looker:
 
 
 def section(looker: Looker, name: str, path: Path, after: str | None = None) -> None:
-    """One section, or from one to the beginning of another."""
+    """Take one section, or from one to the beginning of another."""
     top = looker.ask("document.getElementById(arguments[0]).getBoundingClientRect().top + scrollY", name) + 14
     edge = "top" if after else "bottom"
     bottom = looker.ask(f"document.getElementById(arguments[0]).getBoundingClientRect().{edge} + scrollY", after or name) + 14
