@@ -18,14 +18,17 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from slipstream.distributed.pytree import copy_with_values
+from slipstream.distributed.pytree import copy_with_values, is_namedtuple
 from slipstream.errors import StateError
 
-__all__ = ["StridedItems", "SplitPart", "SplitView", "count_with_padding", "count_per_rank", "restore_order", "split"]
+__all__ = [
+    "SplitPart", "SplitView", "StridedItems", "columns_of", "count_per_rank", "count_with_padding", "is_array", "is_instance_of",
+    "restore_order", "split",
+]
 
 
 def split(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) -> SplitPart:
-    """The part of `inputs` that belongs to `rank`.
+    """Return the part of `inputs` that belongs to `rank`.
 
     >>> [split(["a", "b", "c"], rank, 2).value for rank in range(2)]
     [['a', 'b'], ['c']]
@@ -46,7 +49,7 @@ def split(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) 
 
 
 def count_per_rank(total: int, world_size: int) -> list[int]:
-    """How many of `total` items each rank gets, sliced or dealt, without padding.
+    """Return how many of `total` items each rank gets, sliced or strided, without padding.
 
     >>> count_per_rank(10, 4)
     [3, 3, 2, 2]
@@ -56,7 +59,7 @@ def count_per_rank(total: int, world_size: int) -> list[int]:
 
 
 def count_with_padding(total: int, world_size: int, apply_padding: bool = False) -> list[int]:
-    """How many items each rank holds, padding included.
+    """Return how many items each rank holds, padding included.
 
     >>> count_with_padding(10, 4, apply_padding=True), count_with_padding(0, 4, apply_padding=True)
     ([3, 3, 3, 3], [0, 0, 0, 0])
@@ -66,9 +69,9 @@ def count_with_padding(total: int, world_size: int, apply_padding: bool = False)
 
 
 def restore_order(chunks: Sequence[Any], dealt: bool) -> Any:
-    """What every rank made of its part, one result per item and padding dropped, in the order of the input.
+    """Return the results of all ranks, one per item and without padding, in the order of the input.
 
-    Chunks of sliced inputs follow each other; those of a dealt-out iterable are interleaved. Tensors and arrays stay what they are.
+    Chunks of sliced inputs follow each other; those of a strided iterable are interleaved. Tensors and arrays stay what they are.
 
     >>> restore_order([["a", "c", "e"], ["b", "d"]], dealt=True)
     ['a', 'b', 'c', 'd', 'e']
@@ -88,14 +91,14 @@ def restore_order(chunks: Sequence[Any], dealt: bool) -> Any:
 
 @dataclass
 class _ItemTotal:
-    """How many items the whole input has; unknown while a dealt-out iterable has not been used up."""
+    """The number of items of the whole input; unknown until a strided iterable is exhausted."""
 
     total: int | None = None
 
 
 @dataclass(frozen=True)
 class SplitPart:
-    """What one rank got, and what is needed to put the results of all ranks back together.
+    """The part of one rank, and what is needed to put the results of all ranks back together.
 
     >>> part = split(range(5), 1, 2, apply_padding=True)
     >>> part.value, part.indices, part.padding, part.real_count()
@@ -103,17 +106,17 @@ class SplitPart:
     """
 
     value: Any
-    """The rank's piece; for a dealt-out iterable, the lazy stream of its items."""
+    """The rank's part; for a strided iterable, the lazy stream of its items."""
     rank: int
     world_size: int
     apply_padding: bool = False
     _tally: _ItemTotal = field(default_factory=_ItemTotal, repr=False)
     dealt: bool = False
-    """Items were dealt out in turn rather than sliced."""
+    """Items were assigned in turn rather than sliced."""
 
     @property
     def used_up(self) -> bool:
-        """The counts below are known: always for slices, and for a dealt-out iterable once this rank has come to its end."""
+        """Whether the counts are known: always for slices, and for a strided iterable once this rank has exhausted it."""
         return self._tally.total is not None
 
     @property
@@ -127,21 +130,21 @@ class SplitPart:
         return self._tally.total
 
     def real_counts(self) -> list[int]:
-        """How many items each rank got, without padding."""
+        """Return how many items each rank got, without padding."""
         return count_per_rank(self.total, self.world_size)
 
     def real_count(self) -> int:
-        """How many items this rank got, without padding."""
+        """Return how many items this rank got, without padding."""
         return self.real_counts()[self.rank]
 
     @property
     def padding(self) -> int:
-        """How many trailing items of this rank's piece only repeat another one."""
+        """How many trailing items of this rank's part repeat another one."""
         return count_with_padding(self.total, self.world_size, self.apply_padding)[self.rank] - self.real_count()
 
     @property
     def indices(self) -> list[int]:
-        """Where in the input each item of the piece came from; padding repeats a position."""
+        """The position in the input of each item of the part; padding repeats a position."""
         if self.dealt:
             return [*range(self.rank, self.total, self.world_size), *[self.total - 1] * self.padding]
         return _SlicePositions.of(self.total, self.rank, self.world_size, self.apply_padding).indices
@@ -155,7 +158,7 @@ class _SlicePositions:
     repeated: tuple[int, ...]
     """The position that is repeated as padding; none or one."""
     padded_somewhere: bool
-    """Some rank repeats an item, so the piece has to be of a type that can, on every rank."""
+    """Whether some rank repeats an item, so that the part has to be of a type that can, on every rank."""
 
     @classmethod
     def of(cls, total: int, rank: int, world_size: int, apply_padding: bool) -> _SlicePositions:
@@ -201,7 +204,7 @@ class SplitView(Sequence[Any]):
 
     @property
     def __getitems__(self) -> Callable[[list[int]], Any] | None:
-        """Fetching a whole batch at once, where the dataset can; a DataLoader asks for it and takes None for no."""
+        """Fetch a whole batch at once where the dataset can; None, as a DataLoader expects, where not."""
         fetch = getattr(self.source, "__getitems__", None)
         return fetch and (lambda positions: fetch([self.indices[position] for position in positions]))
 
@@ -266,42 +269,48 @@ def _refuse_unordered(inputs: Any, where: str) -> None:
         )
 
 
-def _is_instance_of(value: Any, module: str, name: str) -> bool:
-    """An instance of a class of a library, which can only be if the library is loaded."""
+def is_instance_of(value: Any, module: str, name: str) -> bool:
+    """Return whether a value is an instance of a library's class, without importing the library."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
 
+def is_array(value: Any) -> bool:
+    """Return whether a value is a torch tensor or a numpy array."""
+    return is_instance_of(value, "torch", "Tensor") or is_instance_of(value, "numpy", "ndarray")
+
+
 def _is_record(value: Any) -> bool:
-    """A mapping or a named tuple: columns side by side."""
-    return isinstance(value, Mapping) or (isinstance(value, tuple) and hasattr(value, "_fields"))
+    """Return whether a value is a mapping or a named tuple: columns side by side."""
+    return isinstance(value, Mapping) or is_namedtuple(value)
 
 
 def _is_hub_dataset(value: Any) -> bool:
-    """A Hugging Face dataset, whose rows are best taken with `select`. Data frames have a `select` that takes columns."""
+    """Return whether a value is a Hugging Face dataset (data frames have a `select` of columns)."""
     return callable(getattr(value, "select", None)) and hasattr(value, "features") and hasattr(value, "column_names")
 
 
 def _has_positions(value: Any) -> bool:
     # An IterableDataset may inherit a __getitem__ that only raises.
-    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not _is_instance_of(value, "torch.utils.data", "IterableDataset")
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not is_instance_of(value, "torch.utils.data", "IterableDataset")
 
 
-def _columns(record: Any) -> dict[Any, Any]:
+def columns_of(record: Any) -> dict[Any, Any]:
+    """Return the columns of a mapping or named tuple by name."""
     return dict(record.items()) if isinstance(record, Mapping) else dict(zip(record._fields, record, strict=True))
 
 
 def _length(value: Any, where: str) -> int:
-    """The number of items; of a record, the length that all its columns have in common."""
+    """Return the number of items; of a record, the common length of its columns."""
     _refuse_unordered(value, where)
     if _is_record(value):
-        return _common_length({f"{where}[{key!r}]": column for key, column in _columns(value).items()})
+        return _common_length({f"{where}[{key!r}]": column for key, column in columns_of(value).items()})
     if not _has_positions(value):
         raise TypeError(
             f"split_between_processes cuts a mapping or named tuple into rows, but there is {_a(value)}{_at(where)}, which has none. "
             f"Use columns of equal length (lists, tensors, arrays), or pass a list to split whole items."
         )
-    if (_is_instance_of(value, "torch", "Tensor") or _is_instance_of(value, "numpy", "ndarray")) and value.ndim == 0:
+    if is_array(value) and value.ndim == 0:
         raise TypeError(
             f"split_between_processes was given {_a(value)}{_at(where)} without dimensions, which has no rows to split. "
             f"Give it a dimension, for example with reshape(1)."
@@ -324,7 +333,7 @@ def _common_length(columns: dict[str, Any]) -> int:
 
 
 def _take_record(record: Any, cut: _SlicePositions) -> Any:
-    taken = {key: _take(column, cut) for key, column in _columns(record).items()}
+    taken = {key: _take(column, cut) for key, column in columns_of(record).items()}
     if isinstance(record, tuple):
         return type(record)._make(taken.values())  # type: ignore[attr-defined]
     if type(record) is dict or not isinstance(record, MutableMapping):
@@ -346,7 +355,7 @@ _TAKERS: tuple[tuple[Callable[[Any], bool], Callable[[Any, _SlicePositions], Any
     (lambda value: isinstance(value, list), lambda value, cut: value[cut.slice] + [value[index] for index in cut.repeated]),
     (lambda value: isinstance(value, tuple), lambda value, cut: value[cut.slice] + tuple(value[index] for index in cut.repeated)),
     (lambda value: isinstance(value, range), _take_range),
-    (lambda value: _is_instance_of(value, "torch", "Tensor") or _is_instance_of(value, "numpy", "ndarray"), _take_rows),
+    (is_array, _take_rows),
     (lambda value: hasattr(value, "iloc"), lambda value, cut: _take_rows(value.iloc, cut)),
     (_is_hub_dataset, lambda value, cut: value.select(cut.indices if cut.repeated else cut.span)),
     (lambda value: True, lambda value, cut: SplitView(value, cut.indices if cut.repeated else cut.span)),

@@ -8,7 +8,7 @@ rows: the last is padded by repeating its last row, and the padding is dropped f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from slipstream.distributed import pytree
 from slipstream.errors import ConfigError
 
-__all__ = ["STATIC_TYPES", "PipelineBatch", "pad_rows", "find_pippy_batch_size"]
+__all__ = ["PipelineBatch", "STATIC_TYPES", "find_pippy_batch_size", "has_rows", "pad_rows"]
 
 STATIC_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Values that become part of a traced program."""
@@ -24,16 +24,12 @@ _Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
 def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int | None:
-    """The number of rows in the arguments of a call: the first dimension of the first tensor that has one; None if there is none.
+    """Return the number of rows in the arguments of a call: the first dimension of the first tensor that has one, else None.
 
     >>> find_pippy_batch_size((3, torch.ones(8, 2)), {"mask": torch.ones(4)})
     8
     """
-    for value in (*args, *(kwargs or {}).values()):
-        for leaf in pytree.flatten(value):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-                return int(leaf.shape[0])
-    return None
+    return _count_rows(leaf for value in (*args, *(kwargs or {}).values()) for leaf in pytree.flatten(value))
 
 
 class PipelineBatch:
@@ -59,9 +55,11 @@ class PipelineBatch:
         structure = pytree.describe_structure(self.data, _describe_leaf)
         known = (cut or {}).get(structure)
         self.is_known = known is not None
-        """Whether an earlier call said which tensors are cut; else it was judged by their sizes."""
+        """Whether an earlier call said which tensors are cut; else their sizes decide."""
         tensors = self.tensors()
-        rows = find_pippy_batch_size(*self.data) if known is None else _rows_of([tensors[index] for index, cut in enumerate(known) if cut])
+        rows = find_pippy_batch_size(*self.data)
+        if known is not None:
+            rows = _count_rows(tensor for tensor, is_cut in zip(tensors, known, strict=False) if is_cut)
         if rows is None:
             raise ConfigError(
                 "there is no tensor with rows among the arguments of a pipeline: pass at least one tensor with a batch dimension, to "
@@ -70,11 +68,11 @@ class PipelineBatch:
         if rows == 0:
             raise ConfigError("a pipeline was called with a batch of no rows: pass at least one, or do not call it")
         self.rows = rows
-        self.is_cut = known or tuple(_has_rows(tensor, rows) for tensor in tensors)
+        self.is_cut = known or tuple(has_rows(tensor, rows) for tensor in tensors)
         """Of each tensor, whether it is cut into pieces."""
         self.cut = {structure: self.is_cut}
         for tensor, is_cut in zip(tensors, self.is_cut, strict=True):
-            if is_cut and not _has_rows(tensor, rows):
+            if is_cut and not has_rows(tensor, rows):
                 raise ConfigError(
                     f"a pipeline was called with a tensor of shape {tuple(tensor.shape)} in a batch of {rows} rows: in the example that it "
                     "was prepared with, this one had a row for each of the batch"
@@ -87,15 +85,15 @@ class PipelineBatch:
         """What has to be the same for a traced program to serve another call: all but the number of rows and the values."""
 
     def read_as(self, is_cut: tuple[bool, ...]) -> PipelineBatch:
-        """The same arguments with these tensors cut."""
+        """Return the same arguments with these tensors cut."""
         return PipelineBatch(*self.data, dict.fromkeys(self.cut, is_cut), note=self._note)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors in the order in which every process walks them, without a history of gradients."""
+        """Return the tensors in the order that all processes use, detached."""
         return [leaf.detach() for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def labels(self, model: torch.nn.Module) -> list[str]:
-        """What the tensors are called in the signature of the model.
+        """Return the names of the tensors in the signature of the model.
 
         >>> PipelineBatch((torch.ones(2, 3),), None).labels(torch.nn.Linear(3, 1))
         ['input']
@@ -116,12 +114,12 @@ class PipelineBatch:
         return any(leaf.requires_grad for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     def shapes(self, rows: int) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shape and type of every tensor in a piece of so many rows; what is not cut has one row, which is the whole of it."""
+        """Return shape and dtype of every tensor in a microbatch of so many rows; what is not cut has one row, the whole of it."""
         pairs = zip(self.tensors(), self.is_cut, strict=True)
         return [(torch.Size((rows, *tensor.shape[1:]) if cut else (1, *tensor.shape)), tensor.dtype) for tensor, cut in pairs]
 
     def pieces(self, rows: int, device: torch.device) -> list[torch.Tensor]:
-        """The tensors with their rows filled up to whole pieces; those that are not cut, as one row for each piece."""
+        """Return the tensors padded to whole microbatches; those that are not cut, as one row for each microbatch."""
         count = self.count(rows)
         there = [tensor.to(device).contiguous() for tensor in self.tensors()]
         return [
@@ -130,11 +128,11 @@ class PipelineBatch:
         ]
 
     def count(self, rows: int) -> int:
-        """How many pieces of so many rows there are."""
+        """Return the number of microbatches of so many rows."""
         return -(-self.rows // rows)
 
     def build(self) -> _Build:
-        """Gives the arguments with other tensors in the place of these; holds none of these."""
+        """Return a function that builds the arguments with other tensors; it holds none of these."""
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in self.leaves]
         plain = [None if tensor else leaf for leaf, tensor in zip(self.leaves, is_tensor, strict=True)]
         frame = pytree.unflatten(self.data, plain)
@@ -146,12 +144,13 @@ class PipelineBatch:
         return build
 
 
-def _rows_of(tensors: Sequence[torch.Tensor]) -> int | None:
-    return next((int(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0), None)
+def _count_rows(leaves: Iterable[Any]) -> int | None:
+    return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
 
 
-def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == rows
+def has_rows(leaf: Any, rows: int) -> bool:
+    """Return whether a leaf is a tensor with so many rows."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
 def _describe_leaf(leaf: Any) -> str:
@@ -171,7 +170,7 @@ def _describe_static(tensor: torch.Tensor, is_cut: bool) -> str:
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A tensor with its last row repeated until it has so many.
+    """Return a tensor with its last row repeated until it has so many.
 
     >>> pad_rows(torch.tensor([1, 2]), 4)
     tensor([1, 2, 2, 2])

@@ -28,7 +28,7 @@ from slipstream.distributed.call_site import call_site
 from slipstream.distributed.guard import Body, CollectiveCall, announce_failure
 from slipstream.distributed.state import AcceleratorState
 from slipstream.errors import ConfigError, DistributedOperationException, StateError
-from slipstream.inference.microbatches import PipelineBatch, find_pippy_batch_size, pad_rows
+from slipstream.inference.microbatches import PipelineBatch, find_pippy_batch_size, has_rows, pad_rows
 from slipstream.inference.stage_plan import find_no_split_classes, generate_device_map, order_blocks, partition_evenly
 from slipstream.inference.trace import TracedStage, check_rows, fill_stage_weights, free_weights, list_called_modules, resolve_rows, trace
 from slipstream.logging import get_logger
@@ -61,7 +61,7 @@ class Pipeline:
         self.device = find_stage_device(state)
         self._state = state
         self._cut: dict[str, tuple[bool, ...]] = {}
-        self._settled: dict[str, tuple[bool, ...]] = {}
+        self._readings: dict[str, tuple[bool, ...]] = {}
         self._programs: dict[str, _StageProgram] = {}
         self._watch = state.runtime.watch(_STEP, state.limits)
         self._logger = get_logger(__name__)
@@ -69,7 +69,7 @@ class Pipeline:
     # -- programs -------------------------------------------------------------------------------------------------
 
     def prepare(self, batch: PipelineBatch) -> None:
-        """Traces the program for batches of this form, if there is none; all processes come here together."""
+        """Trace the program for batches of this form, if there is none; a collective."""
         self.names = self._program(batch).traced.names
         self._cut = batch.cut
 
@@ -82,13 +82,12 @@ class Pipeline:
             del self._programs[next(iter(self._programs))]
             self._logger.warning_once(
                 f"this pipeline has seen more than {_KEPT_PROGRAMS} forms of input, and traces each that it does not remember: pad "
-                "sequences to a "
-                "few lengths"
+                "sequences to a few lengths"
             )
         return found
 
     def _make(self, batch: PipelineBatch) -> _StageProgram:
-        state, channel = self._state, self._state.channel()
+        state = self._state
         rows = -(-batch.rows // self.num_chunks)
         if self._programs:
             self._logger.info(f"tracing the pipeline again, for {batch.form} in pieces of {rows} rows")
@@ -97,17 +96,15 @@ class Pipeline:
                 traced = trace(self.model, batch, rows, self.device, self.split_points, state.process_index)
             fill_stage_weights(traced.module, self.model)
             made = _StageProgram(traced, state.process_index, self.device)
-        except Exception as error:  # the others must hear of it, whatever it is
-            raise announce_failure(channel, state.limits, _TRACE, error) from error.__cause__
-        text = f"{batch.form} {rows} {[sorted(names) for names in traced.names]} {traced.wires} {traced.shapes}"
-        with channel.turn(CollectiveCall(_TRACE, text, call_site(), lambda: f"{_TRACE} {text}"), state.limits) as turn:
-            turn.exchange(Body())
+        except Exception as error:  # the others have to raise too
+            raise announce_failure(state.channel(), state.limits, _TRACE, error) from error.__cause__
+        _check_same(state, _TRACE, f"{batch.form} {rows} {[sorted(names) for names in traced.names]} {traced.wires} {traced.shapes}")
         return made
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model for this batch: on the last process, or with `gather_output` on all; elsewhere None."""
+        """Return the output of the model for this batch: on the last process, or with `gather_output` on all; elsewhere None."""
         traced, tensors, rows = self._step(args, kwargs)
         if self.gather_output:
             state, last = self._state, self._state.num_processes - 1
@@ -116,7 +113,7 @@ class Pipeline:
         return None if tensors is None else traced.built(tensors)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model for this batch, on the last process; elsewhere None."""
+        """Return the output of the model for this batch on the last process; elsewhere None."""
         traced, tensors, _ = self._step(args, kwargs)
         return None if tensors is None else traced.built(tensors)
 
@@ -131,38 +128,36 @@ class Pipeline:
         except DistributedOperationException:
             raise
         except BaseException as error:
-            self._tell(error)
+            self._give_up(error)
             raise
         return program.traced, None if joined is None else [tensor[: batch.rows] for tensor in joined], batch.rows
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineBatch:
-        """The batch, when every process has brought one of this form and size."""
+        """Return the batch, when every process has one of this form and size."""
         state = self._state
         try:
-            batch = self._settle(PipelineBatch(args, kwargs, self._cut, note=describe_autocast(self.device)))
+            batch = self._resolve(PipelineBatch(args, kwargs, self._cut, note=describe_autocast(self.device)))
         except ConfigError as error:
             raise announce_failure(state.channel(), state.limits, _STEP, error) from None
-        text = f"{batch.rows} rows of {batch.form}"
-        with state.channel().turn(CollectiveCall(_STEP, text, call_site(), lambda: f"{_STEP} {text}"), state.limits) as turn:
-            turn.exchange(Body())
+        _check_same(state, _STEP, f"{batch.rows} rows of {batch.form}")
         if batch.needs_gradients:
             self._logger.warning_once("a pipeline is for inference: its output carries no gradients, although an input asks for them")
         return batch
 
-    def _settle(self, batch: PipelineBatch) -> PipelineBatch:
-        """A batch of another structure than the example's, with what is cut of it settled; once for each form."""
+    def _resolve(self, batch: PipelineBatch) -> PipelineBatch:
+        """Return a batch of another structure than the example's with what is cut of it resolved; once for each form."""
         if batch.is_known or sum(batch.is_cut) < 2:
             return batch
         key = f"{batch.rows} {batch.form}"
-        if key not in self._settled:
-            if len(self._settled) >= _KEPT_READINGS:
-                self._settled.clear()
+        if key not in self._readings:
+            if len(self._readings) >= _KEPT_READINGS:
+                self._readings.clear()
             with original_forward(self.model):
-                self._settled[key] = resolve_rows(self.model, batch, self.device).is_cut
-        return batch.read_as(self._settled[key])
+                self._readings[key] = resolve_rows(self.model, batch, self.device).is_cut
+        return batch.read_as(self._readings[key])
 
-    def _tell(self, error: BaseException) -> None:
-        """Ends the waits of the other processes: they need what this stage did not give."""
+    def _give_up(self, error: BaseException) -> None:
+        """End the waits of the other processes, which need the output of this stage."""
         if not self._state.runtime.is_open:
             return  # nobody waits in a group that is closed
         channel: Any = self._state.channel()
@@ -171,20 +166,36 @@ class Pipeline:
         channel.give_up(reason)
 
 
+def _check_same(state: AcceleratorState, operation: str, text: str) -> None:
+    """Raise on every process if they do not all come here with the same text."""
+    call = CollectiveCall(operation, text, call_site(), lambda: f"{operation} {text}")
+    with state.channel().turn(call, state.limits) as turn:
+        turn.exchange(Body())
+
+
+@contextmanager
+def _failure_announced(state: AcceleratorState) -> Iterator[None]:
+    """Make all processes raise if one fails in the block."""
+    try:
+        yield
+    except Exception as error:
+        raise announce_failure(state.channel(), state.limits, _PREPARE, error) from error.__cause__
+
+
 def find_stage_device(state: AcceleratorState) -> torch.device:
-    """Where the stage of this process runs: its device, unless the processes talk over another family's backend."""
+    """Return where the stage of this process runs: its device, unless the group uses the backend of another family."""
     settings = state.runtime.settings
     return state.device if settings is None or settings.backend == state.backend else torch.device(CPU.type)
 
 
 def describe_autocast(device: torch.device) -> str:
-    """The autocast that a call is made under, in words: the types of what goes from stage to stage depend on it."""
+    """Return the active autocast as text: the dtypes between stages depend on it."""
     return f" under autocast to {torch.get_autocast_dtype(device.type)}" if torch.is_autocast_enabled(device.type) else ""
 
 
 @contextmanager
 def original_forward(model: torch.nn.Module) -> Iterator[None]:
-    """Within it a prepared model has the forward that it had before."""
+    """Give a prepared model its original forward inside of the block."""
     prepared = vars(model).pop("forward", None)
     original = getattr(prepared, "__wrapped__", None)
     if original is not None and getattr(original, "__func__", None) is not type(model).forward:
@@ -198,7 +209,7 @@ def original_forward(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _StageProgram:
-    """A traced program at work: torch's stage, and a schedule for each number of pieces."""
+    """A running program: torch's stage, and a schedule for each number of microbatches."""
 
     def __init__(self, traced: TracedStage, stage: int, device: torch.device) -> None:
         self.traced = traced
@@ -207,7 +218,7 @@ class _StageProgram:
         self._schedules: dict[int, ScheduleGPipe] = {}
 
     def _check(self, module: torch.nn.Module, _: Any, output: Any) -> None:
-        """What this stage gives is what the next one has room for: gloo would end a process that gets more."""
+        """Raise if this stage returns other shapes than the next one expects: gloo would abort a process that receives more."""
         given = output if isinstance(output, (tuple, list)) else (output,)
         found = [(tensor.shape, tensor.dtype) for tensor in given]
         if found != self.traced.gives:
@@ -216,7 +227,7 @@ class _StageProgram:
             )
 
     def run(self, tensors: list[torch.Tensor], count: int) -> list[torch.Tensor] | None:
-        """Passes pieces through this stage; the joined output on the last."""
+        """Run microbatches through this stage; return the joined output on the last."""
         schedule = self._schedules.get(count)
         if schedule is None:
             schedule = self._schedules[count] = ScheduleGPipe(self._stage, count)
@@ -243,15 +254,15 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> torch.nn.Module:
-    """Cuts a model into one stage per process and gives it back, ready to be called by all of them with the same arguments.
+    """Cut a model into one stage per process and return it, to be called by all of them with the same arguments.
 
     `split_points`: "auto" for stages of sizes that are as even as can be, or the names of the modules at whose beginning a new stage
     begins, one fewer than there are processes. `example_args` and `example_kwargs` show what the model is called with; their number of
-    rows, dealt into `num_chunks` pieces (as many as there are processes, if not given), is the size of piece that the stages work on. Give
+    rows, divided into `num_chunks` pieces (by default as many as processes), is the size of piece that the stages work on. Give
     an example as large as the batches that follow: more rows are more pieces. Only the last process gets the output, and the others None,
     unless `gather_output` is true.
 
-    The weights of the other stages are let go: they become tensors on the meta device.
+    The weights of the other stages are freed: they become tensors on the meta device.
 
     >>> model = prepare_pippy(torch.nn.Linear(3, 2).eval(), example_args=(torch.ones(4, 3),))
     >>> model(torch.ones(5, 3)).shape
@@ -269,17 +280,16 @@ def prepare_pippy(
     if not state.use_distributed:
         model.hf_split_points = []  # type: ignore[assignment]  # any attribute may be put on a module
         return _replace_forward(model, torch.no_grad()(model.forward))
-    try:
+    with _failure_announced(state):
         points = _split_points(model, split_points, no_split_module_classes, example_args or (), example_kwargs, num_chunks, state)
-    except Exception as error:  # of this process alone, maybe: the others must hear of it
-        raise announce_failure(state.channel(), state.limits, _PREPARE, error) from error.__cause__
     tied = find_tied_parameters(model)
     pipeline = build_pipeline(model, points, example_args or (), example_kwargs, num_chunks)
     pipeline.gather_output = bool(gather_output)
     for names in tied:
         stages = [number for number, held in enumerate(pipeline.names) if not held.isdisjoint(names)]
         if len(stages) > 1:
-            logger.warning("%s is one weight, used in the stages %s: each of them holds a copy", " = ".join(names), _join_numbers(stages))
+            used = f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
+            logger.warning("%s is one weight, used in the stages %s: each of them holds a copy", " = ".join(names), used)
     free_weights(model, pipeline.names[state.process_index])
     model.hf_split_points = points  # type: ignore[assignment]
     model.pippy_stage = pipeline  # type: ignore[assignment]
@@ -293,34 +303,26 @@ def build_pipeline(
     kwargs: Mapping[str, Any] | None = None,
     num_chunks: int | None = None,
 ) -> Pipeline:
-    """The stage of this process, of a model that is cut at the beginning of the named modules: `step(*args, **kwargs)` runs a batch.
+    """Return the stage of this process, of a model cut at the beginning of the named modules: `step(*args, **kwargs)` runs a batch.
 
     All processes call it, and every `step`, with the same arguments. The model keeps its weights; those of this stage are shared with it.
     """
     state = AcceleratorState()
     if not state.use_distributed:
         raise ConfigError("build_pipeline needs two processes or more; one runs the model as it is (prepare_pippy does)")
-    try:
-        with original_forward(model):
-            batch = resolve_rows(
-                model, PipelineBatch(args, kwargs, note=describe_autocast(find_stage_device(state))), find_stage_device(state)
-            )
-        chunks = _chunks(num_chunks, state)
+    device = find_stage_device(state)
+    with _failure_announced(state), original_forward(model):
+        batch = resolve_rows(model, PipelineBatch(args, kwargs, note=describe_autocast(device)), device)
         points = _checked_split_points(model, split_points, state.num_processes)
-    except Exception as error:
-        raise announce_failure(state.channel(), state.limits, _PREPARE, error) from error.__cause__
-    pipeline = Pipeline(model, points, chunks, state)
+        pipeline = Pipeline(model, points, _chunks(num_chunks, state), state)
     pipeline.prepare(batch)
-    try:
-        with original_forward(model):
-            check_rows(model, batch)
-    except Exception as error:
-        raise announce_failure(state.channel(), state.limits, _PREPARE, error) from error.__cause__
+    with _failure_announced(state), original_forward(model):
+        check_rows(model, batch)
     return pipeline
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
-    """One call of a pipeline's `step` with as many rows as `num_chunks` divides, the last repeated, and those dropped from the output.
+    """Call a pipeline's `step` with rows padded to a multiple of `num_chunks`, and drop the padding from the output.
 
     With `gather_output` the output of the last process is given to all.
     """
@@ -330,18 +332,14 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     target = -(-rows // num_chunks) * num_chunks
 
     def fill(leaf: Any) -> Any:
-        return pad_rows(leaf, target) if _has_rows(leaf, rows) else leaf
+        return pad_rows(leaf, target) if has_rows(leaf, rows) else leaf
 
     output = forward(*pytree.map_leaves(fill, args), **pytree.map_leaves(fill, kwargs))
-    output = pytree.map_leaves(lambda leaf: leaf[:rows] if _has_rows(leaf, target) else leaf, output)
+    output = pytree.map_leaves(lambda leaf: leaf[:rows] if has_rows(leaf, target) else leaf, output)
     state = AcceleratorState()
     if not gather_output or not state.use_distributed:
         return output
     return collectives.broadcast_objects(state.channel(), state.limits, [output], state.num_processes - 1, operation="pipeline output")[0]
-
-
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
 # -- decisions of prepare ---------------------------------------------------------------------------------------------
@@ -360,9 +358,7 @@ def _split_points(
     if given is not None and given != "auto":
         return _checked_split_points(model, given, count)
     with original_forward(model):
-        batch = resolve_rows(
-            model, PipelineBatch(args, kwargs), find_stage_device(state), silent=True
-        )  # it is said when the stages are built
+        batch = resolve_rows(model, PipelineBatch(args, kwargs), find_stage_device(state), silent=True)  # `build_pipeline` warns
         called = list_called_modules(model, batch, -(-batch.rows // _chunks(num_chunks, state)), find_stage_device(state))
     blocks = order_blocks(model, find_no_split_classes(model, no_split), at_least=count, called=called)
     return [blocks[start].name for start in partition_evenly(blocks, count)[1:]]
@@ -388,7 +384,7 @@ def _checked_split_points(model: torch.nn.Module, given: str | Sequence[str], co
 
 
 def _hint(name: str, known: Collection[str]) -> str:
-    """What was meant, or what there is."""
+    """Return the nearest name, or the names there are."""
     same = [entry for entry in known if entry and entry.rpartition(".")[2] == name.rpartition(".")[2]]
     if same:
         return f"Did you mean {same[0]!r}?"
@@ -417,7 +413,3 @@ def _replace_forward(model: torch.nn.Module, forward: Callable[..., Any]) -> tor
 
     model.forward = run
     return model
-
-
-def _join_numbers(numbers: list[int]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

@@ -41,7 +41,7 @@ def generate_device_map(
     no_split_module_classes: Collection[str] | None = None,
     max_memory: Mapping[Any, int | str] | None = None,
 ) -> dict[str, int]:
-    """Which process gets which block of a model: contiguous stages of blocks as they were made, the largest as small as can be.
+    """Return which process gets which block of a model: contiguous stages, the largest as small as possible.
 
     `max_memory` limits stages by number, in bytes or as text ("2GB"); stages that it does not name are not limited.
 
@@ -60,7 +60,7 @@ def generate_device_map(
 
 
 def _outside(model: torch.nn.Module, blocks: Collection[str]) -> list[str]:
-    """The tensors that are in none of these blocks, by name."""
+    """Return the names of tensors that are in none of these blocks."""
     names = [name for tensors in (model.named_parameters, model.named_buffers) for name, _ in tensors(remove_duplicate=False)]
     return [name for name in names if not any(name[:end] in blocks for end, letter in enumerate(name) if letter == ".")]
 
@@ -73,7 +73,7 @@ def _limits(max_memory: Mapping[Any, int | str] | None, count: int) -> dict[int,
 
 
 def find_no_split_classes(model: torch.nn.Module, given: Collection[str] | None) -> frozenset[str]:
-    """The names of classes that are not cut inside: those that the caller names, else those that the model names itself."""
+    """Return the names of classes that are not cut inside: those of the caller, else those of the model."""
     return parse_class_names(given if given is not None else getattr(model, "_no_split_modules", None))
 
 
@@ -83,14 +83,16 @@ def find_no_split_classes(model: torch.nn.Module, given: Collection[str] | None)
 def order_blocks(
     model: torch.nn.Module, whole: Collection[str], *, at_least: int = 1, called: Mapping[str, int] | None = None
 ) -> list[StageBlock]:
-    """The blocks that hold weights, in the order of `called` (name -> turn) or, without it, in the order in which they were made.
+    """Return the blocks that hold weights, in the order of `called` (name -> turn) or, without it, of definition.
 
     Modules that are not called by themselves are no block; what they hold goes with the first one. There may be fewer than `at_least`.
     """
     turn = called if called is not None else {name: position for position, (name, _) in enumerate(model.named_modules())}
     units = list(_find_units(model, "", whole))
     while True:
-        blocks = _blocks_with_weights(model, sorted((name for name in units if name in turn), key=lambda name: turn[name]))
+        ordered = sorted((name for name in units if name in turn), key=lambda name: turn[name])
+        blocks = [StageBlock(name, _tensor_sizes(model.get_submodule(name))) for name in ordered]
+        blocks = [block for block in blocks if block.held]  # a cut before one without weights would leave a stage with nothing to do
         divisible = [block for block in blocks if _may_divide(model.get_submodule(block.name), whole)]
         if len(blocks) >= at_least or not divisible:
             return _with_remaining_tensors(model, blocks)
@@ -103,15 +105,13 @@ def _find_units(module: torch.nn.Module, prefix: str, whole: Collection[str]) ->
     children = list(module.named_children())
     alike = Counter(type(child) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
     for name, child in children:
-        divided = isinstance(child, _CONTAINERS) or (alike[type(child)] < 2 and _has_module_list(child))
+        divided = isinstance(child, _CONTAINERS) or (
+            alike[type(child)] < 2 and any(isinstance(inner, torch.nn.ModuleList) for inner in child.modules())
+        )
         if divided and _may_divide(child, whole):
             yield from _find_units(child, f"{prefix}{name}.", whole)
         else:
             yield f"{prefix}{name}"
-
-
-def _has_module_list(module: torch.nn.Module) -> bool:
-    return any(isinstance(entry, torch.nn.ModuleList) for entry in module.modules())
 
 
 def _may_divide(module: torch.nn.Module, whole: Collection[str]) -> bool:
@@ -119,18 +119,11 @@ def _may_divide(module: torch.nn.Module, whole: Collection[str]) -> bool:
     return not composite and type(module).__name__ not in whole and any(True for _ in module.children())
 
 
-def _blocks_with_weights(model: torch.nn.Module, names: Sequence[str]) -> list[StageBlock]:
-    """The blocks of these names that hold something: a cut before one that does not would leave a stage with nothing to do."""
-    blocks = (StageBlock(name, _tensor_sizes(model.get_submodule(name))) for name in names)
-    return [block for block in blocks if block.held]
-
-
 def _with_remaining_tensors(model: torch.nn.Module, blocks: list[StageBlock]) -> list[StageBlock]:
-    if not blocks:
-        return blocks
-    inside = {tensor for block in blocks for tensor in block.held}
-    rest = {tensor: size for tensor, size in _tensor_sizes(model).items() if tensor not in inside}
-    return [StageBlock(blocks[0].name, {**blocks[0].held, **rest}), *blocks[1:]]
+    inside = _union(blocks)
+    for block in blocks[:1]:
+        block.held.update({tensor: size for tensor, size in _tensor_sizes(model).items() if tensor not in inside})
+    return blocks
 
 
 def _tensor_sizes(module: torch.nn.Module) -> dict[Hashable, int]:
@@ -142,7 +135,7 @@ def _tensor_sizes(module: torch.nn.Module) -> dict[Hashable, int]:
 
 
 class _Partition(NamedTuple):
-    """A way to deal the first blocks into stages; compared by the largest stage, then by how even they are."""
+    """The first blocks divided into stages; compared by the largest stage, then by how even they are."""
 
     largest: int
     squares: int
@@ -150,15 +143,15 @@ class _Partition(NamedTuple):
 
 
 def partition_evenly(blocks: Sequence[StageBlock], count: int, limits: Mapping[int, int] | None = None) -> list[int]:
-    """Where each of `count` contiguous stages begins; `limits` bounds the bytes of stages by number.
+    """Return where each of `count` contiguous stages begins; `limits` bounds the bytes of stages by number.
 
     >>> partition_evenly([StageBlock(name, {position: size}) for position, (name, size) in enumerate(zip("abcd", [5, 1, 1, 3]))], 2)
     [0, 1]
     """
     if len(blocks) < count:
         raise ConfigError(
-            f"a model with {_count(len(blocks), 'block')} cannot be cut into {count} stages, one for each process: use at most "
-            f"{_count(len(blocks), 'process', 'processes')}, or name fewer classes in no_split_module_classes"
+            f"a model with {len(blocks)} block{'s' * (len(blocks) != 1)} cannot be cut into {count} stages, one for each process: use at "
+            f"most {len(blocks)} process{'es' * (len(blocks) != 1)}, or name fewer classes in no_split_module_classes"
         )
     limits = limits or {}
     best: list[_Partition | None] = [_Partition(0, 0, ()), *[None] * len(blocks)]
@@ -176,12 +169,8 @@ def partition_evenly(blocks: Sequence[StageBlock], count: int, limits: Mapping[i
     return list(found.starts)
 
 
-def _count(number: int, text: str, many: str = "") -> str:
-    return f"{number} {text if number == 1 else many or text + 's'}"
-
-
 def _best_end(blocks: Sequence[StageBlock], before: list[_Partition | None], end: int, limit: int | None) -> _Partition | None:
-    """The best way in which one more stage ends here, over all places where it may begin."""
+    """Return the best partition in which one more stage ends here, over all places where it may begin."""
     best: _Partition | None = None
     held: dict[Hashable, int] = {}
     size = 0

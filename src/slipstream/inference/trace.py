@@ -100,7 +100,7 @@ class _FlatModel(torch.nn.Module):
 
 
 def list_called_modules(model: torch.nn.Module, batch: PipelineBatch, rows: int, device: torch.device) -> dict[str, int] | None:
-    """The modules that are called for such a batch, in the order of their first calls, without computing anything.
+    """Return the modules that are called for such a batch, in the order of their first calls, without computing anything.
 
     None if that cannot be known without values. Errors of the model's own come out as they are.
     """
@@ -110,35 +110,34 @@ def list_called_modules(model: torch.nn.Module, batch: PipelineBatch, rows: int,
     def note(module: torch.nn.Module, _: Any) -> None:
         called.setdefault(names[module], len(called))
 
-    with (
-        _quiet_torch(),
-        _hooked(list(names), note),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        _fake_tensors(model, device) as mode,
-        mode,
-    ):
-        try:
-            _FlatModel(model, batch, lambda _: None)(*_examples(batch, rows, device))
-        except _DATA_DEPENDENT_ERRORS:
-            return None
+    try:
+        with _hooked(list(names), note):
+            _run_on_fakes(model, batch, rows, device)
+    except _DATA_DEPENDENT_ERRORS:
+        return None
     return called
 
 
-def explain_misfit(model: torch.nn.Module, batch: PipelineBatch, rows: int, device: torch.device) -> str | None:
-    """Why the model does not run with so many rows in the tensors that are cut, and give as many of everything; nothing is computed."""
+def _run_on_fakes(model: torch.nn.Module, batch: PipelineBatch, rows: int, device: torch.device) -> Any:
+    """Return the output of the model for a batch of so many rows, with fake tensors."""
     given: list[Any] = []
     with _quiet_torch(), torch.inference_mode(False), torch.no_grad(), _fake_tensors(model, device) as mode, mode:
-        try:
-            _FlatModel(model, batch, given.append)(*_examples(batch, rows, device))
-        except Exception as error:  # of any kind: shapes that do not go together are reported in many ways
-            return f"{type(error).__name__}: {error}"
-    shapes = [leaf.shape for leaf in pytree.flatten(given[-1]) if isinstance(leaf, torch.Tensor)]
+        _FlatModel(model, batch, given.append)(*_examples(batch, rows, device))
+    return given[-1]
+
+
+def explain_misfit(model: torch.nn.Module, batch: PipelineBatch, rows: int, device: torch.device) -> str | None:
+    """Return why the model does not run with so many rows in the tensors that are cut, or does not return as many; nothing is computed."""
+    try:
+        output = _run_on_fakes(model, batch, rows, device)
+    except Exception as error:  # of any kind: shapes that do not go together are reported in many ways
+        return f"{type(error).__name__}: {error}"
+    shapes = [leaf.shape for leaf in pytree.flatten(output) if isinstance(leaf, torch.Tensor)]
     return next((f"an output of shape {tuple(shape)} for {rows} rows" for shape in shapes if shape[:1] != (rows,)), None)
 
 
 def trace(model: torch.nn.Module, batch: PipelineBatch, rows: int, device: torch.device, points: Sequence[str], stage: int) -> TracedStage:
-    """The program of a model, cut where the modules of these names are first called."""
+    """Trace a model, cut where the modules of these names are first called."""
     given: list[Any] = []
     program = _FlatModel(model, batch, given.append)
     split: set[torch.nn.Module] = set()
@@ -171,7 +170,7 @@ def trace(model: torch.nn.Module, batch: PipelineBatch, rows: int, device: torch
 
 
 def fill_stage_weights(module: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Puts the weights of the model into a traced stage, where the tracer has left fakes."""
+    """Put the weights of the model into a traced stage, where the tracer has left fakes."""
     for name, tensors, key, _ in list(_stage_fakes(module)):
         tensor = _tensor(model, name)
         if tensor.is_meta:
@@ -184,7 +183,7 @@ def fill_stage_weights(module: torch.nn.Module, model: torch.nn.Module) -> None:
 
 
 def free_weights(model: torch.nn.Module, names: Collection[str]) -> None:
-    """Frees the memory of every tensor of the model that is not one of the named: it becomes one on the meta device."""
+    """Move every tensor of the model that is not named to the meta device."""
     kept = {id(_tensor(model, name)) for name in names}
     gone: dict[int, torch.Tensor] = {}
     for _, tensors, key, tensor in list(_tensor_places(model)):
@@ -204,7 +203,7 @@ def _examples(batch: PipelineBatch, rows: int, device: torch.device) -> list[tor
 
 @contextmanager
 def _fake_tensors(model: torch.nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
-    """Within it the model holds fakes in the place of its tensors: same shapes, no memory; one for each that is shared."""
+    """Replace the tensors of the model by fakes inside of the block: same shapes, no memory; one for each that is shared."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}
     places = [(tensors, key, tensor) for _, tensors, key, tensor in _tensor_places(model)]
@@ -223,7 +222,7 @@ def _fake_tensors(model: torch.nn.Module, device: torch.device) -> Iterator[Fake
 
 
 def _tensor_places(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """Every tensor of a module with its name and where it is kept; shared ones under each of their names."""
+    """Yield every tensor of a module with its name and the dict that holds it; shared ones under each of their names."""
     for prefix, entry in module.named_modules(remove_duplicate=False):
         for tensors in (entry._parameters, entry._buffers):
             for key, tensor in tensors.items():
@@ -232,7 +231,7 @@ def _tensor_places(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any
 
 
 def _stage_fakes(stage: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """The tensors of a stage that stand for one of the model, by their names there; constants of the program are real."""
+    """Yield the tensors of a stage that stand for one of the model, by their names there; constants are real."""
     for name, tensors, key, tensor in _tensor_places(stage):
         if isinstance(tensor, FakeTensor):
             yield name.removeprefix(_PREFIX), tensors, key, tensor
@@ -257,15 +256,17 @@ def _hooked(modules: Sequence[torch.nn.Module], hook: Callable[[torch.nn.Module,
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Silence for what torch logs of errors that come out of here too, and for warnings about itself."""
+    """Silence what torch logs of errors that are raised here too, and its warnings about itself."""
     with ExitStack() as after, warnings.catch_warnings():
         for name in ("torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))):
             logger = logging.getLogger(name)
             if not logger.disabled:
                 logger.disabled = True
                 after.callback(setattr, logger, "disabled", False)
+        # torch internals: torch.export prints the graph up to an error, and has no switch for it. Tried on torch 2.13;
+        # tests/inference/test_pipeline_failures.py notices a change. It can go when torch logs instead.
         tracer = vars(importlib.import_module("torch.export._trace"))
-        tracer["print"] = lambda *words, **options: None  # it prints the graph up to an error; what a model prints is shown
+        tracer["print"] = lambda *words, **options: None  # in that module alone: what a model prints is shown
         after.callback(tracer.pop, "print", None)
         for text in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=re.escape(text))
@@ -296,7 +297,7 @@ def _untraceable(model: torch.nn.Module, batch: PipelineBatch, rows: int, error:
 
 
 def _model_line(error: BaseException) -> str:
-    """The line of the model at which an error was raised."""
+    """Return the line of the model at which an error was raised."""
     inside = os.path.dirname(torch.__file__) + os.sep
     told = extract_tb(error.__traceback__)
     frames = [
@@ -320,7 +321,7 @@ def _check_count(pipe: Pipe, model: torch.nn.Module, points: Sequence[str], reac
 
 
 def _output(output: Any, rows: int) -> tuple[Any, list[bool], list[tuple[torch.Size, torch.dtype]]]:
-    """The structure of what a model gave for a piece, with nothing of the tensors but their shapes."""
+    """Return the structure of an output for a microbatch, which leaves are tensors, and their shapes."""
     leaves = pytree.flatten(output)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     shapes = [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -342,14 +343,16 @@ def _output(output: Any, rows: int) -> tuple[Any, list[bool], list[tuple[torch.S
 
 
 def _run_as_code(stage: torch.nn.Module) -> None:
-    """The parts of a stage run as the Python that was made of them; torch would walk their graphs, which takes five times as long."""
+    """Run the parts of a stage as generated Python; torch would interpret their graphs, which takes five times as long."""
+    # torch internals: `_run_with_interpreter` of torch.distributed.pipelining. Tried on torch 2.13; without it stages are slower, and
+    # tests/inference/test_pipeline.py compares the outputs. It can go when pipelining runs generated code.
     for part in stage.modules():
         if "_run_with_interpreter" in vars(part) and "self" not in part._modules:  # its result would be called self in that Python
             vars(part)["_run_with_interpreter"] = False
 
 
 def _connect_stages(graph: torch.fx.Graph, modules: Sequence[Any]) -> list[str]:
-    """Settles what goes from stage to stage: contiguous, and taken by a stage in the order in which each other stage gives it.
+    """Make what goes from stage to stage contiguous, and received in the order in which each other stage sends it.
 
     Torch's stages send what they give in the order of their outputs and receive in the order of their inputs; nothing but the order
     says which is which, so between two stages it has to be the same.
@@ -365,7 +368,7 @@ def _connect_stages(graph: torch.fx.Graph, modules: Sequence[Any]) -> list[str]:
 
 
 def _index(node: Any) -> int:
-    """Which of a stage's outputs a node of the outer graph is."""
+    """Return which of a stage's outputs a node of the outer graph is."""
     return int(node.args[1]) if node.target is operator.getitem else 0
 
 
@@ -393,7 +396,7 @@ def _stage_outputs(stage: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def _send_contiguous(stage: Any) -> None:
-    """Whatever leaves a stage is contiguous, which sending needs."""
+    """Make the outputs of a stage contiguous, which sending needs."""
     output = next(node for node in stage.graph.nodes if node.op == "output")
 
     def contiguous(node: Any) -> Any:
@@ -417,7 +420,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 def resolve_rows(model: torch.nn.Module, batch: PipelineBatch, device: torch.device, *, silent: bool = False) -> PipelineBatch:
-    """The batch, with those tensors whole that have no row per entry although their first dimension is that of the batch.
+    """Return the batch with those tensors whole that have no row per sample although their first dimension is that of the batch.
 
     >>> batch = PipelineBatch((torch.ones(4, 2), torch.ones(4, 2)), None)
     >>> resolve_rows(torch.nn.Bilinear(2, 2, 1), batch, torch.device("cpu")).is_cut
@@ -450,7 +453,7 @@ def resolve_rows(model: torch.nn.Module, batch: PipelineBatch, device: torch.dev
 def _possible_readings(
     model: torch.nn.Module, tried: Iterable[PipelineBatch], objection: Callable[[PipelineBatch], str | None]
 ) -> list[PipelineBatch]:
-    """The readings that nothing speaks against; what speaks against the others is logged for those who want to know."""
+    """Return the readings without an objection; objections to the others are logged at debug level."""
     left = []
     for entry in tried:
         why = objection(entry)
@@ -463,7 +466,7 @@ def _possible_readings(
 
 
 def _readings(batch: PipelineBatch) -> Iterator[tuple[bool, ...]]:
-    """Which of the tensors may be cut: more before fewer."""
+    """Yield which of the tensors may be cut: more before fewer."""
     places = [place for place, cut in enumerate(batch.is_cut) if cut]
     count = len(places)
     for size in range(count, 0, -1) if count <= _MOST_TRIED else (count, count - 1, count - 2, 1):
@@ -472,7 +475,7 @@ def _readings(batch: PipelineBatch) -> Iterator[tuple[bool, ...]]:
 
 
 def _unused_row_count(model: torch.nn.Module, batch: PipelineBatch) -> int:
-    """A number of rows above the batch's that is no size of anything here, nor a multiple of one."""
+    """Return a number of rows above the batch's that is no size of any tensor here, nor a multiple of one."""
     sizes = {size for tensor in (*batch.tensors(), *model.parameters(), *model.buffers()) for size in tensor.shape if size > 1}
     number = batch.rows + 1
     while number < 3 or any(number % size == 0 for size in sizes):
@@ -484,16 +487,15 @@ def _unused_row_count(model: torch.nn.Module, batch: PipelineBatch) -> int:
 
 
 def check_rows(model: torch.nn.Module, batch: PipelineBatch) -> None:
-    """Refuses a model that gives something else for the last rows of a batch than it gives for them in the whole batch.
+    """Raise if a model computes something else for the last rows of a batch alone than within the whole batch.
 
     A model of which a part has no memory, or that is on several devices, is not run.
     """
     apart = _row_difference(model, batch) if _can_run(model) else None
     if apart is None:
         return
-    names = batch.labels(model)
-    cut = [name for name, is_cut in zip(names, batch.is_cut, strict=True) if is_cut]
-    others = [name for name, is_cut in zip(names, batch.is_cut, strict=True) if not is_cut]
+    labels = list(zip(batch.labels(model), batch.is_cut, strict=True))
+    cut, others = ([name for name, is_cut in labels if is_cut is wanted] for wanted in (True, False))
     raise ConfigError(
         f"{type(model).__name__} gives other numbers for a part of the example than for all of it ({apart}), so a batch cannot go through "
         f"its stages in pieces. Taken as rows of the batch: {', '.join(cut)} ({batch.rows} of them); as whole: "
@@ -508,7 +510,7 @@ def _can_run(model: torch.nn.Module) -> bool:
 
 
 def _disagrees(model: torch.nn.Module, batch: PipelineBatch) -> str | None:
-    """Why this is not how the batch is to be read."""
+    """Return why this is not how the batch is to be read."""
     try:
         return _row_difference(model, batch)
     except Exception as error:  # of any kind: a part that does not run is no part
@@ -516,14 +518,13 @@ def _disagrees(model: torch.nn.Module, batch: PipelineBatch) -> str | None:
 
 
 def _row_difference(model: torch.nn.Module, batch: PipelineBatch) -> str | None:
-    """How the output for the last half of the rows differs from these rows of the output for all; None if it does not."""
+    """Return how the output for the last half of the rows differs from these rows of the whole output; None if it does not."""
     tensors = [*model.parameters(), *model.buffers()]
     here, rows = tensors[0].device, batch.rows // 2
     if not rows:
         return None
-    given = [
-        _with_distinct_rows(tensor.to(here)) if cut else tensor.to(here) for tensor, cut in zip(batch.tensors(), batch.is_cut, strict=True)
-    ]
+    pairs = zip(batch.tensors(), batch.is_cut, strict=True)
+    given = [_with_distinct_rows(tensor.to(here)) if cut else tensor.to(here) for tensor, cut in pairs]
     part = [tensor[-rows:] if cut else tensor for tensor, cut in zip(given, batch.is_cut, strict=True)]
     whole = _outputs(model, batch, given)
     types = {tensor.dtype for tensor in (*tensors, *whole) if tensor.is_floating_point() or tensor.dtype is torch.int8}
@@ -535,7 +536,7 @@ def _row_difference(model: torch.nn.Module, batch: PipelineBatch) -> str | None:
 
 
 def _with_distinct_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows that are all the same, as in an example of zeros, hide that they are mixed: they get something to differ in."""
+    """Make equal rows differ, as in an example of zeros: they would hide that the model mixes rows."""
     if not tensor.is_floating_point() or not bool((tensor == tensor[:1]).all()):
         return tensor
     steps = torch.linspace(0.0, 0.5, tensor.shape[0], dtype=tensor.dtype, device=tensor.device)
@@ -550,7 +551,7 @@ def _outputs(model: torch.nn.Module, batch: PipelineBatch, tensors: Sequence[tor
 
 
 def _describe_difference(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], close: float) -> str | None:
-    """How two outputs differ by more than rounding; None if they do not."""
+    """Return how two outputs differ by more than rounding; None if they do not."""
     for entry, other in zip(whole, part, strict=True):
         if entry.shape != other.shape:
             return f"shape {tuple(other.shape)} where {tuple(entry.shape)} was expected"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -36,22 +36,26 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: _Tied | None = None,
 ) -> None:
-    """Every module with tensors in it or below it, and without a hook, gets one that brings inputs to the device.
+    """Give every module with tensors in it or below it, and without a hook, one that brings inputs to the device.
 
     Below classes of `preload_module_classes` nothing is attached.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     >>> attach_execution_device_hook(model, "cpu")
-    >>> [hasattr(one, "_hf_hook") for one in model.modules()]
+    >>> [hasattr(inner, "_hf_hook") for inner in model.modules()]
     [True, True, False]
     """
-    whole = _classes(preload_module_classes)
-    if not hasattr(module, "_hf_hook") and next(find_slots(module, recurse=True), None) is not None:
-        add_hook_to_module(module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map))
-    if type(module).__name__ in whole:
-        return
-    for child in module.children():
-        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+    for _, inner in _walk(module, "", _classes(preload_module_classes)):
+        if not hasattr(inner, "_hf_hook") and next(find_slots(inner, recurse=True), None) is not None:
+            add_hook_to_module(inner, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map))
+
+
+def _walk(module: torch.nn.Module, name: str, whole: frozenset[str]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield a module and those below it, but not below modules of the named classes; `name` is that of the module."""
+    yield name, module
+    if type(module).__name__ not in whole:
+        for child_name, child in module.named_children():
+            yield from _walk(child, _child_name(name, child_name), whole)
 
 
 def attach_align_device_hook(
@@ -65,7 +69,7 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: _Tied | None = None,
 ) -> None:
-    """Every module that holds tensors itself gets a hook that brings inputs, and with `offload` the weights, to the device.
+    """Give every module that holds tensors itself a hook that brings inputs, and with `offload` the weights, to the device.
 
     `weights_map` has the names of the whole model, in which this module is called `module_name`. A module of a class in
     `preload_module_classes` gets, with `offload`, one hook for all that is below it: for modules that use the weights of their children
@@ -73,35 +77,23 @@ def attach_align_device_hook(
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     >>> attach_align_device_hook(model, execution_device="cpu", offload=True)
-    >>> [hasattr(one, "_hf_hook") for one in model.modules()], model[0].weight.device
+    >>> [hasattr(inner, "_hf_hook") for inner in model.modules()], model[0].weight.device
     ([False, True, False], device(type='meta'))
     """
-    whole = offload and type(module).__name__ in _classes(preload_module_classes)
-    if whole or next(find_slots(module, recurse=False), None) is not None:
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, f"{module_name}." if module_name else ""),
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=_child_name(module_name, name),
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=tied_params_map,
-        )
+    whole = _classes(preload_module_classes) if offload else frozenset()
+    for name, inner in list(_walk(module, module_name, whole)):
+        is_whole = type(inner).__name__ in whole
+        if is_whole or next(find_slots(inner, recurse=False), None) is not None:
+            hook = AlignDevicesHook(
+                execution_device=execution_device,
+                offload=offload,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else ""),
+                offload_buffers=offload_buffers,
+                place_submodules=is_whole,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(inner, hook, append=True)
 
 
 def attach_align_device_hook_on_blocks(
@@ -115,7 +107,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: _Tied | None = None,
 ) -> None:
-    """Hooks for blocks: `execution_device` and `offload` say by the name of a block where it runs and whether its weights are away.
+    """Attach hooks to blocks: `execution_device` and `offload` say by block name where it runs and whether it is offloaded.
 
     A block that is not offloaded is put on its device as a whole; in one that is, every module with tensors gets a hook of its own.
     Outputs of the whole model go to the device of its inputs. Without mappings, the whole model is one block.
@@ -125,43 +117,30 @@ def attach_align_device_hook_on_blocks(
     >>> model[0].weight.device, model[1].weight.device, model._hf_hook.io_same_device
     (device(type='meta'), device(type='cpu'), True)
     """
-    devices, away = _broadcast_to_blocks(execution_device, offload, module_name)
-    _check_names(module, module_name, {*devices, *away})
-
-    def visit(inner: torch.nn.Module, name: str) -> None:
-        if name in devices and name in away:
-            (offload_block if away[name] else keep_block)(inner, name)
-        elif name == "":
-            align(inner, devices.get(""), io_same_device=True)
-        for child_name, child in inner.named_children():
-            visit(child, _child_name(name, child_name))
+    devices, offloaded = _broadcast_to_blocks(execution_device, offload, module_name)
+    _check_names(module, module_name, {*devices, *offloaded})
 
     def align(inner: torch.nn.Module, device: _Device | None, *, io_same_device: bool, place_submodules: bool = False) -> None:
-        options = {"skip_keys": skip_keys, "tied_params_map": tied_params_map, "offload_buffers": offload_buffers}
-        hook = AlignDevicesHook(device, io_same_device=io_same_device, place_submodules=place_submodules, **options)  # type: ignore[arg-type]
+        hook = AlignDevicesHook(
+            device, False, io_same_device, None, offload_buffers, place_submodules, skip_keys=skip_keys, tied_params_map=tied_params_map
+        )
         add_hook_to_module(inner, hook, append=True)
 
-    def keep_block(inner: torch.nn.Module, name: str) -> None:
-        align(inner, devices[name], io_same_device=name == module_name, place_submodules=True)
-        attach_execution_device_hook(inner, devices[name], skip_keys, None, tied_params_map)
-
-    def offload_block(inner: torch.nn.Module, name: str) -> None:
-        attach_align_device_hook(
-            inner,
-            execution_device=devices[name],
-            offload=True,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=name,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=tied_params_map,
-        )
-        if name == "" or not hasattr(inner, "_hf_hook"):
-            align(inner, devices[name], io_same_device=name == "")
-        attach_execution_device_hook(inner, devices[name], skip_keys, preload_module_classes, tied_params_map)
-
-    visit(module, module_name)
+    for name, inner in list(_walk(module, module_name, frozenset())):
+        if name not in devices or name not in offloaded:
+            if name == "":
+                align(inner, devices.get(""), io_same_device=True)
+            continue
+        device = devices[name]
+        if offloaded[name]:
+            options = (offload_buffers, name, skip_keys, preload_module_classes, tied_params_map)
+            attach_align_device_hook(inner, device, True, weights_map, *options)
+            if name == "" or not hasattr(inner, "_hf_hook"):
+                align(inner, device, io_same_device=name == "")
+        else:
+            align(inner, device, io_same_device=name == module_name, place_submodules=True)
+        classes = preload_module_classes if offloaded[name] else None
+        attach_execution_device_hook(inner, device, skip_keys, classes, tied_params_map)
 
 
 def _check_names(module: torch.nn.Module, module_name: str, names: set[str]) -> None:
@@ -176,15 +155,11 @@ def _check_names(module: torch.nn.Module, module_name: str, names: set[str]) -> 
 def _broadcast_to_blocks(
     execution_device: _Device | Mapping[str, _Device] | None, offload: bool | Mapping[str, bool], whole: str
 ) -> tuple[Mapping[str, _Device | None], Mapping[str, bool]]:
-    """Both as mappings; what is no mapping holds for every block of the other, or for the whole."""
+    """Return both as mappings; what is no mapping holds for every block of the other, or for the whole."""
     names = [name for given in (execution_device, offload) if isinstance(given, Mapping) for name in given] or [whole]
-    away = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
-    devices: Mapping[str, _Device | None] = dict.fromkeys(names)
-    if isinstance(execution_device, Mapping):
-        devices = dict(execution_device)
-    elif execution_device is not None:
-        devices = dict.fromkeys(names, execution_device)
-    return devices, away
+    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
+    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
+    return devices, offloaded
 
 
 def _classes(names: Collection[str] | None) -> frozenset[str]:
@@ -197,19 +172,12 @@ def _child_name(name: str, child: str) -> str:
     return f"{name}.{child}" if name else child
 
 
-_LAYERS: Final = (
-    torch.nn.Linear,
-    torch.nn.Conv1d,
-    torch.nn.Conv2d,
-    torch.nn.Conv3d,
-    torch.nn.ConvTranspose1d,
-    torch.nn.ConvTranspose2d,
-    torch.nn.ConvTranspose3d,
-)
+_CONVOLUTIONS: Final = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+_LAYERS: Final = tuple(getattr(torch.nn, name) for name in ("Linear", *_CONVOLUTIONS))
 
 
 class LayerwiseCastingHook(ModelHook):
-    """The weights of a module are in `storage_dtype`, and in `compute_dtype` while it runs.
+    """Keeps the weights of a module in `storage_dtype`, and in `compute_dtype` while it runs.
 
     >>> linear = add_hook_to_module(torch.nn.Linear(2, 2), LayerwiseCastingHook(torch.bfloat16, torch.float32, non_blocking=False))
     >>> linear.weight.dtype, linear(torch.ones(1, 2)).dtype, linear.weight.dtype
@@ -225,24 +193,24 @@ class LayerwiseCastingHook(ModelHook):
         self._begin()
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The weights take the type that they are stored in."""
+        """Convert the weights to the storage dtype."""
         self._cast(module, self.storage_dtype)
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The weights take the type that is computed with."""
+        """Convert the weights to the compute dtype."""
         with self._lock:
             self._running += 1
             self._cast(module, self.compute_dtype)
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """The weights take the type that they are stored in, unless another forward still runs."""
+        """Convert the weights back, unless another forward still runs."""
         self.abandon(module)
         return output
 
     def abandon(self, module: torch.nn.Module) -> None:
-        """As after a forward."""
+        """Do as after a forward."""
         with self._lock:
             self._running = max(0, self._running - 1)
             if not self._running:
@@ -300,7 +268,7 @@ def attach_layerwise_casting_hooks(
         if isinstance(inner, _LAYERS):
             add_hook_to_module(inner, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
             continue
-        waiting.extend((f"{name}.{child_name}" if name else child_name, child) for child_name, child in inner.named_children())
+        waiting.extend((_child_name(name, child_name), child) for child_name, child in inner.named_children())
 
 
 def _checked(name: str, dtype: Any) -> torch.dtype:

@@ -37,7 +37,7 @@ _GRAPH_BREAK_REASON: Final = (
 
 
 class ModelHook:
-    """Something that happens around the forward of a module; subclass it and override what you need.
+    """Code around the forward of a module; subclass it and override what you need.
 
     >>> class Doubling(ModelHook):
     ...     def post_forward(self, module, output):
@@ -48,25 +48,25 @@ class ModelHook:
     """
 
     no_grad: bool = False
-    """Whether the forward runs without a graph of autograd."""
+    """Whether the forward runs without an autograd graph."""
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Called when the hook is attached; gives the module back."""
+        """Attach to a module and return it."""
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before the forward; gives the arguments for it."""
+        """Return the arguments for the forward."""
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """Called after the forward; gives the output of the module."""
+        """Return the output of the module."""
         return output
 
     def abandon(self, module: torch.nn.Module) -> None:
-        """Called in place of `post_forward` when the forward raised: undo what `pre_forward` did to the module."""
+        """Undo what `pre_forward` did to the module, when the forward raised."""
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Called when the hook is removed; gives the module back."""
+        """Detach from a module and return it."""
         return module
 
 
@@ -78,17 +78,17 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:  # type: ignore[override]
-        """Whether one of them wants the forward without a graph."""
+        """Whether one of them wants the forward without an autograd graph."""
         return any(hook.no_grad for hook in self.hooks)
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """That of every hook."""
+        """Call every hook."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """That of every hook, on the arguments that the one before gave."""
+        """Call every hook, on the arguments that the one before returned."""
         for number, hook in enumerate(self.hooks):
             try:
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
@@ -98,7 +98,7 @@ class SequentialHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """That of every hook, on the output that the one before gave."""
+        """Call every hook, on the output that the one before returned."""
         for number, hook in enumerate(self.hooks):
             try:
                 output = hook.post_forward(module, output)
@@ -108,30 +108,27 @@ class SequentialHook(ModelHook):
         return output
 
     def abandon(self, module: torch.nn.Module) -> None:
-        """That of every hook, the last one first."""
+        """Call every hook, the last one first."""
         _abandon(self.hooks, module)
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """That of every hook."""
+        """Call every hook."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
 
-def _abandon(hooks: Sequence[ModelHook], module: torch.nn.Module) -> None:
+def _abandon(hooks: Sequence[Any], module: torch.nn.Module) -> None:
     for hook in reversed(hooks):
-        getattr(hook, "abandon", _do_nothing)(module)
-
-
-def _do_nothing(_: Any) -> None:
-    """What a hook that is no ModelHook does when a forward raises."""
+        if hasattr(hook, "abandon"):  # a hook of another library need not have it
+            hook.abandon(module)
 
 
 # --- attaching -------------------------------------------------------------------------------------------------------------
 
 
 def add_hook_to_module(module: torch.nn.Module, hook: ModelHook, append: bool = False) -> torch.nn.Module:
-    """Put a hook around the forward of a module; the same module comes back.
+    """Put a hook around the forward of a module and return the module.
 
     A hook that it has already is replaced, or with `append=True` runs first, the two as a `SequentialHook`.
 
@@ -156,7 +153,7 @@ def add_hook_to_module(module: torch.nn.Module, hook: ModelHook, append: bool = 
 
 
 def get_hooks(module: torch.nn.Module) -> tuple[ModelHook, ...]:
-    """The hooks of a module, in their order; none is ().
+    """Return the hooks of a module, in their order.
 
     >>> get_hooks(torch.nn.Identity())
     ()
@@ -168,7 +165,7 @@ def get_hooks(module: torch.nn.Module) -> tuple[ModelHook, ...]:
 
 
 def remove_hook_from_module(module: torch.nn.Module, recurse: bool = False) -> torch.nn.Module:
-    """Take the hook off a module, with `recurse` off those below too: weights are back in place, and `forward` is what it was."""
+    """Remove the hook of a module, with `recurse` of those below too: weights are back in place, and `forward` is what it was."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         hook.detach_hook(module)
@@ -184,13 +181,13 @@ def remove_hook_from_module(module: torch.nn.Module, recurse: bool = False) -> t
 
 
 def remove_hook_from_submodules(module: torch.nn.Module) -> None:
-    """Take the hooks off a module and everything below it."""
+    """Remove the hooks of a module and everything below it."""
     for inner in list(module.modules()):
         remove_hook_from_module(inner)
 
 
 def _forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module with a hook."""
+    """Run the forward of a module with a hook."""
     if torch.compiler.is_compiling():
         torch._dynamo.skip_frame(_GRAPH_BREAK_REASON)
     hook = module._hf_hook
@@ -203,12 +200,14 @@ def _forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         else:
             output = module._old_forward(*args, **kwargs)
     except BaseException:
-        call(getattr(hook, "abandon", _do_nothing), module)
+        call(_abandon, [hook], module)
         raise
     return call(hook.post_forward, module, output)
 
 
-_forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable says the same, and imports the compiler
+# torch internals: the attributes that torch.compiler.disable sets; calling it would import the compiler with every offloaded model.
+# Tried on torch 2.13; tests/big_models/test_forward_hooks.py notices a change. They can go when disable() is cheap to import.
+_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 _forward._torchdynamo_disable_msg = _GRAPH_BREAK_REASON  # type: ignore[attr-defined]
 
 
@@ -218,14 +217,16 @@ def _call_directly(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 
 @functools.lru_cache(maxsize=1)
 def _compiler() -> Callable[[], Any]:
-    """Asks whether torch.compile looks at what runs now; None if not. Asking imports nothing, and being passed by it costs a lot."""
+    """Return a function that says whether torch.compile traces what runs now (None: no). Asking it imports nothing."""
+    # torch internals: torch.compiler has no cheap question for an active frame callback. Tried on torch 2.13, with a fallback;
+    # tests/big_models/test_forward_hooks.py notices a change.
     found: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
     return found if found is not None else lambda: sys.modules.get("torch._dynamo")
 
 
 @functools.lru_cache(maxsize=1)
 def _call_outside_graph() -> Callable[..., Any]:
-    """Calls a function so that torch.compile does not look into it."""
+    """Return a caller of functions that torch.compile does not trace."""
     made: Callable[..., Any] = torch.compiler.disable(_call_directly)  # type: ignore[no-untyped-call]
     return made
 
@@ -300,24 +301,24 @@ class AlignDevicesHook(ModelHook):
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         """Put the tensors of the module where they belong: on the execution device, or, with `offload`, into `weights_map`."""
         moved_in = self._home is not None and self._home() is not module
-        self._let_go()
+        self._release()
         others = _placeholders_of_others(module, self.place_submodules)
         places = [place for place in find_slots(module, self.place_submodules) if id(place.tensor) not in others]
         self.original_devices = {place.name: place.tensor.device for place in places}
         if self.offload:
             self._home = weakref.ref(module)
-            self._choose(places, keep=moved_in)
+            self._choose_offloaded(places, keep=moved_in)
         if self.execution_device is not None:
             self._bring([place for place in places if place.name not in self._names])
         if self._names:
-            away = [place for place in places if place.name in self._names]
-            self._prepare(away)
-            self._follow_state_dicts(away)
+            offloaded = [place for place in places if place.name in self._names]
+            self._prepare(offloaded)
+            self._follow_state_dicts(offloaded)
         return module
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Put the weights back to where they were when the hook came; those that were on no device (on disk) stay parked."""
-        names = self._let_go()
+        """Put the weights back to where they were when the hook was attached; those on the disk stay offloaded."""
+        names = self._release()
         made: dict[int, torch.Tensor] = {}
         for place in find_slots(module, self.place_submodules):
             device = self.original_devices.get(place.name)
@@ -335,15 +336,15 @@ class AlignDevicesHook(ModelHook):
     # -- around a forward -----------------------------------------------------------------------------------------------------
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Weights in place, inputs on the device. Without arguments, outside of a forward: until the next `post_forward`."""
+        """Put weights in place and inputs on the device; without arguments (outside of a forward) until the next `post_forward`."""
         given = bool(args or kwargs)
-        exchange = self._exchange
-        if exchange is None and self._names:
-            away = [place for place in find_slots(module, self.place_submodules) if place.name in self._names and place.tensor.is_meta]
-            exchange = self._prepare(away)
-        if exchange is not None:
-            exchange.enter(given)
-        if given and (self._elsewhere if self._elsewhere is not None else self._decide()):
+        swapper = self._swapper
+        if swapper is None and self._names:
+            offloaded = [place for place in find_slots(module, self.place_submodules) if place.name in self._names and place.tensor.is_meta]
+            swapper = self._prepare(offloaded)
+        if swapper is not None:
+            swapper.enter(given)
+        if given and (self._moves_inputs if self._moves_inputs is not None else self._decide_moves()):
             try:
                 args, kwargs = self._aligned(args, kwargs)
             except BaseException:
@@ -352,9 +353,9 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """Weights away again, the output where the inputs were, if that is wanted."""
-        if self._exchange is not None and torch.is_grad_enabled():
-            self._exchange.watch(output)
+        """Offload the weights again, and move the output to where the inputs were, if that is wanted."""
+        if self._swapper is not None and torch.is_grad_enabled():
+            self._swapper.watch(output)
         self._leave()
         device = self._input_device() if self._input_devices else None
         if device is None or not self.io_same_device:
@@ -362,59 +363,60 @@ class AlignDevicesHook(ModelHook):
         return send_to_device(output, device, skip_keys=self.skip_keys)
 
     def abandon(self, module: torch.nn.Module) -> None:
-        """Weights away again: the forward raised."""
+        """Offload the weights again: the forward raised."""
         self._leave()
         self._input_device()
 
     def weight(self, name: str) -> torch.Tensor:
-        """An offloaded tensor by its name below the module, from where it is kept."""
+        """Return an offloaded tensor by its name below the module."""
         found: torch.Tensor = self.weights_map[self._names[name]]
         return found.detach()
 
     # -- copies ---------------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_exchange", "_input_devices", "_home", "_elsewhere")}
+        own = ("_swapper", "_input_devices", "_home", "_moves_inputs")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
         self.__dict__.update(state)
 
     def _forget(self) -> None:
-        self._exchange: WeightSwapper | None = None
+        self._swapper: WeightSwapper | None = None
         self._stale = False
-        self._elsewhere: bool | None = None
+        self._moves_inputs: bool | None = None
         self._home = None
         self._input_devices: dict[int, list[torch.device | None]] = {}
 
     # -- preparing ------------------------------------------------------------------------------------------------------------
 
     def _prepare_anew(self, value: Any) -> Any:
-        """Called when `weights_map` or `execution_device` is assigned; gives what is to be kept."""
-        exchange = self._exchange
-        self._elsewhere = None
-        if exchange is None or not exchange.in_use:
-            self._exchange = None
+        """Prepare anew when `weights_map` or `execution_device` is assigned; return what is to be kept."""
+        swapper = self._swapper
+        self._moves_inputs = None
+        if swapper is None or not swapper.in_use:
+            self._swapper = None
             return value
         self._stale = True
         if isinstance(value, dict):  # what the weights in place are part of may be gone once they are given back
-            return {name: entry.detach().clone() if exchange.uses_memory_of(entry) else entry for name, entry in value.items()}
+            return {name: entry.detach().clone() if swapper.uses_memory_of(entry) else entry for name, entry in value.items()}
         return value
 
-    def _let_go(self) -> dict[str, str]:
-        """Nothing of an earlier module is held any more; gives what was away."""
-        if self._exchange is not None:
-            self._exchange.close()
+    def _release(self) -> dict[str, str]:
+        """Release everything of an earlier module; return the names that were offloaded."""
+        if self._swapper is not None:
+            self._swapper.close()
         for handle in self._handles:
             handle.remove()
         names = self._names
-        self._names, self._handles, self._exchange, self._stale = {}, [], None, False
+        self._names, self._handles, self._swapper, self._stale = {}, [], None, False
         return names
 
-    def _choose(self, places: Sequence[ModuleSlot], keep: bool) -> None:
-        """Which tensors are away, and what each is looked up by: a tied one by the first of its names that the map has.
+    def _choose_offloaded(self, places: Sequence[ModuleSlot], keep: bool) -> None:
+        """Choose which tensors are offloaded, and the name of each in the map: a tied one has the first of its names there.
 
-        Without a map the tensors themselves become one, and with `keep` (the hook comes from another module) they go before the map.
+        Without a map the tensors themselves become one, and with `keep` (the hook was on another module) they go before the map.
         """
         weights = self.weights_map
         own: dict[str, torch.Tensor] = {}
@@ -471,8 +473,8 @@ class AlignDevicesHook(ModelHook):
         device = torch.device("cpu") if self.execution_device is None else normalize_device(self.execution_device)
         make = getattr(weights, "bundle", None)
         bundle: Bundle = MappedBundle(weights, names, device, self.tied_params_map) if make is None else make(names, device)
-        self._exchange = WeightSwapper(groups.values(), bundle, str(getattr(weights, "prefix", "")))
-        return self._exchange
+        self._swapper = WeightSwapper(groups.values(), bundle, str(getattr(weights, "prefix", "")))
+        return self._swapper
 
     def _follow_state_dicts(self, places: Sequence[ModuleSlot]) -> None:
         owners = {id(place.owner): (place.name[: len(place.name) - len(place.key)], place.owner) for place in places}
@@ -484,17 +486,17 @@ class AlignDevicesHook(ModelHook):
     # -- at work --------------------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        exchange = self._exchange
-        if exchange is not None:
-            exchange.leave()
-            if self._stale and not exchange.in_use:
-                self._exchange, self._stale = None, False
+        swapper = self._swapper
+        if swapper is not None:
+            swapper.leave()
+            if self._stale and not swapper.in_use:
+                self._swapper, self._stale = None, False
 
-    def _decide(self) -> bool:
-        """Whether inputs can be anywhere but where the module runs: not on a machine that has nothing but a processor."""
+    def _decide_moves(self) -> bool:
+        """Return whether inputs can be on another device than the module: not on a machine without accelerators."""
         device = None if self.execution_device is None else normalize_device(self.execution_device)
-        self._elsewhere = (device is not None and device.type != "cpu") or torch.accelerator.is_available()
-        return self._elsewhere
+        self._moves_inputs = (device is not None and device.type != "cpu") or torch.accelerator.is_available()
+        return self._moves_inputs
 
     def _aligned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
@@ -505,7 +507,7 @@ class AlignDevicesHook(ModelHook):
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     def _input_device(self) -> torch.device | None:
-        """Where the inputs of the call that ends now were."""
+        """Return where the inputs of the call that ends now were."""
         thread = threading.get_ident()
         came_from = self._input_devices.get(thread)
         device = came_from.pop() if came_from else None
@@ -515,7 +517,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def _placeholders_of_others(module: torch.nn.Module, recurse: bool) -> set[int]:
-    """The stand-ins that other hooks of this module, or of those below, have put there."""
+    """Return the placeholders that other hooks of this module, or of those below, have put there."""
     found: set[int] = set()
     for inner in module.modules() if recurse else (module,):
         for hook in get_hooks(inner):
@@ -530,7 +532,7 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _fill_state_dict(hook: AlignDevicesHook, path: str, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """After `state_dict()` of a module: the weights in the places of their stand-ins."""
+    """Replace placeholders by the weights, after `state_dict()` of a module."""
     for key in (*module._parameters, *module._buffers):
         held = state_dict.get(prefix + key)
         if path + key in hook._names and isinstance(held, torch.Tensor) and held.is_meta:
@@ -538,7 +540,7 @@ def _fill_state_dict(hook: AlignDevicesHook, path: str, module: torch.nn.Module,
 
 
 def _refuse_load(hook: AlignDevicesHook, path: str, module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    """Before `load_state_dict()`: values for a stand-in would be lost. With `assign=True` they take its place, and stay in memory."""
+    """Refuse values for a placeholder, before `load_state_dict()`. With `assign=True` they take its place, and stay in memory."""
     if metadata.get("assign_to_params_buffers"):
         return
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -565,11 +567,11 @@ class CpuOffload(ModelHook):
         self.execution_device = device_for(best_family()) if execution_device is None else execution_device
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The model goes to host memory."""
+        """Move the model to host memory."""
         return module.to("cpu")
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model before goes back, this one and its inputs come; what is there already is not moved."""
+        """Send the previous model back, and bring this one and its inputs."""
         device = normalize_device(self.execution_device)
         if self.prev_module_hook is not None and _is_elsewhere(self.prev_module_hook.model, torch.device("cpu")):
             self.prev_module_hook.offload()
@@ -580,7 +582,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """A model and the hook that moves it, for the user's own hands.
+    """A model and the hook that moves it: the handle of `cpu_offload_with_hook`.
 
     >>> model = torch.nn.Linear(2, 2)
     >>> handle = UserCpuOffloadHook(model, CpuOffload(execution_device="cpu"))
@@ -598,7 +600,7 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook."""
         remove_hook_from_module(self.model)
 
 

@@ -172,9 +172,9 @@ def align_module_device(module: torch.nn.Module, execution_device: torch.device 
             yield
         return
     with ExitStack() as stack:
-        for exchange in find_swappers(module):  # of the block that the module is part of
-            exchange.enter()
-            stack.callback(exchange.leave)
+        for swapper in find_swappers(module):  # of the block that the module is part of
+            swapper.enter()
+            stack.callback(swapper.leave)
         stack.enter_context(_moved_tensors(module, execution_device))
         yield
 

@@ -29,19 +29,21 @@ __all__ = [
 
 
 OWNER_ATTRIBUTE: Final = "_slipstream_keeper"
-"""The attribute of a stand-in that gives who brings its values, or None where nobody does."""
+"""The attribute of a placeholder that returns who brings its values, or None."""
 NAME_ATTRIBUTE: Final = "_slipstream_name"
-"""The attribute of a stand-in that says which weight it stands for."""
+"""The attribute of a placeholder that names its weight."""
 
 
 class PlaceholderOwner(Protocol):
-    """Who brings the values of a weight that is away."""
+    """Brings the values of an offloaded weight."""
 
-    def values_of(self, stand_in: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """The values, inside of the block."""
+    def values_of(self, placeholder: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """Return the values, inside of the block."""
 
 
 def _apply_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    # torch internals: the public DisableTorchFunctionSubclass context. Without it `is_meta` below would come back to this function.
+    # Tried on torch 2.13; tests/big_models/test_weight_store.py notices a change. It can go when torch exports the name.
     with torch._C.DisableTorchFunctionSubclass():
         everything = list(_tensors([*args, *kwargs.values()]))
         away = [entry for entry in everything if isinstance(entry, (PlaceholderParameter, PlaceholderBuffer)) and entry.is_meta]
@@ -54,7 +56,7 @@ def _apply_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def _with_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], away: Sequence[torch.Tensor]) -> Any:
-    """The operation with the weights themselves in the places of their stand-ins."""
+    """Run the operation with the weights in place of their placeholders."""
     name = getattr(function, "__name__", "")
     if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
         raise StateError(_placeholder_error(away[0], "written to"))
@@ -91,7 +93,7 @@ def _placeholder_error(tensor: torch.Tensor, done: str) -> str:
 
 
 class PlaceholderParameter(torch.nn.Parameter):
-    """For a Parameter."""
+    """The placeholder of a Parameter."""
 
     @classmethod
     def __torch_function__(
@@ -101,7 +103,7 @@ class PlaceholderParameter(torch.nn.Parameter):
 
 
 class PlaceholderBuffer(torch.Tensor):
-    """For a buffer, and for what is made of a stand-in alone."""
+    """The placeholder of a buffer, and of what is computed from placeholders alone."""
 
     @classmethod
     def __torch_function__(
@@ -111,7 +113,7 @@ class PlaceholderBuffer(torch.Tensor):
 
 
 def make_placeholder(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The same tensor, which is on the meta device, as a stand-in for the weight `name`; kinds of tensors of others stay what they are.
+    """Turn a meta tensor into a placeholder for the weight `name`, in place; other tensor subclasses stay what they are.
 
     >>> torch.ones(2, 3) @ make_placeholder(torch.empty(3, 3, device="meta"), "head.weight")
     Traceback (most recent call last):
@@ -127,14 +129,14 @@ def make_placeholder(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def is_placeholder(tensor: Any) -> bool:
-    """Whether a tensor stands for one that is away."""
+    """Return whether a tensor is the placeholder of an offloaded one."""
     return isinstance(tensor, (PlaceholderParameter, PlaceholderBuffer))
 
 
 PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 _PLACEHOLDER_ATTRIBUTE: Final = "_slipstream_parked"
 VALUE_ATTRIBUTE: Final = "_slipstream_made"
-"""Where the Parameter that was made of a tensor is kept: on that tensor, with the address of its memory."""
+"""The attribute of a tensor that keeps the Parameter made of it, with the address of its memory."""
 
 
 class ModuleSlot(NamedTuple):
@@ -194,7 +196,7 @@ class ModuleTensor:
 
 
 def find_slots(module: torch.nn.Module, recurse: bool) -> Iterator[ModuleSlot]:
-    """Every place of a parameter or buffer, tied ones more than once, and modules once.
+    """Yield every slot of a parameter or buffer: tied ones more than once, modules once.
 
     >>> [place.name for place in find_slots(torch.nn.Sequential(torch.nn.Linear(2, 2)), recurse=True)]
     ['0.weight', '0.bias']
@@ -215,7 +217,7 @@ def find_slots(module: torch.nn.Module, recurse: bool) -> Iterator[ModuleSlot]:
 
 
 def normalize_device(device: Any) -> torch.device:
-    """The device that was meant; there is one processor, whatever number it is given.
+    """Return a torch device; "cpu:0" is "cpu".
 
     >>> normalize_device("cpu:0")
     device(type='cpu')
@@ -225,7 +227,7 @@ def normalize_device(device: Any) -> torch.device:
 
 
 def wrap_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """These values as what `like` is: a Parameter of its class, with its attributes and `requires_grad`, or a plain buffer.
+    """Return values as what `like` is: a Parameter of its class, with its attributes and `requires_grad`, or a plain buffer.
 
     >>> wrap_like(torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False), torch.ones(2))
     Parameter containing:
@@ -250,7 +252,7 @@ def wrap_like(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def make_meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    """The stand-in of a tensor: the same without values, on the meta device.
+    """Return the same tensor without values, on the meta device.
 
     >>> make_meta_like(torch.ones(2, dtype=torch.float16))
     tensor(..., device='meta', size=(2,), dtype=torch.float16)
@@ -268,7 +270,7 @@ def make_meta_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in one piece of memory."""
+    """Return whether two tensors share memory."""
     if tensor.is_meta or other.is_meta or type(tensor) not in PLAIN_TYPES or type(other) not in PLAIN_TYPES:
         return tensor is other
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
@@ -286,10 +288,10 @@ class Bundle(Protocol):
     """
 
     def take(self) -> Sequence[torch.Tensor]:
-        """The tensors, on the execution device, in the order of the names; valid until `release_memory`."""
+        """Return the tensors on the execution device, in the order of the names; valid until `give_back`."""
 
     def give_back(self) -> None:
-        """They are not needed any more. What a graph of autograd still holds stays valid."""
+        """Release the tensors. What an autograd graph still holds stays valid."""
 
 
 class MappedBundle:
@@ -309,16 +311,16 @@ class MappedBundle:
         self._tied = tied if tied is not None else {}
         self._shared: list[int] = []
         self.keeps_changes = True
-        """Whether what is written into the tensors stays: they are those of the mapping itself. Until told otherwise by a move."""
+        """Whether writes into the tensors last, as they are those of the mapping itself; False once one was copied."""
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors of the mapping themselves where they are on the device already."""
+        """Return the tensors of the mapping, copied where they are on another device."""
         weights, device = self._weights, self._device
         found = [weights[name] for name in self._names]
         return [tensor if tensor.device == device else self._moved(tensor) for tensor in found]
 
     def give_back(self) -> None:
-        """Copies on the device are let go; those that other modules share too."""
+        """Drop copies on the device, also those that other modules share."""
         while self._shared:
             self._tied[self._shared.pop()].pop(self._device, None)
 
@@ -336,33 +338,33 @@ class MappedBundle:
 
 
 _InstalledValue = tuple[torch.Tensor, int, torch.dtype, bool]
-"""What stands for a tensor, its address (0: not watched), and for which dtype and requires_grad of the stand-in it was made."""
+"""The value in place, its address (0: not watched), and the dtype and requires_grad of the placeholder that it was made for."""
 
 
 class _SwapperReference:
-    """On a stand-in: whose it is. Copies of a model find their own when they run."""
+    """The swapper of a placeholder. Copies of a model get their own when they run."""
 
-    __slots__ = ("_exchange",)
+    __slots__ = ("_swapper",)
 
-    def __init__(self, exchange: WeightSwapper | None = None) -> None:
-        self._exchange = None if exchange is None else weakref.ref(exchange)
+    def __init__(self, swapper: WeightSwapper | None = None) -> None:
+        self._swapper = None if swapper is None else weakref.ref(swapper)
 
     def __reduce__(self) -> tuple[type[_SwapperReference], tuple[()]]:
         return (_SwapperReference, ())
 
     def __call__(self) -> WeightSwapper | None:
-        return None if self._exchange is None else self._exchange()
+        return None if self._swapper is None else self._swapper()
 
 
 def find_swappers(module: torch.nn.Module) -> list[WeightSwapper]:
-    """Those that bring the tensors of a module itself, whichever module their hooks are on; each once."""
+    """Return the swappers of a module's own tensors, whichever module their hooks are on; each once."""
     keepers = [getattr(place.tensor, OWNER_ATTRIBUTE, None) for place in find_slots(module, recurse=False)]
     found = [keeper() for keeper in keepers if isinstance(keeper, _SwapperReference)]
     return list({id(entry): entry for entry in found if entry is not None}.values())
 
 
 class _SwappedTensor:
-    """A tensor that is away: its first place with its stand-in, and its other places."""
+    """An offloaded tensor: its first slot with its placeholder, and its other slots."""
 
     __slots__ = ("also", "first", "name")
 
@@ -373,13 +375,13 @@ class _SwappedTensor:
         self.put(self.first[2])
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Into every place."""
+        """Set a tensor in every slot."""
         self.first[0][self.first[1]] = tensor
         for store, key in self.also:
             store[key] = tensor
 
-    def look_again(self) -> torch.Tensor:
-        """Something else stands in the place. Another stand-in is taken for this one; values of somebody else are left alone."""
+    def accept_placeholder(self) -> torch.Tensor:
+        """Accept another placeholder in the slot; real values that someone put there are left alone."""
         store, key, parked = self.first
         now = store.get(key)
         if now is not None and now.is_meta:
@@ -387,37 +389,15 @@ class _SwappedTensor:
         return self.first[2]
 
 
-class _SwapWarnings:
-    """What was said already: a warning is given once for all blocks that have their weights from one store."""
-
-    def __init__(self, prefix: str, bundle: Any) -> None:
-        self.prefix = prefix
-        said: set[str] | None = getattr(getattr(bundle, "store", None), "said", None)
-        self._said = set() if said is None else said
-
-    def once(self, kind: str, message: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            get_logger(__name__).warning(message)
-
-    def got_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        parameter.grad = None
-        self.once(
-            "gradient",
-            f"A gradient reached the offloaded weight {self.prefix}{name} and was dropped: offloaded weights are not trained. Freeze "
-            "them (requires_grad_(False)) and train adapters beside them, or keep this module in memory (another device_map).",
-        )
-
-
 class WeightSwapper:
-    """The weights of one module, that come and go.
+    """Swaps the weights of one module in and out.
 
     `groups`: the places of each tensor (several where it is tied); the bundle gives one tensor for each group, in this order.
 
     >>> linear = torch.nn.Linear(2, 2, bias=False)
     >>> weights = {"weight": linear.weight.detach()}
-    >>> exchange = WeightSwapper([list(find_slots(linear, recurse=False))], MappedBundle(weights, ["weight"], torch.device("cpu")))
-    >>> linear.weight.is_meta, exchange.enter(), linear.weight.is_meta, exchange.leave(), linear.weight.is_meta
+    >>> swapper = WeightSwapper([list(find_slots(linear, recurse=False))], MappedBundle(weights, ["weight"], torch.device("cpu")))
+    >>> linear.weight.is_meta, swapper.enter(), linear.weight.is_meta, swapper.leave(), linear.weight.is_meta
     (True, None, False, None, True)
     """
 
@@ -435,15 +415,17 @@ class WeightSwapper:
         self._now: list[_InstalledValue] = []
         self._versions: list[int] = []
         self._tensors: Sequence[torch.Tensor] = ()
-        self._told = _SwapWarnings(prefix, bundle)
+        self._prefix = prefix
+        self._warned: set[str] = getattr(getattr(bundle, "store", None), "warned", set())
+        """What was warned of, once for all blocks that have their weights from one store."""
 
     @property
     def in_use(self) -> bool:
-        """Whether the weights are in their places."""
+        """Whether the weights are in place."""
         return self._held
 
     def enter(self, counted: bool = True) -> None:
-        """Put the weights in place, unless they are. What is not counted holds them until the next `leave`, if nothing else is running."""
+        """Put the weights in place, unless they are. An uncounted entry lasts until the next `leave`, if nothing else is running."""
         if self._arrive is not None:  # outside of the lock: it may wait for other threads that come to this module too
             self._arrive()
         with self._lock:
@@ -454,7 +436,7 @@ class WeightSwapper:
                 self._count += 1
 
     def leave(self) -> None:
-        """The counterpart of `enter`; more often than that does no harm."""
+        """Put the placeholders back after the last entry; extra calls do no harm."""
         with self._lock:
             if self._count:
                 self._count -= 1
@@ -463,7 +445,7 @@ class WeightSwapper:
                 self._park()
 
     def watch(self, output: Any) -> None:
-        """A backward will come through this output, and to the weights that made it."""
+        """Register a hook on the output that brings the weights back for a backward pass."""
         if self._recall is None:
             return
         if isinstance(output, torch.Tensor):
@@ -481,12 +463,12 @@ class WeightSwapper:
             self._recall()
 
     @contextmanager
-    def values_of(self, stand_in: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The values of one of its stand-ins, for an operation outside of the module."""
-        slot = next(slot for slot in self._slots if slot.first[2] is stand_in)
-        self._told.once(
-            f"outside {self._told.prefix}{slot.name}",
-            f"{self._told.prefix}{slot.name} was used outside of the block that it is offloaded with, and is brought for single "
+    def values_of(self, placeholder: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Return the values of one of its placeholders, for an operation outside of the module."""
+        slot = next(slot for slot in self._slots if slot.first[2] is placeholder)
+        self._warn_once(
+            f"outside {self._prefix}{slot.name}",
+            f"{self._prefix}{slot.name} was used outside of the block that it is offloaded with, and is brought for single "
             "operations, which is slow. Call that block as a whole; or, if a module uses the weights of its children itself, name its "
             "class in preload_module_classes when you dispatch the model.",
         )
@@ -498,7 +480,7 @@ class WeightSwapper:
                 self._bundle.give_back()
 
     def close(self) -> None:
-        """Park at once, whatever runs."""
+        """Put the placeholders back at once, whatever runs."""
         with self._lock:
             self._count = 0
             if self._held:
@@ -506,11 +488,12 @@ class WeightSwapper:
                 self._park()
 
     def uses_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is, or lies in, one of those in place now."""
+        """Return whether a tensor shares memory with one in place now."""
         return any(share_memory(made[0], tensor) for made in self._now)
 
     def _take(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # stand-ins are looked at here, not computed with
+        # torch internals: placeholders are looked at here, not computed with. torch 2.13; test_weight_store.py notices a change.
+        with torch._C.DisableTorchFunctionSubclass():
             self._put_in_place(self._bundle.take())
 
     def _put_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -523,7 +506,7 @@ class WeightSwapper:
                 store, key, parked = slot.first
                 alone = False
                 if (held := store.get(key)) is not parked:
-                    parked = slot.look_again()
+                    parked = slot.accept_placeholder()
                     alone = held is None or not held.is_meta  # somebody's own values, such as those of torch.func.functional_call
                 made: _InstalledValue | None = getattr(tensor, VALUE_ATTRIBUTE, None)
                 if made is None or made[2] is not parked.dtype or (graph and made[3] is not parked.requires_grad):
@@ -549,7 +532,7 @@ class WeightSwapper:
                 self._changed(slot, value, address)
             store, key, parked = slot.first
             if store.get(key) is not value:
-                slot.look_again()
+                slot.accept_placeholder()
             elif slot.also:
                 slot.put(parked)
             else:
@@ -558,7 +541,7 @@ class WeightSwapper:
         self._bundle.give_back()
 
     def _make(self, slot: _SwappedTensor, tensor: torch.Tensor) -> _InstalledValue:
-        """What stands in the slot for this tensor, and its address (0 where there is none to watch); kept with the tensor."""
+        """Return the value for a slot made of this tensor; it is kept with the tensor."""
         parked = slot.first[2]
         wanted, converted = parked.dtype, tensor
         if tensor.dtype is not wanted and tensor.is_floating_point() and wanted.is_floating_point:
@@ -566,7 +549,7 @@ class WeightSwapper:
                 converted = tensor.detach().to(wanted)
         value = wrap_like(parked, converted)
         if value.requires_grad and value.is_leaf:
-            value.register_post_accumulate_grad_hook(partial(self._told.got_gradient, slot.name))  # type: ignore[no-untyped-call]
+            value.register_post_accumulate_grad_hook(partial(self._drop_gradient, slot.name))  # type: ignore[no-untyped-call]
         watched = type(value) in PLAIN_TYPES and not value.is_inference() and not value.is_meta
         made = (value, value.data_ptr() if watched else 0, wanted, parked.requires_grad)
         if converted is tensor:
@@ -585,10 +568,23 @@ class WeightSwapper:
             restore()
         if not same and value.dtype is not slot.first[2].dtype:  # converted for this forward, by a hook that casts: nothing is lost
             return
-        self._told.once(
+        self._warn_once(
             "changed",
-            f"{self._told.prefix}{slot.name} was written to while its module ran, and the change is lost: offloaded weights are read anew "
+            f"{self._prefix}{slot.name} was written to while its module ran, and the change is lost: offloaded weights are read anew "
             "for every forward. Keep this module in memory (another device_map), or assign the new values to the hook's weights_map.",
+        )
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            get_logger(__name__).warning(message)
+
+    def _drop_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        self._warn_once(
+            "gradient",
+            f"A gradient reached the offloaded weight {self._prefix}{name} and was dropped: offloaded weights are not trained. Freeze "
+            "them (requires_grad_(False)) and train adapters beside them, or keep this module in memory (another device_map).",
         )
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -597,7 +593,7 @@ class WeightSwapper:
         for slot, tensor in zip(self._slots, tensors, strict=True):
             if tensor.shape != slot.first[2].shape:
                 raise ConfigError(
-                    f"The weights that are offloaded have {self._told.prefix}{slot.name} with shape {list(tensor.shape)}, but the module "
+                    f"The weights that are offloaded have {self._prefix}{slot.name} with shape {list(tensor.shape)}, but the module "
                     f"wants {list(slot.first[2].shape)}. Give the weights of this model (state_dict, weights_map or offload_index)."
                 )
         self._seen = True

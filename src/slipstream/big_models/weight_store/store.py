@@ -399,7 +399,7 @@ class WeightStore:
         self.limit = limit
         self.turns: BlockScheduler | None = None
         self.blocks: list[WeightBlock] = []
-        self.said: set[str] = set()
+        self.warned: set[str] = set()
         """Warnings about its blocks that were logged."""
         self._plan: Residency | None = None
         self._direct_reader: DirectBlockReader | None = None

@@ -18,7 +18,7 @@ from typing import Any
 
 from slipstream.devices.table import CPU
 from slipstream.distributed.pytree import is_namedtuple
-from slipstream.distributed.split import split
+from slipstream.distributed.split import columns_of, is_array, is_instance_of, split
 from slipstream.errors import ConfigError
 from slipstream.files.checksum import Digest
 
@@ -62,29 +62,32 @@ class WorkItems:
         return self._row(position)
 
     def several(self, positions: Sequence[int]) -> list[Any]:
-        """The items at these positions; in one request where the dataset can."""
+        """Return the items at these positions; in one request where the dataset can."""
         if self._rows is not None:
             return list(self._rows(list(positions)))
         return [self._row(position) for position in positions]
 
     @property
     def in_memory(self) -> bool:
-        """Whether the items lie in memory, so that all of them can be looked at."""
-        columns = _columns(self.inputs).values() if _is_record(self.inputs) else [self.inputs]
-        return all(isinstance(column, list | tuple | range) or _is_array(column) for column in columns)
+        """Whether all items lie in memory."""
+        return all(isinstance(column, list | tuple | range) or is_array(column) for column in self._columns())
+
+    def _columns(self) -> Collection[Any]:
+        is_record = isinstance(self.inputs, Mapping) or is_namedtuple(self.inputs)
+        return columns_of(self.inputs).values() if is_record else [self.inputs]
 
     def fingerprint(self) -> str:
-        """The same on every process that has the same inputs; another for inputs that differ in what it covers."""
+        """Return a digest that is the same on every process with the same inputs."""
         digest = Digest()
         digest.update(f"{type(self.inputs).__name__} {self._count}".encode())
         if self.in_memory:
-            for column in _columns(self.inputs).values() if _is_record(self.inputs) else [self.inputs]:
+            for column in self._columns():
                 _feed_column(digest, column)
         return digest.hexdigest()
 
 
 def fingerprint(item: Any) -> str | None:
-    """A short fingerprint of a plain item; None for one that is not plain.
+    """Return a short digest of a plain item; None for one that is not plain.
 
     >>> fingerprint("a") == fingerprint("a"), fingerprint("a") == fingerprint("b"), fingerprint(object())
     (True, False, None)
@@ -94,14 +97,6 @@ def fingerprint(item: Any) -> str | None:
 
 
 # How items are read ------------------------------------------------------------------------------------------------------
-
-
-def _is_record(value: Any) -> bool:
-    return isinstance(value, Mapping) or is_namedtuple(value)
-
-
-def _columns(record: Any) -> dict[Any, Any]:
-    return dict(record.items()) if isinstance(record, Mapping) else dict(zip(record._fields, record, strict=True))
 
 
 def _make_reader(inputs: Any) -> Callable[[int], Any]:
@@ -119,17 +114,8 @@ def _make_reader(inputs: Any) -> Callable[[int], Any]:
 # Fingerprints ------------------------------------------------------------------------------------------------------------
 
 
-def _is_instance_of(value: Any, module: str, name: str) -> bool:
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
-
-
-def _is_array(value: Any) -> bool:
-    return _is_instance_of(value, "torch", "Tensor") or _is_instance_of(value, "numpy", "ndarray")
-
-
 def _feed_column(digest: Digest, column: Any) -> None:
-    if isinstance(column, range) or _is_array(column):
+    if isinstance(column, range) or is_array(column):
         _feed(digest, column)
         return
     for start in range(0, len(column), _FINGERPRINT_BLOCK):
@@ -148,7 +134,7 @@ def _feed_texts(digest: Digest, texts: Iterable[str]) -> None:
 
 
 def _feed(digest: Digest, value: Any, depth: int = 0) -> bool:
-    """Takes a value in; whether all of it is plain. What is not, or lies deeper than `_MAX_DEPTH` levels, counts by its type."""
+    """Add a value and return whether all of it is plain. What is not, or lies deeper than `_MAX_DEPTH` levels, counts by its type."""
     kind = type(value)
     digest.update(kind.__qualname__.encode())
     if depth > _MAX_DEPTH:
@@ -166,7 +152,7 @@ def _feed(digest: Digest, value: Any, depth: int = 0) -> bool:
     elif isinstance(value, Mapping):
         digest.update(struct.pack("<q", len(value)))
         return all([_feed(digest, part, depth + 1) for key in sorted(value, key=repr) for part in (key, value[key])])
-    elif _is_array(value):
+    elif is_array(value):
         return _feed_array(digest, value)
     else:
         return False
@@ -175,7 +161,7 @@ def _feed(digest: Digest, value: Any, depth: int = 0) -> bool:
 
 def _feed_array(digest: Digest, value: Any) -> bool:
     digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-    if _is_instance_of(value, "torch", "Tensor"):
+    if is_instance_of(value, "torch", "Tensor"):
         torch = sys.modules["torch"]
         if value.device.type != CPU.type or value.layout is not torch.strided or value.is_quantized:
             return False
@@ -187,7 +173,7 @@ def _feed_array(digest: Digest, value: Any) -> bool:
 
 
 def check_cost(value: Any, position: int) -> float:
-    """The number that `key` gave for an item; an error that names the item where it is none.
+    """Return the number that `key` gave for an item; raise an error that names the item if it is none.
 
     >>> check_cost(3, 0)
     3.0
@@ -205,7 +191,7 @@ def check_cost(value: Any, position: int) -> float:
 
 
 def order_by_cost(costs: Sequence[float]) -> list[int]:
-    """The positions by falling cost; equal ones as they come.
+    """Return the positions by falling cost; equal ones in order.
 
     >>> order_by_cost([1.0, 5.0, 5.0, 2.0])
     [1, 2, 3, 0]
@@ -214,7 +200,7 @@ def order_by_cost(costs: Sequence[float]) -> list[int]:
 
 
 def find_least_padding(costs: Sequence[float], size: int) -> int:
-    """Which unit should be the short one, where these costs (falling) are cut into units of `size` that are padded to their first.
+    """Return which unit should be the short one, where falling costs are cut into units of `size` that are padded to their first.
 
     >>> find_least_padding([9.0, 5.0, 5.0], 2), find_least_padding([2.0, 2.0, 1.0, 1.0], 3)
     (0, 1)
@@ -291,21 +277,21 @@ class ClaimSize:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._seconds = math.inf
-        """What a unit took of late."""
+        """Recent seconds per unit."""
         self._request = 0.0
-        """And what a request took."""
+        """Recent seconds per request."""
 
     def took(self, units: int, seconds: float) -> None:
-        """So many units took so long."""
+        """Record how long units took."""
         now = seconds / max(1, units)
         self._seconds = now if math.isinf(self._seconds) else (self._seconds + now) / 2
 
     def waited(self, seconds: float) -> None:
-        """A request took so long."""
+        """Record how long a request took."""
         self._request = (3 * self._request + seconds) / 4
 
     def wanted(self, left: int, elapsed: float) -> int:
-        """How many units to ask for, when so many are left for all processes and the work has gone on for so many seconds."""
+        """Return how many units to ask for, when `left` are left for all processes and the work has run for `elapsed` seconds."""
         worth = min(self.MOST, max(self.LEAST, elapsed * self.SHARE, self.TIMES * self._request))
         fair = left // (2 * self._world_size)
         return max(1, min(fair, int(worth / max(self._seconds, 1e-9))))

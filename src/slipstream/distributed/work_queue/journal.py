@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.distributed.work_queue.items import fingerprint
 from slipstream.errors import CheckpointError
@@ -29,15 +29,7 @@ from slipstream.files import strict_json
 from slipstream.files.os_errors import describe_os_error, suggest_remedy
 
 __all__ = [
-    "JournalHeader",
-    "ResultJournal",
-    "JournalEntry",
-    "NullJournal",
-    "JournalWriter",
-    "check_result",
-    "finish_journal",
-    "read_journal",
-    "prepare_journal",
+    "JournalEntry", "JournalHeader", "NullJournal", "ResultJournal", "check_result", "finish_journal", "prepare_journal", "read_journal",
 ]
 
 _SYNC_EVERY = 1.0
@@ -54,7 +46,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class JournalHeader:
-    """What the inputs of a journal are."""
+    """The inputs that a journal belongs to."""
 
     count: int
     inputs: str
@@ -66,7 +58,7 @@ class JournalHeader:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One line about an item, and where it stands."""
+    """One line about an item."""
 
     index: int
     item: str | None
@@ -74,41 +66,24 @@ class JournalEntry:
     line: bytes
 
 
-class JournalWriter(Protocol):
-    """What the work needs of a journal."""
-
-    def mark(self, item: Any) -> str | None:
-        """What a line says about an item; asked before the user's code can have changed the item."""
-
-    def add(self, index: int, mark: str | None, result: Any) -> None:
-        """Keeps the result of the item at this position."""
-
-    @property
-    def lost(self) -> bool:
-        """Whether what was added is no longer there."""
-
-    def close(self) -> None:
-        """Nothing more is added."""
-
-
 class NullJournal:
-    """No journal."""
+    """Keeps nothing; the base class of the journal."""
+
+    lost = False
+    """Whether what was added is no longer there."""
 
     def mark(self, item: Any) -> str | None:
+        """Return what a line says about an item, before the user's code can have changed it."""
         return None
 
     def add(self, index: int, mark: str | None, result: Any) -> None:
-        """Nothing is kept."""
-
-    @property
-    def lost(self) -> bool:
-        return False
+        """Keep the result of the item at this position."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close the file."""
 
 
-class ResultJournal:
+class ResultJournal(NullJournal):
     """The file that one process appends to.
 
     >>> import tempfile
@@ -130,7 +105,7 @@ class ResultJournal:
         return fingerprint(item)
 
     def add(self, index: int, mark: str | None, result: Any) -> None:
-        """Appends the result of an item; a TypeError that names the item for one that is not plain JSON data."""
+        """Append the result of an item; raise a TypeError that names the item if it is not plain JSON data."""
         line = _line(index, mark, check_result(result, index, self._path))
         if len(line) > _LONG_LINE and (trouble := strict_json.explain_too_large(line.decode())):
             raise TypeError(f"the result of item {index} cannot be kept in {self._path.name}: {trouble}; keep it in a file of its own")
@@ -144,12 +119,12 @@ class ResultJournal:
                 self._synced = time.monotonic()
 
     @property
-    def lost(self) -> bool:
-        """Whether something has removed the file that this process wrote to, or the journal itself."""
+    def lost(self) -> bool:  # type: ignore[override]
+        """Whether the file that this process wrote to, or the journal itself, was removed."""
         return not self._path.exists() or (self._file is not None and not self._part.exists())
 
     def close(self) -> None:
-        """Forces what was written to the disk."""
+        """Sync what was written, and close."""
         if self._file is not None:
             with _explain_os_errors(self._part):
                 os.fsync(self._file)
@@ -162,7 +137,7 @@ def _line(index: int, mark: str | None, result: Any) -> bytes:
 
 
 def check_result(result: Any, index: int, path: Path) -> Any:
-    """The result itself, if it is plain JSON data; else an error that says where it is not.
+    """Return the result if it is plain JSON data; else raise an error that says where it is not.
 
     >>> check_result({"scores": [1, float("nan")]}, 7, Path("a.jsonl"))
     Traceback (most recent call last):
@@ -216,7 +191,7 @@ def _has_lone_surrogate(text: str) -> bool:
 
 
 def read_journal(path: Path, header: JournalHeader, *, part: bool = False) -> Iterator[JournalEntry]:
-    """The pages of a journal, or of a part of one; a last line that was cut off is left out.
+    """Yield the entries of a journal, or of a part of one; a truncated last line is left out.
 
     Raises CheckpointError for a journal of other inputs and for a line in the middle that cannot be read.
     """
@@ -233,7 +208,7 @@ def _check_header(path: Path, line: bytes, header: JournalHeader) -> None:
     try:
         found = strict_json.parse(line, f"{path}, line 1,")
     except CheckpointError as error:
-        raise CheckpointError(f"{error} Give checkpoint= another name, or remove the file to begin anew.") from None
+        raise CheckpointError(f"{error} Give checkpoint= another name, or remove the file to start over.") from None
     if not isinstance(found, dict) or found.get("slipstream") != "results":
         raise CheckpointError(f"{path} is no file of results: it has to begin with a line that says so. Give checkpoint= another name.")
     if found.get("version") != 1:
@@ -241,7 +216,7 @@ def _check_header(path: Path, line: bytes, header: JournalHeader) -> None:
     if (found.get("count"), found.get("inputs")) != (header.count, header.inputs):
         raise CheckpointError(
             f"{path} has the results of other inputs: {found.get('count')} items with the fingerprint {found.get('inputs')}, and these are "
-            f"{header.count} with {header.inputs}. Give checkpoint= another name, or remove the file to begin anew."
+            f"{header.count} with {header.inputs}. Give checkpoint= another name, or remove the file to start over."
         )
 
 
@@ -261,9 +236,9 @@ def _parse_entry(line: bytes, where: str, header: JournalHeader) -> JournalEntry
 
 
 def prepare_journal(path: Path, header: JournalHeader) -> int:
-    """Makes the journal ready for a run: begun if there is none, without a cut-off line, the parts of an interrupted run taken in.
+    """Prepare the journal for a run: create it, drop a truncated line, merge the parts of an interrupted run.
 
-    Gives the open file, which holds the lock of this run until it is closed.
+    Return the open file, which holds the lock of this run until it is closed.
     """
     with _explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -272,13 +247,13 @@ def prepare_journal(path: Path, header: JournalHeader) -> int:
         with _explain_os_errors(path):
             _drop_truncated_line(file, path, header)
         parts = _parts(path)
-        known = {page.index for page in read_journal(path, header)} if parts else set()
+        known = {entry.index for entry in read_journal(path, header)} if parts else set()
         with _explain_os_errors(path):
             for part in parts:
-                for page in read_journal(part, header, part=True):
-                    if page.index not in known:
-                        known.add(page.index)
-                        _write(file, page.line)
+                for entry in read_journal(part, header, part=True):
+                    if entry.index not in known:
+                        known.add(entry.index)
+                        _write(file, entry.line)
             os.fsync(file)
             for part in parts:
                 part.unlink()
@@ -289,7 +264,7 @@ def prepare_journal(path: Path, header: JournalHeader) -> int:
 
 
 def _locked(path: Path) -> int:
-    """The open journal, with the lock of this run on it; made if there is none."""
+    """Open the journal, create it if needed, and take the lock of this run."""
     while True:
         if path.exists() and not path.is_file():
             raise CheckpointError(f"{path} is no regular file, so no results can be kept in it: give checkpoint= the name of a file.")
@@ -301,7 +276,7 @@ def _locked(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # while this run waited for the lock, another put its last form in place
+        os.close(file)  # another run replaced the file while this one waited for the lock
 
 
 def _lock(file: int, path: Path) -> None:
@@ -323,7 +298,7 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _drop_truncated_line(file: int, path: Path, header: JournalHeader) -> None:
-    """Cuts away a last line without an end; begins a file that has no complete line. A file that is not ours is left as it is."""
+    """Drop a last line without an end; write the header to a file without a complete line. Another kind of file is left as it is."""
     with open(path, "rb") as first:
         line = first.readline()
     if line.endswith(b"\n") or not header.line().startswith(line):
@@ -343,10 +318,10 @@ def _parts(path: Path) -> list[Path]:
 
 
 def finish_journal(path: Path, header: JournalHeader, authors: Sequence[int | None], run: str, results: Mapping[int, Any]) -> int:
-    """Writes the journal anew: one line for each item, in the order of the input, and removes the parts.
+    """Rewrite the journal with one line for each item, in the order of the input, and remove the parts.
 
-    `authors` says by position which rank's result counts (None: one that stood there before): two may have worked on the same item.
-    What stands in no file any more, because something has removed it during the work, is written from `results`; gives how many those are.
+    `authors` says by position which rank's result counts (None: one from an earlier run): two may have worked on the same item.
+    Results that are in no file any more are written from `results`; return how many those are.
     """
     with _explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -374,7 +349,7 @@ def finish_journal(path: Path, header: JournalHeader, authors: Sequence[int | No
 
 
 def _choose_lines(path: Path, header: JournalHeader, authors: Sequence[int | None], run: str) -> dict[int, tuple[Path, int, int]]:
-    """By position, where the line stands that counts: the file, its first byte and its length."""
+    """Return by position where the line that counts stands: the file, its first byte and its length."""
     chosen: dict[int, tuple[Path, int, int]] = {}
     for source in (path, *_parts(path)):
         if source == path and not path.exists():
@@ -396,7 +371,7 @@ def _choose_lines(path: Path, header: JournalHeader, authors: Sequence[int | Non
 
 
 def _index(line: bytes, where: str, header: JournalHeader) -> int:
-    """The position that a line is about, which was checked when the work began, or written since then."""
+    """Return the position that a line is about; it was checked when the work began, or written since then."""
     found = _LINE_START.match(line)
     if found is None or int(found[1]) >= header.count:
         return _parse_entry(line, where, header).index

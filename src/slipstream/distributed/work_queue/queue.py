@@ -23,19 +23,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.distributed.heartbeat import process_state
 from slipstream.errors import PeerLostError
 from slipstream.launch.store import ExitNotice, exit_key, holds_items_key
 
-__all__ = ["LEFT_KEY", "LocalQueue", "PoisonItem", "QueuePeers", "SILENCE_SECONDS", "StoreQueue", "UnitReport", "WorkQueue"]
+__all__ = ["LEFT_KEY", "LocalQueue", "PoisonItem", "QueuePeers", "SILENCE_SECONDS", "StoreQueue", "UnitReport"]
 
 
 SILENCE_SECONDS = 30.0
-"""Seconds without a beat after which a process counts as gone."""
+"""Seconds without a heartbeat after which a process counts as gone."""
 LEFT_KEY = "left"
-"""What a process that leaves the work before its end writes where its claims stand."""
+"""What a process that leaves the work early writes in place of its claims."""
 
 
 class QueuePeers:
@@ -57,10 +57,10 @@ class QueuePeers:
         self._ranks = [other for other in range(world_size) if other != rank]
         self._beats: dict[int, tuple[int, float]] = {}
         self.ended: dict[int, str] = {}
-        """Those whose end the launcher has told, as far as `gone` has looked."""
+        """The ranks whose end the launcher has reported, as far as `gone` has looked."""
 
     def gone(self, holds: dict[int, str]) -> dict[int, str]:
-        """The ranks that are gone, and how; `holds` is what each has written about its claims."""
+        """Return the ranks that are gone, and how; `holds` is what each has written about its claims."""
         found: dict[int, str] = {}
         for rank in self._ranks:
             if rank not in self.ended and self._store.check([exit_key(rank)]):
@@ -91,7 +91,8 @@ class QueuePeers:
 
 
 _ITEM_SHIFT = 32
-"""Where the upper half of the counter begins."""
+"""Where the upper half of the counter begins. The store has one atomic operation, an addition to a signed 64-bit number: two counts in
+one number are claimed and reported in one request. Tested by tests/distributed/test_work_queue.py."""
 _CLOSED = 1 << 31
 """Beyond the number of any unit."""
 _CHUNK_BYTES = 4 << 20
@@ -110,73 +111,21 @@ class UnitReport:
     rank: int
     units: tuple[int, ...]
     body: bytes | None
-    """The results; None where they stand elsewhere."""
+    """The results; None where they stand in a volume."""
     place: tuple[int, int, int] = (0, 0, 0)
-    """Where that is: volume, first byte, length."""
+    """Volume, first byte and length."""
 
 
 class PoisonItem(Exception):
-    """A unit that had been taken over from a process that is gone, and whose second process has died as well."""
+    """A unit whose process died, and whose second process has died as well."""
 
     def __init__(self, unit: int, end: str) -> None:
         super().__init__(unit, end)
         self.unit, self.end = unit, end
 
 
-class WorkQueue(Protocol):
-    """What the work needs of a queue."""
-
-    rank: int
-    world_size: int
-
-    def take(self, most: int) -> int:
-        """Claims up to `most` units; the first of them, which may lie beyond the last unit."""
-
-    def hold(self, units: Sequence[int]) -> None:
-        """Says what this process has claimed and not reported."""
-
-    def report(self, units: Sequence[int], body: bytes, items: int) -> None:
-        """Tells everybody that units are finished, so many items, with their results; the items are counted with the next `take`."""
-
-    def reports(self) -> list[UnitReport]:
-        """The reports of all processes that were not given out before, in the order that all processes see."""
-
-    def bodies(self, reports: Sequence[UnitReport]) -> Iterator[bytes]:
-        """The results of these reports, which are all there are."""
-
-    def finished_items(self) -> int:
-        """How many items are reported; more than there are where some were worked on twice."""
-
-    def take_over(self, unfinished: Callable[[], Sequence[int]]) -> int | None:
-        """Claims one of the units that nobody works on any more; a `PoisonItem` if two processes have died with it."""
-
-    def gone(self) -> dict[int, str]:
-        """The processes that are gone, and how, as far as `take_over` has found out."""
-
-    def failure(self) -> str | None:
-        """Why another process has ended the work for all."""
-
-    def fail(self, reason: str) -> None:
-        """Ends the work for all."""
-
-    def leave(self, *, early: bool) -> bool:
-        """This process takes no further part; `early`: before all was finished. Whether now all have left early."""
-
-    def is_first(self) -> bool:
-        """Whether no lower rank takes part any more: who does what one process has to do."""
-
-    def settle(self) -> None:
-        """What one process has to do is done."""
-
-    def is_settled(self) -> bool:
-        """Whether it is."""
-
-    def forget(self) -> None:
-        """This process has read everything that it needs."""
-
-
 class LocalQueue:
-    """The queue of one process.
+    """The queue of one process, and the methods that every queue has.
 
     >>> queue = LocalQueue()
     >>> queue.take(2), queue.take(1)
@@ -186,70 +135,82 @@ class LocalQueue:
     ([(0, 1, 2)], 3)
     """
 
-    rank = 0
-    world_size = 1
-
     def __init__(self) -> None:
+        self.rank = 0
+        self.world_size = 1
         self._next = self._items = 0
         self._settled = False
         self._reports: list[UnitReport] = []
 
     def take(self, most: int) -> int:
+        """Claim up to `most` units and return the first of them, which may lie beyond the last unit."""
         self._next += most
         return self._next - most
 
     def hold(self, units: Sequence[int]) -> None:
-        """Nobody asks."""
+        """Publish what this process has claimed and not reported."""
 
     def report(self, units: Sequence[int], body: bytes, items: int) -> None:
+        """Publish that units are finished, with their results; their `items` are counted with the next `take`."""
         self._reports.append(UnitReport(0, tuple(units), body))
         self._items += items
 
     def reports(self) -> list[UnitReport]:
+        """Return the reports of all processes that were not returned before, in the order that all processes see."""
         fresh, self._reports = self._reports, []
         return fresh
 
     def bodies(self, reports: Sequence[UnitReport]) -> Iterator[bytes]:
+        """Yield the results of these reports, which are all there are."""
         for report in reports:
             yield report.body or b""
 
     def finished_items(self) -> int:
+        """Return how many items are reported; more than there are where some were worked on twice."""
         return self._items
 
     def take_over(self, unfinished: Callable[[], Sequence[int]]) -> int | None:
+        """Claim one of the units that nobody works on any more; raise a `PoisonItem` if two processes have died with it."""
         return None
 
     def gone(self) -> dict[int, str]:
+        """Return the processes that are gone, and how, as far as `take_over` has found out."""
         return {}
 
     def failure(self) -> str | None:
+        """Return why another process has ended the work for all."""
         return None
 
     def fail(self, reason: str) -> None:
-        """Nobody is to be told."""
+        """End the work for all."""
 
     def leave(self, *, early: bool) -> bool:
+        """End this process's part; `early`: before all was finished. Return whether now all have left early."""
         return early
 
     def is_first(self) -> bool:
+        """Return whether no lower rank takes part any more: this rank then does what one process has to do."""
         return True
 
     def settle(self) -> None:
+        """Publish that what one process has to do is done."""
         self._settled = True
 
     def is_settled(self) -> bool:
+        """Return whether it is."""
         return self._settled
 
     def forget(self) -> None:
-        """Nothing is kept elsewhere."""
+        """Note that this process has read everything that it needs."""
 
 
-class StoreQueue:
+class StoreQueue(LocalQueue):
     """The queue of several processes. `store` is the rendezvous store of the job, `name` what this piece of work is called in it."""
 
     def __init__(self, store: Any, name: str, rank: int, world_size: int) -> None:
         from torch._C._distributed_c10d import PrefixStore
 
+        super().__init__()
         self.rank = rank
         self.world_size = world_size
         self._job = store
@@ -271,7 +232,7 @@ class StoreQueue:
         except RuntimeError as error:  # torch.distributed.DistError: whoever serves the store is gone
             raise PeerLostError(
                 f"the rendezvous store does not answer on rank {self.rank} ({str(error).splitlines()[0]}), so no items can be handed out. "
-                "Without a launcher it is served by rank 0, and ends with it; with checkpoint=FILE the next run goes on where this one was."
+                "Without a launcher it is served by rank 0, and ends with it; with checkpoint=FILE the next run resumes where this one was."
             ) from None
 
     def take(self, most: int) -> int:
@@ -286,11 +247,11 @@ class StoreQueue:
         if len(body) <= _INLINE_BYTES:
             self._ask(self._store.append, "log", b"= " + entry + body)
         else:
-            self._ask(self._store.append, "log", self._shelve(body) + entry)
+            self._ask(self._store.append, "log", self._write_volume(body) + entry)
         self._uncounted += items
 
-    def _shelve(self, body: bytes) -> bytes:
-        """Writes results to a volume of this rank; where they stand, for the log."""
+    def _write_volume(self, body: bytes) -> bytes:
+        """Write results to a volume of this rank and return where they stand, for the log."""
         if not self._own or len(self._own[-1]) > _VOLUME_BYTES:
             self._own.append(bytearray())
         volume, start = len(self._own) - 1, len(self._own[-1])
@@ -300,7 +261,7 @@ class StoreQueue:
         return f"{volume}/{start} ".encode()
 
     def finished_items(self) -> int:
-        return int(self._ask(self._store.add, "counts", 0)) >> _ITEM_SHIFT  # also asked by the thread of the bar: changes nothing here
+        return int(self._ask(self._store.add, "counts", 0)) >> _ITEM_SHIFT  # also called by the thread of the progress bar
 
     def reports(self) -> list[UnitReport]:
         if not self._ask(self._store.check, ["log"]):
@@ -335,14 +296,14 @@ class StoreQueue:
     def take_over(self, unfinished: Callable[[], Sequence[int]]) -> int | None:
         holds = self._holds()
         gone = self._ask(self._others.gone, holds)
-        self._say(gone)
+        self._announce(gone)
         self._gone = gone
         if not gone:
             return None
         held = {unit for rank, text in holds.items() if rank not in gone for unit in _parse_ranges(text)}
         free = [unit for unit in unfinished() if unit not in held]
         sure, self._suspects = [unit for unit in free if unit in self._suspects], set(free)
-        return next((unit for unit in sure if self._own_it(unit, gone)), None)
+        return next((unit for unit in sure if self._acquire(unit, gone)), None)
 
     def _holds(self) -> dict[int, str]:
         ranks = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -350,7 +311,7 @@ class StoreQueue:
         values = self._ask(self._store.multi_get, [f"holds/{rank}" for rank in present]) if present else []
         return {rank: value.decode() for rank, value in zip(present, values, strict=True)}
 
-    def _own_it(self, unit: int, gone: dict[int, str]) -> bool:
+    def _acquire(self, unit: int, gone: dict[int, str]) -> bool:
         key, own = f"owner/{unit}", f"rank {self.rank}"
         found = self._ask(self._store.compare_set, key, "", own).decode()
         if found == own:
@@ -360,8 +321,8 @@ class StoreQueue:
             raise PoisonItem(unit, gone[former])
         return former in gone and bool(self._ask(self._store.compare_set, key, found, own).decode() == own)
 
-    def _say(self, gone: dict[int, str]) -> None:
-        """One line for everyone who is gone, from the lowest rank that is there."""
+    def _announce(self, gone: dict[int, str]) -> None:
+        """Print one line for each rank that is gone, from the lowest rank that is there."""
         if any(rank not in gone for rank in range(self.rank)):
             return
         for rank in gone.keys() - self._gone.keys():
@@ -397,7 +358,7 @@ class StoreQueue:
         return int(self._ask(self._store.add, "settled", 0)) > 0
 
     def forget(self) -> None:
-        """The last one to come removes what lies in the store; with a process gone nobody is the last, and it lies there until the end."""
+        """Remove what lies in the store, as the last rank to come; if a rank is gone, it stays until the job ends."""
         if self._ask(self._store.add, "read", 1) < self.world_size:
             return
         self._read = 0
@@ -407,7 +368,7 @@ class StoreQueue:
 
 
 def _parse_report(entry: str) -> tuple[UnitReport, int]:
-    """What an entry of the log says, and how many bytes of results follow it.
+    """Parse an entry of the log; return it and how many bytes of results follow it.
 
     >>> _parse_report("= 1 120 4-6 9-9")
     (UnitReport(rank=1, units=(4, 5, 6, 9), body=b'', place=(0, 0, 0)), 120)

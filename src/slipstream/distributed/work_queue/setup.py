@@ -23,7 +23,7 @@ from slipstream.distributed.guard import Channel, Limits
 from slipstream.distributed.split import split
 from slipstream.distributed.work_queue import journal
 from slipstream.distributed.work_queue.items import WorkItems, WorkUnits, check_cost, fingerprint, order_by_cost
-from slipstream.distributed.work_queue.queue import LocalQueue, StoreQueue, WorkQueue
+from slipstream.distributed.work_queue.queue import LocalQueue, StoreQueue
 from slipstream.distributed.work_queue.work import Work, add_article, add_remark, make_work_bar
 from slipstream.errors import CheckpointError, ConfigError, MismatchError, PeerLostError
 
@@ -70,7 +70,7 @@ class WorkOptions:
 
 
 def parse_balance(balance: str, apply_padding: bool, options: WorkOptions) -> WorkOptions | None:
-    """The options of dynamic work; None for a static split. What does not go together is refused.
+    """Return the options of dynamic work; None for a static split. Refuse options that do not go together.
 
     >>> parse_balance("static", False, WorkOptions(key=len))
     Traceback (most recent call last):
@@ -100,17 +100,17 @@ class WorkTeam:
     operation: str
     """What the user called, for messages."""
 
-    def told(self, value: Any) -> list[Any]:
-        """What every process says, in the order of the ranks."""
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in the order of the ranks."""
         found = gather_objects(self.channel, self.limits, value, operation=self.operation)
         assert found is not None
         return found
 
     def occupy(self, inside: str) -> None:
-        """From here on collectives are refused, as they are inside of this; empty: no longer."""
+        """Refuse collectives from here on, while the process is inside of this; empty: allow them again."""
         self.channel.busy = inside
 
-    def queue(self, name: str) -> WorkQueue:
+    def queue(self, name: str) -> LocalQueue:
         if self.channel.world_size == 1:
             return LocalQueue()
         return StoreQueue(self.store(), name, self.channel.rank, self.channel.world_size)
@@ -118,62 +118,54 @@ class WorkTeam:
 
 @contextmanager
 def open_work_queue(team: WorkTeam, inputs: Any, options: WorkOptions) -> Iterator[Work]:
-    """The work in the block; when it ends on all processes, the journal is in its last form."""
-    try:
+    """Open the work for the block; when it ends on all processes, the journal is in its final form."""
+    items: WorkItems
+
+    def describe() -> tuple[dict[str, Any], str]:
+        nonlocal items
         items = WorkItems(inputs, team.operation)
-        own = {"count": len(items), "inputs": items.fingerprint(), **_describe_options(options)}
-    except Exception as error:  # whatever an iterable of the user's raises: the others must hear of it
-        raise _first_error(team, error) from None
-    name = _agree(team, own, items)
+        given = {"batch_size": options.batch_size, "key": options.key is not None, "checkpoint": str(options.path or "")}
+        return {"count": len(items), "inputs": items.fingerprint(), **given}, secrets.token_hex(8)
+
+    told = _run_or_raise_together(team, describe)
+    own, name = told[team.channel.rank][0], told[0][1]
+    _check_same(team, [given for given, _ in told], items)
     costs = _costs(team, items, options.key)
     order = range(len(items)) if costs is None else order_by_cost(costs)
-    book = _JournalSession(team, options.path, journal.JournalHeader(len(items), own["inputs"]), name, items)
+    session = _JournalSession(team, options.path, journal.JournalHeader(len(items), own["inputs"]), name, items)
     try:
-        units = WorkUnits(order, options.batch_size or 1, without=book.earlier, costs=costs)
+        units = WorkUnits(order, options.batch_size or 1, without=session.earlier, costs=costs)
         queue = team.queue(name)
-        is_main, before = team.channel.rank == 0, len(book.earlier)
+        is_main, before = team.channel.rank == 0, len(session.earlier)
         work = Work(
             items,
             units,
             queue,
             batches=options.batch_size is not None,
             operation=team.operation,
-            journal=book.writer(),
+            journal=session.writer(),
             bar=make_work_bar(options.progress, is_main=is_main, finished=queue.finished_items, total=len(items), before=before),
-            earlier=book.earlier,
-            advice=book.advice,
+            earlier=session.earlier,
+            advice=session.advice,
             busy=team.occupy,
         )
         try:
             yield work
             if work.complete:
-                book.finish(work, queue)
+                session.finish(work, queue)
         except BaseException as error:
             work.fail(error)
             raise
         finally:
             work.close()
     finally:
-        book.close()
+        session.close()
 
 
-def _describe_options(options: WorkOptions) -> dict[str, Any]:
-    return {"batch_size": options.batch_size, "key": options.key is not None, "checkpoint": str(options.path or "")}
-
-
-def _first_error(team: WorkTeam, error: Exception) -> Exception:
-    team.told({"error": f"{type(error).__name__}: {error}"})
-    return error
-
-
-def _agree(team: WorkTeam, own: dict[str, Any], items: WorkItems) -> str:
-    """The name of this piece of work; a MismatchError on every process if they were not given the same."""
-    told = team.told({**own, "name": secrets.token_hex(8)})
-    troubled = [(rank, entry["error"]) for rank, entry in enumerate(told) if "error" in entry]
-    if troubled:
-        raise _error_of_peer(team, *troubled[0])
-    for what in own:
-        others = [rank for rank, entry in enumerate(told) if entry[what] != told[0][what]]
+def _check_same(team: WorkTeam, told: list[dict[str, Any]], items: WorkItems) -> None:
+    """Raise a MismatchError on every process if they were not given the same."""
+    for what in told[0]:
+        others = [rank for rank, given in enumerate(told) if given[what] != told[0][what]]
         if others:
             rank = others[0]
             shown = f"{told[0][what]!r} on rank 0, {told[rank][what]!r} on rank {rank}"
@@ -182,26 +174,25 @@ def _agree(team: WorkTeam, own: dict[str, Any], items: WorkItems) -> str:
                 shown = shown if what == "count" else _describe_difference(team, items, rank)
                 shown, what = f"{shown}. Every process has to pass the same items in the same order", "inputs"
             raise MismatchError(f"{team.operation} was given different {what}: {shown}\n(raised on rank {team.channel.rank})")
-    return str(told[0]["name"])
 
 
 def _describe_difference(team: WorkTeam, items: WorkItems, rank: int) -> str:
-    """How the inputs of this rank and rank 0 differ, which are as many; every process asks."""
+    """Return how the inputs of this rank and rank 0 differ, which are as many; a collective."""
     seen = range(min(len(items), _COMPARED_ITEMS) if items.in_memory else 0)
-    told = team.told((type(items.inputs).__name__, [fingerprint(items[position]) for position in seen]))
+    told = team.gather((type(items.inputs).__name__, [fingerprint(items[position]) for position in seen]))
     (kind, marks), (other, theirs) = told[0], told[rank]
     if kind != other:
-        team.told("")
+        team.gather("")
         return f"{add_article(kind)} on rank 0, {add_article(other)} on rank {rank}"
     position = next((place for place, pair in enumerate(zip(marks, theirs, strict=False)) if pair[0] != pair[1]), None)
-    shown = team.told("" if position is None or not items.in_memory else reprlib.repr(items[position]))
+    shown = team.gather("" if position is None or not items.in_memory else reprlib.repr(items[position]))
     if position is None:
         return f"the same number on rank 0 and on rank {rank}, but others"
     return f"item {position} is {shown[0]} on rank 0 and {shown[rank]} on rank {rank}"
 
 
 def _error_of_peer(team: WorkTeam, rank: int, why: str) -> Exception:
-    """What another process failed with: a trouble of the checkpoint is everybody's, anything else the cause of an end here."""
+    """Return the error for a failure of another process: a CheckpointError concerns all, anything else ends the work here."""
     kind, _, text = why.partition(": ")
     if kind == CheckpointError.__name__:
         return CheckpointError(f"{text}\n(found on rank {rank}, raised on rank {team.channel.rank} too)")
@@ -209,15 +200,15 @@ def _error_of_peer(team: WorkTeam, rank: int, why: str) -> Exception:
 
 
 def _run_or_raise_together(team: WorkTeam, act: Callable[[], T]) -> list[T]:
-    """What every process makes of it; if one fails, all raise."""
+    """Return the results of `act` on every process; if one fails, all raise."""
     error: Exception | None = None
     value: Any = None
     try:
         value = act()
-    except Exception as problem:  # whatever `key` or a dataset of the user's raises: the others must hear of it
+    except Exception as problem:  # whatever the user's `key` or dataset raises: the others have to raise too
         error = problem
     notes = " ".join(getattr(error, "__notes__", ()))
-    told = team.told({"value": value, "error": None if error is None else f"{type(error).__name__}: {error} {notes}".rstrip()})
+    told = team.gather({"value": value, "error": None if error is None else f"{type(error).__name__}: {error} {notes}".rstrip()})
     if error is not None:
         raise error
     for rank, entry in enumerate(told):
@@ -227,7 +218,7 @@ def _run_or_raise_together(team: WorkTeam, act: Callable[[], T]) -> list[T]:
 
 
 def _costs(team: WorkTeam, items: WorkItems, key: Callable[[Any], float] | None) -> list[float] | None:
-    """What every item costs, each process having asked for its share; None without a key."""
+    """Return the cost of every item, computed in shares; None without a key."""
     if key is None:
         return None
 
@@ -248,21 +239,18 @@ def _costs(team: WorkTeam, items: WorkItems, key: Callable[[Any], float] | None)
 
 
 class _JournalSession:
-    """The journal over the whole of the work, or none."""
+    """The journal of one piece of work, or none."""
 
     def __init__(self, team: WorkTeam, path: Path | None, header: journal.JournalHeader, run: str, items: WorkItems) -> None:
         self._team, self._path, self._header, self._run = team, path, header, run
         self._lock: int | None = None
         self.earlier: dict[int, Any] = {}
         """The results of an interrupted run, by position."""
-        self.advice = " What was finished is lost; with checkpoint=FILE the next run goes on from there."
+        self.advice = " What was finished is lost; with checkpoint=FILE the next run resumes from there."
         if path is None:
             return
-        self.advice = f" What was finished is in {path}, and the next run goes on from there."
-        if team.channel.rank == 0:
-            _run_or_raise_together(team, lambda: self._take_in(path))
-        else:
-            _run_or_raise_together(team, lambda: None)
+        self.advice = f" What was finished is in {path}, and the next run resumes from there."
+        _run_or_raise_together(team, lambda: self._prepare(path))
         try:
             counts = _run_or_raise_together(team, lambda: self._read(path, items))
             if len(set(counts)) > 1:
@@ -274,31 +262,32 @@ class _JournalSession:
             self.close()
             raise
 
-    def _take_in(self, path: Path) -> None:
-        self._lock = journal.prepare_journal(path, self._header)
+    def _prepare(self, path: Path) -> None:
+        if self._team.channel.rank == 0:
+            self._lock = journal.prepare_journal(path, self._header)
 
     def _read(self, path: Path, items: WorkItems) -> int:
         marks: dict[int, str | None] = {}
-        for page in journal.read_journal(path, self._header):
-            self.earlier.setdefault(page.index, page.result)
-            marks.setdefault(page.index, page.item)
+        for entry in journal.read_journal(path, self._header):
+            self.earlier.setdefault(entry.index, entry.result)
+            marks.setdefault(entry.index, entry.item)
         if not items.in_memory:
             step = max(1, len(marks) // _COMPARED_RESULTS)
             for index in list(marks)[::step][:_COMPARED_RESULTS]:
                 if marks[index] not in (None, now := fingerprint(items[index])) and now == fingerprint(items[index]):
                     raise CheckpointError(
                         f"{path} has the results of other inputs: item {index} is not what it was. Give checkpoint= another name, or "
-                        "remove the file to begin anew."
+                        "remove the file to start over."
                     )
         return len(self.earlier)
 
-    def writer(self) -> journal.JournalWriter | None:
+    def writer(self) -> journal.ResultJournal | None:
         if self._path is None:
             return None
         return journal.ResultJournal(self._path, self._run, self._team.channel.rank)
 
-    def finish(self, work: Work, queue: WorkQueue) -> None:
-        """The lowest rank that is there writes the journal anew; the others wait for it, or do it if that one goes too."""
+    def finish(self, work: Work, queue: LocalQueue) -> None:
+        """Rewrite the journal on the lowest rank that is there; the others wait, or take over if that one goes too."""
         if self._path is None or not work.settled.authors:
             return
         authors = [work.settled.authors.get(position) for position in range(len(work))]

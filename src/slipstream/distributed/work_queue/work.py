@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from slipstream.distributed import codec, progress_bar as bars
 from slipstream.distributed.progress_bar import HiddenProgressBar
 from slipstream.distributed.work_queue.items import ClaimSize, WorkItems, WorkUnits
-from slipstream.distributed.work_queue.journal import JournalWriter, NullJournal
-from slipstream.distributed.work_queue.queue import PoisonItem, UnitReport, WorkQueue
+from slipstream.distributed.work_queue.journal import NullJournal
+from slipstream.distributed.work_queue.queue import LocalQueue, PoisonItem, UnitReport
 from slipstream.errors import PeerLostError, StateError
 
 __all__ = ["FinishedItems", "Work", "WorkProgress", "add_article", "add_remark", "make_work_bar"]
@@ -35,11 +35,11 @@ class WorkProgress(Protocol):
     """What shows how far the work is."""
 
     def close(self) -> None:
-        """The work is over, or has failed."""
+        """Close the bar."""
 
 
 def make_work_bar(progress: bool | None, *, is_main: bool, finished: Callable[[], int], total: int, before: int) -> WorkProgress:
-    """The bar that was asked for: `progress` None is one where there is a terminal to show it on."""
+    """Return the progress bar; `progress` None is one where there is a terminal."""
     shown = bars.bar(total, "", "item", is_main=is_main, wanted=progress, initial=before)
     if type(shown) is bars.HiddenProgressBar:
         return shown
@@ -47,7 +47,7 @@ def make_work_bar(progress: bool | None, *, is_main: bool, finished: Callable[[]
     def move() -> None:
         try:
             shown.to(min(total, before + finished()))
-        except RuntimeError:  # the store is gone, which the work itself will tell
+        except RuntimeError:  # the store is gone, which the work itself reports
             return
 
     both = ExitStack()
@@ -66,7 +66,7 @@ _PEER_CHECK_SECONDS = 0.25
 
 @dataclass
 class FinishedItems:
-    """What is known of finished items: results by position, who reported them, and in which order."""
+    """Finished items: results by position, who reported them, and in which order."""
 
     results: dict[int, Any] = field(default_factory=dict)
     authors: dict[int, int] = field(default_factory=dict)
@@ -83,11 +83,11 @@ class Work:
         self,
         items: WorkItems,
         units: WorkUnits,
-        queue: WorkQueue,
+        queue: LocalQueue,
         *,
         batches: bool,
         operation: str,
-        journal: JournalWriter | None = None,
+        journal: NullJournal | None = None,
         bar: WorkProgress | None = None,
         earlier: dict[int, Any] | None = None,
         advice: str = "",
@@ -97,17 +97,17 @@ class Work:
         self._batches, self._operation, self._advice = batches, operation, advice
         self._journal, self._bar = journal or NullJournal(), bar or HiddenProgressBar()
         self._busy = busy
-        """Told what this process is inside of, in which no collective may be called; empty at the end."""
+        """Called with what this process is inside of, where no collective may be called; empty at the end."""
         self._keeps = journal is not None
         self._settled = FinishedItems(dict(earlier or {}), order=sorted(earlier or {}))
-        self._pace = ClaimSize(queue.world_size)
+        self._claim_size = ClaimSize(queue.world_size)
         self._began = time.monotonic()
         self._unit: int | None = None
         self._positions: Sequence[int] = ()
         self._marks: list[str | None] = []
         self._result: Any = _NOTHING
         self._reports: list[UnitReport] = []
-        """Those of all processes, as far as they are known; whose results are read at the end."""
+        """Those of all processes so far; their results are read at the end."""
         self._finished: dict[int, Any] = {}
         """Units that are not reported yet, with their results."""
         self._finished_items = 0
@@ -118,7 +118,7 @@ class Work:
         """new · open (the loop runs) · complete · ended (before that)"""
 
     def __len__(self) -> int:
-        """How many items there are for all processes together, those of an interrupted run included."""
+        """Return the number of items of all processes together, those of an interrupted run included."""
         return len(self._items)
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -141,18 +141,18 @@ class Work:
             for unit in units:
                 yield self._hand_out(unit)
                 self._finish()
-                if time.monotonic() - began > self._pace.MOST:  # more work than was expected: the others need not wait for all of it
+                if time.monotonic() - began > self._claim_size.MOST:  # more work than was expected: the others need not wait for all of it
                     self._report()
-            self._pace.took(len(units), time.monotonic() - began)
+            self._claim_size.took(len(units), time.monotonic() - began)
             self._report()
 
     @property
     def indices(self) -> list[int]:
-        """Where in the input the item, or the items of the batch, come from that the loop is working on."""
+        """The positions in the input of the current item or batch."""
         return list(self._positions)
 
     def done(self, result: Any) -> None:
-        """The result of what the loop is working on: of the item, or a list with one result for each item of the batch."""
+        """Give the result of the current item, or a list with one result for each item of the batch."""
         if self._unit is None:
             raise StateError("done(...) tells the result of an item that was handed out: call it inside of the loop over the work")
         if self._result is not _NOTHING:
@@ -209,12 +209,12 @@ class Work:
     # -- claiming -------------------------------------------------------------------------------------------------
 
     def _claim(self) -> Sequence[int]:
-        """The next units of this process; none when all of all processes are finished."""
+        """Return the next units of this process; none when all units are finished."""
         if self._left:
-            wanted = self._pace.wanted(self._left, time.monotonic() - self._began)
+            wanted = self._claim_size.wanted(self._left, time.monotonic() - self._began)
             asked = time.monotonic()
             start = self._queue.take(wanted)
-            self._pace.waited(time.monotonic() - asked)
+            self._claim_size.waited(time.monotonic() - asked)
             units = range(start, min(start + wanted, len(self._units)))
             self._left = max(0, len(self._units) - start - wanted)
             if units:
@@ -225,7 +225,7 @@ class Work:
         return self._last_ones()
 
     def _last_ones(self) -> Sequence[int]:
-        """Waits until everything is finished, or something comes back from a process that is gone."""
+        """Wait until everything is finished, or a unit can be taken over from a process that is gone."""
         pause, look = 0.0005, time.monotonic() + (0.0 if self._inherits else _PEER_CHECK_SECONDS)
         self._queue.hold([])
         self._queue.take(0)  # what was reported last is counted
@@ -245,7 +245,7 @@ class Work:
         return ()
 
     def _take_over(self) -> int | None:
-        """A unit that nobody works on any more; where there was one there may be another, so the next look comes at once."""
+        """Return a unit that nobody works on any more; where there was one there may be another, so the next check comes at once."""
         try:
             unit = self._queue.take_over(self._unfinished)
         except PoisonItem as deadly:
@@ -261,13 +261,13 @@ class Work:
         return [unit for unit in range(len(self._units)) if unit not in self._settled.units]
 
     def _absorb(self) -> None:
-        """Takes in which units have been reported since the last time."""
+        """Read which units have been reported since the last time."""
         fresh = self._queue.reports()
         self._reports += fresh
         self._settled.units.update(unit for report in fresh for unit in report.units)
 
     def _settle(self) -> None:
-        """Takes in all results; the first report of a unit counts."""
+        """Read all results; the first report of a unit counts."""
         settled, known = self._settled, set[int]()
         for report, body in zip(self._reports, self._queue.bodies(self._reports), strict=True):
             for unit, results in zip(report.units, codec.decode(body), strict=True):
@@ -282,16 +282,16 @@ class Work:
         self._reports = []
 
     def stop_if_another_failed(self) -> None:
-        """Raises if another process has failed, which ends the work for all."""
+        """Raise if another process has failed, which ends the work for all."""
         reason = self._queue.failure()
         if reason is not None:
             self._state = "ended"
-            raise PeerLostError(f"{self._operation} cannot complete on rank {self._queue.rank}: {reason}.{self._told_advice()}")
+            raise PeerLostError(f"{self._operation} cannot complete on rank {self._queue.rank}: {reason}.{self._advice_text()}")
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """This process stops in the middle: the others hear why, and the error gets a note of where it was."""
+        """Tell the others that this process fails and why, and add a note to the error that says where it was."""
         if self._state == "ended":
             return
         self._state = "ended"
@@ -301,13 +301,13 @@ class Work:
         with contextlib.suppress(PeerLostError):  # the store is gone: the error on its way says more
             self._queue.fail(f"rank {self._queue.rank} failed{where}: {told}")
         if where:
-            add_remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._told_advice()}")
+            add_remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._advice_text()}")
 
-    def _told_advice(self) -> str:
+    def _advice_text(self) -> str:
         return " Something has removed files of the checkpoint, so what was finished may be lost." if self._journal.lost else self._advice
 
     def close(self) -> None:
-        """The end of the block: this process takes no further part."""
+        """End the part of this process."""
         complete, failed = self._state == "complete", self._state == "ended"
         self._busy("")
         try:
@@ -324,16 +324,16 @@ class Work:
         self._state = "ended"
         if deserted and not failed:
             with contextlib.suppress(PeerLostError):
-                self._say_what_is_left()
+                self._warn_unfinished()
 
     def _hand_back(self) -> None:
-        """What this process has finished counts, also where it leaves in the middle."""
+        """Report what this process has finished when it leaves early."""
         if self._result is not _NOTHING:
             self._finish()
         self._report()
         self._queue.take(0)
 
-    def _say_what_is_left(self) -> None:
+    def _warn_unfinished(self) -> None:
         left = self._units.items - self._queue.finished_items()
         if left > 0 and self._queue.failure() is None:
             why = "every process left the loop before its end, or never began it"
@@ -341,12 +341,12 @@ class Work:
 
     @property
     def settled(self) -> FinishedItems:
-        """What is known of finished items."""
+        """The finished items so far."""
         return self._settled
 
     @property
     def gone(self) -> dict[int, str]:
-        """The processes that died or left during the work, and how, as far as this one has found out."""
+        """The processes that died or left during the work, and how, as far as this one knows."""
         return self._queue.gone()
 
     @property
@@ -355,7 +355,7 @@ class Work:
         return self._state == "complete"
 
     def results(self, order: bool = True) -> list[Any]:
-        """One result for each item, on every process: in the order of the input, or with `order=False` as they were finished."""
+        """Return one result for each item, on every process: in the order of the input, or with `order=False` as they were finished."""
         if not self.complete:
             raise StateError(
                 f"the results of {self._operation} are there when all items are finished: let the loop over the work come to its end on "
@@ -376,11 +376,11 @@ class Work:
 
     @property
     def total(self) -> int:
-        """How many items were handed out; -1 while that is not over."""
+        """How many items were handed out; -1 while the work runs."""
         return self._units.items if self.complete else -1
 
     def order(self, counts: Sequence[int]) -> list[int] | None:
-        """See `distributed/collectives.py`: the order of the input, for lists with one entry for each item that a process was given."""
+        """Return the order of the input for lists with one entry per item of each process; see `distributed/collectives.py`."""
         own: list[list[int]] = [[] for _ in counts]
         for position in self._settled.order:
             rank = self._settled.authors.get(position)
@@ -412,7 +412,7 @@ def add_article(word: str) -> str:
 
 
 def add_remark(error: BaseException, text: str) -> None:
-    """Adds a line to what is printed of an error."""
+    """Add a line to what is printed of an error."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:  # before Python 3.11
