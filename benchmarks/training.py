@@ -61,7 +61,7 @@ def figures(rounds: Rounds, ranks: int) -> list[Figure]:
         more = (ratio(ours, plain) - 1) * min(plain) * 1e6
         found.append(Figure(what, more, "us", goal=5.0, spread=f"(median {added(ours, plain) * 1e6:.1f} us)"))
     if ranks > 1:
-        found.append(Figure("CPU of a rank that does nothing: beacon, torch's threads", rounds["helpers"]["idle"]["cpu"][0] * 1e3, "ms/s"))
+        found.append(Figure("CPU of an idle rank: heartbeat, torch's threads", rounds["helpers"]["idle"]["cpu"][0] * 1e3, "ms/s"))
     return found
 
 
