@@ -31,7 +31,7 @@ WHOLE = sorted(["MANIFEST.json", "model.safetensors", "training.json", "unet", "
 class NoExchange(Disk):
     """A system that cannot exchange two names."""
 
-    def _exchange(self, path: Path, other: Path) -> bool:
+    def exchange(self, path: Path, other: Path) -> bool:
         return False
 
 
@@ -333,7 +333,7 @@ def test_a_file_that_is_not_what_it_was_is_not_linked(tmp_path: Path) -> None:
 
 def test_a_system_without_links_says_so(tmp_path: Path) -> None:
     class NoLinks(Disk):
-        def _link(self, old: Path, new: Path) -> None:
+        def link(self, old: Path, new: Path) -> None:
             raise PermissionError(1, "Operation not permitted", str(old))
 
     save(tmp_path / "first", 1, sizes={"w": 50})
@@ -348,8 +348,8 @@ def save_and_pause(path: Path, moment: str, ready: Any) -> None:
     """A process that stops in the middle of a save, until it is killed."""
 
     class Pausing(NoExchange):
-        def _rename(self, old: Path, new: Path) -> None:
-            super()._rename(old, new)
+        def rename(self, old: Path, new: Path) -> None:
+            super().rename(old, new)
             if moment == "between two renames" and new.name.startswith(".") and not old.name.startswith("."):
                 ready.set()
                 signal.pause()

@@ -124,7 +124,7 @@ def test_a_number_is_gone_for_good_before_the_first_file_is(tmp_path: Path) -> N
     assert disk.calls == ("rename checkpoint_1", "sync", "remove", "remove")
 
 
-@pytest.mark.parametrize("primitive", ["_rename", "_unlink", "_rmdir", "_fsync"])
+@pytest.mark.parametrize("primitive", ["rename", "remove", "remove_folder", "_fsync"])
 def test_what_cannot_be_removed_is_said_and_goes_the_next_time(
     primitive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,7 @@ __all__ = ["CODES", "BrokenDisk", "Counting", "ShortDisk"]
 CODES = {"ENOSPC": errno.ENOSPC, "EDQUOT": errno.EDQUOT, "EIO": errno.EIO, "EROFS": errno.EROFS, "EACCES": errno.EACCES}
 """What disks and file systems say when they cannot."""
 
-_GIVES_ROOM = {"_unlink", "_rmdir", "_close", "_fsync", "_flock", "_rename", "_exchange"}
+_GIVES_ROOM = {"remove", "remove_folder", "_close", "_fsync", "_flock", "rename", "exchange"}
 """These work on a full disk."""
 
 
@@ -59,33 +59,33 @@ class Counting(Disk):
         super()._close(fd)  # the descriptor is gone in any case
         self._before("_close", None)
 
-    def _mkdir(self, path: Path, mode: int) -> None:
-        self._before("_mkdir", path)
-        super()._mkdir(path, mode)
+    def make_folder(self, path: Path, mode: int = 0o777) -> None:
+        self._before("make_folder", path)
+        super().make_folder(path, mode)
 
     def _chmod(self, path: Path, mode: int) -> None:
         self._before("_chmod", path)
         super()._chmod(path, mode)
 
-    def _rename(self, old: Path, new: Path) -> None:
-        self._before("_rename", old)
-        super()._rename(old, new)
+    def rename(self, old: Path, new: Path) -> None:
+        self._before("rename", old)
+        super().rename(old, new)
 
-    def _exchange(self, path: Path, other: Path) -> bool:
-        self._before("_exchange", path)
-        return self._exchanges and super()._exchange(path, other)
+    def exchange(self, path: Path, other: Path) -> bool:
+        self._before("exchange", path)
+        return self._exchanges and super().exchange(path, other)
 
-    def _link(self, old: Path, new: Path) -> None:
-        self._before("_link", old)
-        super()._link(old, new)
+    def link(self, old: Path, new: Path) -> None:
+        self._before("link", old)
+        super().link(old, new)
 
-    def _unlink(self, path: Path) -> None:
-        self._before("_unlink", path)
-        super()._unlink(path)
+    def remove(self, path: Path) -> None:
+        self._before("remove", path)
+        super().remove(path)
 
-    def _rmdir(self, path: Path) -> None:
-        self._before("_rmdir", path)
-        super()._rmdir(path)
+    def remove_folder(self, path: Path) -> None:
+        self._before("remove_folder", path)
+        super().remove_folder(path)
 
 
 class BrokenDisk(Counting):

@@ -147,36 +147,36 @@ class Trace(Disk):
         del self._open_files[fd]
         super()._close(fd)
 
-    def _mkdir(self, path: Path, mode: int) -> None:
-        super()._mkdir(path, mode)
+    def make_folder(self, path: Path, mode: int = 0o777) -> None:
+        super().make_folder(path, mode)
         folder, name, _ = self._at(path)
         number = next(self._numbers)
         self._folders[number] = {}
         self._record("mkdir", Name(folder, name, 0, number))
 
-    def _rename(self, old: Path, new: Path) -> None:
-        super()._rename(old, new)
+    def rename(self, old: Path, new: Path) -> None:
+        super().rename(old, new)
         (folder, name, inode), (new_folder, new_name, replaced) = self._at(old), self._at(new)
         self._record("rename", Name(folder, name, inode, 0), Name(new_folder, new_name, replaced, inode))
 
-    def _exchange(self, path: Path, other: Path) -> bool:
-        if not self._exchanges or not super()._exchange(path, other):
+    def exchange(self, path: Path, other: Path) -> bool:
+        if not self._exchanges or not super().exchange(path, other):
             return False
         (folder, name, inode), (other_folder, other_name, other_inode) = self._at(path), self._at(other)
         self._record("exchange", Name(folder, name, inode, other_inode), Name(other_folder, other_name, other_inode, inode))
         return True
 
-    def _link(self, old: Path, new: Path) -> None:
-        super()._link(old, new)
+    def link(self, old: Path, new: Path) -> None:
+        super().link(old, new)
         folder, name, _ = self._at(new)
         self._record("link", Name(folder, name, 0, self._inode(old)))
 
-    def _unlink(self, path: Path) -> None:
-        super()._unlink(path)
+    def remove(self, path: Path) -> None:
+        super().remove(path)
         self._record("unlink", Name(*self._at(path), 0))
 
-    def _rmdir(self, path: Path) -> None:
-        super()._rmdir(path)
+    def remove_folder(self, path: Path) -> None:
+        super().remove_folder(path)
         self._record("rmdir", Name(*self._at(path), 0))
 
 

@@ -208,7 +208,7 @@ def test_a_text_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_a_text_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
     class Broken(Disk):
-        def _rename(self, old: Path, new: Path) -> None:
+        def rename(self, old: Path, new: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(old))
 
     (tmp_path / "latest").write_text("one\n")

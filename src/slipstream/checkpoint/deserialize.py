@@ -104,7 +104,7 @@ class _Rebuilder:
     def value(self, node: Any, depth: int) -> Any:
         kind = type(node)
         if kind is list:
-            return self._list(node, depth)
+            return self.items(node, depth)
         if kind is not dict:
             if kind in (str, int, float, bool) or node is None:
                 return node
@@ -128,14 +128,14 @@ class _Rebuilder:
     def _wrong(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._where} cannot be read: {why}. It was changed after it was written, or not written by slipstream.")
 
-    def _list(self, node: Any, depth: int) -> list[Any]:
+    def items(self, node: Any, depth: int) -> list[Any]:
         if type(node) is not list:
             raise ValueError(f"a list is expected, not {_shown(node)}")
         if depth > _DEEPEST:
             raise self._wrong("it is nested too deep")
         return [self.value(item, depth + 1) for item in node]
 
-    def _pairs(self, node: Any, depth: int) -> list[tuple[Any, Any]]:
+    def pairs(self, node: Any, depth: int) -> list[tuple[Any, Any]]:
         if type(node) is not list or not all(type(pair) is list and len(pair) == 2 for pair in node):
             raise ValueError("a list of pairs is expected")
         pairs = [(self.value(key, depth + 1), self.value(item, depth + 1)) for key, item in node]
@@ -144,44 +144,32 @@ class _Rebuilder:
             raise ValueError("a key is a tensor, or is there twice")
         return pairs
 
-    def to_dict(self, node: Any, depth: int) -> Any:
-        return dict(self._pairs(node["$dict"], depth))
-
     def to_ordered(self, node: Any, depth: int) -> Any:
-        made = OrderedDict(self._pairs(node["$ordered"], depth))
+        made = OrderedDict(self.pairs(node["$ordered"], depth))
         if "metadata" in node:
             made._metadata = self.value(node["metadata"], depth)  # type: ignore[attr-defined]
         return made
-
-    def to_counter(self, node: Any, depth: int) -> Any:
-        return Counter(dict(self._pairs(node["$counter"], depth)))
 
     def to_default(self, node: Any, depth: int) -> Any:
         factory, pairs = node["$defaultdict"]
         if factory is not None and type(factory) is not str or factory not in _FACTORIES:
             raise ValueError(f"{_shown(factory)} makes no values")
-        return defaultdict(_FACTORIES[factory], self._pairs(pairs, depth))
+        return defaultdict(_FACTORIES[factory], self.pairs(pairs, depth))
 
     def to_deque(self, node: Any, depth: int) -> Any:
         longest, items = node["$deque"]
         if longest is not None and type(longest) is not int or (longest is not None and len(items) > longest):
             raise ValueError(f"{_shown(longest)} is no greatest length of it")
-        return deque(self._list(items, depth), longest)
-
-    def to_tuple(self, node: Any, depth: int) -> Any:
-        return tuple(self._list(node["$tuple"], depth))
+        return deque(self.items(items, depth), longest)
 
     def to_set(self, node: Any, depth: int) -> Any:
         name = "$set" if "$set" in node else "$frozenset"
-        items = self._list(node[name], depth)
+        items = self.items(node[name], depth)
         _check_hashes(items)
         made = set(items) if name == "$set" else frozenset(items)
         if len(made) != len(items) or any(isinstance(item, torch.Tensor) for item in items):
             raise ValueError("an element is a tensor, or is there twice")
         return made
-
-    def to_size(self, node: Any, depth: int) -> Any:
-        return torch.Size(_sizes(node["$size"]))
 
     def to_integer(self, node: Any, depth: int) -> Any:
         text = node["$int"]
@@ -195,19 +183,10 @@ class _Rebuilder:
         return float(node["$float"])
 
     def to_complex(self, node: Any, depth: int) -> Any:
-        real, imaginary = self._list(node["$complex"], depth)
+        real, imaginary = self.items(node["$complex"], depth)
         if type(real) is not float or type(imaginary) is not float:
             raise ValueError("two numbers with a decimal point are expected")
         return complex(real, imaginary)
-
-    def to_text(self, node: Any, depth: int) -> Any:
-        return _from_base64(node["$str"]).decode("utf-8", "surrogatepass")
-
-    def to_bytes(self, node: Any, depth: int) -> Any:
-        return _from_base64(node["$bytes"])
-
-    def to_bytearray(self, node: Any, depth: int) -> Any:
-        return bytearray(_from_base64(node["$bytearray"]))
 
     def to_dtype(self, node: Any, depth: int) -> Any:
         if type(node["$dtype"]) is not str or node["$dtype"] not in _DTYPES:
@@ -263,7 +242,7 @@ class _Rebuilder:
         return stored.tolist()
 
     def to_scalar(self, node: Any, depth: int) -> Any:
-        name, held = self._list(node["$scalar"], depth)
+        name, held = self.items(node["$scalar"], depth)
         dtype = _numpy_dtype(name)
         if type(held) is bytes:
             if len(held) != dtype.itemsize:
@@ -279,14 +258,14 @@ _HELD: Final[Mapping[str, tuple[type, ...]]] = MappingProxyType({"b": (bool,), "
 _MAKERS: Final[Mapping[str, _Maker]] = MappingProxyType(
     {
         "$array": _Rebuilder.to_array,
-        "$bytearray": _Rebuilder.to_bytearray,
-        "$bytes": _Rebuilder.to_bytes,
+        "$bytearray": lambda walk, node, depth: bytearray(_from_base64(node["$bytearray"])),
+        "$bytes": lambda walk, node, depth: _from_base64(node["$bytes"]),
         "$complex": _Rebuilder.to_complex,
-        "$counter": _Rebuilder.to_counter,
+        "$counter": lambda walk, node, depth: Counter(dict(walk.pairs(node["$counter"], depth))),
         "$defaultdict": _Rebuilder.to_default,
         "$deque": _Rebuilder.to_deque,
         "$device": _Rebuilder.to_device,
-        "$dict": _Rebuilder.to_dict,
+        "$dict": lambda walk, node, depth: dict(walk.pairs(node["$dict"], depth)),
         "$dtype": _Rebuilder.to_dtype,
         "$float": _Rebuilder.to_float,
         "$frozenset": _Rebuilder.to_set,
@@ -295,10 +274,10 @@ _MAKERS: Final[Mapping[str, _Maker]] = MappingProxyType(
         "$ordered": _Rebuilder.to_ordered,
         "$scalar": _Rebuilder.to_scalar,
         "$set": _Rebuilder.to_set,
-        "$size": _Rebuilder.to_size,
-        "$str": _Rebuilder.to_text,
+        "$size": lambda walk, node, depth: torch.Size(_sizes(node["$size"])),
+        "$str": lambda walk, node, depth: _from_base64(node["$str"]).decode("utf-8", "surrogatepass"),
         "$tensor": _Rebuilder.to_tensor,
-        "$tuple": _Rebuilder.to_tuple,
+        "$tuple": lambda walk, node, depth: tuple(walk.items(node["$tuple"], depth)),
     }
 )
 _BESIDE: Final[Mapping[str, frozenset[str]]] = MappingProxyType(

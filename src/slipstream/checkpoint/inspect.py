@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,8 +33,8 @@ from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.safetensors_layout import ITEM_SIZE, SafetensorsLayout, TensorEntry, read_layout
 
 __all__ = [
-    "Advance", "CheckpointSummary", "FolderSurvey", "LazyTensorFile", "Leftover", "READ_SIZE", "StoredShardedTensor", "StoredTensor",
-    "bytes_to_read", "check_folder", "display_name", "find_problems", "find_single_checkpoint", "open_readable", "read_model_tensors",
+    "Advance", "CheckpointSummary", "FolderSurvey", "LazyTensorFile", "Leftover", "READ_SIZE", "StoredTensor",
+    "bytes_to_read", "check_folder", "find_problems", "find_single_checkpoint", "open_readable", "read_model_tensors",
     "read_state_part", "resolve_aliases", "size_problems", "split_duplicates", "summarize_checkpoint", "survey_folder", "survey_location",
     "tensor_names",
 ]
@@ -156,16 +157,16 @@ def survey_folder(given: str, folder: Path) -> FolderSurvey:
     )
 
 
-def size_problems(checkpoint_summary: CheckpointSummary) -> list[str]:
+def size_problems(checkpoint: CheckpointSummary) -> list[str]:
     """What is wrong with the files of a checkpoint as far as their sizes say, each with the name of the file."""
-    assert checkpoint_summary.manifest is not None
+    assert checkpoint.manifest is not None
     wrong: list[str] = []
     try:
-        with ConfinedFolder(checkpoint_summary.folder) as opened:
-            for name, entry in checkpoint_summary.manifest.files.items():
+        with ConfinedFolder(checkpoint.folder) as opened:
+            for name, entry in checkpoint.manifest.files.items():
                 try:
                     if (there := opened.size(name)) != entry.size:
-                        wrong.append(f"{checkpoint_summary.folder / name} has {there:,} bytes, and the manifest says {entry.size:,}")
+                        wrong.append(f"{checkpoint.folder / name} has {there:,} bytes, and the manifest says {entry.size:,}")
                 except CheckpointError as error:
                     wrong.append(str(error))
     except CheckpointError as error:
@@ -250,11 +251,6 @@ def _suggest_nearby(path: Path) -> str:
     return f"In {parent} there are {', '.join(near[:8])}{', ...' if len(near) > 8 else ''}."
 
 
-def display_name(given: str) -> str:
-    """An argument as it may be shown."""
-    return redact(given)
-
-
 def split_duplicates(given: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments without those that name the same place once more, and these."""
     seen: set[str] = set()
@@ -273,7 +269,7 @@ def survey_location(given: str) -> FolderSurvey:
         return _local_survey(given)
     from slipstream.checkpoint.remote import list_numbered, read_remote_manifest
 
-    shown, url = display_name(given), given.rstrip("/")
+    shown, url = redact(given), given.rstrip("/")
     numbered = list_numbered(url)
     if not numbered:
         try:
@@ -285,9 +281,9 @@ def survey_location(given: str) -> FolderSurvey:
     for _, place in numbered:
         name = place.rpartition("/")[2]
         try:
-            found_here.append(CheckpointSummary(Path(display_name(place)), name, read_remote_manifest(place), url=place))
+            found_here.append(CheckpointSummary(Path(redact(place)), name, read_remote_manifest(place), url=place))
         except CheckpointError as error:
-            others.append(CheckpointSummary(Path(display_name(place)), name, why=str(error), url=place))
+            others.append(CheckpointSummary(Path(redact(place)), name, why=str(error), url=place))
     return FolderSurvey(shown, Path(shown), found_here, others)
 
 
@@ -302,15 +298,15 @@ def _local_survey(given: str) -> FolderSurvey:
 
 
 @contextmanager
-def open_readable(checkpoint_summary: CheckpointSummary) -> Iterator[CheckpointSummary]:
+def open_readable(checkpoint: CheckpointSummary) -> Iterator[CheckpointSummary]:
     """The same checkpoint with files that can be opened: those behind a URL are copied for the time of the block."""
-    if checkpoint_summary.url is None:
-        yield checkpoint_summary
+    if checkpoint.url is None:
+        yield checkpoint
         return
     from slipstream.checkpoint.remote import fetch
 
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        yield summarize_checkpoint(fetch(checkpoint_summary.url, Path(folder, "copy")), checkpoint_summary.name)
+        yield summarize_checkpoint(fetch(checkpoint.url, Path(folder, "copy")), checkpoint.name)
 
 
 def find_single_checkpoint(given: str) -> CheckpointSummary:
@@ -320,7 +316,7 @@ def find_single_checkpoint(given: str) -> CheckpointSummary:
         if not found.checkpoints:
             raise CheckpointError(found.others[0].why)
         return found.checkpoints[0]
-    shown = display_name(found.given)
+    shown = redact(found.given)
     if not found.checkpoints:
         raise ConfigError(f"{summarize_checkpoint(found.folder).why[:1000]}.\nGive a folder that save_state made.")
     names = [checkpoint.name for checkpoint in found.checkpoints]
@@ -362,56 +358,55 @@ class LazyTensorFile:
         return strict_json.parse(text, str(self.path), deepest=_DEEPEST, beside=beside)
 
     def pieces(self, entry: TensorEntry) -> Iterator[bytes]:
-        """The bytes of a tensor, a few megabytes at a time."""
+        """Yield the bytes of a tensor, a few megabytes at a time."""
         with ConfinedFolder(self._folder) as opened:
             fd = opened.open(self._name)
-        try:
-            place, end = self.layout.data_start + entry.start, self.layout.data_start + entry.end
+        place, end = self.layout.data_start + entry.start, self.layout.data_start + entry.end
+        with os.fdopen(fd, "rb") as file:
+            file.seek(place)
             while place < end:
-                piece = _read_exactly(fd, min(READ_SIZE, end - place), place, self.path)
+                count = min(READ_SIZE, end - place)
+                try:
+                    piece = file.read(count)
+                except OSError as error:
+                    raise CheckpointError(f"{self.path} cannot be read at byte {place:,}: {error.strerror}") from error
+                if len(piece) < count:
+                    raise CheckpointError(f"{self.path} ended at byte {place + len(piece):,}: it was changed while it was read")
                 yield piece
-                place += len(piece)
-        finally:
-            os.close(fd)
+                place += count
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor, and the file that holds it."""
+    """One tensor, and where it is stored: in one file, or in pieces if it was sharded over ranks."""
 
-    file: LazyTensorFile
     entry: TensorEntry
+    """Name, type and shape of the whole."""
+    held: tuple[tuple[LazyTensorFile, TensorEntry, PiecePosition], ...]
+
+    @staticmethod
+    def whole(file: LazyTensorFile, entry: TensorEntry) -> StoredTensor:
+        return StoredTensor(entry, ((file, entry, PiecePosition(entry.shape, whole_box(entry.shape))),))
 
     @property
     def size(self) -> int:
         return self.entry.end - self.entry.start
 
-    def pieces(self) -> Iterator[bytes]:
-        """Its bytes."""
-        return self.file.pieces(self.entry)
-
     @property
     def files(self) -> list[str]:
         """The names of all files that hold something of it."""
-        return [self.file.path.name]
-
-    def described(self) -> str:
-        """Type and shape."""
-        return f"{self.entry.dtype} {list(self.entry.shape)}"
-
-
-@dataclass(frozen=True)
-class StoredShardedTensor(StoredTensor):
-    """A tensor that was sharded over ranks: `entry` is that of the whole, `file` holds the first of its pieces."""
-
-    held: tuple[tuple[LazyTensorFile, TensorEntry, PiecePosition], ...]
-
-    @property
-    def files(self) -> list[str]:
         return [file.path.name for file, _, _ in self.held]
 
+    def describe(self) -> str:
+        """Return type and shape."""
+        return f"{self.entry.dtype} {list(self.entry.shape)}"
+
     def pieces(self) -> Iterator[bytes]:
-        """Its bytes, put together in memory."""
+        """Yield its bytes; a tensor in pieces is put together in memory."""
+        if len(self.held) == 1:
+            file, entry, _ = self.held[0]
+            yield from file.pieces(entry)
+            return
         import numpy  # only comparing needs it
 
         item = ITEM_SIZE[self.entry.dtype]
@@ -431,7 +426,8 @@ def read_state_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> tupl
             data = opened.read(name, strict_json.LARGEST)
             return strict_json.parse(data, str(folder / name), deepest=_DEEPEST), _join_pieces(folder, pieces, {})
     file = LazyTensorFile(folder, name)
-    return file.tree(), _join_pieces(folder, pieces, {entry.name: StoredTensor(file, entry) for entry in file.layout.entries.values()})
+    stored = {entry.name: StoredTensor.whole(file, entry) for entry in file.layout.entries.values()}
+    return file.tree(), _join_pieces(folder, pieces, stored)
 
 
 def read_model_tensors(folder: Path, model: ModelEntry) -> dict[str, StoredTensor]:
@@ -441,8 +437,8 @@ def read_model_tensors(folder: Path, model: ModelEntry) -> dict[str, StoredTenso
         file = LazyTensorFile(folder, name)
         for entry in file.layout.entries.values():
             if entry.name in found:
-                raise CheckpointError(f"{file.path}: {entry.name[:100]!r} stands in {found[entry.name].file.path.name} too")
-            found[entry.name] = StoredTensor(file, entry)
+                raise CheckpointError(f"{file.path}: {entry.name[:100]!r} stands in {found[entry.name].files[0]} too")
+            found[entry.name] = StoredTensor.whole(file, entry)
     return _join_pieces(folder, model.pieces, found)
 
 
@@ -462,7 +458,7 @@ def _join_pieces(folder: Path, names: Iterable[str], found: dict[str, StoredTens
         except ValueError as error:
             raise CheckpointError(f"{file.path}: {shown!r} cannot be put together: {error}") from None
         size = math.prod(place.shape) * ITEM_SIZE[entry.dtype]
-        found[key] = StoredShardedTensor(file, TensorEntry(key, entry.dtype, place.shape, 0, size), tuple(pieces))
+        found[key] = StoredTensor(TensorEntry(key, entry.dtype, place.shape, 0, size), tuple(pieces))
     return found
 
 
@@ -491,65 +487,52 @@ def tensor_names(tree: Any) -> Iterator[str]:
             waiting.extend(node)
 
 
-def _read_exactly(fd: int, count: int, place: int, path: Path) -> bytes:
-    pieces: list[bytes] = []
-    while count:
-        try:
-            piece = os.pread(fd, count, place)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read at byte {place:,}: {error.strerror}") from error
-        if not piece:
-            raise CheckpointError(f"{path} ended at byte {place:,}: it was changed while it was read")
-        pieces.append(piece)
-        count, place = count - len(piece), place + len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
 Advance = Callable[[int], object]
 """Is told of bytes that were read."""
 
 
-def bytes_to_read(checkpoint_summary: CheckpointSummary) -> int:
+def bytes_to_read(checkpoint: CheckpointSummary) -> int:
     """How much `find_problems` reads, for a progress bar; files of ranks count too."""
-    total = checkpoint_summary.size
-    for path in checkpoint_summary.ranks().values():
+    total = checkpoint.size
+    for path in checkpoint.ranks().values():
         total += path.lstat().st_size if not path.is_symlink() else 0
     return total
 
 
-def find_problems(checkpoint_summary: CheckpointSummary, advance: Advance) -> Iterator[str]:
-    """What is wrong with a checkpoint, after every byte of it was read; `advance` is told how many at a time."""
-    manifest = checkpoint_summary.manifest
+def find_problems(checkpoint: CheckpointSummary, advance: Advance) -> Iterator[str]:
+    """Yield what is wrong with a checkpoint, after reading every byte of it; `advance` is told how many at a time."""
+    manifest, folder = checkpoint.manifest, checkpoint.folder
     assert manifest is not None
     damaged: set[str] = set()
     for name, entry in manifest.files.items():
-        if why := _find_damage(checkpoint_summary.folder, name, entry, advance):
+        if why := _find_damage(folder, name, entry, advance):
             damaged.add(name)
             yield why
-    late = checkpoint_summary.ranks()
-    for rank, path in sorted(late.items()):
+    checks: list[Callable[[], object]] = []
+    for rank, path in sorted(checkpoint.ranks().items()):
         found = RankFile.of(path.name[path.name.index("rank_") :])
         assert found is not None
         if why := _find_damage(path.parent, path.name, FileEntry(-1, found.checksum), advance):
             yield why
         else:
-            yield from _collect_problems(lambda path=path, rank=rank: _check_rank(path.parent, path.name, rank, manifest.stamp))  # type: ignore[misc]
-    for rank, name in manifest.ranks.items():
-        if name not in damaged:
-            yield from _collect_problems(lambda name=name, rank=rank: _check_rank(checkpoint_summary.folder, name, rank, manifest.stamp))  # type: ignore[misc]
+            checks.append(partial(_check_rank, path.parent, path.name, rank, manifest.stamp))
+    checks += [
+        partial(_check_rank, folder, name, rank, manifest.stamp) for rank, name in manifest.ranks.items() if name not in damaged
+    ]
     for name in (*manifest.optimizers, *manifest.objects, *([manifest.training] if manifest.training else [])):
-        if not damaged & {name, *manifest.pieces.get(name, ())}:
-            yield from _collect_problems(lambda name=name: _check_part(checkpoint_summary.folder, name, manifest.pieces.get(name, ())))  # type: ignore[misc]
-    for number, model in enumerate(manifest.models):
-        if not damaged & {*model.files, *model.pieces, model.extra, model.index}:
-            yield from _collect_problems(lambda number=number: _check_model(checkpoint_summary, number))  # type: ignore[misc]
-
-
-def _collect_problems(check: Callable[[], None]) -> Iterator[str]:
-    try:
-        check()
-    except CheckpointError as error:
-        yield str(error)
+        pieces = manifest.pieces.get(name, ())
+        if not damaged & {name, *pieces}:
+            checks.append(partial(_check_part, folder, name, pieces))
+    checks += [
+        partial(_check_model, folder, model)
+        for model in manifest.models
+        if not damaged & {*model.files, *model.pieces, model.extra, model.index}
+    ]
+    for check in checks:
+        try:
+            check()
+        except CheckpointError as error:
+            yield str(error)
 
 
 def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) -> str | None:
@@ -580,37 +563,36 @@ def _find_damage(folder: Path, name: str, entry: FileEntry, advance: Advance) ->
     return None
 
 
-def _check_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> None:
+def _check_part(folder: Path, name: str, pieces: Iterable[str] = ()) -> Any:
+    """Raise if a part refers to a tensor that is not there; return its tree."""
     tree, tensors = read_state_part(folder, name, pieces)
     missing = next((name for name in tensor_names(tree) if name not in tensors), None)
     if missing is not None:
         raise CheckpointError(f"{folder / name} refers to a tensor {missing[:100]!r} that is not in it")
+    return tree
 
 
 def _check_rank(folder: Path, name: str, rank: int, stamp: str) -> None:
-    _check_part(folder, name)
-    tree, _ = read_state_part(folder, name)
+    tree = _check_part(folder, name)
     if not isinstance(tree, dict) or tree.get("rank") != rank or tree.get("stamp") != stamp:
         raise CheckpointError(f"{folder / name} does not belong to rank {rank} of this save")
 
 
-def _check_model(checkpoint_summary: CheckpointSummary, number: int) -> None:
-    assert checkpoint_summary.manifest is not None
-    model = checkpoint_summary.manifest.models[number]
-    stored = read_model_tensors(checkpoint_summary.folder, model)
-    resolve_aliases(stored, model.aliases, str(checkpoint_summary.folder / MANIFEST))
+def _check_model(folder: Path, model: ModelEntry) -> None:
+    stored = read_model_tensors(folder, model)
+    resolve_aliases(stored, model.aliases, str(folder / MANIFEST))
     if model.extra is not None:
-        _check_part(checkpoint_summary.folder, model.extra)
+        _check_part(folder, model.extra)
     if model.index is None:
         return
-    where = str(checkpoint_summary.folder / model.index)
-    with ConfinedFolder(checkpoint_summary.folder) as opened:
+    where = str(folder / model.index)
+    with ConfinedFolder(folder) as opened:
         index = strict_json.parse(opened.read(model.index, strict_json.LARGEST), where)
     listed = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(listed, dict):
         raise CheckpointError(f"{where} has no weight_map")
     for name, file in listed.items():
-        if check_name(file, where) not in model.files or name not in stored or stored[name].file.path.name != Path(file).name:
+        if check_name(file, where) not in model.files or name not in stored or stored[name].files[0] != Path(file).name:
             raise CheckpointError(f"{where} says that {name[:100]!r} is in {file!r}, and it is not")
     if len(listed) != len(stored):
         raise CheckpointError(f"{where} lists {len(listed):,} tensors, and {len(stored):,} are stored")

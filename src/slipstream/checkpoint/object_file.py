@@ -18,7 +18,7 @@ import torch
 from slipstream.checkpoint.deserialize import read_file, read_part
 from slipstream.checkpoint.serialize import write_part
 from slipstream.checkpoint.tensor_bytes import FileContent, LoadedTensorFile, read_tensor_file
-from slipstream.checkpoint.weight_source import is_torch_file, read_torch_file
+from slipstream.checkpoint.weight_source import is_safetensors, is_torch_file, read_torch_file
 from slipstream.config.sources import environment
 from slipstream.distributed.cluster import Process, detect
 from slipstream.distributed.current import current_or_none
@@ -130,17 +130,12 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
             return read_torch_file(buffer, where, remedy, map_location=map_location, **kwargs)
         return torch.load(io.BytesIO(buffer), map_location=map_location, weights_only=False, **kwargs)
     device = _device(map_location, where, kwargs)
-    if _looks_like_tensors(buffer, len(buffer)):
+    if is_safetensors(buffer, len(buffer)):
         return read_file(buffer, where, device)
     if bytes(buffer[:1]) not in _JSON_BEGINS:
         what = "is empty" if not buffer else "is neither safetensors, nor a file of torch.save, nor JSON"
         raise CheckpointError(f"{where} {what}: it is damaged, or another file was meant.")
     return read_part("object.json", buffer, where)
-
-
-def _looks_like_tensors(head: Any, size: int) -> bool:
-    """Whether bytes begin as a safetensors file of this size does."""
-    return bytes(head[8:9]) == b"{" and int.from_bytes(head[:8], "little") <= size - 8
 
 
 def _read(f: Any) -> tuple[str, FileContent]:
@@ -155,7 +150,7 @@ def _read(f: Any) -> tuple[str, FileContent]:
         fd = folder.open(real.name)
     try:
         size, head = os.fstat(fd).st_size, os.pread(fd, 9, 0)
-        read = read_tensor_file if _looks_like_tensors(head, size) and not is_torch_file(head) else read_whole
+        read = read_tensor_file if is_safetensors(head, size) and not is_torch_file(head) else read_whole
         return str(path), read(fd, size, digest=False, where=str(path))[0]
     finally:
         os.close(fd)

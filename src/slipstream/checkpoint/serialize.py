@@ -141,10 +141,10 @@ class _Flattener:
         finally:
             self._open.discard(id(value))
 
-    def _items(self, values: Iterable[Any], place: _Place, depth: int) -> list[_Node]:
+    def items(self, values: Iterable[Any], place: _Place, depth: int) -> list[_Node]:
         return [self.node(item, (place, position), depth) for position, item in enumerate(values)]
 
-    def _pairs(self, value: Mapping[Any, Any], place: _Place, depth: int) -> list[_Node]:
+    def pairs(self, value: Mapping[Any, Any], place: _Place, depth: int) -> list[_Node]:
         return [[self._key(key, place, depth), self.node(item, (place, key), depth)] for key, item in value.items()]
 
     def _key(self, key: Any, place: _Place, depth: int) -> _Node:
@@ -157,21 +157,15 @@ class _Flattener:
     def of_dict(self, value: dict[Any, Any], place: _Place, depth: int) -> _Node:
         if all(type(key) is str and not key.startswith("$") and (is_utf8(key)) for key in value):
             return {key: self.node(item, (place, key), depth) for key, item in value.items()}
-        return {"$dict": self._pairs(value, place, depth)}
+        return {"$dict": self.pairs(value, place, depth)}
 
     def of_list(self, value: list[Any], place: _Place, depth: int) -> _Node:
         if len(value) >= _LONG and (numbers := _numbers(value)) is not None:
             return {"$numbers": self._store(numbers, id(numbers), place, torch.from_numpy)}
-        return self._items(value, place, depth)
-
-    def of_tuple(self, value: tuple[Any, ...], place: _Place, depth: int) -> _Node:
-        return {"$tuple": self._items(value, place, depth)}
-
-    def of_size(self, value: torch.Size, place: _Place, depth: int) -> _Node:
-        return {"$size": [int(entry) for entry in value]}
+        return self.items(value, place, depth)
 
     def of_ordered(self, value: OrderedDict[Any, Any], place: _Place, depth: int) -> _Node:
-        node: dict[str, Any] = {"$ordered": self._pairs(value, place, depth)}
+        node: dict[str, Any] = {"$ordered": self.pairs(value, place, depth)}
         if attributes := dict(vars(value)):  # the state dict of a module carries the versions of its layers as an attribute
             metadata = attributes.pop("_metadata", None)
             if attributes:
@@ -186,13 +180,10 @@ class _Flattener:
                 f"{self.at(place)} is a defaultdict that makes its values with {_described(factory)}, which a checkpoint cannot hold. "
                 "Store dict(...) of it, or make its values with int, float, list, dict or set."
             )
-        return {"$defaultdict": [_FACTORIES[factory], self._pairs(value, place, depth)]}
-
-    def of_counter(self, value: Counter[Any], place: _Place, depth: int) -> _Node:
-        return {"$counter": self._pairs(value, place, depth)}
+        return {"$defaultdict": [_FACTORIES[factory], self.pairs(value, place, depth)]}
 
     def of_deque(self, value: deque[Any], place: _Place, depth: int) -> _Node:
-        return {"$deque": [value.maxlen, self._items(value, place, depth)]}
+        return {"$deque": [value.maxlen, self.items(value, place, depth)]}
 
     def of_set(self, value: set[Any] | frozenset[Any], place: _Place, depth: int) -> _Node:
         nodes = [self._key(item, place, depth) for item in value]
@@ -201,19 +192,10 @@ class _Flattener:
     def of_complex(self, value: complex, place: _Place, depth: int) -> _Node:
         return {"$complex": [self.node(value.real, place, depth), self.node(value.imag, place, depth)]}
 
-    def of_bytes(self, value: bytes, place: _Place, depth: int) -> _Node:
-        return {"$bytes": _base64(value)}
-
-    def of_bytearray(self, value: bytearray, place: _Place, depth: int) -> _Node:
-        return {"$bytearray": _base64(value)}
-
     def of_dtype(self, value: torch.dtype, place: _Place, depth: int) -> _Node:
         if value not in _DTYPES:
             raise CheckpointError(f"{self.at(place)} is {value}, a type of elements that a checkpoint does not know. Store its name.")
         return {"$dtype": dtype_name(value)}
-
-    def of_device(self, value: torch.device, place: _Place, depth: int) -> _Node:
-        return {"$device": str(value)}
 
     def _tensor(self, value: torch.Tensor, place: _Place) -> _Node:
         node: dict[str, Any]
@@ -278,19 +260,19 @@ _MAKERS: Final[Mapping[type, _Maker]] = MappingProxyType(
     {
         dict: _Flattener.of_dict,
         list: _Flattener.of_list,
-        tuple: _Flattener.of_tuple,
-        torch.Size: _Flattener.of_size,
+        tuple: lambda walk, value, place, depth: {"$tuple": walk.items(value, place, depth)},
+        torch.Size: lambda walk, value, place, depth: {"$size": [int(size) for size in value]},
         OrderedDict: _Flattener.of_ordered,
         defaultdict: _Flattener.of_default,
-        Counter: _Flattener.of_counter,
+        Counter: lambda walk, value, place, depth: {"$counter": walk.pairs(value, place, depth)},
         deque: _Flattener.of_deque,
         set: _Flattener.of_set,
         frozenset: _Flattener.of_set,
         complex: _Flattener.of_complex,
-        bytes: _Flattener.of_bytes,
-        bytearray: _Flattener.of_bytearray,
+        bytes: lambda walk, value, place, depth: {"$bytes": _base64(value)},
+        bytearray: lambda walk, value, place, depth: {"$bytearray": _base64(value)},
         torch.dtype: _Flattener.of_dtype,
-        torch.device: _Flattener.of_device,
+        torch.device: lambda walk, value, place, depth: {"$device": str(value)},
         numpy.ndarray: _Flattener.of_array,
     }
 )

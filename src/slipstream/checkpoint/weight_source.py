@@ -41,7 +41,7 @@ from slipstream.files.paths import ConfinedFolder, check_name
 from slipstream.files.safetensors_layout import SafetensorsLayout, read_layout
 from slipstream.logging import get_logger
 
-__all__ = ["PIECES_FILE", "WeightFile", "WeightSource", "find_weights", "is_torch_file", "read_torch_file"]
+__all__ = ["PIECES_FILE", "WeightFile", "WeightSource", "find_weights", "is_safetensors", "is_torch_file", "read_torch_file"]
 
 
 _ZIP: Final = b"PK\x03\x04"
@@ -132,7 +132,7 @@ class WeightSource:
             return self._open_pieces()
         where = str(self.folder / name)
         buffer = self._mapped(name, verify=verify)
-        if name.endswith(_SAFE) or (not name.endswith(_TORCH) and _looks_safe(buffer)):
+        if name.endswith(_SAFE) or (not name.endswith(_TORCH) and is_safetensors(buffer, len(buffer))):
             layout = read_layout(lambda offset, count: memoryview(buffer)[offset : offset + count], len(buffer), where)
             start = layout.data_start
             tensors = {
@@ -196,8 +196,9 @@ class WeightSource:
         return buffer
 
 
-def _looks_safe(buffer: Any) -> bool:
-    return len(buffer) > 8 and buffer[8:9] == b"{" and int.from_bytes(buffer[:8], "little") <= len(buffer) - 8
+def is_safetensors(head: Any, size: int) -> bool:
+    """Whether bytes begin as a safetensors file of this size does."""
+    return bytes(head[8:9]) == b"{" and int.from_bytes(head[:8], "little") <= size - 8
 
 
 def _torch_tensors(buffer: Any, where: str) -> dict[str, torch.Tensor]:

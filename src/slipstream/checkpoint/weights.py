@@ -96,6 +96,7 @@ class LoadReport:
         if not self.missing or self.mismatched:
             return
         expected, modules = model.state_dict(), dict(model.named_modules())
+        # torch internals: as in `may_rename_keys`.
         plain = torch.nn.Module._load_from_state_dict
         owners = {name: type(modules.get(name.rpartition(".")[0], model)) for name in self.missing}
         empty = [name for name, kind in owners.items() if kind._load_from_state_dict is plain and getattr(expected[name], "is_meta", False)]
@@ -240,6 +241,8 @@ def _misfit(given: Any, expected: Any) -> str | None:
 
 def may_rename_keys(model: torch.nn.Module) -> bool:
     """Whether the model may change names while it loads."""
+    # torch internals: whether a module loads in a way of its own shows in these methods and hooks alone (torch 2.13).
+    # tests/checkpoint/test_weights.py notices; it can go when torch tells which names a module will take.
     own = (torch.nn.Module.load_state_dict, torch.nn.Module._load_from_state_dict)
     for module in model.modules():
         kind = type(module)
@@ -362,6 +365,8 @@ def tensor_slots(model: torch.nn.Module) -> list[TensorSlots]:
     waiting = [("", model)]
     while waiting:  # in the order of named_modules, whose generators inside of generators take three times as long
         path, module = waiting.pop()
+        # torch internals: `named_parameters` leaves out the second place of a tied tensor unless asked, and is slower (torch 2.13).
+        # tests/checkpoint/test_weights.py notices; it can go when `named_parameters(remove_duplicate=False)` is as fast.
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None:

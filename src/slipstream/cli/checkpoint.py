@@ -22,7 +22,6 @@ from slipstream.checkpoint import inspect
 from slipstream.checkpoint.inspect import (
     CheckpointSummary,
     FolderSurvey,
-    display_name,
     find_single_checkpoint,
     open_readable,
     split_duplicates,
@@ -32,6 +31,7 @@ from slipstream.cli import checkpoint_view
 from slipstream.cli.text_format import escape_control, format_count, format_size
 from slipstream.distributed.progress_bar import bar
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files.object_store import redact
 
 __all__ = ["command"]
 
@@ -120,7 +120,7 @@ def _verify(context: click.Context, places: tuple[str, ...]) -> None:
     with _as_click_errors():
         surveys = _surveys(places)
         if empty := [found.given for found in surveys if not found.checkpoints and not any(_claims(found))]:
-            raise ConfigError(f"There is no checkpoint in {', '.join(map(display_name, empty))}.\nGive a folder that save_state made.")
+            raise ConfigError(f"There is no checkpoint in {', '.join(map(redact, empty))}.\nGive a folder that save_state made.")
         wrong = 0
         with _progress([checkpoint for found in surveys for checkpoint in found.checkpoints]) as advance:
             for found in surveys:
@@ -159,7 +159,7 @@ def _show(context: click.Context, place: str, tensors: bool, as_json: bool) -> N
       slipstream checkpoint show --json runs/checkpoint_3 | jq .receipt
     """
     with _as_click_errors(), open_readable(find_single_checkpoint(place)) as entry:
-        data = checkpoint_view.describe_checkpoint(entry, display_name(place), tensors=tensors)
+        data = checkpoint_view.describe_checkpoint(entry, redact(place), tensors=tensors)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
@@ -191,7 +191,7 @@ def _diff(context: click.Context, first: str, second: str, everything: bool, as_
 
     with _as_click_errors(_Refusal):
         if split_duplicates([first, second])[1]:
-            raise ConfigError(f"{display_name(first)} and {display_name(second)} are the same folder.\nGive two different checkpoints.")
+            raise ConfigError(f"{redact(first)} and {redact(second)} are the same folder.\nGive two different checkpoints.")
         with open_readable(find_single_checkpoint(first)) as left, open_readable(find_single_checkpoint(second)) as right:
             sections = list(checkpoint_diff.compare_checkpoints(left, right))
     if as_json:
@@ -205,7 +205,7 @@ def _diff(context: click.Context, first: str, second: str, everything: bool, as_
 def _surveys(places: Sequence[str]) -> list[FolderSurvey]:
     kept, again = split_duplicates(places)
     for entry in again:
-        click.echo(f"{escape_control(display_name(entry))} was given twice, and is looked at once.", err=True)
+        click.echo(f"{escape_control(redact(entry))} was given twice, and is looked at once.", err=True)
     return [survey_location(entry) for entry in kept]
 
 
@@ -218,9 +218,9 @@ def _claims(found: FolderSurvey) -> Iterator[str]:
         yield f"{found.folder / 'latest'} names {found.latest!r}, and there is no such checkpoint"
 
 
-def _problems(checkpoint_summary: CheckpointSummary, advance: Callable[[int], object]) -> list[str]:
+def _problems(checkpoint: CheckpointSummary, advance: Callable[[int], object]) -> list[str]:
     try:
-        with open_readable(checkpoint_summary) as local:
+        with open_readable(checkpoint) as local:
             return list(inspect.find_problems(local, advance))
     except CheckpointError as error:
         return [str(error)]

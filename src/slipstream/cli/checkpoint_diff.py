@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -19,8 +19,7 @@ import numpy
 
 from slipstream.checkpoint.inspect import CheckpointSummary, StoredTensor, read_model_tensors, read_state_part, resolve_aliases
 from slipstream.checkpoint.manifest import MANIFEST, Manifest, ModelEntry, RankFile
-from slipstream.cli.text_format import escape_control, format_count, format_number, shorten
-from slipstream.files.checksum import checksums_name
+from slipstream.cli.text_format import escape_control, format_count, shorten, truncate
 from slipstream.files.disk import FileEntry
 from slipstream.files.safetensors_layout import ITEM_SIZE
 
@@ -62,7 +61,6 @@ def compare_tensors(dtype: str, iterable: Iterable[bytes], other: Iterable[bytes
     TensorDifference(elements=3, changed=1, largest=2.0, special=False)
     """
     width = ITEM_SIZE[dtype]
-    distance = _DISTANCES.get(dtype, _floats if dtype in _PLAIN else None)
     elements = changed = 0
     largest: float | None = None
     special = False
@@ -74,9 +72,9 @@ def compare_tensors(dtype: str, iterable: Iterable[bytes], other: Iterable[bytes
             continue
         places = _changed(left, right, width)
         changed += int(places.size)
-        if distance is None:
+        if dtype not in _PLAIN and dtype != "BF16":  # 8-bit floats, which numpy does not know
             continue
-        apart = distance(_elements(dtype, left)[places], _elements(dtype, right)[places])
+        apart = _distances(_elements(dtype, left)[places], _elements(dtype, right)[places])
         known = apart[~numpy.isnan(apart)]
         special = special or known.size < apart.size
         if known.size:
@@ -96,23 +94,16 @@ def _elements(dtype: str, data: bytes) -> _Array:
     return numpy.frombuffer(data, _PLAIN[dtype])
 
 
-def _floats(left: _Array, right: _Array) -> _Array:
+def _distances(left: _Array, right: _Array) -> _Array:
+    """Return absolute differences; exact for integers, whose differences always fit into 64 bits without a sign."""
+    if left.dtype.kind in "iu":
+        low, high = numpy.minimum(left, right), numpy.maximum(left, right)
+        whole: _Array = (high.astype("<u8") - low.astype("<u8")).astype(numpy.float64)
+        return whole
     wide: Any = numpy.complex128 if left.dtype.kind == "c" else numpy.float64
     with numpy.errstate(all="ignore"):
         apart: _Array = numpy.abs(left.astype(wide) - right.astype(wide))
     return apart
-
-
-def _integers(left: _Array, right: _Array) -> _Array:
-    """Exact also where a difference does not fit into the type: it always fits into 64 bits without a sign."""
-    low, high = numpy.minimum(left, right), numpy.maximum(left, right)
-    apart: _Array = (high.astype("<u8") - low.astype("<u8")).astype(numpy.float64)
-    return apart
-
-
-_DISTANCES: Final[Mapping[str, Callable[[_Array, _Array], _Array]]] = MappingProxyType(
-    {name: _integers for name in ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")} | {"BF16": _floats}
-)
 
 
 _PAIRS: Final = ("$dict", "$ordered", "$counter", "$defaultdict")
@@ -144,9 +135,9 @@ def compare_trees(
 def compare_stored(place: str, stored_tensor: StoredTensor, other: StoredTensor) -> ValueDifference | None:
     """How two tensors differ; None if they are equal."""
     if stored_tensor.entry.dtype != other.entry.dtype or stored_tensor.entry.shape != other.entry.shape:
-        return ValueDifference(place, stored_tensor.described(), other.described())
+        return ValueDifference(place, stored_tensor.describe(), other.describe())
     difference = compare_tensors(stored_tensor.entry.dtype, stored_tensor.pieces(), other.pieces())
-    return ValueDifference(place, stored_tensor.described(), other.described(), difference) if difference.changed else None
+    return ValueDifference(place, stored_tensor.describe(), other.describe(), difference) if difference.changed else None
 
 
 class _TreeWalk:
@@ -182,7 +173,7 @@ class _TreeWalk:
         if tag not in _TENSORS:
             return json.dumps(node)
         stored = tensors.get(str(node[tag]))
-        held = "a tensor that is not there" if stored is None else stored.described()
+        held = "a tensor that is not there" if stored is None else stored.describe()
         rest = {key: value for key, value in node.items() if key != tag}
         return f"{held} {json.dumps(rest)}" if rest else held
 
@@ -233,17 +224,17 @@ class DiffSection:
         return sum(entry.difference is not None for entry in self.apart)
 
 
-def compare_checkpoints(checkpoint_summary: CheckpointSummary, other: CheckpointSummary) -> Iterator[DiffSection]:
+def compare_checkpoints(checkpoint: CheckpointSummary, other: CheckpointSummary) -> Iterator[DiffSection]:
     """The parts of two checkpoints, each with what is different."""
-    a, b = checkpoint_summary.manifest, other.manifest
+    a, b = checkpoint.manifest, other.manifest
     assert a is not None
     assert b is not None
     yield DiffSection("facts", list(compare_trees((_facts(a), {}), (_facts(b), {}))))
     yield DiffSection("receipt", list(compare_trees((dict(a.receipt), {}), (dict(b.receipt), {}))))
     models_a, models_b = ({model.number: model for model in manifest.models} for manifest in (a, b))
     for key in sorted({*models_a, *models_b}):
-        yield _models(f"model {key}", (checkpoint_summary, models_a.get(key)), (other, models_b.get(key)))
-    parts_a, parts_b = _parts(checkpoint_summary, a), _parts(other, b)
+        yield _models(f"model {key}", (checkpoint, models_a.get(key)), (other, models_b.get(key)))
+    parts_a, parts_b = _parts(checkpoint, a), _parts(other, b)
     for title in dict.fromkeys([*parts_a, *parts_b]):
         yield _pair(title, parts_a.get(title), parts_b.get(title))
     yield _files(a, b)
@@ -272,7 +263,7 @@ def _models(
         left, right = names_a.get(name), names_b.get(name)
         if left is None or right is None:
             section.apart.append(
-                ValueDifference(name, None if left is None else left.described(), None if right is None else right.described())
+                ValueDifference(name, None if left is None else left.describe(), None if right is None else right.describe())
             )
             continue
         if a.aliases.get(name) != b.aliases.get(name):
@@ -290,11 +281,11 @@ def _tied(model: ModelEntry, name: str) -> str:
     return f"tied to {model.aliases[name]}" if name in model.aliases else "a tensor of its own"
 
 
-def _equal_files(checkpoint_summary: CheckpointSummary, other: CheckpointSummary) -> set[tuple[str, str]]:
+def _equal_files(checkpoint: CheckpointSummary, other: CheckpointSummary) -> set[tuple[str, str]]:
     """Pairs of files that their manifests say are the same."""
-    assert checkpoint_summary.manifest is not None
+    assert checkpoint.manifest is not None
     assert other.manifest is not None
-    known = {entry: name for name, entry in checkpoint_summary.manifest.files.items()}
+    known = {entry: name for name, entry in checkpoint.manifest.files.items()}
     return {(known[entry], name) for name, entry in other.manifest.files.items() if entry in known}
 
 
@@ -302,7 +293,7 @@ _PartFiles = tuple[Path, str, list[FileEntry], tuple[str, ...]]
 """Where the state is: its folder and file, what these files are like, and those of them that hold pieces."""
 
 
-def _parts(checkpoint_summary: CheckpointSummary, manifest: Manifest) -> dict[str, _PartFiles]:
+def _parts(checkpoint: CheckpointSummary, manifest: Manifest) -> dict[str, _PartFiles]:
     """The states in a checkpoint, by titles that two checkpoints have in common."""
     named = {f"optimizer {place}": name for place, name in enumerate(manifest.optimizers)}
     named |= {} if manifest.training is None else {"training": manifest.training}
@@ -312,8 +303,8 @@ def _parts(checkpoint_summary: CheckpointSummary, manifest: Manifest) -> dict[st
     found: dict[str, _PartFiles] = {}
     for title, name in named.items():
         pieces = manifest.pieces.get(name, ())
-        found[title] = (checkpoint_summary.folder, name, [manifest.files[file] for file in (name, *pieces)], pieces)
-    for rank, path in sorted(checkpoint_summary.ranks().items()):
+        found[title] = (checkpoint.folder, name, [manifest.files[file] for file in (name, *pieces)], pieces)
+    for rank, path in sorted(checkpoint.ranks().items()):
         said = RankFile.of(path.name[path.name.index("rank_") :])
         assert said is not None
         found.setdefault(f"rank {rank}", (path.parent, path.name, [FileEntry(-1, said.checksum)], ()))
@@ -336,7 +327,7 @@ def _pair(title: str, part_files: _PartFiles | None, other: _PartFiles | None) -
 def _files(a: Manifest, b: Manifest) -> DiffSection:
     """Files of the script's own hooks."""
     section = DiffSection("other files")
-    left, right = ({name: entry for name, entry in item.files.items() if name not in _known(item)} for item in (a, b))
+    left, right = ({name: manifest.files[name] for name in manifest.other_files()} for manifest in (a, b))
     for name in dict.fromkeys([*left, *right]):
         if left.get(name) != right.get(name):
             section.apart.append(ValueDifference(name, _entry(left.get(name)), _entry(right.get(name))))
@@ -345,13 +336,6 @@ def _files(a: Manifest, b: Manifest) -> DiffSection:
 
 def _entry(entry: FileEntry | None) -> str | None:
     return None if entry is None else f"{entry.size:,} bytes, checksum {entry.checksum}"
-
-
-def _known(manifest: Manifest) -> set[str]:
-    names = {name for model in manifest.models for name in (*model.files, model.index, model.extra) if name is not None}
-    names.update(manifest.optimizers, manifest.objects, manifest.ranks.values())
-    names.update(file for name in manifest.all_pieces() for file in (name, checksums_name(name)))
-    return names if manifest.training is None else {*names, manifest.training}
 
 
 # -- as data and as text ------------------------------------------------------------------------------------------------
@@ -406,12 +390,7 @@ def _line(apart: ValueDifference) -> str:
         side, held = ("first", apart.one) if apart.other is None else ("second", apart.other)
         return f"{place}: only in the {side} ({shorten(held)})" if held is not None else f"{place}: in neither"
     if apart.difference is None:
-        return f"{place}: {_shown(apart.one)} -> {_shown(apart.other)}"
+        return f"{place}: {truncate(apart.one, 80)} -> {truncate(apart.other, 80)}"
     found = apart.difference
-    largest = "" if found.largest is None else f", largest difference {format_number(found.largest)}"
+    largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
     return f"{place} {escape_control(apart.one)}: {100 * found.share:.3g} % changed{largest}{', NaN among them' if found.special else ''}"
-
-
-def _shown(value: str) -> str:
-    text = escape_control(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -32,7 +32,6 @@ from slipstream.cli.text_format import (
     shorten,
 )
 from slipstream.errors import CheckpointError
-from slipstream.files.checksum import checksums_name
 
 __all__ = ["checkpoint_lines", "describe_checkpoint", "describe_survey", "survey_lines"]
 
@@ -56,41 +55,41 @@ def describe_survey(found: FolderSurvey, *, verify: bool, advance: Callable[[int
 
 
 def _describe_entry(
-    checkpoint_summary: CheckpointSummary, found: FolderSurvey, verify: bool, advance: Callable[[int], object]
+    checkpoint: CheckpointSummary, found: FolderSurvey, verify: bool, advance: Callable[[int], object]
 ) -> dict[str, Any]:
-    manifest = checkpoint_summary.manifest
+    manifest = checkpoint.manifest
     assert manifest is not None
-    wrong, ranks = _checked(checkpoint_summary, verify, advance)
+    wrong, ranks = _checked(checkpoint, verify, advance)
     return {
-        "name": checkpoint_summary.name,
-        "path": str(checkpoint_summary.folder),
+        "name": checkpoint.name,
+        "path": str(checkpoint.folder),
         "step": manifest.step,
         "created": manifest.created,
-        "size": checkpoint_summary.size,
+        "size": checkpoint.size,
         "processes": manifest.world,
         "ranks": ranks,
         "metric": manifest.metric,
         "whole": None if wrong is None else not wrong,
         "verified": verify,
         "problems": wrong or [],
-        "latest": found.latest == checkpoint_summary.name,
-        "note": checkpoint_summary.note,
+        "latest": found.latest == checkpoint.name,
+        "note": checkpoint.note,
     }
 
 
 def _checked(
-    checkpoint_summary: CheckpointSummary, verify: bool, advance: Callable[[int], object]
+    checkpoint: CheckpointSummary, verify: bool, advance: Callable[[int], object]
 ) -> tuple[list[str] | None, list[int] | None]:
     """Problems (None: nobody looked), and the ranks whose own files are there."""
-    assert checkpoint_summary.manifest is not None
-    if checkpoint_summary.url is not None and not verify:
+    assert checkpoint.manifest is not None
+    if checkpoint.url is not None and not verify:
         return None, None
     try:
-        with open_readable(checkpoint_summary) as local:
-            ranks = sorted({*checkpoint_summary.manifest.ranks, *local.ranks()})
+        with open_readable(checkpoint) as local:
+            ranks = sorted({*checkpoint.manifest.ranks, *local.ranks()})
             return list(find_problems(local, advance)) if verify else size_problems(local), ranks
     except CheckpointError as error:
-        return [str(error)], sorted(checkpoint_summary.manifest.ranks)
+        return [str(error)], sorted(checkpoint.manifest.ranks)
 
 
 def survey_lines(data: dict[str, Any], now: datetime.datetime) -> Iterator[str]:
@@ -135,31 +134,31 @@ def _survey_row(entry: dict[str, Any], now: datetime.datetime) -> tuple[str, ...
 _MANY = 24
 
 
-def describe_checkpoint(checkpoint_summary: CheckpointSummary, shown: str, *, tensors: bool) -> dict[str, Any]:
+def describe_checkpoint(checkpoint: CheckpointSummary, shown: str, *, tensors: bool) -> dict[str, Any]:
     """All that is known of a checkpoint, as plain data; with `tensors`, every tensor too."""
-    manifest = checkpoint_summary.manifest
+    manifest = checkpoint.manifest
     assert manifest is not None
-    ranks = sorted({*manifest.ranks, *checkpoint_summary.ranks()})
+    ranks = sorted({*manifest.ranks, *checkpoint.ranks()})
     kinds = [kind.get("kind") for kind in _mappings(manifest.receipt.get("optimizers"))]
     optimizers = [
-        {"kind": kinds[place] if place < len(kinds) else None, **_part(checkpoint_summary, name, tensors, _groups)}
+        {"kind": kinds[place] if place < len(kinds) else None, **_part(checkpoint, name, tensors, _groups)}
         for place, name in enumerate(manifest.optimizers)
     ]
     return {
         "folder": shown,
         **_facts(manifest),
-        "size": checkpoint_summary.size,
+        "size": checkpoint.size,
         "files": {name: entry.size for name, entry in manifest.files.items()},
-        "problems": size_problems(checkpoint_summary),
+        "problems": size_problems(checkpoint),
         "receipt": dict(manifest.receipt),
-        "models": [_model(checkpoint_summary, model, tensors) for model in manifest.models],
+        "models": [_model(checkpoint, model, tensors) for model in manifest.models],
         "optimizers": optimizers,
-        "training": None if manifest.training is None else _part(checkpoint_summary, manifest.training, tensors, _keys),
-        "objects": [_part(checkpoint_summary, name, tensors, _keys) for name in manifest.objects],
+        "training": None if manifest.training is None else _part(checkpoint, manifest.training, tensors, _keys),
+        "objects": [_part(checkpoint, name, tensors, _keys) for name in manifest.objects],
         "ranks": ranks,
         "ranks_missing": max(0, manifest.world - len(ranks)),
-        "other_files": sorted(set(manifest.files) - set(_named(manifest))),
-        "note": checkpoint_summary.note,
+        "other_files": sorted(manifest.other_files()),
+        "note": checkpoint.note,
     }
 
 
@@ -168,27 +167,20 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     return {**{name: getattr(manifest, name) for name in names}, "mesh": dict(manifest.mesh)}
 
 
-def _named(manifest: Manifest) -> Iterator[str]:
-    for model in manifest.models:
-        yield from (*model.files, *(name for name in (model.index, model.extra) if name is not None))
-    yield from (file for name in manifest.all_pieces() for file in (name, checksums_name(name)))
-    yield from (*manifest.optimizers, *manifest.objects, *manifest.ranks.values(), *([manifest.training] if manifest.training else []))
-
-
-def _model(checkpoint_summary: CheckpointSummary, model: ModelEntry, tensors: bool) -> dict[str, Any]:
+def _model(checkpoint: CheckpointSummary, model: ModelEntry, tensors: bool) -> dict[str, Any]:
     files = [*model.files, *model.pieces]
     known = {"number": model.number, "kind": model.kind, "files": files, "aliases": dict(model.aliases), "extra": model.extra}
     try:
-        stored = read_model_tensors(checkpoint_summary.folder, model)
+        stored = read_model_tensors(checkpoint.folder, model)
     except CheckpointError as error:
         return {**known, "problem": str(error)}
     return {**known, **_counted(stored.values(), tensors)}
 
 
-def _part(checkpoint_summary: CheckpointSummary, name: str, tensors: bool, more: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+def _part(checkpoint: CheckpointSummary, name: str, tensors: bool, more: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     try:
-        assert checkpoint_summary.manifest is not None
-        tree, stored = read_state_part(checkpoint_summary.folder, name, checkpoint_summary.manifest.pieces.get(name, ()))
+        assert checkpoint.manifest is not None
+        tree, stored = read_state_part(checkpoint.folder, name, checkpoint.manifest.pieces.get(name, ()))
     except CheckpointError as error:
         return {"file": name, "problem": str(error)}
     return {"file": name, **more(tree), **_counted(stored.values(), tensors)}

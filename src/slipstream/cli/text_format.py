@@ -8,15 +8,8 @@ from collections.abc import Iterable, Sequence
 from slipstream.devices.memory import convert_bytes
 
 __all__ = [
-    "format_age",
-    "shorten",
-    "format_columns",
-    "format_count",
-    "parse_time",
-    "format_number",
-    "escape_control",
-    "format_size",
-    "format_time",
+    "escape_control", "format_age", "format_columns", "format_count", "format_number", "format_size", "format_time", "parse_time",
+    "shorten", "truncate",
 ]
 
 
@@ -30,14 +23,19 @@ def escape_control(value: object) -> str:
     return text if text.isprintable() else "".join(entry if entry.isprintable() else repr(entry)[1:-1] for entry in text)
 
 
+def truncate(text: object, longest: int) -> str:
+    """Return a text in at most so many characters, with control characters escaped."""
+    shown = escape_control(text)
+    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
+
+
 def shorten(value: object, longest: int = 60) -> str:
-    """A value in at most so many characters.
+    """Return the repr of a value in at most so many characters.
 
     >>> shorten("x" * 100, 10)
     "'xxxxxx..."
     """
-    text = escape_control(repr(value))
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return truncate(repr(value), longest)
 
 
 def format_columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:

@@ -3,8 +3,7 @@
 `write` returns when the file is written, checksummed and synced; a folder is synced by name. Large files bypass the page cache: two
 threads write while the caller copies and checksums the next piece, and where a file system refuses direct I/O the rest goes through the
 cache. Nothing is replaced unless the caller says so, no link is followed in place of a file, and no thread is left behind. Errors are
-`OSError` with the path in `filename`. Tests override the primitives whose names begin with an underscore to watch, stop or fail each
-operation.
+`OSError` with the path in `filename`. Tests override the methods that call the system once, to watch, stop or fail each operation.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ class Disk:
 
     def make_folder(self, path: Path, mode: int = 0o777) -> None:
         """Make a folder that is not there yet; the umask takes its part of `mode`."""
-        self._mkdir(path, mode)
+        os.mkdir(path, mode)
 
     def set_mode(self, path: Path, mode: int) -> None:
         """Set the permissions of a folder or file of this user; where the file system has none of its own, those of the mount hold."""
@@ -243,24 +242,31 @@ class Disk:
                     raise
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name, at once; a file of that name is replaced, and so is an empty folder by a folder."""
-        self._rename(old, new)
+        """Rename a file or folder atomically; a file of that name is replaced, and so is an empty folder by a folder."""
+        os.rename(old, new)
 
     def exchange(self, path: Path, other: Path) -> bool:
-        """Two names change places, at once; False where the system cannot."""
-        return self._exchange(path, other)
+        """Exchange two names atomically; False where the system cannot."""
+        if sys.platform != "linux":
+            return False
+        code = _renameat2(os.fsencode(path), os.fsencode(other), _EXCHANGE)
+        if code in _CANNOT:
+            return False
+        if code:
+            raise OSError(code, os.strerror(code), str(path), None, str(other))
+        return True
 
     def link(self, old: Path, new: Path) -> None:
-        """A second name for the same file."""
-        self._link(old, new)
+        """Give a file a second name."""
+        os.link(old, new, follow_symlinks=False)
 
     def remove(self, path: Path) -> None:
         """Remove a file, or a link itself."""
-        self._unlink(path)
+        os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
         """Remove an empty folder."""
-        self._rmdir(path)
+        os.rmdir(path)
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder with all that is in it; links are removed, not followed."""
@@ -274,7 +280,7 @@ class Disk:
         self.remove_folder(path)
 
     def replace_text(self, path: Path, text: str) -> None:
-        """A small file has this text from now on; a reader sees the old one or the new one."""
+        """Replace the text of a small file; a reader sees the old one or the new one."""
         data = text.encode()
         temporary = path.with_name(f".{path.name}.writing-{secrets.token_hex(4)}")
         try:
@@ -308,14 +314,14 @@ class Disk:
         """Let go of a lock, and remove its file."""
         try:
             with suppress(FileNotFoundError):
-                self._unlink(path)
+                self.remove(path)
         finally:
             with suppress(OSError):  # closing lets go of it too, unless a child process has the descriptor as well
                 self._flock(fd, fcntl.LOCK_UN)
             self._close(fd)
 
     def free(self, path: Path) -> int | None:
-        """Bytes that this user can still write where `path` is; None where that cannot be told."""
+        """Return the bytes that this user can still write where `path` is; None where that is unknown."""
         try:
             known = os.statvfs(path)
         except OSError:
@@ -349,33 +355,8 @@ class Disk:
     def _flock(self, fd: int, operation: int) -> None:
         fcntl.flock(fd, operation)
 
-    def _mkdir(self, path: Path, mode: int) -> None:
-        os.mkdir(path, mode)
-
     def _chmod(self, path: Path, mode: int) -> None:
         os.chmod(path, mode)
-
-    def _rename(self, old: Path, new: Path) -> None:
-        os.rename(old, new)
-
-    def _exchange(self, path: Path, other: Path) -> bool:
-        if sys.platform != "linux":
-            return False
-        code = _renameat2(os.fsencode(path), os.fsencode(other), _EXCHANGE)
-        if code in _CANNOT:
-            return False
-        if code:
-            raise OSError(code, os.strerror(code), str(path), None, str(other))
-        return True
-
-    def _link(self, old: Path, new: Path) -> None:
-        os.link(old, new, follow_symlinks=False)
-
-    def _unlink(self, path: Path) -> None:
-        os.unlink(path)
-
-    def _rmdir(self, path: Path) -> None:
-        os.rmdir(path)
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
