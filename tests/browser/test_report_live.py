@@ -52,7 +52,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ReportServer]]:
             thread.join()
 
 
-def test_points_names_and_runs_appear_by_themselves(look, run, serve, tmp_path):
+def test_live_updates(look, run, serve, tmp_path):
+    """Points names and runs appear by themselves."""
     journal = run.journal("metrics.jsonl")
     for step in range(10):
         journal.append(point(step, loss=1 / (step + 1)))
@@ -75,7 +76,8 @@ def test_points_names_and_runs_appear_by_themselves(look, run, serve, tmp_path):
     assert page.ask("slipstream.page.runs.map((one) => `${one.name} ${one.color}`)") == ["second 1", "first 0"], "colours stay"
 
 
-def test_a_page_waits_for_the_first_run_and_drops_one_that_is_gone(look, serve, tmp_path):
+def test_first_and_deleted_runs(look, serve, tmp_path):
+    """A page waits for the first run and drops one that is gone."""
     page = look(serve().url)
     page.may_complain = True  # about a run that went while it was asked for
     page.until("document.getElementById('status').textContent === 'Waiting for the first run'")
@@ -86,7 +88,8 @@ def test_a_page_waits_for_the_first_run_and_drops_one_that_is_gone(look, serve, 
     page.until("slipstream.page.runs.map((one) => one.name).join() === 'renamed'")
 
 
-def test_zooming_in_brings_the_points_that_were_thinned_away(look, run, serve):
+def test_zoom_loads_points(look, run, serve):
+    """Zooming in brings the points that were thinned away."""
     journal = run.journal("metrics.jsonl")
     for step in range(6_000):
         journal.append(point(step, loss=step % 7))
@@ -101,7 +104,8 @@ def test_zooming_in_brings_the_points_that_were_thinned_away(look, run, serve):
     page.until("slipstream.page.runs[0].detail === null")
 
 
-def test_a_lost_connection_is_told_and_found_again(look, run, serve):
+def test_lost_connection(look, run, serve):
+    """A lost connection is told and found again."""
     journal = run.journal("metrics.jsonl")
     journal.append(point(0, loss=1.0))
     server = serve()

@@ -75,7 +75,8 @@ def pixels(looker: Any, name: str, color: str) -> int:
     return int(looker.ask(f"(() => {{ {PLOT} {counting} }})()", name, color))
 
 
-def test_curves_are_drawn_without_asking_anybody_for_anything(look, pages):
+def test_curves_offline(look, pages):
+    """Curves are drawn without asking anybody for anything."""
     page = look(pages["one"])
     model = page.model(LOSS)
     assert model["x"] == [1, STEPS]
@@ -88,7 +89,8 @@ def test_curves_are_drawn_without_asking_anybody_for_anything(look, pages):
     assert sent is False
 
 
-def test_what_is_no_number_is_a_gap_and_is_told(look, pages):
+def test_gaps(look, pages):
+    """What is no number is a gap and is told."""
     page = look(pages["one"])
     told = page.canvas(LOSS).get_attribute("aria-label")
     assert "1 value that is no number" in told
@@ -97,7 +99,8 @@ def test_what_is_no_number_is_a_gap_and_is_told(look, pages):
     assert page.until_it(lambda: "no number" in page.find(f'figure[data-name="{LOSS}"] .legend').text)
 
 
-def test_dragging_zooms_all_charts_and_a_double_click_shows_everything(look, pages):
+def test_drag_zoom(look, pages):
+    """Dragging zooms all charts and a double click shows everything."""
     page = look(pages["two"])
     page.drag(LOSS, 0.25, 0.5)
     low, high = page.model(LOSS)["x"]
@@ -114,7 +117,8 @@ def test_dragging_zooms_all_charts_and_a_double_click_shows_everything(look, pag
     assert page.model(LOSS)["x"] == [1, STEPS]
 
 
-def test_the_keyboard_zooms_moves_and_reads(look, pages):
+def test_keyboard(look, pages):
+    """The keyboard zooms moves and reads."""
     page = look(pages["one"])
     page.driver.execute_script("arguments[0].focus()", page.canvas(LOSS))
     page.press("+")
@@ -140,7 +144,8 @@ def test_the_keyboard_zooms_moves_and_reads(look, pages):
 
 
 @pytest.mark.parametrize("name", ["Time of a step", "Work of each rank, without waiting"])
-def test_the_keyboard_works_in_the_areas_and_in_the_ranks(look, pages, name):
+def test_keyboard_in_areas(look, pages, name):
+    """The keyboard works in the areas and in the ranks."""
     page = look(pages["one"])
     page.driver.execute_script("arguments[0].focus()", page.canvas(name))
     page.press(Keys.ARROW_RIGHT)
@@ -153,7 +158,8 @@ def test_the_keyboard_works_in_the_areas_and_in_the_ranks(look, pages, name):
     assert page.model(name)["x"] == [low, high]
 
 
-def test_runs_are_chosen_by_mouse_and_by_keyboard(look, pages):
+def test_choose_runs(look, pages):
+    """Runs are chosen by mouse and by keyboard."""
     page = look(pages["two"])
     assert [line["run"] for line in page.model(LOSS)["lines"]] == ["first", "second"]
     color = page.model(LOSS)["lines"][0]["color"]
@@ -190,7 +196,8 @@ def test_smoothing_logarithm_and_axis(look, pages):
     assert page.model(LOSS)["x"][0] > 1.7e9
 
 
-def test_the_average_of_a_constant_is_that_constant_from_the_first_point_on(look, pages):
+def test_average_of_constant(look, pages):
+    """The average of a constant is that constant from the first point on."""
     page = look(pages["one"])
     assert page.ask("(() => { const [line] = slipstream.page.plots[0].lines(); return line.y.length })()") > 0
     page.driver.execute_script("slipstream.page.state.set({smoothing: 0.9})")
@@ -200,7 +207,8 @@ def test_the_average_of_a_constant_is_that_constant_from_the_first_point_on(look
     assert values == [pytest.approx(2), pytest.approx(2), None, pytest.approx(2), pytest.approx(2)]
 
 
-def test_numbers_that_differ_by_next_to_nothing_are_drawn_as_one(look, tmp_path):
+def test_nearly_equal_numbers(look, tmp_path):
+    """Numbers that differ by next to nothing are drawn as one."""
     steps = range(300)
     values = {"constant": [3e-4] * 300, "noise": [1e8 + step * 1e-6 for step in steps], "far": [(-1) ** step * 1e308 for step in steps]}
     page = look(a_page(tmp_path / "page.html", a_view(**values)))
@@ -213,7 +221,8 @@ def test_numbers_that_differ_by_next_to_nothing_are_drawn_as_one(look, tmp_path)
     assert page.model("far")["log"]
 
 
-def test_large_counters_and_slow_ramps_keep_their_digits(look, tmp_path):
+def test_large_counters(look, tmp_path):
+    """Large counters and slow ramps keep their digits."""
     values = {"tokens": [100_000_000 + 3 * step for step in range(50)], "ramp": [1e6 + 0.01 * step for step in range(50)]}
     page = look(a_page(tmp_path / "page.html", a_view(**values)))
     page.canvas("tokens")
@@ -226,7 +235,8 @@ def test_large_counters_and_slow_ramps_keep_their_digits(look, tmp_path):
     assert page.ask("new Set(slipstream.page.plots[1].yTicks().map((one) => one.text)).size") >= 3
 
 
-def test_steps_done_again_after_a_restart_replace_the_first_ones(look, tmp_path):
+def test_steps_after_restart(look, tmp_path):
+    """Steps done again after a restart replace the first ones."""
     steps = [*range(51), *range(40, 81)]
     series = {"steps": steps, "times": range(92), "values": [float(step + 100 * (place > 50)) for place, step in enumerate(steps)]}
     events = [{"kind": "restart", "time": 50.5, "step": 40}]
@@ -237,7 +247,8 @@ def test_steps_done_again_after_a_restart_replace_the_first_ones(look, tmp_path)
     assert page.all(".returns") == []
 
 
-def test_steps_that_begin_anew_without_a_restart_are_told_and_stay_in_order_over_time(look, tmp_path):
+def test_steps_begin_anew(look, tmp_path):
+    """Steps that begin anew without a restart are told and stay in order over time."""
     series = {"steps": [*range(10)] * 3, "times": range(30), "values": [*range(100, 130)]}
     page = look(a_page(tmp_path / "page.html", {"name": "first", "series": {"loss": series}}))
     assert "go back 2 times without a restart: log with a step that counts on" in page.find(".returns").text
@@ -248,7 +259,8 @@ def test_steps_that_begin_anew_without_a_restart_are_told_and_stay_in_order_over
     assert page.model("loss")["lines"][0]["points"] == 30
 
 
-def test_the_cross_hair_says_nothing_beyond_the_end_and_whole_steps(look, tmp_path):
+def test_crosshair(look, tmp_path):
+    """The cross hair says nothing beyond the end and whole steps."""
     page = look(a_page(tmp_path / "page.html", a_view("long", loss=[2.0] * 1000), a_view("short", loss=[*range(11)])))
     page.driver.execute_script("slipstream.page.state.set({hover: 598.38})")
     page.settle()
@@ -262,14 +274,16 @@ def test_the_cross_hair_says_nothing_beyond_the_end_and_whole_steps(look, tmp_pa
     assert legend.text.split() == ["long", "2", "short", "10"]  # the last that was logged, not its average
 
 
-def test_a_chart_that_cannot_be_logarithmic_says_so(look, tmp_path):
+def test_no_logarithm(look, tmp_path):
+    """A chart that cannot be logarithmic says so."""
     page = look(a_page(tmp_path / "page.html", a_view(negative=[-1.0, -2.0], positive=[1.0, 2.0])))
     page.driver.execute_script("slipstream.page.state.set({log: true})")
     page.settle()
     assert [("linear: nothing above 0" in entry.text) for entry in page.all("figure .legend")] == [True, False]
 
 
-def test_a_page_of_thousands_of_names_furnishes_what_is_in_sight(look, tmp_path):
+def test_thousands_of_names(look, tmp_path):
+    """A page of thousands of names furnishes what is in sight."""
     names = {f"layer{number // 100}/weight{number}": [0.0, float(number)] for number in range(2000)}
     view = {**a_view(**names), "skipped": {"metrics.jsonl: points of too many names, such as 'last'": 3}}
     page = look(a_page(tmp_path / "page.html", view))
@@ -282,7 +296,8 @@ def test_a_page_of_thousands_of_names_furnishes_what_is_in_sight(look, tmp_path)
     assert page.model("layer19/weight1999")["lines"][0]["last"] == 1999
 
 
-def test_a_run_without_points_is_drawn_too_and_names_cannot_turn_the_text(look, tmp_path):
+def test_empty_run_and_direction_marks(look, tmp_path):
+    """A run without points is drawn too and names cannot turn the text."""
     page = look(a_page(tmp_path / "page.html", {"name": "a\u202etxt.exe"}, left_out=[("runs/broken", "it has no run.json")]))
     assert page.find(".run-name").text == "a\\u202etxt.exe"
     assert page.driver.title == "a\\u202etxt.exe"
@@ -290,7 +305,8 @@ def test_a_run_without_points_is_drawn_too_and_names_cannot_turn_the_text(look, 
     assert "it has no run.json" in page.find("#skipped").text
 
 
-def test_lines_beyond_the_eighth_are_dashed_in_the_legend_too(look, tmp_path):
+def test_dashed_lines(look, tmp_path):
+    """Lines beyond the eighth are dashed in the legend too."""
     page = look(a_page(tmp_path / "page.html", *(a_view(f"run{number}", loss=[float(number), 1.0]) for number in range(9))))
     dashed = "[...document.querySelectorAll(arguments[0])].map((one) => one.classList.contains('dash-1'))"
     for place in (".run .swatch", "figure .legend .swatch"):
@@ -298,7 +314,8 @@ def test_lines_beyond_the_eighth_are_dashed_in_the_legend_too(look, tmp_path):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_light_and_dark_as_the_system_says_and_the_other_by_a_button(look, pages, dark):
+def test_light_and_dark(look, pages, dark):
+    """Light and dark as the system says and the other by a button."""
     def brightness() -> int:
         return sum(map(int, re.findall(r"\d+", page.ask("getComputedStyle(document.body).backgroundColor"))[:3]))
 
@@ -314,7 +331,8 @@ def test_light_and_dark_as_the_system_says_and_the_other_by_a_button(look, pages
     page.driver.execute_script("localStorage.clear()")
 
 
-def test_text_of_users_stays_text(look, pages):
+def test_user_text_escaped(look, pages):
+    """Text of users stays text."""
     page = look(pages["hostile"])
     name = f"{HOSTILE}{'x' * 100}"
     canvas = page.canvas(f"{name}/{name}")
@@ -329,7 +347,8 @@ def test_text_of_users_stays_text(look, pages):
 
 
 @pytest.mark.parametrize("which", ["one", "two", "hostile"])
-def test_nothing_is_wider_than_a_phone(look, pages, which):
+def test_phone_width(look, pages, which):
+    """Nothing is wider than a phone."""
     page = look(pages[which], width=400, height=800)
     page.driver.execute_script("for (const one of document.querySelectorAll('details')) one.open = true")
     for button in page.all("figure:first-of-type .tools button:last-child")[:1]:
@@ -343,7 +362,8 @@ def test_nothing_is_wider_than_a_phone(look, pages, which):
     assert page.ask("document.documentElement.scrollWidth") <= 400
 
 
-def test_everything_has_a_name_and_the_keyboard_reaches_it_in_order(look, pages):
+def test_accessibility(look, pages):
+    """Everything has a name and the keyboard reaches it in order."""
     page = look(pages["two"])
     nameless = """[...document.querySelectorAll("button, input, select, canvas[role], [tabindex], a")].filter((one) => {
         const labels = [...(one.labels || [])].map((label) => label.textContent).join("");
@@ -362,7 +382,8 @@ def test_everything_has_a_name_and_the_keyboard_reaches_it_in_order(look, pages)
     assert order == sorted(order)
 
 
-def test_a_chart_has_its_data_as_a_table(look, pages):
+def test_data_table(look, pages):
+    """A chart has its data as a table."""
     page = look(pages["two"])
     figure = page.find(f'figure[data-name="{LOSS}"]')
     button = figure.find_element("css selector", ".tools button:last-child")
@@ -374,7 +395,8 @@ def test_a_chart_has_its_data_as_a_table(look, pages):
     assert button.get_attribute("aria-pressed") == "true"
 
 
-def test_the_ledger_and_the_ranks(look, pages):
+def test_ledger_and_ranks(look, pages):
+    """The ledger and the ranks."""
     page = look(pages["one"])
     page.canvas("Time of a step")
     model = page.model("Time of a step")
@@ -392,7 +414,8 @@ def test_the_ledger_and_the_ranks(look, pages):
     assert re.search(r"rank 2\b.*\d ms of its own for each step.*slower than the median", told, re.DOTALL)
 
 
-def test_the_name_of_an_area_stands_in_that_area(look, pages):
+def test_area_labels(look, pages):
+    """The name of an area stands in that area."""
     page = look(pages["one"])
     page.canvas("Time of a step")
     page.settle()
@@ -410,7 +433,8 @@ def test_the_name_of_an_area_stands_in_that_area(look, pages):
     assert all(below >= 6 and above >= 6 for _, below, above in found)
 
 
-def test_events_stand_on_every_chart_and_say_what_they_are(look, pages):
+def test_events_on_charts(look, pages):
+    """Events stand on every chart and say what they are."""
     page = look(pages["one"])
     kinds = [mark["kind"] for mark in page.model(LOSS)["marks"]]
     assert kinds == ["checkpoint", "restart", "checkpoint", "guard", "warning", "checkpoint"]
@@ -422,7 +446,8 @@ def test_events_stand_on_every_chart_and_say_what_they_are(look, pages):
     assert page.model(LOSS)["marks"] == []
 
 
-def test_settings_have_their_origins_and_differences_stand_out(look, pages):
+def test_settings_and_origins(look, pages):
+    """Settings have their origins and differences stand out."""
     page = look(pages["two"])
     rows = [entry.text for entry in page.all("#config tr.differs")]
     assert len(rows) == 2
@@ -432,14 +457,16 @@ def test_settings_have_their_origins_and_differences_stand_out(look, pages):
     assert len(page.find("#config .comparison").find_elements("css selector", "tbody tr")) == 1
 
 
-def test_pictures_and_tables_are_in_the_page(look, pages):
+def test_images_and_tables_shown(look, pages):
+    """Pictures and tables are in the page."""
     page = look(pages["one"])
     page.driver.execute_script("document.getElementById('media').scrollIntoView()")
     page.until("document.querySelector('.pictures img').naturalWidth === 96")
     assert "between" in page.find("#media table").text
 
 
-def test_a_metric_is_found_by_its_name(look, pages):
+def test_metric_search(look, pages):
+    """A metric is found by its name."""
     page = look(pages["one"])
     page.find("#filter").send_keys("norm")
     page.settle()
@@ -447,7 +474,8 @@ def test_a_metric_is_found_by_its_name(look, pages):
     assert shown == ["train/gradient norm"]
 
 
-def test_on_paper_there_are_no_controls(look, pages):
+def test_print_layout(look, pages):
+    """On paper there are no controls."""
     page = look(pages["one"], dark=True)
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from log_capture import captured_log
 from slipstream import Accelerator
 from slipstream.data.prepare import prepare_data_loader
 from slipstream.utils import DataLoaderConfiguration
-
-
-class Heard(logging.Handler):
-    """What this rank's loggers say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.logger = logging.getLogger("slipstream")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        self.logger.addHandler(self)
-        return self.texts
-
-    def __exit__(self, *details: object) -> None:
-        self.logger.removeHandler(self)
 
 
 def test_results_of_an_evaluation_inside_of_a_training_loop_are_gathered_after_its_loop(ranks: Any) -> None:
@@ -72,7 +53,7 @@ def test_a_pass_of_one_batch_that_fits_as_well_as_the_present_batch_is_told(rank
     def run() -> Any:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True))
         train, val = accelerator.prepare(DataLoader(range(8), batch_size=2), DataLoader(range(3), batch_size=2))
-        with Heard() as texts:
+        with captured_log() as texts:
             for batch in train:
                 list(val)
                 own = accelerator.gather_for_metrics(batch)
@@ -84,7 +65,7 @@ def test_a_pass_of_one_batch_that_fits_as_well_as_the_present_batch_is_told(rank
 def test_rows_that_fit_no_sample_are_told_once(ranks: Any) -> None:
     def run() -> Any:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True))
-        with Heard() as texts:
+        with captured_log() as texts:
             for batch in accelerator.prepare(DataLoader(range(9), batch_size=4)):
                 for _ in range(2):
                     accelerator.gather_for_metrics(batch[batch % 2 == 0])
@@ -101,7 +82,7 @@ def test_rows_of_a_rank_without_samples_are_left_out_whatever_their_number(ranks
     def run() -> Any:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
         even, rows = [], []
-        with Heard() as texts:
+        with captured_log() as texts:
             for batch in accelerator.prepare(DataLoader(range(9), batch_size=4)):
                 even += accelerator.gather_for_metrics(batch[batch % 2 == 0]).tolist()
                 rows += accelerator.gather_for_metrics(torch.cat([entry.repeat(int(entry) % 3 + 1) for entry in batch])).tolist()

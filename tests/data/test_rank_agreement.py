@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -12,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, Subset, random_split
 
+from log_capture import captured_log
 from slipstream import Accelerator
 from slipstream.data.prepare import prepare_data_loader
 from slipstream.errors import DistributedOperationException, MismatchError
@@ -50,19 +48,6 @@ class Broken(Part):
         if self.rank:
             raise ValueError("no positions here")
         return super().__iter__()
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """What this rank's loggers say."""
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("slipstream").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("slipstream").removeHandler(handler)
 
 
 def split_before_seeding(rank: int) -> Any:
@@ -112,7 +97,7 @@ def test_a_rank_that_reads_a_batch_alone_is_found_out(ranks: Any) -> None:
             for batch in loader:
                 accelerator.gather_for_metrics(batch)
 
-        with heard() as texts, pytest.raises(MismatchError, match="begin of a pass"):
+        with captured_log() as texts, pytest.raises(MismatchError, match="begin of a pass"):
             read()
         return texts
 
@@ -136,7 +121,7 @@ def test_samples_that_differ_are_told_once_and_read(ranks: Any) -> None:
     """One line of the main process for the whole run, with its level and the line of the loop."""
 
     def run() -> Any:
-        with heard() as texts:
+        with captured_log() as texts:
             accelerator = Accelerator(cpu=True)
             paths = [f"{number}.txt" for number in range(8)][accelerator.process_index :: 2]
             loaders = [accelerator.prepare(DataLoader(paths, batch_size=1)) for _ in range(2)]

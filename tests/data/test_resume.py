@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from log_capture import captured_log
 from slipstream import PartialState
 from slipstream.data.fingerprint import describe_loader
 from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
@@ -920,32 +920,14 @@ def test_a_place_in_parts_of_their_own_is_not_carried_to_another_number_of_proce
 
     def go_on() -> Any:
         loader = ranked(TOGETHER["parts"][0]())
-        with Hearing() as heard:
+        with captured_log() as heard:
             loader.load_state_dict(states[1])
-        return heard.text, [sample for batch in loader for sample in batch][:4], loader.state_dict()["epoch"]
+        return "".join(heard), [sample for batch in loader for sample in batch][:4], loader.state_dict()["epoch"]
 
     found = ranks(3).run(go_on)
     assert "cannot be carried to 3 processes: 2 of them read parts of their own" in found[0][0]
     assert "run 2 processes to go on at the position" in found[0][0]
     assert [(first[0] % 100, epoch) for _, first, epoch in found] == [(0, 1)] * 3, "the epoch begins at its start"
-
-
-class Hearing(logging.Handler):
-    """What is logged on a rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text += record.getMessage()
-
-    def __enter__(self) -> Hearing:
-        logging.getLogger("slipstream").addHandler(self)
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        logging.getLogger("slipstream").removeHandler(self)
 
 
 # -- cost ------------------------------------------------------------------------------------------------------------------------

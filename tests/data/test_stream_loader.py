@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
+from log_capture import captured_log
 from slipstream import PartialState
 from slipstream.data.loader import PreparedLoader
 from slipstream.data.options import DataLoaderConfiguration, DataRank, LoaderSettings
@@ -366,18 +367,12 @@ def test_parts_that_end_at_different_times_are_read_once_and_end_together(ranks:
 
 def test_a_stream_that_was_shared_out_silently_is_warned_about_once(ranks: Any) -> None:
     def run() -> list[str]:
-        records: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger(LOGGER).addHandler(handler)
-        try:
+        with captured_log(LOGGER) as messages:
             rank = PartialState().process_index
             loader = prepared(DataLoader(Stream(range(rank, 20, 2)), batch_size=2))
             list(loader)
             list(loader)
-        finally:
-            logging.getLogger(LOGGER).removeHandler(handler)
-        return records
+        return messages
 
     first, second = ranks(2).run(run)
     assert len(first) == 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from guarding import batch, guarded, network, window
+from guarded_run import batch, guarded, network, window
 from hypothesis import given, settings, strategies as st
 
 from slipstream import ConfigError
@@ -55,7 +55,8 @@ def curves() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(curves()))
-def test_ordinary_curves_are_no_finding(name: str) -> None:
+def test_ordinary_curves(name: str) -> None:
+    """Ordinary curves are no finding."""
     spikes = LossSpikeGuard(10.0)
     found = [finding for step, loss in enumerate(curves()[name].tolist()) if (finding := spikes.look(step, loss))]
     assert not found, found[0]
@@ -69,7 +70,8 @@ def test_ordinary_curves_are_no_finding(name: str) -> None:
     lasting=st.integers(2, 40),
     scale=st.floats(1e-3, 1e3),
 )
-def test_a_jump_is_found_where_it_is_and_said_once(noise: float, at: int, times: float, lasting: int, scale: float) -> None:
+def test_spike_reported_once(noise: float, at: int, times: float, lasting: int, scale: float) -> None:
+    """A jump is found where it is and said once."""
     random = numpy.random.default_rng(at)
     losses = scale * numpy.exp(noise * random.standard_normal(1000))
     losses[at : at + lasting] *= times
@@ -80,7 +82,8 @@ def test_a_jump_is_found_where_it_is_and_said_once(noise: float, at: int, times:
 
 
 @pytest.mark.parametrize(("at", "times", "told"), [(30, 100.0, 45), (1500, 1.5, 1699)])
-def test_a_jump_that_is_early_or_small_is_told_once_it_has_stayed(at: int, times: float, told: int) -> None:
+def test_lasting_spike(at: int, times: float, told: int) -> None:
+    """A jump that is early or small is told once it has stayed."""
     losses = 1 + 0.05 * numpy.random.default_rng(0).standard_normal(3000)
     losses[at:] *= times
     spikes = LossSpikeGuard(10.0)
@@ -89,7 +92,8 @@ def test_a_jump_that_is_early_or_small_is_told_once_it_has_stayed(at: int, times
     assert "and has been up for" in finding.text
 
 
-def test_one_value_out_of_this_world_is_found_and_a_fall_is_not() -> None:
+def test_single_extreme_value() -> None:
+    """One value out of this world is found and a fall is not."""
     spikes = LossSpikeGuard(10.0)
     losses = [2.0 + 0.01 * (step % 5) for step in range(100)] + [2e6] + [2.0] * 100 + [1e-3] * 50
     assert [finding.step for step, loss in enumerate(losses) if (finding := spikes.look(step, loss))] == [100]
@@ -98,7 +102,8 @@ def test_one_value_out_of_this_world_is_found_and_a_fall_is_not() -> None:
 # -- what is not finite, as it is told when nothing is looked at in a step --------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_is_told_with_its_step_and_the_parameter() -> None:
+def test_non_finite_loss() -> None:
+    """A loss that is not finite is told with its step and the parameter."""
     accelerator, guards = guarded(GuardKwargs())
     net = network()
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -112,7 +117,8 @@ def test_a_loss_that_is_not_finite_is_told_with_its_step_and_the_parameter() -> 
     assert len(guards.reporter.reported) == 1
 
 
-def test_a_norm_that_is_not_finite_is_told_before_the_loss_is() -> None:
+def test_non_finite_norm() -> None:
+    """A norm that is not finite is told before the loss is."""
     accelerator, guards = guarded(GuardKwargs())
     net = network()
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -126,7 +132,8 @@ def test_a_norm_that_is_not_finite_is_told_before_the_loss_is() -> None:
     assert "every gradient is nan" in finding.text
 
 
-def test_an_ordinary_run_is_left_in_peace() -> None:
+def test_ordinary_run() -> None:
+    """An ordinary run is left in peace."""
     accelerator, guards = guarded(GuardKwargs())
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -146,7 +153,8 @@ def test_an_ordinary_run_is_left_in_peace() -> None:
 # -- how it is said ---------------------------------------------------------------------------------------------------
 
 
-def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_per_kind(caplog: pytest.LogCaptureFixture) -> None:
+    """Each kind is said three times with growing distance."""
     told: list[dict[str, Any]] = []
     reporter = FindingReporter(told.append)
     said = [step for step in range(5000) if reporter.report(GuardFinding("spike", step, 0, "it jumped", "look"))]
@@ -154,15 +162,16 @@ def test_each_kind_is_said_three_times_with_growing_distance(caplog: pytest.LogC
     assert reporter.report(GuardFinding("drift", 7, None, "apart", "look", {"ranks": [1]}))
     assert [(entry["guard"], entry["step"]) for entry in told] == [("spike", 0), ("spike", 100), ("spike", 1100), ("drift", 7)]
     assert told[3] == {"kind": "guard", "guard": "drift", "step": 7, "rank": None, "text": "apart", "remedy": "look", "ranks": [1]}
-    lines = [record.getMessage() for record in caplog.records]
+    lines = caplog.messages
     assert lines[1] == "step 100, rank 0: it jumped. What to do: look. (Found 99 times more since it was said last.)"
     assert lines[2].endswith("(Not said again in this run.)")
     for step in (8, 110):
         reporter.report(GuardFinding("drift", step, None, "apart", "look"))
-    assert caplog.records[-1].getMessage().endswith("(Found once more since it was said last.)")
+    assert caplog.messages[-1].endswith("(Found once more since it was said last.)")
 
 
-def test_the_run_has_some_events_of_a_kind_and_not_those_of_a_thousand_ranks() -> None:
+def test_events_per_kind() -> None:
+    """The run has some events of a kind and not those of a thousand ranks."""
     accelerator, _ = guarded(GuardKwargs())
     ledger, kept = accelerator._components.ledger, []
     ledger.event_sinks.append(kept.append)
@@ -172,7 +181,8 @@ def test_the_run_has_some_events_of_a_kind_and_not_those_of_a_thousand_ranks() -
     assert [sum(event["kind"] == kind for event in kept) for kind in ("guard", "warning")] == [20, 30]
 
 
-def test_all_ranks_speak_through_the_main_process_and_the_earliest_is_heard(ranks: Any) -> None:
+def test_earliest_rank_reported(ranks: Any) -> None:
+    """All ranks speak through the main process and the earliest is heard."""
     def run() -> Any:
         accelerator, guards = guarded(GuardKwargs())
         ledger, rank = accelerator._components.ledger, accelerator.process_index
@@ -228,7 +238,8 @@ def test_nan_short_loop() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_the_main_process_does_not_wait_forever_for_ranks_that_tell_nothing() -> None:
+def test_silent_ranks_not_awaited() -> None:
+    """The main process does not wait forever for ranks that tell nothing."""
     accelerator, guards = guarded(GuardKwargs())
     guards.reporter.held_kinds = frozenset(("nan",))
     guards.examine(window([1.0, math.nan]))
@@ -251,7 +262,8 @@ def interval(**phases: list[float]) -> dict[str, Any]:
     return {"seconds": 1.0, "first": 0, "last": 9, "steps": 10, "phases": phases, "slowest": [9, 1]}
 
 
-def test_steps_that_starve_are_told_with_the_number_of_workers_to_try() -> None:
+def test_data_wait_remedy() -> None:
+    """Steps that starve are told with the number of workers to try."""
     starving = DataWaitGuard(0.3, processors=16, local_ranks=2)
     hungry, fed = interval(data=[0.7, 0.1]), interval(data=[0.1, 0.1])
     assert not any(starving.look(hungry) for _ in range(6)), "the first intervals are left out, and one alone says nothing"
@@ -264,7 +276,8 @@ def test_steps_that_starve_are_told_with_the_number_of_workers_to_try() -> None:
     assert [starving.look(fed, workers=2) for _ in range(5)][-1] is None
 
 
-def test_a_rank_that_is_always_the_last_is_named_with_what_takes_it_longer() -> None:
+def test_straggler_named() -> None:
+    """A rank that is always the last is named with what takes it longer."""
     straggler = StragglerGuard(0.3)
     slow = interval(waiting=[0.0, 0.5], data=[0.6, 0.1], forward=[0.2, 0.2])
     finding = [straggler.look(slow) for _ in range(7)][-1]
@@ -298,6 +311,7 @@ def test_a_rank_that_is_always_the_last_is_named_with_what_takes_it_longer() -> 
         ({"same_batches": None}, "same_batches=None"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_guard_options(options: dict[str, Any], message: str) -> None:
+    """Options that cannot be meant are refused."""
     with pytest.raises(ConfigError, match=message):
         GuardKwargs(**options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarding import Poison, batch, guarded, network
+from guarded_run import Poison, batch, guarded, network
 
 from slipstream import Accelerator, ConfigError, DistributedDataParallelKwargs
 from slipstream.errors import MismatchError
@@ -53,7 +53,8 @@ def same(entry: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_an_update_that_is_left_out_is_as_if_the_batch_had_not_been_there(clip: bool) -> None:
+def test_skipped_update(clip: bool) -> None:
+    """An update that is left out is as if the batch had not been there."""
     accelerator, guards = guarded(GuardKwargs(on_nan="skip", **QUIET))
     skipped = train(accelerator, passes=[2], clip=clip)
 
@@ -81,7 +82,8 @@ def test_an_update_that_is_left_out_is_as_if_the_batch_had_not_been_there(clip: 
     assert finding.details["parameter"] == "0.weight", "although a norm that is NaN makes every gradient so"
 
 
-def test_every_rank_leaves_the_update_out_and_names_the_rank_and_the_parameter(ranks: Any) -> None:
+def test_all_ranks_skip(ranks: Any) -> None:
+    """Every rank leaves the update out and names the rank and the parameter."""
     def run() -> Any:
         accelerator, guards = guarded(GuardKwargs(on_nan="skip", **QUIET))
         skipped = train(accelerator, passes=[3], bad_rank=1, clip=True)
@@ -101,7 +103,8 @@ def test_every_rank_leaves_the_update_out_and_names_the_rank_and_the_parameter(r
         assert "set_detect_anomaly" in message
 
 
-def test_averages_are_those_of_ddp_bit_for_bit(ranks: Any) -> None:
+def test_averages_equal_ddp(ranks: Any) -> None:
+    """Averages are those of DDP bit for bit."""
     def run() -> bool:
         results = []
         for options in (GuardKwargs(**QUIET), GuardKwargs(on_nan="raise", **QUIET)):
@@ -115,7 +118,8 @@ def test_averages_are_those_of_ddp_bit_for_bit(ranks: Any) -> None:
     assert ranks(3).run(run) == [True] * 3
 
 
-def test_a_window_of_accumulation_is_left_out_as_a_whole(ranks: Any) -> None:
+def test_accumulation_window_skipped(ranks: Any) -> None:
+    """A window of accumulation is left out as a whole."""
     def run() -> Any:
         accelerator, guards = guarded(GuardKwargs(on_nan="skip", **QUIET), gradient_accumulation_steps=2)
         skipped = train(accelerator, passes=[2], bad_rank=1, name="2.bias")
@@ -128,7 +132,8 @@ def test_a_window_of_accumulation_is_left_out_as_a_whole(ranks: Any) -> None:
         assert said == [(1, "2.bias")]
 
 
-def test_without_averaging_each_rank_decides_for_itself(ranks: Any) -> None:
+def test_without_averaging(ranks: Any) -> None:
+    """Without averaging each rank decides for itself."""
     def run() -> Any:
         accelerator, guards = guarded(GuardKwargs(on_nan="skip", **QUIET))
         net = network()
@@ -150,7 +155,8 @@ def test_without_averaging_each_rank_decides_for_itself(ranks: Any) -> None:
     assert weights == others
 
 
-def test_a_gradient_that_one_rank_spoils_after_averaging_is_named_on_every_rank(ranks: Any) -> None:
+def test_gradient_spoilt_after_averaging(ranks: Any) -> None:
+    """A gradient that one rank spoils after averaging is named on every rank."""
     def run() -> str:
         accelerator, _ = guarded(GuardKwargs(on_nan="raise", **QUIET))
         net = network()
@@ -180,7 +186,8 @@ class Sharded(Strategy):
     replicated = False
 
 
-def test_sharded_models_are_left_out_alike_and_never_compared_as_replicas(ranks: Any) -> None:
+def test_sharded_models(ranks: Any) -> None:
+    """Sharded models are left out alike and never compared as replicas."""
     def run() -> Any:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
@@ -205,7 +212,8 @@ def test_sharded_models_are_left_out_alike_and_never_compared_as_replicas(ranks:
     assert ranks(2).run(run) == [([True, True, False], 1, [(0, "weight")], 0)] * 2
 
 
-def test_ranks_that_are_done_are_not_asked(ranks: Any) -> None:
+def test_join_uneven_inputs(ranks: Any) -> None:
+    """Ranks that are done are not asked."""
     def run() -> Any:
         accelerator, guards = guarded(GuardKwargs(on_nan="skip", **QUIET))
         net, rank = network(), accelerator.process_index
@@ -223,7 +231,8 @@ def test_ranks_that_are_done_are_not_asked(ranks: Any) -> None:
     assert ranks(2).run(run) == [(1, [(1, None)], True), (1, [(1, 1)], True)]
 
 
-def test_sparse_gradients_and_views_of_buckets_are_looked_at_too(ranks: Any) -> None:
+def test_sparse_gradients(ranks: Any) -> None:
+    """Sparse gradients and views of buckets are looked at too."""
     def run() -> Any:
         told = []
         for options in ({}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}):
@@ -243,7 +252,8 @@ def test_sparse_gradients_and_views_of_buckets_are_looked_at_too(ranks: Any) -> 
         assert dense == "step 0, rank 1: the gradient of 0.weight is nan on rank 1"
 
 
-def test_hooks_of_users_run_after_the_look_and_power_hooks_are_refused(ranks: Any) -> None:
+def test_user_hooks(ranks: Any) -> None:
+    """Hooks of users run after the look and power hooks are refused."""
     def run() -> Any:
         accelerator, _ = guarded(GuardKwargs(on_nan="raise", **QUIET))
         seen: list[int] = []
@@ -281,7 +291,8 @@ class Backwards(torch.nn.Module):
         return self.last(self.first(x))
 
 
-def test_the_parameter_that_is_named_is_the_one_nearest_to_the_loss() -> None:
+def test_nearest_parameter_named() -> None:
+    """The parameter that is named is the one nearest to the loss."""
     accelerator, _ = guarded(GuardKwargs(on_nan="raise", **QUIET))
     net = Backwards()
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -305,7 +316,8 @@ def test_large_gradients_are_finite() -> None:
     assert optimizer.updates == 1
 
 
-def test_a_closure_is_refused_where_gradients_are_looked_at_first() -> None:
+def test_closure_refused() -> None:
+    """A closure is refused where gradients are looked at first."""
     accelerator, _ = guarded(GuardKwargs(on_nan="skip", **QUIET))
     net = torch.nn.Linear(2, 1)
     net, optimizer = accelerator.prepare(net, torch.optim.LBFGS(net.parameters()))
@@ -313,7 +325,8 @@ def test_a_closure_is_refused_where_gradients_are_looked_at_first() -> None:
         optimizer.step(lambda: None)
 
 
-def test_overflows_of_fp16_are_normal_and_a_row_of_them_is_not() -> None:
+def test_fp16_overflow_streak() -> None:
+    """Overflows of fp16 are normal and a row of them is not."""
     accelerator, guards = guarded(
         GuardKwargs(on_nan="raise", **QUIET), mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
     )

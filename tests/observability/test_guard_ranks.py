@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarding import Poison, batch, guarded, network, window
+from guarded_run import Poison, batch, guarded, network, window
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.observability.guards.replicas import next_comparison
@@ -61,7 +61,8 @@ def test_nan_of_all(ranks: Any, clip: bool, step: int, told: str) -> None:
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
 
-def test_replicas_that_drift_apart_are_told_with_the_parameter_and_the_rank(ranks: Any) -> None:
+def test_drifting_replicas(ranks: Any) -> None:
+    """Replicas that drift apart are told with the parameter and the rank."""
     def run() -> Any:
         accelerator, guards = guarded(GuardKwargs(drift_every=3, schedule=False))
         net = network()
@@ -144,7 +145,8 @@ def test_drift_intervals(first: int, expected: list[int]) -> None:
     assert looks == expected
 
 
-def test_replicas_that_may_differ_are_not_compared(ranks: Any) -> None:
+def test_replicas_that_may_differ(ranks: Any) -> None:
+    """Replicas that may differ are not compared."""
     def run() -> Any:
         accelerator, guards = guarded(GuardKwargs(drift_every=1, schedule=False))
         net = network()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarding import guarded, network
+from guarded_run import guarded, network
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.observability.guards.findings import GuardFinding
@@ -33,7 +33,8 @@ def linear(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda move: min(move / 20, max(0.0, (400 - move) / 380)))
 
 
-def test_a_rate_that_ended_early_is_told_with_the_reason() -> None:
+def test_rate_ended_early() -> None:
+    """A rate that ended early is told with the reason."""
     found = scheduled(linear, per_update=4, updates=400)
     assert "came to 0 between update 98 and 105, and training goes on (the scheduler has moved 504 times in 126 updates)" in found[0].text
     assert "it moves 4 times per update, once for each process" in found[0].remedy
@@ -55,7 +56,8 @@ def test_a_rate_that_ended_early_is_told_with_the_reason() -> None:
         lambda entry: torch.optim.lr_scheduler.LambdaLR(entry, lambda move: 0.0),
     ],
 )
-def test_rates_that_last_are_no_finding(make: Any) -> None:
+def test_rates_that_last(make: Any) -> None:
+    """Rates that last are no finding."""
     assert not scheduled(make, per_update=1, updates=400)
 
 

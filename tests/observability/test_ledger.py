@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle  # noqa: TID251  # what users do with their models
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_clock import Clock, Loop, Net, Sgd, ledger_of, loader, milliseconds
 from hypothesis import given, settings, strategies as st
-from naps import MS, Clock, Net, Sgd, ledger_of, loader, milliseconds, on_clock
 
 from slipstream import Accelerator
 from slipstream.data.loader import time_batches
@@ -24,7 +23,6 @@ from slipstream.observability.options import LedgerKwargs
 from slipstream.observability.timing.ledger import Ledger
 from slipstream.observability.timing.meter import (
     BACKWARD,
-    CHECKPOINT,
     COLUMNS,
     DATA,
     EVALUATION,
@@ -35,38 +33,11 @@ from slipstream.observability.timing.meter import (
     OTHER,
     PHASES,
     SAMPLES,
-    TOKENS,
     Meter,
     mark_phase,
 )
-from slipstream.observability.timing.report import LedgerReport
 from slipstream.observability.timing.step_times import MeterReader
 from slipstream.utils import is_compiled_module
-
-
-class Loop:
-    """An Accelerator on a clock of naps, with a model, an optimizer and a loader of ten batches that nap."""
-
-    def __init__(self, forward: int = 3, backward: int = 5, optimizer: int = 7, data: int = 1, **options: Any) -> None:
-        self.clock = Clock()
-        self.accelerator = Accelerator(cpu=True, **options)
-        self.ledger = ledger_of(self.accelerator, self.clock)
-        net = Net(self.clock, forward, backward)
-        self.net, self.optimizer, self.loader = self.accelerator.prepare(
-            net, Sgd(net.parameters(), self.clock, optimizer), loader(self.clock, 20, data)
-        )
-
-    def step(self, batch: torch.Tensor, body: int = 0) -> None:
-        self.accelerator.backward(self.net(batch).sum())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.clock.nap("other", body)
-
-    def found(self) -> dict[str, int]:
-        report = self.ledger.report()
-        assert sum(value for values in report.phases.values() for value in values if value) == pytest.approx(report.seconds)
-        return milliseconds(report.phases)
-
 
 # -- every moment belongs to one phase --------------------------------------------------------------------------------
 
@@ -168,7 +139,8 @@ _moves = st.tuples(st.integers(0, PHASES - 1), st.integers(0, 5), st.booleans(),
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(_moves, max_size=7), st.lists(st.integers(1, 40), max_size=30))
-def test_every_moment_belongs_to_one_phase_wherever_the_log_is_cut(moves: list[tuple[int, int, bool, str]], cuts: list[int]) -> None:
+def test_log_cut_anywhere(moves: list[tuple[int, int, bool, str]], cuts: list[int]) -> None:
+    """Every moment belongs to one phase wherever the log is cut."""
     walk = Walk(moves)
     walk.go(0)
     walk.meter.tick()
@@ -187,7 +159,8 @@ def test_every_moment_belongs_to_one_phase_wherever_the_log_is_cut(moves: list[t
 # -- loops ------------------------------------------------------------------------------------------------------------
 
 
-def test_naps_are_attributed_to_the_phase_that_napped(tmp_path: Path) -> None:
+def test_phases_with_fake_clock(tmp_path: Path) -> None:
+    """Naps are attributed to the phase that napped."""
     loop = Loop()
     accelerator, clock = loop.accelerator, loop.clock
     clock.nap("before the first batch", 1000)
@@ -207,8 +180,11 @@ def test_naps_are_attributed_to_the_phase_that_napped(tmp_path: Path) -> None:
     assert report.seconds == pytest.approx(sum(napped.values()) / 1e3)
 
 
-def test_real_sleeps_are_attributed_within_a_tenth() -> None:
-    """The clock on the wall, the median of some steps: what else a busy machine does in a step is not looked at."""
+def test_phases_with_real_sleeps() -> None:
+    """Real sleeps are attributed within a tenth.
+
+    The clock on the wall, the median of some steps: what else a busy machine does in a step is not looked at.
+    """
 
     class Sleeps:
         def __init__(self) -> None:
@@ -240,7 +216,8 @@ def test_real_sleeps_are_attributed_within_a_tenth() -> None:
         assert median(found) < 1.1, (name, found)
 
 
-def test_gradients_that_are_added_up_make_one_step() -> None:
+def test_accumulation_is_one_step() -> None:
+    """Gradients that are added up make one step."""
     loop = Loop(gradient_accumulation_steps=5)
     for batch in loop.loader:
         with loop.accelerator.accumulate(loop.net):
@@ -249,7 +226,8 @@ def test_gradients_that_are_added_up_make_one_step() -> None:
     assert (loop.ledger.report().steps, loop.ledger.report().samples) == (2, 20)
 
 
-def test_a_loop_without_a_prepared_loader_ends_its_steps_with_updates() -> None:
+def test_steps_without_loader() -> None:
+    """A loop without a prepared loader ends its steps with updates."""
     loop = Loop()
     for _ in range(4):
         loop.step(torch.zeros(2, 3), body=2)
@@ -258,7 +236,8 @@ def test_a_loop_without_a_prepared_loader_ends_its_steps_with_updates() -> None:
     assert (report.steps, report.samples, report.samples_per_second) == (4, None, None)
 
 
-def test_a_loop_without_a_prepared_optimizer_ends_its_steps_with_backward() -> None:
+def test_steps_without_optimizer() -> None:
+    """A loop without a prepared optimizer ends its steps with backward."""
     clock, accelerator = Clock(), Accelerator(cpu=True)
     ledger = ledger_of(accelerator, clock)
     net, reader = accelerator.prepare(Net(clock, 3, 5), loader(clock, 6, 1))
@@ -273,7 +252,8 @@ def test_a_loop_without_a_prepared_optimizer_ends_its_steps_with_backward() -> N
     assert milliseconds(report.phases) == dict(clock.napped)
 
 
-def test_several_optimizers_and_several_calls_of_a_model_make_one_step() -> None:
+def test_several_optimizers() -> None:
+    """Several optimizers and several calls of a model make one step."""
     clock, accelerator = Clock(), Accelerator(cpu=True)
     ledger = ledger_of(accelerator, clock)
     first, second = Net(clock, 3, 5), Net(clock, 4, 6)
@@ -290,7 +270,8 @@ def test_several_optimizers_and_several_calls_of_a_model_make_one_step() -> None
     assert milliseconds(report.phases) == dict(clock.napped)
 
 
-def test_an_evaluation_with_gradients_on_is_one_too_and_a_pass_inside_of_another_is_apart() -> None:
+def test_evaluation_passes() -> None:
+    """An evaluation with gradients on is one too and a pass inside of another is apart."""
     loop = Loop()
     held_out = loop.accelerator.prepare(loader(loop.clock, 4, 11))
     for number, batch in enumerate(loop.loader):
@@ -303,7 +284,8 @@ def test_an_evaluation_with_gradients_on_is_one_too_and_a_pass_inside_of_another
     assert loop.found() == {"data": 20, "forward": 30, "backward": 50, "optimizer": 70, "evaluation": 3 * (2 * 11 + 3)}
 
 
-def test_two_loaders_that_are_read_side_by_side() -> None:
+def test_two_loaders() -> None:
+    """Two loaders that are read side by side."""
     loop = Loop()
     second = loop.accelerator.prepare(loader(loop.clock, 20, 2))
     for batch, other in zip(loop.loader, second, strict=True):
@@ -312,7 +294,8 @@ def test_two_loaders_that_are_read_side_by_side() -> None:
     assert loop.ledger.report().steps == 10
 
 
-def test_exceptions_anywhere_leave_the_accounts_right() -> None:
+def test_exceptions_anywhere() -> None:
+    """Exceptions anywhere leave the accounts right."""
     loop = Loop()
 
     def failing(*_: Any) -> Any:
@@ -337,7 +320,8 @@ def test_exceptions_anywhere_leave_the_accounts_right() -> None:
     assert loop.found() == {"data": 6, "forward": 3 + 9 + 3, "backward": 5, "optimizer": 7, "other": 4}
 
 
-def test_what_comes_after_the_last_step_is_counted_and_after_the_end_nothing_more() -> None:
+def test_time_after_last_step() -> None:
+    """What comes after the last step is counted and after the end nothing more."""
     loop = Loop()
     for batch in loop.loader:
         loop.step(batch)
@@ -362,7 +346,8 @@ class Texts(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(None, 35), ("kept", 14), (lambda batch: 3, 12), ("not there", None)])
-def test_samples_and_tokens_are_those_that_were_handed_out(tokens: Any, expected: int | None) -> None:
+def test_samples_and_tokens(tokens: Any, expected: int | None) -> None:
+    """Samples and tokens are those that were handed out."""
     accelerator = Accelerator(cpu=True, kwargs_handlers=[LedgerKwargs(tokens=tokens)])
     net = torch.nn.Linear(2, 1)
     net, optimizer, reader = accelerator.prepare(
@@ -376,7 +361,8 @@ def test_samples_and_tokens_are_those_that_were_handed_out(tokens: Any, expected
     assert report.samples_per_second == pytest.approx(7 / report.seconds)
 
 
-def test_batches_of_a_size_that_only_they_know_are_measured() -> None:
+def test_unknown_batch_sizes() -> None:
+    """Batches of a size that only they know are measured."""
     clock = Clock()
     accelerator = Accelerator(cpu=True)
     ledger = ledger_of(accelerator, clock)
@@ -392,7 +378,8 @@ def test_batches_of_a_size_that_only_they_know_are_measured() -> None:
     assert ledger.report().samples == 6
 
 
-def test_flops_are_counted_in_one_step_and_set_against_what_the_device_can_do() -> None:
+def test_flops_and_mfu() -> None:
+    """Flops are counted in one step and set against what the device can do."""
     options = LedgerKwargs(count_flops=True, peak_flops=1e6)
     loop = Loop(kwargs_handlers=[options])
     for batch in loop.loader:
@@ -409,7 +396,8 @@ def test_flops_are_counted_in_one_step_and_set_against_what_the_device_can_do() 
     assert given.ledger.report().mfu is not None, "the peak is measured where it is not given"
 
 
-def test_memory_is_the_most_that_was_held() -> None:
+def test_memory_high_water_mark() -> None:
+    """Memory is the most that was held."""
     before = Accelerator(cpu=True).ledger().memory["host"]
     taken = torch.zeros(80_000_000, dtype=torch.uint8).fill_(1)
     after = Accelerator(cpu=True).ledger().memory["host"]
@@ -425,7 +413,8 @@ def test_memory_is_the_most_that_was_held() -> None:
 # -- intervals, windows and events ------------------------------------------------------------------------------------
 
 
-def test_intervals_come_about_every_second_and_hold_every_step_once() -> None:
+def test_intervals() -> None:
+    """Intervals come about every second and hold every step once."""
     loop = Loop(data=100)
     entries: list[dict[str, Any]] = []
     loop.ledger.sinks.append(entries.append)
@@ -445,7 +434,8 @@ def test_intervals_come_about_every_second_and_hold_every_step_once() -> None:
     ]
 
 
-def test_examiners_see_every_step_and_every_loss_once() -> None:
+def test_examiners() -> None:
+    """Examiners see every step and every loss once."""
     loop = Loop(data=100)
     windows: list[Any] = []
     loop.ledger.examiners.append(windows.append)
@@ -465,8 +455,8 @@ def test_examiners_see_every_step_and_every_loss_once() -> None:
     assert sum(window.rows[:, OTHER].sum() for window in windows) == pytest.approx(3.0)
 
 
-def test_a_log_that_nobody_reads_is_read_when_it_is_full() -> None:
-    """Forward passes alone, without a loader and without a step."""
+def test_full_log_is_read() -> None:
+    """A log that nobody reads is read when it is full. Forward passes alone, without a loader and without a step."""
     accelerator = Accelerator(cpu=True)
     meter = ledger_of(accelerator).meter
     net = accelerator.prepare(torch.nn.Identity())
@@ -477,7 +467,8 @@ def test_a_log_that_nobody_reads_is_read_when_it_is_full() -> None:
     assert accelerator.ledger().phases["forward"][0]
 
 
-def test_losses_do_not_pile_up_where_no_step_ends() -> None:
+def test_losses_bounded() -> None:
+    """Losses do not pile up where no step ends."""
     ledger = Ledger()
     assert ledger.meter is not None
     for number in range(10_000):
@@ -485,7 +476,8 @@ def test_losses_do_not_pile_up_where_no_step_ends() -> None:
     assert len(ledger.losses) < 5_000
 
 
-def test_a_sink_that_cannot_write_ends_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_sink(caplog: pytest.LogCaptureFixture) -> None:
+    """A sink that cannot write ends and training goes on."""
     loop = Loop(data=600)
 
     def full(entry: Any) -> None:
@@ -496,10 +488,11 @@ def test_a_sink_that_cannot_write_ends_and_training_goes_on(caplog: pytest.LogCa
     for batch in loop.loader:
         loop.step(batch)
     assert len(kept) > 2
-    assert sum("No space left" in record.getMessage() for record in caplog.records) == 1
+    assert sum("No space left" in message for message in caplog.messages) == 1
 
 
-def test_events_go_to_the_sinks_with_time_and_rank() -> None:
+def test_events() -> None:
+    """Events go to the sinks with time and rank."""
     ledger, events = Ledger(), []
     ledger.event_sinks.append(events.append)
     ledger.tell({"kind": "warning", "text": "hot"})
@@ -511,7 +504,8 @@ def test_events_go_to_the_sinks_with_time_and_rank() -> None:
 # -- the model stays what it is ---------------------------------------------------------------------------------------
 
 
-def test_a_marked_model_is_copied_pickled_compiled_and_freed_as_before() -> None:
+def test_timed_model_copies() -> None:
+    """A marked model is copied pickled compiled and freed as before."""
     accelerator = Accelerator(cpu=True)
     net = torch.nn.Sequential(torch.nn.Linear(3, 2))
     assert accelerator.prepare(net) is net
@@ -541,7 +535,8 @@ def test_a_marked_model_is_copied_pickled_compiled_and_freed_as_before() -> None
         gc.enable()
 
 
-def test_what_was_prepared_goes_on_without_its_accelerator_and_piles_up_nothing() -> None:
+def test_without_accelerator() -> None:
+    """What was prepared goes on without its accelerator and piles up nothing."""
     loop = Loop(data=600)
     net, optimizer, meter = loop.net, loop.optimizer, loop.ledger.meter
     backward = loop.accelerator._components.stepper.backward
@@ -555,7 +550,8 @@ def test_what_was_prepared_goes_on_without_its_accelerator_and_piles_up_nothing(
     assert (meter.step, len(meter.log) < 3 * 30) == (10, True)
 
 
-def test_a_ledger_that_is_off_counts_nothing_and_answers() -> None:
+def test_disabled_ledger() -> None:
+    """A ledger that is off counts nothing and answers."""
     accelerator = Accelerator(cpu=True, kwargs_handlers=[LedgerKwargs(enabled=False)])
     net = torch.nn.Linear(3, 1)
     net, optimizer, reader = accelerator.prepare(net, torch.optim.SGD(net.parameters()), loader(Clock(), 4, 1))
@@ -576,125 +572,7 @@ def test_a_ledger_that_is_off_counts_nothing_and_answers() -> None:
         {"flops_per_sample": 1e9, "count_flops": True}, {"enabled": False, "interval": 2.0},
     ],
 )  # fmt: skip
-def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_ledger_options(wrong: dict[str, Any]) -> None:
+    """Options that make no sense are refused."""
     with pytest.raises(ConfigError, match="LedgerKwargs"):
         LedgerKwargs(**wrong)
-
-
-# -- asynchronous devices ---------------------------------------------------------------------------------------------
-
-
-class FakeDevice:
-    """A device that works off its queue in its own time, while the host goes on."""
-
-    def __init__(self) -> None:
-        self.host = Clock()
-        self.free = 0
-        self.behind = 0
-
-    def work(self, milliseconds: int) -> None:
-        self.free = max(self.free, self.host.now) + milliseconds * MS
-
-    def event(self) -> Any:
-        device = self
-
-        class Event:
-            at = 0
-
-            def record(self) -> None:
-                self.at = max(device.free, device.host.now)
-
-            def query(self) -> bool:
-                return self.at <= device.host.now
-
-            def synchronize(self) -> None:
-                device.host.now = max(device.host.now, self.at)
-
-            def elapsed_time(self, later: Any) -> float:
-                return float(later.at - self.at) / MS
-
-        return Event()
-
-
-def test_time_of_a_device_counts_where_it_was_spent_and_not_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice()
-    monkeypatch.setattr("slipstream.observability.timing.ledger.timing_event_factory", lambda _: device.event)
-    monkeypatch.setattr("slipstream.observability.timing.step_times.perf_counter_ns", device.host)
-    ledger = Ledger()
-    meter, windows = ledger.meter, []
-    assert meter is not None
-    ledger.examiners.append(windows.append)
-    meter.due = ledger._due = 1 << 62
-    meter.begin()
-    for _ in range(3):
-        for phase, asked, work in ((FORWARD, 1, 20), (BACKWARD, 1, 40), (EXPOSED, 1, 10), (OPTIMIZER, 1, 5)):
-            with mark_phase(meter, phase):
-                device.host.nap("", asked)
-                device.work(work)
-        device.host.nap("", 2)
-        meter.tick()
-        meter.end_step()
-    ledger.settle()
-    assert windows[0].steps == 0, "the device has not come to the end of the first step: nobody waits for it"
-    device.host.nap("", 1000)
-    ledger.settle()
-    rows = windows[1].rows
-    assert len(rows) == 3
-    assert rows[1, [FORWARD, BACKWARD, EXPOSED, OPTIMIZER]] == pytest.approx([0.020, 0.040, 0.010, 0.005])
-    assert rows[:, :PHASES].sum() == pytest.approx(3 * 0.075 + 0.001), "on the device, from the first mark on"
-    assert rows[0, TOKENS] == 0
-    with mark_phase(meter, CHECKPOINT):
-        device.work(7)
-    device.free = device.host.now
-    assert ledger.finish().phases["checkpoint"] == pytest.approx([0.007])
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_answers_why_more_processes_are_not_faster() -> None:
-    phases = {"data": [1.0, 1.0], "forward": [2.0, 4.0], "backward": [2.0, 2.0], "communication": [1.0, 1.0], "waiting": [2.0, 0.0]}
-    report = LedgerReport(phases=phases, seconds=8.0, steps=10, samples=800, slowest=[1, 9], world_size=2)
-    text = report.table()
-    assert "100 samples/s (50 samples/s each)" in text
-    assert "communication 12.5% and waiting 12.5%: 2 processes do the work of 1.50 that need not talk to each other" in text
-    assert "waited for most: rank 1, the last in 9 of 10 steps" in text
-    assert report.advice in report.answers()
-    assert report.slowest_rank == 1
-    in_turn = LedgerReport(phases=phases, seconds=8.0, steps=10, slowest=[4, 6], world_size=2)
-    assert in_turn.slowest_rank is None
-    alone = LedgerReport(phases={"data": [1.0]}, seconds=1.0, steps=10, samples=10)
-    assert "compare samples/s, not steps" in alone.advice
-    other = LedgerReport(phases=phases, seconds=8.0, steps=10, rank=1, world_size=2, samples=10)
-    assert "rank 0 can tell them apart" in other.advice
-
-
-@pytest.mark.parametrize(("nap", "told"), [(1, False), (200, True)])
-def test_summary(capsys: pytest.CaptureFixture[str], nap: int, told: bool) -> None:
-    """`end_training` says where the time went if there was enough of it, and leaves out phases that took none."""
-    loop = Loop(forward=nap)
-    for batch in loop.loader:
-        loop.step(batch)
-    loop.accelerator.end_training()
-    text = capsys.readouterr().err
-    assert ("where the time went: 10 steps in 2.1 s" in text) is told
-    assert ("forward" in text) is told
-    assert "0.0%" not in text
-    assert "evaluation" not in text
-
-
-def test_a_ledger_on_its_own_clock_needs_no_accelerator() -> None:
-    ledger = on_clock(Ledger(), Clock())
-    assert ledger.report().table().startswith("where the time went: 0 steps")
-
-
-def test_another_thread_may_ask_and_disturbs_nothing() -> None:
-    loop = Loop()
-    reports: list[LedgerReport] = []
-    for batch in loop.loader:
-        loop.step(batch, body=2)
-        asking = threading.Thread(target=lambda: reports.append(loop.accelerator.ledger()))
-        asking.start()
-        asking.join()
-    assert len(reports) == 10
-    assert loop.found() == dict(loop.clock.napped)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from fake_clock import Clock, Net, Sgd, ledger_of, loader, milliseconds, on_clock
 from hypothesis import given, settings, strategies as st
-from naps import Clock, Net, Sgd, ledger_of, loader, milliseconds, on_clock
 from torch.distributed import HashStore
 
 from slipstream import Accelerator, LocalSGD
@@ -30,7 +30,8 @@ def row(exposed: float, forward: float = 1.0) -> list[float]:
     return values
 
 
-def test_waiting_is_what_goes_beyond_the_least_exposed_rank_of_each_step() -> None:
+def test_waiting_and_communication() -> None:
+    """Waiting is what goes beyond the least exposed rank of each step."""
     steps = numpy.array([[row(0.5), row(0.1)], [row(0.2), row(0.4)], [row(0.3), row(0.4)]])
     found, slowest = split_phases(steps)
     assert found["communication"] == pytest.approx([0.3, 0.3, 0.3])
@@ -38,15 +39,19 @@ def test_waiting_is_what_goes_beyond_the_least_exposed_rank_of_each_step() -> No
     assert slowest == [1, 1, 0]
 
 
-def test_a_step_in_which_nobody_waits_has_no_last_rank() -> None:
+def test_step_without_waiting() -> None:
+    """A step in which nobody waits has no last rank."""
     assert split_phases(numpy.array([[row(0.1)], [row(0.1001)]]))[1] == [0, 0]
     assert split_phases(numpy.array([[row(0.0)]]))[1] == [0]
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=15), st.integers(0, 3))
-def test_every_step_is_joined_once_whoever_tells_when(told: list[tuple[int, int]], drops: int) -> None:
-    """Steps come in any pieces; rows that a rank lost are gaps, and everything else adds up."""
+def test_rows_joined_once(told: list[tuple[int, int]], drops: int) -> None:
+    """Every step is joined once whoever tells when.
+
+    Steps come in any pieces; rows that a rank lost are gaps, and everything else adds up.
+    """
     joiner, given_out, joined = RowJoiner(3, patience=1e9), [0, 0, 0], []
     lost = 0
     for number, (rank, count) in enumerate(told):
@@ -71,7 +76,8 @@ def test_every_step_is_joined_once_whoever_tells_when(told: list[tuple[int, int]
     assert joiner.late == 0
 
 
-def test_a_silent_rank_is_left_out_after_a_while_and_welcome_later() -> None:
+def test_silent_rank() -> None:
+    """A silent rank is left out after a while and welcome later."""
     joiner = RowJoiner(2, patience=0.0)
     joiner.add(0, 0, numpy.ones((3, COLUMNS)))
     first = joiner.take()
@@ -92,7 +98,8 @@ def test_a_silent_rank_is_left_out_after_a_while_and_welcome_later() -> None:
     assert joiner.late == 4
 
 
-def test_a_message_arrives_as_it_was_sent() -> None:
+def test_message_round_trip() -> None:
+    """A message arrives as it was sent."""
     rows = numpy.arange(3.0 * COLUMNS).reshape(3, COLUMNS)
     sent = RankMessage(5, rows, (1000, None), [{"kind": "guard", "text": "ü"}], [0.5] * COLUMNS)
     received = unpack_message(pack_message(sent))
@@ -157,7 +164,8 @@ class World:
         return self.store.inner.num_keys() - self.empty
 
 
-def test_rank_0_hears_of_all_steps_and_the_store_is_empty_afterwards() -> None:
+def test_rank_0_collects_all() -> None:
+    """Rank 0 hears of all steps and the store is empty afterwards."""
     world = World(3)
     world.steps(100)
     for ledger in reversed(world.ledgers):
@@ -175,7 +183,8 @@ def test_rank_0_hears_of_all_steps_and_the_store_is_empty_afterwards() -> None:
     assert [step for entry in world.intervals for step in range(entry["first"], entry["last"] + 1)] == list(range(100))
 
 
-def test_an_interval_costs_a_handful_of_calls_of_the_store() -> None:
+def test_store_calls_per_interval() -> None:
+    """An interval costs a handful of calls of the store."""
     world = World(3)
     world.steps(1000)
     intervals = 22
@@ -185,7 +194,8 @@ def test_an_interval_costs_a_handful_of_calls_of_the_store() -> None:
     assert set(world.store.calls) == {"set", "compare_set", "check", "delete_key"}
 
 
-def test_the_store_does_not_grow_when_rank_0_takes_nothing() -> None:
+def test_store_does_not_grow() -> None:
+    """The store does not grow when rank 0 takes nothing."""
     world = World(3)
     world.steps(1000, absent=(0,))
     assert world.keys == 2
@@ -198,7 +208,8 @@ def test_the_store_does_not_grow_when_rank_0_takes_nothing() -> None:
     assert len(world.ledgers[1]._untold) == 0, "and nothing is lost, as soon as it does"
 
 
-def test_a_rank_that_died_is_null_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that died is null and stops nobody."""
     monkeypatch.setattr("slipstream.observability.timing.ledger._FINAL_WAIT", 0.05)
     world = World(2)
     world.steps(50)
@@ -213,7 +224,8 @@ def test_a_rank_that_died_is_null_and_stops_nobody(monkeypatch: pytest.MonkeyPat
     assert "rank 1" in report.table()
 
 
-def test_a_store_that_fails_ends_the_exchange_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_store(caplog: pytest.LogCaptureFixture) -> None:
+    """A store that fails ends the exchange with one line."""
     class Gone:
         def check(self, keys: Any) -> bool:
             raise RuntimeError("Connection reset by peer\nmore")
@@ -224,12 +236,13 @@ def test_a_store_that_fails_ends_the_exchange_with_one_line(caplog: pytest.LogCa
         for _ in range(3):
             ledger.settle()
         assert ledger.finish().steps == 0
-    lines = [record.getMessage() for record in caplog.records if "does not reach" in record.getMessage()]
+    lines = [message for message in caplog.messages if "does not reach" in message]
     assert len(lines) == 2
     assert "Connection reset by peer" in lines[0]
 
 
-def test_without_a_store_every_rank_keeps_its_own() -> None:
+def test_without_store() -> None:
+    """Without a store every rank keeps its own."""
     ledger = Ledger(rank=1, world_size=2)
     assert not StoreExchange(lambda: None, 0, 1, 2).can_publish()
     clock = Clock()
@@ -239,7 +252,8 @@ def test_without_a_store_every_rank_keeps_its_own() -> None:
     assert report.phases["forward"][0] is None
 
 
-def test_events_of_other_ranks_reach_the_sinks_of_rank_0() -> None:
+def test_events_reach_rank_0() -> None:
+    """Events of other ranks reach the sinks of rank 0."""
     world, events = World(2), []
     world.ledgers[0].event_sinks.append(events.append)
     world.ledgers[1].tell({"kind": "guard", "text": "nan", "step": 3})
@@ -248,7 +262,8 @@ def test_events_of_other_ranks_reach_the_sinks_of_rank_0() -> None:
     assert world.ledgers[1].events == []
 
 
-def test_two_accelerators_do_not_hear_each_other() -> None:
+def test_two_accelerators() -> None:
+    """Two accelerators do not hear each other."""
     store = HashStore()
     first = StoreExchange(lambda: store, 0, 1, 2)
     first.send(b"one")
@@ -322,7 +337,8 @@ def train_with_a_slow_rank(slow: int, steps: int = 5) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_slow_rank_is_named_and_what_the_others_wait_is_not_their_backward(ranks: Any, world: int) -> None:
+def test_slow_rank_named(ranks: Any, world: int) -> None:
+    """The slow rank is named and what the others wait is not their backward."""
     slow = world - 1
     results = ranks(world).run(lambda: train_with_a_slow_rank(slow))
     slept = results[slow]["slept"]
@@ -403,7 +419,8 @@ class _Half(torch.nn.Module):
         return self.used(self.norm(batch))  # type: ignore[no-any-return]
 
 
-def test_waits_in_other_collectives_are_communication_too(ranks: Any) -> None:
+def test_waits_in_collectives(ranks: Any) -> None:
+    """Waits in other collectives are communication too."""
     for both in zip(*ranks(2).run(collective_phases), strict=True):
         slow = both[_slow_in(both[0]["kind"])]
         fast = both[1 - _slow_in(both[0]["kind"])]

@@ -40,7 +40,8 @@ def tracker(tmp_path: Path) -> Any:
 # -- lines ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_call_is_a_line_that_can_be_read_at_once(tracker: LocalTracker) -> None:
+def test_one_line_per_call(tracker: LocalTracker) -> None:
+    """Every call is a line that can be read at once."""
     tracker.store_init_configuration({"lr": torch.tensor(0.5)})
     tracker.log({"loss": 2.0, "seen": 7}, step=7)
     tracker.log({"loss": torch.tensor(2.0), "worst": float("-inf"), "eval": {"good": True, "note": "é"}})
@@ -57,7 +58,8 @@ def test_every_call_is_a_line_that_can_be_read_at_once(tracker: LocalTracker) ->
 
 @settings(max_examples=40)
 @given(values=st.dictionaries(st.text(max_size=8), st.floats() | st.integers() | st.booleans() | st.text(max_size=5), max_size=4))
-def test_a_line_says_exactly_what_was_logged(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+def test_lines_exact(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+    """A line says exactly what was logged."""
     tracker = LocalTracker("any", tmp_path_factory.mktemp("any"))
     tracker.start()
     tracker.log(values, step=2**40)
@@ -68,7 +70,8 @@ def test_a_line_says_exactly_what_was_logged(tmp_path_factory: pytest.TempPathFa
     assert line["step"] == 2**40
 
 
-def test_plain_numbers_take_the_short_way(tracker: LocalTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_numbers_fast_path(tracker: LocalTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain numbers take the short way."""
     tracker.store_init_configuration({})
     monkeypatch.delattr(local, "sort_values")
     tracker.log({"loss": 0.1, "step": 3}, step=1)
@@ -77,7 +80,8 @@ def test_plain_numbers_take_the_short_way(tracker: LocalTracker, monkeypatch: py
     assert [line["values"] for line in lines_of(tracker)[1:]] == [{"loss": 0.1, "step": 3}]
 
 
-def test_what_is_no_number_is_named_and_the_rest_is_kept(tracker: LocalTracker) -> None:
+def test_unsupported_value(tracker: LocalTracker) -> None:
+    """What is no number is named and the rest is kept."""
     with pytest.raises(
         UnsupportedTypeError, match=r"weights is a Tensor of \(3,\) and nothing is None, and the tracker local keeps numbers"
     ):
@@ -85,7 +89,8 @@ def test_what_is_no_number_is_named_and_the_rest_is_kept(tracker: LocalTracker) 
     assert lines_of(tracker)[1]["values"] == {"loss": 1.0}
 
 
-def test_the_index_finds_every_1024th_line(tracker: LocalTracker) -> None:
+def test_index(tracker: LocalTracker) -> None:
+    """The index finds every 1024th line."""
     for step in range(2 * INDEX_EVERY + 5):
         tracker.log({"loss": float(step)}, step=step)
     content = tracker.path.read_bytes()
@@ -98,7 +103,8 @@ def test_the_index_finds_every_1024th_line(tracker: LocalTracker) -> None:
 # -- folders --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_goes_on_has_a_first_line_of_its_own_and_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_resume_and_taken_name(tmp_path: Path) -> None:
+    """A run that goes on has a first line of its own and a name that is taken is refused."""
     for loss, resume in ((1.0, False), (2.0, True)):
         tracker = LocalTracker("project", tmp_path, name="run", resume=resume)
         tracker.start()
@@ -111,7 +117,8 @@ def test_a_run_that_goes_on_has_a_first_line_of_its_own_and_a_name_that_is_taken
         LocalTracker("project", tmp_path, name="run").start()
 
 
-def test_a_folder_that_is_given_is_left_to_its_owner(tmp_path: Path) -> None:
+def test_given_folder(tmp_path: Path) -> None:
+    """A folder that is given is left to its owner."""
     folder = RunFolder.create(tmp_path, "mine", project="project")
     tracker = LocalTracker("project", tmp_path, folder=folder)
     tracker.start()
@@ -124,7 +131,8 @@ def test_a_folder_that_is_given_is_left_to_its_owner(tmp_path: Path) -> None:
         LocalTracker("project", tmp_path, name="other", folder=folder)
 
 
-def test_without_a_name_each_run_has_a_folder_and_its_settings_in_it(tmp_path: Path) -> None:
+def test_unnamed_folders(tmp_path: Path) -> None:
+    """Without a name each run has a folder and its settings in it."""
     made = [LocalTracker("team/project", tmp_path) for _ in range(2)]
     for tracker in made:
         tracker.start()
@@ -137,7 +145,8 @@ def test_without_a_name_each_run_has_a_folder_and_its_settings_in_it(tmp_path: P
     assert kept["rule"].endswith("<lambda>")
 
 
-def test_what_cannot_be_written_or_was_not_started_is_said(tmp_path: Path) -> None:
+def test_not_started(tmp_path: Path) -> None:
+    """What cannot be written or was not started is said."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made below .*give a folder of yours as project_dir"):
         LocalTracker("run", tmp_path / "file").start()
@@ -145,7 +154,8 @@ def test_what_cannot_be_written_or_was_not_started_is_said(tmp_path: Path) -> No
         LocalTracker("run", tmp_path).log({"loss": 1.0})
 
 
-def test_a_folder_that_is_removed_during_the_run_is_said(tracker: LocalTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_folder(tracker: LocalTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is removed during the run is said."""
     tracker.log({"loss": 1.0})
     shutil.rmtree(tracker.tracker)
     monkeypatch.setattr(tracker, "_look_at", math.inf)
@@ -158,7 +168,8 @@ def test_a_folder_that_is_removed_during_the_run_is_said(tracker: LocalTracker, 
     tracker.finish()
 
 
-def test_a_writer_that_is_killed_at_any_moment_leaves_every_confirmed_line_readable(tmp_path: Path, rounds: Any) -> None:
+def test_killed_writer(tmp_path: Path, rounds: Any) -> None:
+    """A writer that is killed at any moment leaves every confirmed line readable."""
     script = Path(__file__).with_name("killed_writers.py")
     command = [sys.executable, str(script), str(tmp_path), str(rounds(ci=12, soak=500))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -174,13 +185,15 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_every_confirmed_line_reada
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
-def test_a_png_of_ours_is_what_others_read(channels: int) -> None:
+def test_png_encoding(channels: int) -> None:
+    """A PNG of ours is what others read."""
     given = numpy.random.default_rng(channels).integers(0, 256, (7, 5, channels), dtype=numpy.uint8)
     read = numpy.asarray(Image.open(io.BytesIO(encode_png(given))))
     assert numpy.array_equal(read.reshape(given.shape), given)
 
 
-def test_pictures_of_every_kind_become_the_same_bytes() -> None:
+def test_image_kinds() -> None:
+    """Pictures of every kind become the same bytes."""
     wanted = numpy.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=numpy.uint8)
     wanted[0, 0, 0] = 255
     first = numpy.ascontiguousarray(wanted.transpose(2, 0, 1))
@@ -224,12 +237,14 @@ class Figure:
 
 
 @pytest.mark.parametrize("given", ["a text", 3, numpy.zeros((5, 6, 7)), numpy.zeros((0, 4, 3)), numpy.zeros((2, 2), dtype=complex)])
-def test_what_is_no_picture_is_refused_with_what_is(given: Any) -> None:
+def test_no_image(given: Any) -> None:
+    """What is no picture is refused with what is."""
     with pytest.raises(TypeError, match=r"no picture: give|is not known: give"):
         to_image(given)
 
 
-def test_pictures_are_files_of_the_run_that_its_lines_name(tracker: LocalTracker) -> None:
+def test_image_files(tracker: LocalTracker) -> None:
+    """Pictures are files of the run that its lines name."""
     tracker.log_images({"a/b": torch.rand(2, 3, 4, 5), "a-b": numpy.zeros((4, 5))}, step=3)
     (line,) = lines_of(tracker)[1:]
     assert (line["step"], {name: len(files) for name, files in line["images"].items()}) == (3, {"a/b": 2, "a-b": 1})

@@ -45,7 +45,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MemoryWat
         entry.close()
 
 
-def test_memory_counts_once_whoever_looks_at_it_and_alike_tensors_are_counted_together() -> None:
+def test_storages_counted_once() -> None:
+    """Memory counts once whoever looks at it and alike tensors are counted together."""
     gc.collect()  # what others have left does not go in between
     before = memory_snapshot(10_000)
     base = torch.zeros(1234, 7)
@@ -59,7 +60,8 @@ def test_memory_counts_once_whoever_looks_at_it_and_alike_tensors_are_counted_to
     assert len(views) == 3
 
 
-def test_tensors_without_memory_of_their_own_are_no_trouble() -> None:
+def test_tensors_without_storage() -> None:
+    """Tensors without memory of their own are no trouble."""
     odd = [
         torch.empty(2**40, device="meta"),
         torch.eye(3).to_sparse(),
@@ -70,7 +72,8 @@ def test_tensors_without_memory_of_their_own_are_no_trouble() -> None:
     assert len(odd) == 3
 
 
-def test_parameters_gradients_and_states_have_names() -> None:
+def test_named_tensors() -> None:
+    """Parameters gradients and states have names."""
     model = torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.BatchNorm1d(50))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 50)).sum().backward()
@@ -86,7 +89,8 @@ def test_parameters_gradients_and_states_have_names() -> None:
     assert "1.running_mean" in {entry.name for entry in snapshot.alive if entry.kind == "buffer"}
 
 
-def test_a_long_list_is_cut_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
+def test_long_list_cut(tmp_path: Path) -> None:
+    """A long list is cut and what is left out is counted."""
     held = [torch.zeros(900 + number) for number in range(20)]
     snapshot = memory_snapshot(5)
     assert len(snapshot.alive) == 5
@@ -97,7 +101,8 @@ def test_a_long_list_is_cut_and_what_is_left_out_is_counted(tmp_path: Path) -> N
         memory_snapshot(0)
 
 
-def test_a_snapshot_keeps_nothing_alive_and_a_watch_neither(watched: Callable[..., MemoryWatch]) -> None:
+def test_nothing_kept_alive(watched: Callable[..., MemoryWatch]) -> None:
+    """A snapshot keeps nothing alive and a watch neither."""
     class Owner:
         def __init__(self) -> None:
             self.weight = torch.zeros(3210)
@@ -114,7 +119,8 @@ def test_a_snapshot_keeps_nothing_alive_and_a_watch_neither(watched: Callable[..
     assert (3210,) not in {entry.shape for entry in memory_snapshot(10_000).alive}
 
 
-def test_the_hook_is_there_once_and_goes_with_the_last_watch(watched: Callable[..., MemoryWatch]) -> None:
+def test_hook_installed_once(watched: Callable[..., MemoryWatch]) -> None:
+    """The hook is there once and goes with the last watch."""
     before = sys.excepthook
     watches = [watched(lambda: ()) for _ in range(2)]
     assert isinstance(sys.excepthook, FailureHook)
@@ -132,7 +138,8 @@ def out_of_memory() -> Exception:
     raise AssertionError("this machine has a lot of memory")
 
 
-def test_the_hook_before_ours_gets_every_error_as_it_was(watched: Callable[..., MemoryWatch], tmp_path: Path) -> None:
+def test_previous_hook_called(watched: Callable[..., MemoryWatch], tmp_path: Path) -> None:
+    """The hook before ours gets every error as it was."""
     told: list[tuple[Path, MemorySnapshot]] = []
     watched(lambda: (), lambda: tmp_path, lambda path, snapshot: told.append((path, snapshot)))
     wrapped = ValueError("the step failed")
@@ -145,7 +152,8 @@ def test_the_hook_before_ours_gets_every_error_as_it_was(watched: Callable[..., 
     assert [path.name for path, _ in told] == ["memory-rank0.json"] * 3
 
 
-def test_a_snapshot_that_fails_hides_nothing(watched: Callable[..., MemoryWatch], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_failing_snapshot(watched: Callable[..., MemoryWatch], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """A snapshot that fails hides nothing."""
     def broken() -> list[NamedTensor]:
         raise RuntimeError("the names are gone")
 
@@ -168,8 +176,8 @@ def made(*alive: AliveTensors) -> MemorySnapshot:
     return MemorySnapshot(0, "host", 0.0, count, total, {"cpu": total}, by_kind, alive, 0, process=2048, available=4096)
 
 
-def test_texts() -> None:
-    """A snapshot reads as a sentence: without tensors, with one, and with several."""
+def test_snapshot_texts() -> None:
+    """Texts. A snapshot reads as a sentence: without tensors, with one, and with several."""
     left = "; the process takes 2.0 KB of main memory, 4.0 KB are left"
     assert made().line() == "no tensors were alive"
     assert str(made()) == f"no tensors were alive{left}"
@@ -211,7 +219,8 @@ step()
 """
 
 
-def test_a_process_that_ends_for_want_of_memory_leaves_what_was_alive(tmp_path: Path) -> None:
+def test_out_of_memory_process(tmp_path: Path) -> None:
+    """A process that ends for want of memory leaves what was alive."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=90)
     assert done.returncode == 1
     assert "Traceback (most recent call last):" in done.stderr

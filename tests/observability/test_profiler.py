@@ -24,7 +24,8 @@ def names(path: Path) -> set[str]:
     return {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
 
 
-def test_what_is_written_reaches_torch() -> None:
+def test_options_reach_torch() -> None:
+    """What is written reaches torch."""
     handler = ProfileKwargs(activities=["CPU", ProfilerActivity.CPU], record_shapes=True, profile_memory=True, with_flops=True)
     with handler.build() as profiler:
         torch.ones(4, 4) @ torch.ones(4, 4)
@@ -47,17 +48,20 @@ def test_what_is_written_reaches_torch() -> None:
         ({"on_trace_ready": "print"}, "not a function"),
     ],
 )
-def test_what_makes_no_sense_is_refused_where_it_is_written(options: dict[str, Any], complaint: str) -> None:
+def test_invalid_profile_options(options: dict[str, Any], complaint: str) -> None:
+    """What makes no sense is refused where it is written."""
     with pytest.raises(ConfigError, match=complaint):
         ProfileKwargs(**options)
 
 
-def test_a_device_that_is_not_here_is_refused_when_it_is_used() -> None:
+def test_missing_device() -> None:
+    """A device that is not here is refused when it is used."""
     with pytest.raises(ConfigError, match="cannot record that; it can record cpu"):
         ProfileKwargs(activities=["xpu"]).build()
 
 
-def test_a_trace_is_written_into_a_folder_that_is_made(tmp_path: Path) -> None:
+def test_trace_written(tmp_path: Path) -> None:
+    """A trace is written into a folder that is made."""
     folder = tmp_path / "a" / "b"
     with run_profiler(ProfileKwargs(output_trace_dir=str(folder)), Runtime(Process(rank=3, world_size=4))):
         torch.ones(3).cumsum(0)
@@ -65,13 +69,15 @@ def test_a_trace_is_written_into_a_folder_that_is_made(tmp_path: Path) -> None:
     assert "aten::cumsum" in names(folder / "profile_3.json")
 
 
-def test_the_trace_is_written_when_the_block_ends_with_an_error(tmp_path: Path) -> None:
+def test_trace_after_error(tmp_path: Path) -> None:
+    """The trace is written when the block ends with an error."""
     with pytest.raises(RuntimeError, match="invalid for input"), run_profiler(ProfileKwargs(output_trace_dir=str(tmp_path))):
         torch.ones(3).cumsum(0).view(7)
     assert "aten::cumsum" in names(tmp_path / "profile_0.json")
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Path) -> None:
+def test_unwritable_folder(tmp_path: Path) -> None:
+    """A folder that cannot be written is an error before the run."""
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigError, match="no trace can be written there"),
@@ -82,7 +88,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 @pytest.mark.parametrize("steps", [3, 4, 7])
-def test_with_a_schedule_the_last_cycle_is_kept_and_on_trace_ready_sees_every_one(tmp_path: Path, steps: int) -> None:
+def test_profile_schedule(tmp_path: Path, steps: int) -> None:
+    """With a schedule the last cycle is kept and on trace ready sees every one."""
     seen = []
     handler = ProfileKwargs(
         schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 2},
@@ -99,7 +106,8 @@ def test_with_a_schedule_the_last_cycle_is_kept_and_on_trace_ready_sees_every_on
     assert recorded == {"step 2" if steps < 6 else "step 5"}
 
 
-def test_without_a_recording_it_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a recording it says so."""
     with caplog.at_level(logging.WARNING):
         handler = ProfileKwargs(schedule_option={"wait": 5, "warmup": 1, "active": 1}, output_trace_dir=str(tmp_path))
         with run_profiler(handler):
@@ -108,7 +116,8 @@ def test_without_a_recording_it_says_so(tmp_path: Path, caplog: pytest.LogCaptur
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trace_that_the_user_saved_is_not_saved_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_saved_by_user(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A trace that the user saved is not saved twice."""
     handler = ProfileKwargs(
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(tmp_path / "mine.json")), output_trace_dir=str(tmp_path)
     )
@@ -126,7 +135,8 @@ def processes(path: Path) -> dict[int, str]:
     return {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
 
 
-def test_the_last_rank_merges_the_traces_of_each_block_and_nobody_waits(ranks: Any, tmp_path: Path) -> None:
+def test_last_rank_merges(ranks: Any, tmp_path: Path) -> None:
+    """The last rank merges the traces of each block and nobody waits."""
     def run(folder: str) -> tuple[list[str], list[list[str]]]:
         from slipstream import Accelerator, PartialState
 
@@ -182,7 +192,8 @@ def trace(folder: Path, rank: int, **more: Any) -> None:
     (folder / f"profile_{rank}.json").write_text(json.dumps({**more, "traceEvents": events, "traceName": "x"}, indent=1))
 
 
-def test_ranks_are_kept_apart_and_laid_over_each_other_in_time(tmp_path: Path) -> None:
+def test_merged_ranks(tmp_path: Path) -> None:
+    """Ranks are kept apart and laid over each other in time."""
     trace(tmp_path, 0, host_name="one", baseTimeNanoseconds=5_000_000)
     trace(tmp_path, 10, host_name="two", baseTimeNanoseconds=7_000_000)
     trace(tmp_path, 2, host_name="one", baseTimeNanoseconds=5_000_000)
@@ -203,7 +214,8 @@ def test_ranks_are_kept_apart_and_laid_over_each_other_in_time(tmp_path: Path) -
     ]
 
 
-def test_pieces_of_any_size_give_the_same_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of any size give the same trace."""
     trace(tmp_path, 0, baseTimeNanoseconds=123456, deviceProperties=[{"id": 0}])
     trace(tmp_path, 1, baseTimeNanoseconds=123456)
     whole = merge_traces(tmp_path).read_text()
@@ -215,7 +227,8 @@ def test_pieces_of_any_size_give_the_same_trace(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"a": 1}', '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}, {"p', '{"traceEvents": [7]}', '{"a" 3}']
 )
-def test_what_is_no_trace_is_named_and_nothing_is_left(tmp_path: Path, text: str) -> None:
+def test_damaged_trace(tmp_path: Path, text: str) -> None:
+    """What is no trace is named and nothing is left."""
     trace(tmp_path, 0)
     (tmp_path / "profile_1.json").write_text(text)
     with pytest.raises(ConfigError, match=r"profile_1\.json is no"):
@@ -223,7 +236,8 @@ def test_what_is_no_trace_is_named_and_nothing_is_left(tmp_path: Path, text: str
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile_0.json", "profile_1.json"]
 
 
-def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+def test_folder_without_traces(tmp_path: Path) -> None:
+    """A folder without traces is refused."""
     with pytest.raises(ConfigError, match="no trace in it"):
         merge_traces(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
@@ -233,14 +247,16 @@ def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_where_traces_are_written_the_table_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where traces are written the table is shown."""
     with run_profiler(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))):
         torch.ones(8, 8) @ torch.ones(8, 8)
     assert "aten::mm" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
-def test_the_table_is_of_the_last_cycle_and_logged_by_the_main_process_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_table_of_last_cycle(caplog: pytest.LogCaptureFixture) -> None:
+    """The table is of the last cycle and logged by the main process alone."""
     handler = ProfileKwargs(schedule_option={"wait": 0, "warmup": 1, "active": 1}, profile_memory=True)
     with caplog.at_level(logging.INFO, logger="slipstream.observability.profiler"):
         for rank in (0, 1):
@@ -253,7 +269,8 @@ def test_the_table_is_of_the_last_cycle_and_logged_by_the_main_process_alone(cap
     assert "memory" in caplog.text
 
 
-def test_the_rows_are_sorted_and_their_shares_are_of_all() -> None:
+def test_table_rows() -> None:
+    """The rows are sorted and their shares are of all."""
     with ProfileKwargs(activities=["cpu"]).build() as profiler:
         torch.ones(300, 300) @ torch.ones(300, 300)
         torch.ones(3).cumsum(0)

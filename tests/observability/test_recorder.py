@@ -38,7 +38,8 @@ def train(accelerator: Accelerator, steps: int = 4, load: Path | None = None) ->
         accelerator.log({"loss": loss.item()}, step=step)
 
 
-def test_a_run_with_a_project_dir_keeps_everything_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_folder_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with a project dir keeps everything in its folder."""
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, gradient_accumulation_steps=1, effective_batch_size=2)
     accelerator.init_trackers("demo", {"lr": 0.1, "api_key": "hunter2", "sizes": torch.arange(3)}, {"local": {"name": "first"}})
     assert accelerator.log_with == []
@@ -72,7 +73,8 @@ def test_a_run_with_a_project_dir_keeps_everything_in_its_folder(tmp_path: Path,
     assert "<title>" in (folder / "report.html").read_text()
 
 
-def test_the_steps_of_a_run_that_goes_on_go_on(tmp_path: Path) -> None:
+def test_resumed_step_numbers(tmp_path: Path) -> None:
+    """The steps of a run that goes on go on."""
     for begin in (0, 4):
         accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
         accelerator.init_trackers("demo", init_kwargs={"local": {"name": "again", "resume": begin > 0}})
@@ -84,7 +86,8 @@ def test_the_steps_of_a_run_that_goes_on_go_on(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(folder / "events.jsonl") if line["kind"] in ("checkpoint", "restore")] == [4, 4, 8]
 
 
-def test_a_script_that_names_no_run_has_a_folder_all_the_same(tmp_path: Path) -> None:
+def test_unnamed_run(tmp_path: Path) -> None:
+    """A script that names no run has a folder all the same."""
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
     train(accelerator)
     accelerator.end_training()
@@ -92,9 +95,10 @@ def test_a_script_that_names_no_run_has_a_folder_all_the_same(tmp_path: Path) ->
     assert sum(interval["steps"] for interval in lines(folder / "ledger.jsonl")) == 4
 
 
-def test_without_a_project_dir_nothing_is_written_and_without_steps_nothing_is_said(
+def test_without_project_dir(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a project dir nothing is written and without steps nothing is said."""
     monkeypatch.chdir(tmp_path)
     accelerator = Accelerator(cpu=True)
     accelerator.init_trackers("demo")
@@ -106,7 +110,8 @@ def test_without_a_project_dir_nothing_is_written_and_without_steps_nothing_is_s
     assert not list(tmp_path.iterdir()), "a project_dir alone is no run"
 
 
-def test_two_runs_with_one_name_are_refused_and_the_second_can_go_on(tmp_path: Path) -> None:
+def test_same_name_and_resume(tmp_path: Path) -> None:
+    """Two runs with one name are refused and the second can go on."""
     for keywords in ({"name": "first"}, {"name": "first", "resume": True}):
         accelerator = Accelerator(cpu=True, project_dir=tmp_path)
         if "resume" in keywords:
@@ -120,7 +125,8 @@ def test_two_runs_with_one_name_are_refused_and_the_second_can_go_on(tmp_path: P
     assert len(run.info["attempts"]) == 2
 
 
-def test_a_project_dir_that_is_no_folder_does_not_stop_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_project_dir_url(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A project dir that is no folder does not stop a run."""
     accelerator = Accelerator(cpu=True, project_dir="memory://somewhere", kwargs_handlers=[LedgerKwargs(summary=False)])
     accelerator.init_trackers("demo")
     train(accelerator)
@@ -128,9 +134,10 @@ def test_a_project_dir_that_is_no_folder_does_not_stop_a_run(tmp_path: Path, cap
     assert "is no folder of this machine, so this run gets none" in caplog.text
 
 
-def test_a_folder_is_where_it_was_whatever_the_script_does_and_a_url_of_a_file_is_one(
+def test_chdir_and_file_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A folder is where it was whatever the script does and a URL of a file is one."""
     (tmp_path / "elsewhere").mkdir()
     for place in ("relative", f"file://{tmp_path}/by%20url"):
         monkeypatch.chdir(tmp_path)
@@ -151,7 +158,8 @@ def test_a_folder_is_where_it_was_whatever_the_script_does_and_a_url_of_a_file_i
             Accelerator(cpu=True, project_dir="s3://bucket/run", log_with=name)
 
 
-def test_arguments_that_are_wrong_make_no_folder_and_leave_a_run_alone(tmp_path: Path) -> None:
+def test_wrong_arguments(tmp_path: Path) -> None:
+    """Arguments that are wrong make no folder and leave a run alone."""
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
     for wrong in ((None,), (5,), ("demo", 5), ("demo", None, 5), ("demo", None, {"local": 5}), ("demo", None, {"local": {"foo": 1}})):
         with pytest.raises(ConfigError):
@@ -168,7 +176,8 @@ def test_arguments_that_are_wrong_make_no_folder_and_leave_a_run_alone(tmp_path:
     assert [event["kind"] for event in lines(folder / "events.jsonl")] == ["start", "end"]
 
 
-def test_a_full_disk_is_said_once_and_the_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk is said once and the training goes on."""
     accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
     accelerator.init_trackers("demo")
     folder = accelerator._recorder.folder
@@ -184,7 +193,8 @@ def _no_space(*arguments: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_only_the_main_process_writes_and_tells_of_all(ranks: Any, tmp_path: Path) -> None:
+def test_main_process_writes(ranks: Any, tmp_path: Path) -> None:
+    """Only the main process writes and tells of all."""
     def run() -> Any:
         accelerator = Accelerator(cpu=True, project_dir=tmp_path, kwargs_handlers=[LedgerKwargs(summary=False)])
         accelerator.init_trackers("demo", {"lr": 0.1}, {"local": {"name": "two"}})
@@ -216,7 +226,8 @@ if sys.argv[2] == "broken":
 """
 
 
-def test_a_script_that_ends_without_end_training_says_how(tmp_path: Path) -> None:
+def test_exit_without_end_training(tmp_path: Path) -> None:
+    """A script that ends without end training says how."""
     for name, state, why in (
         ("broken", "failed", "RuntimeError: on purpose"),
         ("whole", "ended", "the script ended without end_training()"),

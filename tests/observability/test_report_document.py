@@ -59,7 +59,8 @@ def run(tmp_path: Path) -> RunFolder:
 
 @settings(max_examples=60)
 @given(st.text(max_size=30) | st.sampled_from(["</script>", "<!--", "<script>", "]]>", "\u2028", "&lt;", "\ud800"]))
-def test_no_text_ends_the_block_of_data(text):
+def test_data_block_escaping(text):
+    """No text ends the block of data."""
     document = render_page([{"name": text, "config": {"settings": {text: text}}, "series": {}}], title=text or None)
     assert document.count("<script") == document.count("</script>") == 2
     assert "<!--" not in document
@@ -67,7 +68,8 @@ def test_no_text_ends_the_block_of_data(text):
     assert found["name"] == text.encode("utf-8", "replace").decode()
 
 
-def test_the_policy_names_the_style_and_the_script_of_the_page_and_nothing_else():
+def test_content_security_policy():
+    """The policy names the style and the script of the page and nothing else."""
     document = render_page([])
     told = html.unescape(re.findall(r'Content-Security-Policy" content="(.*?)"', document)[0])
     assert told == content_security_policy()
@@ -80,7 +82,8 @@ def test_the_policy_names_the_style_and_the_script_of_the_page_and_nothing_else(
 
 @settings(max_examples=40)
 @given(st.lists(st.none() | st.floats(-1e308, 1e308) | st.floats(-(2.0**100), 2.0**100, width=32), max_size=20))
-def test_numbers_arrive_as_they_were(values):
+def test_numbers_exact(values):
+    """Numbers arrive as they were."""
     found = data_of(render_page([view(loss=values)]))["views"][0]["series"]["loss"]
     assert numbers(found["steps"]) == list(range(len(values)))
     assert numbers(found["times"]) == [100.5 + at for at in range(len(values))]
@@ -88,18 +91,21 @@ def test_numbers_arrive_as_they_were(values):
         assert math.isnan(other) if value is None else other == value
 
 
-def test_steps_that_are_no_whole_numbers_stay_what_they_are():
+def test_fractional_steps():
+    """Steps that are no whole numbers stay what they are."""
     series = {"steps": [0.5, 2**40], "times": [1.0, 2.0], "values": [1.0, 2.0]}
     found = data_of(render_page([{"name": "first", "series": {"loss": series}}]))["views"][0]["series"]["loss"]
     assert numbers(found["steps"]) == [0.5, 2.0**40]
 
 
-def test_runs_of_one_name_are_told_apart():
+def test_equal_names_labelled():
+    """Runs of one name are told apart."""
     same = [{"name": "first", "path": f"projects/{project}/runs/first"} for project in ("cats", "dogs", "dogs")]
     assert [entry["label"] for entry in data_of(render_page(same))["views"]] == ["cats/first", "dogs/first", "dogs/first (2)"]
 
 
-def test_the_page_of_one_run_lies_in_its_folder_and_that_of_several_here(run, tmp_path, monkeypatch):
+def test_default_output(run, tmp_path, monkeypatch):
+    """The page of one run lies in its folder and that of several here."""
     monkeypatch.chdir(tmp_path)
     assert write(run.path) == run.path / "report.html"
     RunFolder.create(tmp_path, "second", project="spirals")
@@ -110,7 +116,8 @@ def test_the_page_of_one_run_lies_in_its_folder_and_that_of_several_here(run, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.html", "report.html", "runs"]
 
 
-def test_only_a_report_is_ever_replaced(run, tmp_path):
+def test_only_reports_replaced(run, tmp_path):
+    """Only a report is ever replaced."""
     other = tmp_path / "notes.html"
     other.write_text("<!doctype html> notes of mine")
     with pytest.raises(ConfigError, match="no report of slipstream"):
@@ -124,7 +131,8 @@ def test_only_a_report_is_ever_replaced(run, tmp_path):
     assert write(run.path) == write(run.path)
 
 
-def test_damaged_runs_are_left_out_and_told(run, tmp_path, capsys):
+def test_damaged_runs_reported(run, tmp_path, capsys):
+    """Damaged runs are left out and told."""
     RunFolder.create(tmp_path, "broken", project="spirals")
     (tmp_path / "runs" / "broken" / "run.json").write_text("{nope")
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
@@ -134,7 +142,8 @@ def test_damaged_runs_are_left_out_and_told(run, tmp_path, capsys):
     assert [Path(path).name for path, _ in found["left_out"]] == ["broken"]
 
 
-def test_the_page_goes_to_the_standard_output(run, capsys, monkeypatch, tmp_path):
+def test_standard_output(run, capsys, monkeypatch, tmp_path):
+    """The page goes to the standard output."""
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(run.path), "-o", "-"]) == 0
     assert data_of(capsys.readouterr().out)["views"][0]["name"] == "first"
@@ -142,14 +151,16 @@ def test_the_page_goes_to_the_standard_output(run, capsys, monkeypatch, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_a_curve_keeps_as_many_points_as_one_says(run):
+def test_points_option(run):
+    """A curve keeps as many points as one says."""
     found = data_of(write(run.path, points=60).read_text())["views"][0]["series"]["loss"]
     assert len(numbers(found["values"])) <= 60
     assert found["count"] == 100
     assert (numbers(found["values"])[0], numbers(found["steps"])[-1]) == (1.0, 99)
 
 
-def test_pictures_are_in_the_page_and_those_that_lead_elsewhere_are_not(run, tmp_path):
+def test_embedded_images(run, tmp_path):
+    """Pictures are in the page and those that lead elsewhere are not."""
     media = run.path / "media"
     media.mkdir()
     (media / "good.png").write_bytes(b"a picture")
@@ -163,7 +174,8 @@ def test_pictures_are_in_the_page_and_those_that_lead_elsewhere_are_not(run, tmp
     assert shot["left_out"] is True
 
 
-def test_what_cannot_be_reported_is_said(run, tmp_path):
+def test_unreportable_paths(run, tmp_path):
+    """What cannot be reported is said."""
     with pytest.raises(ConfigError, match=r"is a folder: give the name of a file, such as .*report\.html"):
         write(run.path, tmp_path)
     with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
@@ -172,7 +184,8 @@ def test_what_cannot_be_reported_is_said(run, tmp_path):
         write([])
 
 
-def test_the_command_prints_where_the_page_is_and_refuses_what_is_no_run(run, tmp_path, capsys):
+def test_report_command(run, tmp_path, capsys):
+    """The command prints where the page is and refuses what is no run."""
     assert main(["report", str(run.path), "--title", "A & B"]) == 0
     path = Path(capsys.readouterr().out.strip())
     assert path == run.path / "report.html"
@@ -182,13 +195,15 @@ def test_the_command_prints_where_the_page_is_and_refuses_what_is_no_run(run, tm
     assert "has no run in it" in capsys.readouterr().err
 
 
-def test_a_run_that_has_only_begun_has_a_page(tmp_path):
+def test_page_of_new_run(tmp_path):
+    """A run that has only begun has a page."""
     folder = RunFolder.create(tmp_path, "first", project="spirals")
     (folder.path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "val')
     assert data_of(write(folder.path).read_text())["views"][0]["series"] == {}
 
 
-def test_the_command_does_without_torch_and_every_asset_is_packed():
+def test_no_torch_and_all_assets():
+    """The command does without torch and every asset is packed."""
     code = "import sys, slipstream.cli.report; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
     assert '"observability/report/assets/*"' in (ROOT / "pyproject.toml").read_text()

@@ -90,7 +90,8 @@ class Stream:
 # -- what it shows --------------------------------------------------------------------------------------------------------
 
 
-def test_page_runs_and_views_are_served(run: RunFolder, tmp_path: Path) -> None:
+def test_served_page_and_views(run: RunFolder, tmp_path: Path) -> None:
+    """Page runs and views are served."""
     with serving(tmp_path) as server:
         answer, body = ask(server, "/")
         assert answer.status == 200
@@ -111,7 +112,8 @@ def test_page_runs_and_views_are_served(run: RunFolder, tmp_path: Path) -> None:
         assert part == {name: near[name] for name in ("name", "at", "series")}
 
 
-def test_large_answers_are_compressed_for_who_understands_it(run: RunFolder, tmp_path: Path) -> None:
+def test_large_answers_compressed(run: RunFolder, tmp_path: Path) -> None:
+    """Large answers are compressed for who understands it."""
     with serving(tmp_path) as server:
         plain, body = ask(server, "/api/view?run=first&points=9999")
         packed, small = ask(server, "/api/view?run=first&points=9999", Accept_Encoding="gzip, br")
@@ -121,7 +123,8 @@ def test_large_answers_are_compressed_for_who_understands_it(run: RunFolder, tmp
     assert len(small) < len(body) / 2
 
 
-def test_pictures_are_served_and_nothing_else_of_the_folder(run: RunFolder, tmp_path: Path) -> None:
+def test_only_images_served(run: RunFolder, tmp_path: Path) -> None:
+    """Pictures are served and nothing else of the folder."""
     (tmp_path / "secret.png").write_bytes(b"secret")
     (run.path / "secret.png").write_bytes(b"secret")
     (run.path / "media" / "link.png").symlink_to(tmp_path / "secret.png")
@@ -160,7 +163,8 @@ def test_pictures_are_served_and_nothing_else_of_the_folder(run: RunFolder, tmp_
     assert (answer.headers["Content-Type"], answer.headers["X-Content-Type-Options"]) == ("image/png", "nosniff")
 
 
-def test_what_is_asked_wrongly_is_told(run: RunFolder, tmp_path: Path) -> None:
+def test_bad_requests(run: RunFolder, tmp_path: Path) -> None:
+    """What is asked wrongly is told."""
     with serving(tmp_path) as server:
         assert ask(server, "/api/view?run=other")[0].status == 404
         assert ask(server, "/api/view")[0].status == 404
@@ -189,7 +193,8 @@ def test_order(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_only_the_names_of_this_machine_and_the_own_origin_are_answered(run: RunFolder, tmp_path: Path) -> None:
+def test_host_and_origin_checked(run: RunFolder, tmp_path: Path) -> None:
+    """Only the names of this machine and the own origin are answered."""
     with serving(tmp_path) as server:
         for host in ("localhost", "127.0.0.1", "localhost:9999", "[::1]:80", f"127.0.0.1:{server.server_port}", "LOCALHOST"):
             assert ask(server, "/api/runs", Host=host)[0].status == 200
@@ -216,13 +221,15 @@ def test_only_the_names_of_this_machine_and_the_own_origin_are_answered(run: Run
         assert answer.headers["X-Frame-Options"] == "DENY"
 
 
-def test_it_listens_on_the_loopback_alone(run: RunFolder, tmp_path: Path) -> None:
+def test_loopback_by_default(run: RunFolder, tmp_path: Path) -> None:
+    """It listens on the loopback alone."""
     with serving(tmp_path) as server:
         assert server.socket.getsockname()[0] == "127.0.0.1"
         assert server.url == f"http://127.0.0.1:{server.server_port}/"
 
 
-def test_another_host_is_answered_by_its_addresses_and_its_name(run: RunFolder, tmp_path: Path) -> None:
+def test_other_host_names(run: RunFolder, tmp_path: Path) -> None:
+    """Another host is answered by its addresses and its name."""
     with serving(tmp_path, host="0.0.0.0") as server:
         assert server.url.startswith("http://127.0.0.1:")
         for host in ("10.0.0.1:80", socket.gethostname(), "localhost"):
@@ -230,7 +237,8 @@ def test_another_host_is_answered_by_its_addresses_and_its_name(run: RunFolder, 
         assert ask(server, "/api/runs", Host="evil.example")[0].status == 403
 
 
-def test_nothing_but_reading(run: RunFolder, tmp_path: Path) -> None:
+def test_only_get_and_head(run: RunFolder, tmp_path: Path) -> None:
+    """Nothing but reading."""
     before = sorted((path, path.stat().st_mtime_ns) for path in run.path.rglob("*"))
     with serving(tmp_path) as server:
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
@@ -246,7 +254,8 @@ def test_nothing_but_reading(run: RunFolder, tmp_path: Path) -> None:
 # -- the news -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_that_is_appended_comes_as_an_event_to_every_listener(run: RunFolder, tmp_path: Path) -> None:
+def test_appended_line_reaches_listeners(run: RunFolder, tmp_path: Path) -> None:
+    """A line that is appended comes as an event to every listener."""
     with serving(tmp_path) as server:
         at = json.loads(ask(server, "/api/view?run=first")[1])["at"]
         streams = [Stream(server), Stream(server)]
@@ -274,7 +283,8 @@ def test_a_line_that_is_appended_comes_as_an_event_to_every_listener(run: RunFol
         assert view["series"]["loss"]["count"] == 3001
 
 
-def test_a_run_that_begins_later_is_shown_by_itself(run: RunFolder, tmp_path: Path) -> None:
+def test_later_run_appears(run: RunFolder, tmp_path: Path) -> None:
+    """A run that begins later is shown by itself."""
     with serving(tmp_path) as server:
         stream = Stream(server)
         stream.next("runs")
@@ -288,7 +298,8 @@ def test_a_run_that_begins_later_is_shown_by_itself(run: RunFolder, tmp_path: Pa
         stream.close()
 
 
-def test_runs_that_are_deleted_or_renamed_are_forgotten(tmp_path: Path) -> None:
+def test_deleted_runs_forgotten(tmp_path: Path) -> None:
+    """Runs that are deleted or renamed are forgotten."""
     paths = [RunFolder.create(tmp_path, name, project="spirals").path for name in ("first", "second", "third")]
     named = RunFolder.create(tmp_path / "other", "named", project="spirals").path
     watch = RunWatcher([tmp_path, named])
@@ -310,7 +321,8 @@ def test_runs_that_are_deleted_or_renamed_are_forgotten(tmp_path: Path) -> None:
     watch.stop()
 
 
-def test_a_run_that_dies_is_told(tmp_path: Path) -> None:
+def test_killed_run_reported(tmp_path: Path) -> None:
+    """A run that dies is told."""
     run = RunFolder.create(tmp_path, "first", project="spirals")
     (attempt,) = run.info["attempts"]
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -335,7 +347,8 @@ def test_a_run_that_dies_is_told(tmp_path: Path) -> None:
     watch.stop()
 
 
-def test_folders_that_only_look_like_runs_do_not_stop_the_looking(tmp_path: Path) -> None:
+def test_damaged_runs_ignored(tmp_path: Path) -> None:
+    """Folders that only look like runs do not stop the looking."""
     RunFolder.create(tmp_path, "first", project="spirals")
     watch = RunWatcher([tmp_path])
     for name in ("pipe", "deep", "link", "text"):
@@ -350,9 +363,10 @@ def test_folders_that_only_look_like_runs_do_not_stop_the_looking(tmp_path: Path
     assert [run.key for run in watch.runs()] == ["first", "second"]
 
 
-def test_an_error_while_looking_is_told_once_and_looking_goes_on(
+def test_watcher_error_reported_once(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An error while looking is told once and looking goes on."""
     watch = RunWatcher([tmp_path], interval=0.001)
     turns = threading.Semaphore(0)
 
@@ -368,7 +382,8 @@ def test_an_error_while_looking_is_told_once_and_looking_goes_on(
     assert capsys.readouterr().err.count("RuntimeError: a disk that is strange") == 1
 
 
-def test_a_file_that_is_replaced_asks_pages_to_load_again(run: RunFolder, tmp_path: Path) -> None:
+def test_replaced_file_reloads_page(run: RunFolder, tmp_path: Path) -> None:
+    """A file that is replaced asks pages to load again."""
     with serving(tmp_path) as server:
         ask(server, "/api/view?run=first")
         stream = Stream(server)
@@ -380,8 +395,8 @@ def test_a_file_that_is_replaced_asks_pages_to_load_again(run: RunFolder, tmp_pa
         assert json.loads(ask(server, "/api/view?run=first")[1])["series"]["loss"]["values"] == [7.0]
 
 
-def test_news_and_views_together_are_all_points_once(tmp_path: Path) -> None:
-    """Whatever moment a view is taken at, the messages after its number bring the rest."""
+def test_updates_and_views_complete(tmp_path: Path) -> None:
+    """News and views together are all points once. Whatever moment a view is taken at, the messages after its number bring the rest."""
     run = RunFolder.create(tmp_path, "first", project="spirals")
     watch = RunWatcher([tmp_path])
     listener = watch.listen()
@@ -404,7 +419,8 @@ def test_news_and_views_together_are_all_points_once(tmp_path: Path) -> None:
     watch.stop()
 
 
-def test_many_new_points_at_once_come_thinned_with_their_spike(tmp_path: Path) -> None:
+def test_many_points_thinned(tmp_path: Path) -> None:
+    """Many new points at once come thinned with their spike."""
     run = RunFolder.create(tmp_path, "first", project="spirals")
     watch = RunWatcher([tmp_path])
     watch.look()
@@ -422,7 +438,8 @@ def test_many_new_points_at_once_come_thinned_with_their_spike(tmp_path: Path) -
     watch.stop()
 
 
-def test_more_news_than_a_message_holds_asks_pages_to_load_again(tmp_path: Path) -> None:
+def test_oversized_update_reloads_page(tmp_path: Path) -> None:
+    """More news than a message holds asks pages to load again."""
     run = RunFolder.create(tmp_path, "first", project="spirals")
     watch = RunWatcher([tmp_path])
     watch.look()
@@ -438,7 +455,8 @@ def test_more_news_than_a_message_holds_asks_pages_to_load_again(tmp_path: Path)
     watch.stop()
 
 
-def test_a_listener_that_does_not_keep_up_is_let_go(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_listener_dropped(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener that does not keep up is let go."""
     monkeypatch.setattr(watcher, "_QUEUE_LENGTH", 3)
     watch = RunWatcher([tmp_path])
     watch.look()
@@ -456,7 +474,8 @@ def test_a_listener_that_does_not_keep_up_is_let_go(run: RunFolder, tmp_path: Pa
     assert watch.listen() is None
 
 
-def test_pages_that_were_closed_are_forgotten(run: RunFolder, tmp_path: Path) -> None:
+def test_closed_pages_forgotten(run: RunFolder, tmp_path: Path) -> None:
+    """Pages that were closed are forgotten."""
     with serving(tmp_path) as server:
         stream = Stream(server)
         stream.next("runs")
@@ -469,7 +488,8 @@ def test_pages_that_were_closed_are_forgotten(run: RunFolder, tmp_path: Path) ->
             threading.Event().wait(0.01)
 
 
-def test_an_idle_stream_has_a_heartbeat(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_stream_heartbeat(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle stream has a heartbeat."""
     monkeypatch.setattr(server_module, "_HEARTBEAT", 0.01)
     with serving(tmp_path) as server:
         stream = Stream(server)
@@ -479,7 +499,8 @@ def test_an_idle_stream_has_a_heartbeat(run: RunFolder, tmp_path: Path, monkeypa
         stream.close()
 
 
-def test_a_listener_ends_even_with_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_listener_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener ends even with a full queue."""
     monkeypatch.setattr(watcher, "_QUEUE_LENGTH", 1)
     listener = Listener()
     assert listener.put(b"one")
@@ -490,7 +511,8 @@ def test_a_listener_ends_even_with_a_full_queue(monkeypatch: pytest.MonkeyPatch)
 # -- beginning and end ----------------------------------------------------------------------------------------------------
 
 
-def test_closing_ends_streams_idle_connections_and_threads(run: RunFolder, tmp_path: Path) -> None:
+def test_close_ends_everything(run: RunFolder, tmp_path: Path) -> None:
+    """Closing ends streams idle connections and threads."""
     before = set(threading.enumerate())
     with serving(tmp_path) as server:
         stream = Stream(server)
@@ -505,7 +527,8 @@ def test_closing_ends_streams_idle_connections_and_threads(run: RunFolder, tmp_p
         entry.close()
 
 
-def test_no_more_connections_than_there_may_be(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more connections than there may be."""
     monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 1)
     with serving(tmp_path) as server:
         stream = Stream(server)
@@ -519,7 +542,8 @@ def test_no_more_connections_than_there_may_be(run: RunFolder, tmp_path: Path, m
         stream.close()
 
 
-def test_a_port_in_use_says_what_to_write(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port in use says what to write."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"Port {port} on 127.0.0.1 is in use .*\nWrite --port \d+ instead"):
@@ -529,12 +553,14 @@ def test_a_port_in_use_says_what_to_write(run: RunFolder, tmp_path: Path, monkey
             assert server.server_port not in (0, port), "the usual port is only usual"
 
 
-def test_an_address_of_another_machine_says_what_to_write(run: RunFolder, tmp_path: Path) -> None:
+def test_foreign_address(run: RunFolder, tmp_path: Path) -> None:
+    """An address of another machine says what to write."""
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is no address of this machine .*\nLeave --host out"):
         ReportServer([tmp_path], host="192.0.2.1", port=0)
 
 
-def test_a_folder_without_runs_is_waited_at_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_empty_and_missing_folders(tmp_path: Path) -> None:
+    """A folder without runs is waited at and one that is not there is refused."""
     with serving(tmp_path) as server:
         stream = Stream(server)
         assert stream.next("runs") == []
@@ -545,7 +571,8 @@ def test_a_folder_without_runs_is_waited_at_and_one_that_is_not_there_is_refused
         ReportServer([tmp_path / "other"], port=0)
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_same_run_names(tmp_path: Path) -> None:
+    """Runs of one name are told apart."""
     for project in ("a", "b", "x/b"):
         RunFolder.create(tmp_path / project, "first", project=project)
     watch = RunWatcher([tmp_path / "a", tmp_path / "b", tmp_path / "x" / "b", tmp_path / "a" / "runs" / "first"])
@@ -553,7 +580,8 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert [json.loads(run.view())["info"]["project"] for run in watch.runs()] == ["a", "b", "x/b"]
 
 
-def test_a_folder_with_very_many_runs_shows_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_of_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with very many runs shows the newest."""
     monkeypatch.setattr(watcher, "_MAX_RUNS", 2)
     for name in "abcd":
         RunFolder.create(tmp_path, name, project="p")

@@ -48,7 +48,8 @@ def printed(place: Path, width: int, encoding: str = "utf-8", **options: Any) ->
         return data.getvalue().decode(encoding)
 
 
-def test_one_plain_picture_where_there_is_no_terminal(run: RunFolder, tmp_path: Path) -> None:
+def test_plain_output(run: RunFolder, tmp_path: Path) -> None:
+    """One plain picture where there is no terminal."""
     text = printed(tmp_path, 80)
     lines = text.splitlines()
     assert lines[0].startswith("first  running  ")
@@ -63,20 +64,23 @@ def test_one_plain_picture_where_there_is_no_terminal(run: RunFolder, tmp_path: 
     assert "\x1b" not in text
 
 
-def test_it_fits_any_width(run: RunFolder, tmp_path: Path) -> None:
+def test_any_width(run: RunFolder, tmp_path: Path) -> None:
+    """It fits any width."""
     RunFolder.create(tmp_path, "名前" * 20, project="empty")
     add(run, "metrics.jsonl", {"step": 1, "time": 1.0, "values": {"損失" * 30: 1.0, "words": "some", "none": "nan"}})
     for width in (20, 37, 80, 200):
         assert max(map(cell_len, printed(tmp_path, width).splitlines())) <= width
 
 
-def test_a_terminal_of_ascii_gets_ascii(run: RunFolder, tmp_path: Path) -> None:
+def test_ascii_terminal(run: RunFolder, tmp_path: Path) -> None:
+    """A terminal of ASCII gets ASCII."""
     text = printed(tmp_path, 60, "ascii")
     assert text.isascii()
     assert "#" in text
 
 
-def test_a_terminal_is_drawn_again_until_it_is_interrupted(run: RunFolder, tmp_path: Path) -> None:
+def test_redraw_until_interrupt(run: RunFolder, tmp_path: Path) -> None:
+    """A terminal is drawn again until it is interrupted."""
     file, seen = io.StringIO(), []
 
     def wait(seconds: float) -> None:
@@ -97,7 +101,8 @@ def test_a_terminal_is_drawn_again_until_it_is_interrupted(run: RunFolder, tmp_p
     assert "79.25" in after.split("\x1b[?1049l")[1], "with the last picture"
 
 
-def test_runs_that_do_not_fit_are_counted(run: RunFolder, tmp_path: Path) -> None:
+def test_runs_that_do_not_fit(run: RunFolder, tmp_path: Path) -> None:
+    """Runs that do not fit are counted."""
     for number in range(5):
         RunFolder.create(tmp_path, f"other-{number}", project="spirals")
     file = io.StringIO()
@@ -111,7 +116,8 @@ def test_runs_that_do_not_fit_are_counted(run: RunFolder, tmp_path: Path) -> Non
     assert "first" not in screen
 
 
-def test_a_run_that_died_is_not_shown_as_if_it_went_on(run: RunFolder, tmp_path: Path) -> None:
+def test_dead_run(run: RunFolder, tmp_path: Path) -> None:
+    """A run that died is not shown as if it went on."""
     attempt = run.info["attempts"][0]
     now = round(time.time())
     run.update(attempts=[{**attempt, "host": "elsewhere"}], started=now - 1000)
@@ -127,7 +133,8 @@ def test_a_run_that_died_is_not_shown_as_if_it_went_on(run: RunFolder, tmp_path:
     assert printed(run.path, 80).splitlines()[0] == "first  killed  0:00"
 
 
-def test_a_terminal_waits_for_the_first_run(tmp_path: Path) -> None:
+def test_waits_for_first_run(tmp_path: Path) -> None:
+    """A terminal waits for the first run."""
     file, seen = io.StringIO(), []
 
     def wait(seconds: float) -> None:
@@ -142,7 +149,8 @@ def test_a_terminal_waits_for_the_first_run(tmp_path: Path) -> None:
     assert "first" in seen[1][len(seen[0]) :]
 
 
-def test_a_terminal_that_can_only_print_gets_plain_pictures(run: RunFolder, tmp_path: Path) -> None:
+def test_dumb_terminal(run: RunFolder, tmp_path: Path) -> None:
+    """A terminal that can only print gets plain pictures."""
     file, seen = io.StringIO(), []
 
     def wait(seconds: float) -> None:
@@ -155,7 +163,8 @@ def test_a_terminal_that_can_only_print_gets_plain_pictures(run: RunFolder, tmp_
     assert "\x1b" not in file.getvalue()
 
 
-def test_a_place_without_runs_says_what_is_there(tmp_path: Path) -> None:
+def test_no_runs(tmp_path: Path) -> None:
+    """A place without runs says what is there."""
     with pytest.raises(ConfigError, match="has no run in it"):
         show_runs([tmp_path])
 
@@ -167,7 +176,8 @@ NUMBERS = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False))
 
 @settings(max_examples=60)
 @given(ys=st.lists(NUMBERS, min_size=1, max_size=40), width=st.integers(1, 20), height=st.integers(1, 4), ascii_only=st.booleans())
-def test_a_curve_of_any_numbers_fills_its_place(ys: list[float | None], width: int, height: int, ascii_only: bool) -> None:
+def test_curve_size(ys: list[float | None], width: int, height: int, ascii_only: bool) -> None:
+    """A curve of any numbers fills its place."""
     lines = draw_curve(range(len(ys)), ys, width, height, ascii_only=ascii_only)
     assert len(lines) == height
     assert {len(line) for line in lines} == {width}
@@ -175,7 +185,8 @@ def test_a_curve_of_any_numbers_fills_its_place(ys: list[float | None], width: i
     assert empty == all(y is None for y in ys)
 
 
-def test_a_rising_curve_rises() -> None:
+def test_rising_curve() -> None:
+    """A rising curve rises."""
     lines = draw_curve(range(100), [float(index) for index in range(100)], 10, 3)
     assert [line.strip("\u2800") != "" for line in lines] == [True] * 3
     assert lines[0].endswith("⠊") or lines[0].endswith("⠋") or lines[0].endswith("⠉")
@@ -185,13 +196,15 @@ def test_a_rising_curve_rises() -> None:
 
 @settings(max_examples=40)
 @given(parts=st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=9), width=st.integers(0, 100))
-def test_the_parts_of_a_bar_add_up_to_it(parts: dict[str, float], width: int) -> None:
+def test_apportion_adds_up(parts: dict[str, float], width: int) -> None:
+    """The parts of a bar add up to it."""
     found = apportion(parts, width)
     assert sum(found.values()) == (width if sum(parts.values()) > 0 else 0)
     assert all(count >= 0 for count in found.values())
 
 
-def test_levels_of_equal_values_are_equal() -> None:
+def test_equal_levels() -> None:
+    """Levels of equal values are equal."""
     assert draw_levels([2.0, 2.0, None]) == "▄▄ "
     assert draw_levels([2.0, 2.0], low=0.0) == "██"
     assert draw_levels([]) == ""

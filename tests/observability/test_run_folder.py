@@ -30,7 +30,8 @@ def lines(path: Path) -> list[dict[str, int]]:
     return [json.loads(line) for line in whole[:-1] if line]
 
 
-def test_a_name_is_taken_once_and_the_error_says_what_to_write(tmp_path: Path) -> None:
+def test_taken_name(tmp_path: Path) -> None:
+    """A name is taken once and the error says what to write."""
     RunFolder.create(tmp_path, "first", project="p").end("finished")
     with pytest.raises(ConfigError, match=r"a run named 'first' is there already .*finished\): choose another name, or say resume=True"):
         RunFolder.create(tmp_path, "first", project="p")
@@ -40,13 +41,15 @@ def test_a_name_is_taken_once_and_the_error_says_what_to_write(tmp_path: Path) -
     assert len(again.info["attempts"]) == 2
 
 
-def test_runs_without_a_name_never_share_a_folder(tmp_path: Path) -> None:
+def test_unnamed_runs_separate(tmp_path: Path) -> None:
+    """Runs without a name never share a folder."""
     names = {RunFolder.create(tmp_path, project="a b").name for _ in range(3)}
     assert len(names) == 3
     assert all(name.startswith("a-b-") for name in names)
 
 
-def test_a_job_that_is_started_again_goes_on_in_its_folder(tmp_path: Path) -> None:
+def test_restarted_job_continues(tmp_path: Path) -> None:
+    """A job that is started again goes on in its folder."""
     first = RunFolder.create(tmp_path, project="p", run_id="job7", attempt={"world_size": 2})
     other = RunFolder.create(tmp_path, project="p", run_id="job7")
     assert other.path != first.path, "the same job may hold two runs, one after the other"
@@ -57,13 +60,15 @@ def test_a_job_that_is_started_again_goes_on_in_its_folder(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 121, "a\nb", "C:"])
-def test_a_name_that_is_no_name_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+def test_invalid_names(tmp_path: Path, name: str) -> None:
+    """A name that is no name of a folder is refused."""
     with pytest.raises(ConfigError, match="cannot be that of a folder"):
         RunFolder.create(tmp_path, name, project="p")
     assert not any(tmp_path.rglob("run.json"))
 
 
-def test_a_place_without_runs_says_what_is_there(tmp_path: Path) -> None:
+def test_place_without_runs(tmp_path: Path) -> None:
+    """A place without runs says what is there."""
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"has no run in it \(there is: notes\.txt\)"):
         find_runs(tmp_path)
@@ -80,7 +85,8 @@ def test_a_place_without_runs_says_what_is_there(tmp_path: Path) -> None:
     assert not is_run(tmp_path)
 
 
-def test_a_pipe_or_a_link_in_place_of_a_run_is_none_and_blocks_nobody(tmp_path: Path) -> None:
+def test_pipes_and_links_are_no_runs(tmp_path: Path) -> None:
+    """A pipe or a link in place of a run is none and blocks nobody."""
     real = RunFolder.create(tmp_path / "real", "one", project="p").path
     for name in ("pipe", "link"):
         (tmp_path / name).mkdir()
@@ -90,13 +96,15 @@ def test_a_pipe_or_a_link_in_place_of_a_run_is_none_and_blocks_nobody(tmp_path: 
     assert not is_run(tmp_path / "link")
 
 
-def test_runs_are_found_from_every_folder_above_them(tmp_path: Path) -> None:
+def test_find_runs_from_above(tmp_path: Path) -> None:
+    """Runs are found from every folder above them."""
     made = [RunFolder.create(tmp_path, name, project="p").path for name in ("b", "a")]
     assert find_runs(tmp_path) == find_runs(tmp_path / "runs") == made, "oldest first"
     assert find_runs(made[1]) == [made[1]]
 
 
-def test_one_damaged_run_hides_no_other_and_is_told(tmp_path: Path) -> None:
+def test_damaged_run_left_out(tmp_path: Path) -> None:
+    """One damaged run hides no other and is told."""
     good = RunFolder.create(tmp_path, "good", project="p").path
     odd = []
     for number, started in enumerate(('"now"', "null", "[1]", "{}", "NaN", "1e999", "9" * 400, "true")):
@@ -117,14 +125,16 @@ def test_one_damaged_run_hides_no_other_and_is_told(tmp_path: Path) -> None:
         assert len(RunFolder.create(tmp_path, path.name, project="p", resume=True).info["attempts"]) == 1
 
 
-def test_a_place_with_damaged_runs_alone_says_what_they_lack(tmp_path: Path) -> None:
+def test_only_damaged_runs(tmp_path: Path) -> None:
+    """A place with damaged runs alone says what they lack."""
     (tmp_path / "runs" / "empty").mkdir(parents=True)
     (tmp_path / "runs" / "empty" / "run.json").touch()
     with pytest.raises(ConfigError, match=r"has no run in it that can be read: .*empty.run\.json cannot be read"):
         find_runs(tmp_path)
 
 
-def test_a_process_that_is_gone_is_told_from_one_that_lives(tmp_path: Path) -> None:
+def test_dead_process_recognised(tmp_path: Path) -> None:
+    """A process that is gone is told from one that lives."""
     run = RunFolder.create(tmp_path, "first", project="p", attempt={"world_size": 1})
     (attempt,) = run.info["attempts"]
     assert attempt["pid"] == os.getpid()
@@ -141,7 +151,8 @@ def test_a_process_that_is_gone_is_told_from_one_that_lives(tmp_path: Path) -> N
     assert not any(is_gone({"attempts": entry}) for entry in (None, [], [None], "x", {}))
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_uncreatable_folder(tmp_path: Path) -> None:
+    """A folder that cannot be made is named."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made below .*give a folder of yours as project_dir"):
         RunFolder.create(tmp_path / "file", project="p")
@@ -150,7 +161,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         RunFolder.create(tmp_path, project="p")
 
 
-def test_a_line_torn_at_any_byte_loses_itself_alone(tmp_path: Path) -> None:
+def test_torn_line(tmp_path: Path) -> None:
+    """A line torn at any byte loses itself alone."""
     path = tmp_path / "metrics.jsonl"
     writer = JsonLinesWriter(path)
     for number in range(3):
@@ -169,7 +181,8 @@ def test_a_line_torn_at_any_byte_loses_itself_alone(tmp_path: Path) -> None:
         assert [json.loads(line) for line in found[: len(before)]] == before
 
 
-def test_the_index_says_where_lines_begin_also_after_a_crash(tmp_path: Path) -> None:
+def test_index_after_crash(tmp_path: Path) -> None:
+    """The index says where lines begin also after a crash."""
     path = tmp_path / "metrics.jsonl"
     for part in range(3):
         writer = JsonLinesWriter(path, indexed=True)
@@ -189,6 +202,7 @@ def test_the_index_says_where_lines_begin_also_after_a_crash(tmp_path: Path) -> 
         assert json.loads(whole[offset : whole.index(b"\n", offset)])["step"] == step
 
 
-def test_the_state_of_the_repository_is_noted_where_there_is_one(tmp_path: Path) -> None:
+def test_git_state(tmp_path: Path) -> None:
+    """The state of the repository is noted where there is one."""
     assert git_state(tmp_path) is None
     assert run_name("").startswith("run-")

@@ -38,7 +38,8 @@ def read(folder: Path) -> Run:
 # -- whole lines ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_writer_cut_off_at_any_byte_leaves_all_whole_lines(tmp_path: Path) -> None:
+def test_truncated_file(tmp_path: Path) -> None:
+    """A writer cut off at any byte leaves all whole lines."""
     text = "".join(json.dumps(values(step, loss=step / 7, größe="é" * step), ensure_ascii=False) + "\n" for step in range(4)).encode()
     for cut in range(len(text) + 1):
         (tmp_path / "metrics.jsonl").write_bytes(text[:cut])
@@ -47,7 +48,8 @@ def test_a_writer_cut_off_at_any_byte_leaves_all_whole_lines(tmp_path: Path) -> 
         assert run.skipped == {}
 
 
-def test_reading_in_pieces_of_any_size_gives_what_reading_at_once_gives(tmp_path: Path) -> None:
+def test_reading_in_pieces(tmp_path: Path) -> None:
+    """Reading in pieces of any size gives what reading at once gives."""
     text = b"".join(json.dumps(values(step, loss=step / 7, note=f"step {step}")).encode() + b"\n" for step in range(40)) + b"torn"
     whole, growing = tmp_path / "whole", tmp_path / "growing"
     whole.mkdir()
@@ -66,7 +68,8 @@ def test_reading_in_pieces_of_any_size_gives_what_reading_at_once_gives(tmp_path
         assert run.beginnings == 0
 
 
-def test_blocks_do_not_change_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks do not change what is read."""
     write(tmp_path, "metrics.jsonl", *(values(step, loss=step) for step in range(50)))
     monkeypatch.setattr(lines_module, "_BLOCK", 100)
     run = Run(tmp_path)
@@ -78,7 +81,8 @@ def test_blocks_do_not_change_what_is_read(tmp_path: Path, monkeypatch: pytest.M
     assert list(run.series["loss"].values) == list(range(50))
 
 
-def test_a_line_that_is_too_long_is_passed_over_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is too long is passed over and counted."""
     monkeypatch.setattr(lines_module, "_BLOCK", 64)
     monkeypatch.setattr(lines_module, "MAX_LINE", 300)
     for length in (150, 290, 400, 1000, 1500, 5000):
@@ -94,7 +98,8 @@ def test_a_line_that_is_too_long_is_passed_over_and_counted(tmp_path: Path, monk
     assert MAX_LINE >= 1 << 20, "tables are long lines"
 
 
-def test_nothing_is_read_twice_and_a_refresh_without_news_says_so(tmp_path: Path) -> None:
+def test_refresh_without_news(tmp_path: Path) -> None:
+    """Nothing is read twice and a refresh without news says so."""
     run = Run(tmp_path)
     assert not run.refresh()
     write(tmp_path, "events.jsonl", {"time": 1.0, "kind": "start", "text": "one process"})
@@ -108,7 +113,8 @@ def test_nothing_is_read_twice_and_a_refresh_without_news_says_so(tmp_path: Path
 # -- what is not as it should be ------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_line_of_ours_is_counted_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_unknown_lines_counted(tmp_path: Path) -> None:
+    """What is no line of ours is counted and the rest is read."""
     bad = ["{torn", "[1, 2]", "7", "null", '{"something": 1}', "", "  ", "[" * 100_000, '{"step": "x", "values": {"loss": 1}}']
     write(tmp_path, "metrics.jsonl", *bad, '  {"step": 1, "time": 2.0, "values": {"loss": 0.5}}\r', end="\n")
     with open(tmp_path / "metrics.jsonl", "ab") as file:
@@ -142,7 +148,8 @@ def test_what_is_no_line_of_ours_is_counted_and_the_rest_is_read(tmp_path: Path)
         max_leaves=12,
     )
 )
-def test_any_json_is_read_or_counted_and_can_be_shown(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+def test_any_json(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+    """Any JSON is read or counted and can be shown."""
     folder = tmp_path_factory.mktemp("run")
     for name in ("metrics.jsonl", "ledger.jsonl", "events.jsonl"):
         write(folder, name, value, {"time": 1.0, "kind": "end", "phases": {"data": [1.0]}, "values": {"last": 1}})
@@ -162,7 +169,8 @@ def test_any_json_is_read_or_counted_and_can_be_shown(tmp_path_factory: pytest.T
         st.sampled_from(['{"a":1}', '{"a": 1}  ', ' {"a":1}', "{}{}", '{"a":1}x', "\ufeff{}", "1 2", "NaN", '{"a":1e999}']),
     )
 )
-def test_the_quick_way_to_a_record_is_the_plain_way(line: str) -> None:
+def test_fast_path_equals_slow_path(line: str) -> None:
+    """The quick way to a record is the plain way."""
     try:
         expected = json.loads(line)
     except ValueError:
@@ -171,7 +179,8 @@ def test_the_quick_way_to_a_record_is_the_plain_way(line: str) -> None:
     assert repr(found) == repr(expected if isinstance(expected, dict) else None)
 
 
-def test_numbers_of_every_kind_become_numbers_and_texts_become_texts(tmp_path: Path) -> None:
+def test_numbers_and_texts(tmp_path: Path) -> None:
+    """Numbers of every kind become numbers and texts become texts."""
     named = {"a": "nan", "b": "inf", "c": "-inf", "d": True, "e": 3, "f": None, "g": 10**400, "h": "words", "i": [1], "j": {"k": 1}}
     write(tmp_path, "metrics.jsonl", values(None, **named), values(None, e=4))
     run = read(tmp_path)
@@ -185,7 +194,8 @@ def test_numbers_of_every_kind_become_numbers_and_texts_become_texts(tmp_path: P
     assert run.view()["series"]["b"]["values"] == [None]
 
 
-def test_a_file_that_was_replaced_or_shortened_or_written_over_is_read_anew(tmp_path: Path) -> None:
+def test_replaced_file(tmp_path: Path) -> None:
+    """A file that was replaced or shortened or written over is read anew."""
     file = tmp_path / "metrics.jsonl"
     write(tmp_path, "metrics.jsonl", *(values(step, loss=1.0) for step in range(5)))
     run = read(tmp_path)
@@ -206,7 +216,8 @@ def test_a_file_that_was_replaced_or_shortened_or_written_over_is_read_anew(tmp_
     assert list(run.series) == ["other"], "what was read stays"
 
 
-def test_no_link_and_no_pipe_is_read(tmp_path: Path) -> None:
+def test_links_and_pipes_ignored(tmp_path: Path) -> None:
+    """No link and no pipe is read."""
     outside, folder = tmp_path / "outside", tmp_path / "run"
     outside.mkdir()
     folder.mkdir()
@@ -226,7 +237,8 @@ def test_no_link_and_no_pipe_is_read(tmp_path: Path) -> None:
     assert len(run.skipped) == 2, "a file that can be read now is told no more"
 
 
-def test_pictures_that_lead_elsewhere_are_left_out(tmp_path: Path) -> None:
+def test_images_outside_left_out(tmp_path: Path) -> None:
+    """Pictures that lead elsewhere are left out."""
     paths = ["media/a.png", "../run.json", "/etc/passwd", "run.json", "media/../run.json", 7, "media\\a"]
     write(tmp_path, "metrics.jsonl", {"step": 3, "time": 1.0, "images": {"samples": paths, "other": "media/b.png"}})
     run = read(tmp_path)
@@ -237,7 +249,8 @@ def test_pictures_that_lead_elsewhere_are_left_out(tmp_path: Path) -> None:
 # -- runs that go on, and long ones ---------------------------------------------------------------------------------------
 
 
-def test_steps_that_are_done_again_after_a_restart_follow_the_first_ones(tmp_path: Path) -> None:
+def test_repeated_steps(tmp_path: Path) -> None:
+    """Steps that are done again after a restart follow the first ones."""
     write(tmp_path, "metrics.jsonl", {"run": "a", "started": 1.0}, *(values(step, loss=1.0) for step in range(10)))
     run = read(tmp_path)
     write(tmp_path, "metrics.jsonl", {"run": "a", "started": 2.0}, *(values(step, loss=2.0) for step in range(6, 12)))
@@ -252,7 +265,8 @@ def test_steps_that_are_done_again_after_a_restart_follow_the_first_ones(tmp_pat
     assert run.skipped == {}
 
 
-def test_a_long_ledger_becomes_short_and_loses_nothing() -> None:
+def test_long_ledger_merged() -> None:
+    """A long ledger becomes short and loses nothing."""
     def interval(second: int) -> dict[str, Any]:
         return {
             "time": float(second), "seconds": 1.0, "first": second * 3, "last": second * 3 + 2, "steps": 3,
@@ -277,7 +291,8 @@ def test_a_long_ledger_becomes_short_and_loses_nothing() -> None:
         assert sum(entry["mfu"] * entry["seconds"] for entry in found) == pytest.approx(min(count, 100) * 0.5 + max(0, count - 100) * 0.25)
 
 
-def test_a_ledger_of_many_ranks_takes_no_more_memory_than_one_of_few() -> None:
+def test_ledger_of_many_ranks() -> None:
+    """A ledger of many ranks takes no more memory than one of few."""
     ledger = IntervalList()
     for second in range(80):
         ledger.add(normalize_interval({"time": second, "seconds": 1.0, "phases": dict.fromkeys(PHASES, [0.1] * 1000)}))
@@ -285,7 +300,8 @@ def test_a_ledger_of_many_ranks_takes_no_more_memory_than_one_of_few() -> None:
     assert sum(entry["seconds"] for entry in ledger.list) == 80
 
 
-def test_events_pictures_texts_and_names_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events pictures texts and names have a limit."""
     monkeypatch.setattr(reader, "_MAX_EVENTS", 20)
     monkeypatch.setattr(reader, "_MAX_SERIES", 5)
     monkeypatch.setattr(reader, "_MAX_IMAGES", 8)
@@ -306,7 +322,8 @@ def test_events_pictures_texts_and_names_have_a_limit(tmp_path: Path, monkeypatc
 # -- views ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_view_has_all_that_the_folder_says(tmp_path: Path) -> None:
+def test_view_is_complete(tmp_path: Path) -> None:
+    """A view has all that the folder says."""
     folder = RunFolder.create(tmp_path, "first", project="spirals", attempt={"world_size": 2})
     folder.write_json("config.json", {"settings": {"lr": 0.1}, "options": {}})
     folder.write_json("environment.json", {"python": "3"})
@@ -340,7 +357,8 @@ def test_a_view_has_all_that_the_folder_says(tmp_path: Path) -> None:
     assert zoomed["loss"]["steps"] == list(range(999, 1052))
 
 
-def test_run_json_is_read_again_when_it_is_replaced(tmp_path: Path) -> None:
+def test_replaced_run_json(tmp_path: Path) -> None:
+    """Run.json is read again when it is replaced."""
     folder = RunFolder.create(tmp_path, "first", project="spirals")
     run = read(folder.path)
     assert run.info["state"] == "running"
@@ -349,13 +367,15 @@ def test_run_json_is_read_again_when_it_is_replaced(tmp_path: Path) -> None:
     assert run.info["state"] == "failed"
 
 
-def test_points_are_kept_in_arrays(tmp_path: Path) -> None:
+def test_points_in_arrays(tmp_path: Path) -> None:
+    """Points are kept in arrays."""
     write(tmp_path, "metrics.jsonl", values(1, loss=1.0))
     series = read(tmp_path).series["loss"]
     assert all(isinstance(entry, array) and entry.typecode == "d" for entry in (series.steps, series.times, series.values))
 
 
-def test_a_run_that_writes_no_more_is_silent_and_slow_ones_are_given_time(tmp_path: Path) -> None:
+def test_silent_run(tmp_path: Path) -> None:
+    """A run that writes no more is silent and slow ones are given time."""
     folder = RunFolder.create(tmp_path, "first", project="p", attempt={"host": "elsewhere"})
     run = Run(folder.path)
     run.refresh()

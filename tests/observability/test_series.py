@@ -25,9 +25,10 @@ def thin_curve(
 
 @settings(max_examples=150)
 @given(ys=VALUES, count=st.integers(0, 120), gaps=st.booleans(), data=st.data())
-def test_first_last_smallest_and_largest_stay_in_order_and_within_the_count(
+def test_thinning_keeps_extremes(
     ys: list[float], count: int, gaps: bool, data: st.DataObject
 ) -> None:
+    """First last smallest and largest stay in order and within the count."""
     ys = ys if gaps else [y if isfinite(y) else 0.0 for y in ys]
     xs = sorted(data.draw(st.lists(st.integers(0, 1000), min_size=len(ys), max_size=len(ys))))
     few_xs, few_ys = thin_curve(xs, array("d", ys), count)
@@ -44,7 +45,8 @@ def test_first_last_smallest_and_largest_stay_in_order_and_within_the_count(
 
 @settings(max_examples=60)
 @given(ys=VALUES, count=st.integers(5, 60), start=st.integers(0, 50), length=st.integers(0, 300))
-def test_every_bucket_keeps_its_extremes(ys: list[float], count: int, start: int, length: int) -> None:
+def test_bucket_extremes(ys: list[float], count: int, start: int, length: int) -> None:
+    """Every bucket keeps its extremes."""
     start = min(start, len(ys))
     stop = min(start + length, len(ys))
     places = list(select_points(ys, start, stop, count))
@@ -65,9 +67,10 @@ def test_every_bucket_keeps_its_extremes(ys: list[float], count: int, start: int
     count=st.integers(5, 16),
     gaps=st.sampled_from([0, 1, 40]),
 )
-def test_known_blocks_change_the_speed_and_nothing_that_is_promised(
+def test_blocks_change_only_speed(
     number: int, length: int, known: int, bounds: tuple[int, int], count: int, gaps: int
 ) -> None:
+    """Known blocks change the speed and nothing that is promised."""
     seed = random.Random(number)
     ys = array("d", [seed.random() for _ in range(length)])
     for _ in range(gaps):
@@ -85,21 +88,24 @@ def test_known_blocks_change_the_speed_and_nothing_that_is_promised(
     assert len(numbers) == stop - start or len(few) < len(places), "a gap stays a gap"
 
 
-def test_a_spike_between_any_two_points_is_kept() -> None:
+def test_spike_kept() -> None:
+    """A spike between any two points is kept."""
     for place in range(0, 10_000, 97):
         ys = array("d", bytes(80_000))
         ys[place] = 1.0
         assert 1.0 in thin_curve(range(10_000), ys, 40)[1]
 
 
-def test_a_few_points_are_all_kept_as_they_are() -> None:
+def test_few_points_kept() -> None:
+    """A few points are all kept as they are."""
     xs, ys = thin_curve([1, 2, 3], [nan, 5.0, inf], 5)
     assert list(xs) == [1, 2, 3]
     assert isnan(ys[0])
     assert list(ys[1:]) == [5.0, inf]
 
 
-def test_a_window_has_a_neighbour_on_each_side() -> None:
+def test_window_neighbours() -> None:
+    """A window has a neighbour on each side."""
     xs = range(0, 1000, 10)
     assert visible_range(xs, None, None) == (0, 100)
     assert [xs[index] for index in range(*visible_range(xs, 95, 125))] == [90, 100, 110, 120, 130]

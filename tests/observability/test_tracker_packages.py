@@ -45,7 +45,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
 
 @pytest.mark.parametrize("name", [name for several in TOGETHER for name in several])
-def test_a_package_keeps_values_at_their_steps_settings_pictures_and_tables(name: str, written: Callable[[str], Any]) -> None:
+def test_package_keeps_values(name: str, written: Callable[[str], Any]) -> None:
+    """A package keeps values at their steps settings pictures and tables."""
     if name in TOO_HEAVY and not installed(name):
         pytest.skip(f"{name} is not among the development packages: it {TOO_HEAVY[name]}")
     assert installed(name), f"{name} is among the development packages: pip install -e .[dev]"

@@ -30,12 +30,14 @@ class Frame:
         (None, Frame()),
     ],
 )
-def test_a_table_may_be_given_in_many_forms(columns: Any, data: Any) -> None:
+def test_table_forms(columns: Any, data: Any) -> None:
+    """A table may be given in many forms."""
     assert make_table("t", columns, data) == Table(["a", "b"], [[1, 2.5], [2, None]])
 
 
 @pytest.mark.parametrize("array", [numpy.arange(6).reshape(2, 3), torch.arange(6).reshape(2, 3), [torch.arange(3), numpy.arange(3, 6)]])
-def test_an_array_of_two_dimensions_is_a_table(array: Any) -> None:
+def test_array_is_table(array: Any) -> None:
+    """An array of two dimensions is a table."""
     assert make_table("t", None, array) == Table(["0", "1", "2"], [[0, 1, 2], [3, 4, 5]])
 
 
@@ -55,6 +57,7 @@ def test_an_array_of_two_dimensions_is_a_table(array: Any) -> None:
         ({"dataframe": [1]}, "dataframe= is a list, and no data frame"),
     ],
 )
-def test_what_is_no_table_is_refused_with_its_name(given: Any, complaint: str) -> None:
+def test_no_table(given: Any, complaint: str) -> None:
+    """What is no table is refused with its name."""
     with pytest.raises(RejectedValuesError, match=f"the table t is left out: .*{complaint}"):
         make_table("t", **{"columns": None, "data": None, **given})

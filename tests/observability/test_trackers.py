@@ -84,7 +84,8 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 # -- choosing ---------------------------------------------------------------------------------------------------------
 
 
-def test_names_kinds_instances_and_lists_are_resolved_once_each_and_in_order() -> None:
+def test_resolve_in_order() -> None:
+    """Names kinds instances and lists are resolved once each and in order."""
     own = Memory()
     found = resolve_trackers(["wandb", LoggerType.TENSORBOARD, own, "WandB", own], "runs")
     assert found == [WandBTracker, TensorBoardTracker, own]
@@ -98,7 +99,8 @@ def test_names_kinds_instances_and_lists_are_resolved_once_each_and_in_order() -
     assert filter_trackers(["wandb", LoggerType.WANDB, own]) == ["wandb", own]
 
 
-def test_all_are_those_that_are_installed() -> None:
+def test_resolve_all() -> None:
+    """All are those that are installed."""
     found = resolve_trackers(LoggerType.ALL, "runs")
     assert [tracker.name for tracker in found] == get_available_trackers()
     assert {LocalTracker, TensorBoardTracker, WandBTracker} <= set(found)
@@ -116,19 +118,22 @@ def test_all_are_those_that_are_installed() -> None:
         ([Memory(), Memory()], "several trackers of the name memory of a test"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_what_to_write(log_with: Any, complaint: str) -> None:
+def test_invalid_log_with(log_with: Any, complaint: str) -> None:
+    """What cannot be used is refused with what to write."""
     with pytest.raises(ConfigError, match=complaint):
         resolve_trackers(log_with, None)
 
 
-def test_a_package_that_is_not_installed_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is not installed is named with its command."""
     monkeypatch.setattr("slipstream.observability.trackers.registry.installed", lambda name: False)
     with pytest.raises(ConfigError, match=r"needs the package wandb, which is not installed: pip install 'slipstream\[wandb\]'"):
         resolve_trackers("wandb", None)
     assert get_available_trackers() == [LoggerType.LOCAL]
 
 
-def test_a_class_of_the_users_is_found_by_its_name() -> None:
+def test_user_class_by_name() -> None:
+    """A class of the users is found by its name."""
     assert register_tracker_class(Memory) is Memory
     assert resolve_trackers("Memory of a test", None) == [Memory]
     with pytest.raises(ConfigError, match="'wandb' is the name of another tracker"):
@@ -137,7 +142,8 @@ def test_a_class_of_the_users_is_found_by_its_name() -> None:
         register_tracker_class(dict)  # type: ignore[arg-type]
 
 
-def test_a_tracker_that_lacks_something_is_refused() -> None:
+def test_incomplete_tracker() -> None:
+    """A tracker that lacks something is refused."""
     class Half(GeneralTracker):
         name = "half"
 
@@ -148,7 +154,8 @@ def test_a_tracker_that_lacks_something_is_refused() -> None:
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_starts_stores_logs_and_ends_in_order() -> None:
+def test_order_of_calls() -> None:
+    """A run starts stores logs and ends in order."""
     own = Memory()
     trackers = Trackers([own], None, is_main_process=True)
     trackers.start("project", argparse.Namespace(lr=0.1))
@@ -162,14 +169,16 @@ def test_a_run_starts_stores_logs_and_ends_in_order() -> None:
         trackers.get(own.name)
 
 
-def test_classes_get_the_project_and_keywords_of_their_own() -> None:
+def test_init_kwargs() -> None:
+    """Classes get the project and keywords of their own."""
     trackers = Trackers([Memory], None, is_main_process=True)
     trackers.start("project", None, {Memory.name: {"fails": ("log",)}})
     made = trackers.get(Memory.name)
     assert (made.run_name, made.fails) == ("project", ("log",))
 
 
-def test_names_that_fit_no_tracker_and_a_second_start_are_errors() -> None:
+def test_wrong_names_and_second_start() -> None:
+    """Names that fit no tracker and a second start are errors."""
     trackers = Trackers([Memory()], None, is_main_process=True)
     with pytest.raises(ConfigError, match="init_kwargs has wandb, but log_with has memory of a test"):
         trackers.start("project", None, {"wandb": {}})
@@ -189,7 +198,8 @@ def test_names_that_fit_no_tracker_and_a_second_start_are_errors() -> None:
         trackers.get("wandb")
 
 
-def test_a_failing_start_raises_and_ends_those_that_had_started() -> None:
+def test_failing_start() -> None:
+    """A failing start raises and ends those that had started."""
     good, bad = Memory(), type("Bad", (Memory,), {"name": "bad"})(fails=("start",))
     trackers = Trackers([good, bad], None, is_main_process=True)
     with pytest.raises(OSError, match="start is broken"):
@@ -198,7 +208,8 @@ def test_a_failing_start_raises_and_ends_those_that_had_started() -> None:
     assert trackers.started == []
 
 
-def test_a_failing_log_or_finish_is_said_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A failing log or finish is said once and the others go on."""
     bad, good = Memory(fails=("log", "finish")), type("Good", (Memory,), {"name": "good"})()
     trackers = Trackers([bad, good], None, is_main_process=True)
     trackers.start("project")
@@ -206,7 +217,7 @@ def test_a_failing_log_or_finish_is_said_once_and_the_others_go_on(caplog: pytes
         for step in range(3):
             trackers.log({"loss": step}, step=step)
         trackers.finish()
-    said = [record.getMessage() for record in caplog.records]
+    said = caplog.messages
     assert said == [
         "the tracker memory of a test failed in log (OSError: log is broken); the run goes on, and this is said once",
         "the tracker memory of a test failed in finish (OSError: finish is broken); the run goes on, and this is said once",
@@ -214,18 +225,20 @@ def test_a_failing_log_or_finish_is_said_once_and_the_others_go_on(caplog: pytes
     assert [entry[0] for entry in good.told] == ["start", "log", "log", "log", "finish"]
 
 
-def test_logging_before_the_start_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_before_start(caplog: pytest.LogCaptureFixture) -> None:
+    """Logging before the start is said once."""
     trackers = Trackers([Memory()], None, is_main_process=True)
     trackers.log({"loss": 1})
     trackers.log({"loss": 1})
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "log() goes nowhere: trackers (memory of a test) run from init_trackers(...) to end_training()"
     ]
     Trackers([], None, is_main_process=True).log({"loss": 1})
     assert len(caplog.records) == 1
 
 
-def test_a_step_is_a_whole_number_whoever_counted_it() -> None:
+def test_step_types() -> None:
+    """A step is a whole number whoever counted it."""
     own = Memory()
     trackers = Trackers([own], None, is_main_process=True)
     trackers.start("project")
@@ -239,7 +252,8 @@ def test_a_step_is_a_whole_number_whoever_counted_it() -> None:
         trackers.log(0.5, step=1)  # type: ignore[arg-type]
 
 
-def test_pictures_and_tables_reach_those_that_keep_them_and_the_others_are_named_once(tmp_path: Path, caplog: Any) -> None:
+def test_images_and_tables(tmp_path: Path, caplog: Any) -> None:
+    """Pictures and tables reach those that keep them and the others are named once."""
     trackers = Trackers([*resolve_trackers("local", tmp_path), Memory], tmp_path, is_main_process=True)
     trackers.log_images({})
     trackers.start("project")
@@ -251,7 +265,7 @@ def test_pictures_and_tables_reach_those_that_keep_them_and_the_others_are_named
     trackers.finish()
     assert [line["step"] for line in lines] == [1, 1, 2, 2]
     assert lines[0]["caption"] == "dark"
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+    assert [message.split(":")[0] for message in caplog.messages] == [
         "log_images() goes nowhere",
         "the tracker memory of a test keeps no pictures",
         "the tracker memory of a test keeps no tables",
@@ -259,7 +273,8 @@ def test_pictures_and_tables_reach_those_that_keep_them_and_the_others_are_named
     ]
 
 
-def test_each_value_that_is_no_number_is_named_once_and_what_is_one_is_kept(tmp_path: Path, caplog: Any) -> None:
+def test_unsupported_values(tmp_path: Path, caplog: Any) -> None:
+    """Each value that is no number is named once and what is one is kept."""
     trackers = Trackers(resolve_trackers("local", tmp_path), tmp_path, is_main_process=True)
     trackers.start("project")
     for step in range(2):
@@ -268,10 +283,11 @@ def test_each_value_that_is_no_number_is_named_once_and_what_is_one_is_kept(tmp_
     values = [json.loads(line).get("values") for line in trackers.get("local").path.read_text().splitlines()]
     trackers.finish()
     assert values == [None, {"loss": 1.0}, {"loss": 1.0}]
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["weights is a list", "settings is an object"]
+    assert [message.split(",")[0] for message in caplog.messages] == ["weights is a list", "settings is an object"]
 
 
-def test_every_kind_of_mistake_is_said_once_for_each_name_and_twenty_at_most(tmp_path: Path, caplog: Any) -> None:
+def test_warning_limits(tmp_path: Path, caplog: Any) -> None:
+    """Every kind of mistake is said once for each name and twenty at most."""
     trackers = Trackers(resolve_trackers("local", tmp_path), tmp_path, is_main_process=True)
     trackers.start("project")
     for _ in range(2):
@@ -305,7 +321,8 @@ class Unwilling(Memory):
     name = "unwilling"
 
 
-def test_of_all_those_that_cannot_start_are_left_out_and_say_so_once(caplog: Any) -> None:
+def test_all_without_failing(caplog: Any) -> None:
+    """Of all those that cannot start are left out and say so once."""
     broken, good = Unwilling(fails=("start",)), Memory()
     trackers = Trackers(ChosenTrackers([broken, good], optional=["unwilling"]), None, is_main_process=True)
     trackers.start("project", {"lr": 1})
@@ -315,12 +332,13 @@ def test_of_all_those_that_cannot_start_are_left_out_and_say_so_once(caplog: Any
     trackers.finish()
     assert broken.told == [("finish",)]
     assert [entry[0] for entry in good.told] == ["start", "config", "log", "finish"]
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "log_with='all' goes without unwilling: it cannot start (OSError: start is broken)"
     ]
 
 
-def test_all_starts_no_service_that_nobody_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_all_without_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """All starts no service that nobody set up."""
     for variable in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -335,7 +353,8 @@ def test_all_starts_no_service_that_nobody_set_up(tmp_path: Path, monkeypatch: p
     assert missing_account("wandb", {"HOME": str(tmp_path)}) is None
 
 
-def test_the_folder_of_a_run_goes_to_the_local_tracker(tmp_path: Path) -> None:
+def test_local_tracker_gets_folder(tmp_path: Path) -> None:
+    """The folder of a run goes to the local tracker."""
     folder = RunFolder.create(tmp_path, "mine", project="project")
     trackers = Trackers([*resolve_trackers("local", tmp_path), Memory], tmp_path, is_main_process=True)
     trackers.start("project", None, folder=folder)
@@ -343,7 +362,8 @@ def test_the_folder_of_a_run_goes_to_the_local_tracker(tmp_path: Path) -> None:
     trackers.finish()
 
 
-def test_other_processes_hold_null_objects_and_every_call_is_safe(ranks: Any, tmp_path: Path) -> None:
+def test_other_processes(ranks: Any, tmp_path: Path) -> None:
+    """Other processes hold null objects and every call is safe."""
     def run(folder: str) -> Any:
         state = PartialState()
         trackers = Trackers(resolve_trackers(["local", "tensorboard"], folder), folder, is_main_process=state.is_main_process)
@@ -363,7 +383,8 @@ def test_other_processes_hold_null_objects_and_every_call_is_safe(ranks: Any, tm
     assert [line.get("values") for line in lines] == [None, {"loss": 0.0}]
 
 
-def test_a_tracker_may_work_on_every_process(ranks: Any) -> None:
+def test_tracker_on_every_process(ranks: Any) -> None:
+    """A tracker may work on every process."""
     def run() -> Any:
         only_main = on_main_process  # what a class body alone refers to does not travel
 
@@ -394,7 +415,8 @@ def test_a_tracker_may_work_on_every_process(ranks: Any) -> None:
     assert ranks(2).run(run) == [(2, 1), (2, 0)]
 
 
-def test_a_null_tracker_takes_everything() -> None:
+def test_null_tracker() -> None:
+    """A null tracker takes everything."""
     null = NullTracker("wandb")
     null.log_table("t", data=[])
     assert null.name == "wandb"
@@ -407,7 +429,8 @@ def test_a_null_tracker_takes_everything() -> None:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def test_settings_of_any_kind_become_plain_data() -> None:
+def test_plain_settings() -> None:
+    """Settings of any kind become plain data."""
     class Color(enum.Enum):
         RED = "red"
 
@@ -464,7 +487,8 @@ def test_settings_of_any_kind_become_plain_data() -> None:
     assert result["['a', 1]"] == [1, 2]
 
 
-def test_what_is_nested_too_deep_is_cut_and_names_that_meet_are_both_kept() -> None:
+def test_deep_and_colliding_names() -> None:
+    """What is nested too deep is cut and names that meet are both kept."""
     deep: Any = 1
     for _ in range(3000):
         deep = {"d": deep}
@@ -478,7 +502,8 @@ def test_what_is_nested_too_deep_is_cut_and_names_that_meet_are_both_kept() -> N
 # -- the trackers themselves ------------------------------------------------------------------------------------------
 
 
-def test_wandb_offline_keeps_settings_values_and_steps(offline: Path) -> None:
+def test_wandb_offline(offline: Path) -> None:
+    """Wandb offline keeps settings values and steps."""
     trackers = Trackers(resolve_trackers("wandb", None), None, is_main_process=True)
     trackers.start("portable", {"lr": 0.01, "model": torch.nn.Linear(1, 1)}, {"wandb": {"name": "first"}})
     run = trackers.get("wandb", unwrap=True)
@@ -499,7 +524,8 @@ def test_wandb_offline_keeps_settings_values_and_steps(offline: Path) -> None:
     assert json.loads(table.read_text())["data"] == [[1]]
 
 
-def test_tensorboard_writes_scalars_with_steps_texts_charts_and_settings(tmp_path: Path) -> None:
+def test_tensorboard(tmp_path: Path) -> None:
+    """Tensorboard writes scalars with steps texts charts and settings."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trackers = Trackers(resolve_trackers("tensorboard", tmp_path), tmp_path, is_main_process=True)
@@ -518,7 +544,8 @@ def test_tensorboard_writes_scalars_with_steps_texts_charts_and_settings(tmp_pat
     assert "layers:\n  - 1\n  - 2" in (tmp_path / "run" / "hparams.yml").read_text()
 
 
-def test_tensorboard_says_what_it_has_no_chart_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensorboard_unsupported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tensorboard says what it has no chart for."""
     trackers = Trackers(resolve_trackers("tensorboard", tmp_path), tmp_path, is_main_process=True)
     trackers.start("run")
     trackers.log({"weights": torch.zeros(3)}, step=1)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from log_capture import captured_log
+
 FOLDER = Path(__file__).parent
 GLOBAL_BATCH = 8
 RULE = "--scheduler_steps_per_process"
@@ -31,28 +33,14 @@ class Ran(NamedTuple):
     messages: list[str]
 
 
-class _MessageHandler(logging.Handler):
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self.messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def captured_messages() -> Iterator[list[str]]:
     """Capture the warnings of a block, from `logging` and from `warnings`."""
-    messages: list[str] = []
-    handler, logger = _MessageHandler(messages), logging.getLogger("slipstream")
-    logger.addHandler(handler)
-    try:
+    with captured_log(level=logging.WARNING) as messages:
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             yield messages
         messages.extend(str(warning.message) for warning in given)
-    finally:
-        logger.removeHandler(handler)
 
 
 def run(name: str, arguments: tuple[str, ...], folder: Path) -> Ran:

@@ -1,10 +1,11 @@
-"""A clock that moves only when something naps, and the parts of a loop that nap: so that where time goes is known exactly."""
+"""A clock that moves only when a part of a training loop naps, so that the time of each phase is known exactly."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -104,3 +105,27 @@ def loader(clock: Any, count: int, milliseconds: int, batch_size: int = 2, name:
 def milliseconds(phases: dict[str, list[float | None]], rank: int = 0) -> dict[str, int]:
     """The phases of a rank in whole milliseconds, without those that took none."""
     return {name: round(value * 1e3) for name, values in phases.items() if (value := values[rank] or 0.0) > 1e-9}
+
+
+class Loop:
+    """An Accelerator on a clock of naps, with a model, an optimizer and a loader of ten batches that nap."""
+
+    def __init__(self, forward: int = 3, backward: int = 5, optimizer: int = 7, data: int = 1, **options: Any) -> None:
+        self.clock = Clock()
+        self.accelerator = Accelerator(cpu=True, **options)
+        self.ledger = ledger_of(self.accelerator, self.clock)
+        net = Net(self.clock, forward, backward)
+        self.net, self.optimizer, self.loader = self.accelerator.prepare(
+            net, Sgd(net.parameters(), self.clock, optimizer), loader(self.clock, 20, data)
+        )
+
+    def step(self, batch: torch.Tensor, body: int = 0) -> None:
+        self.accelerator.backward(self.net(batch).sum())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.clock.nap("other", body)
+
+    def found(self) -> dict[str, int]:
+        report = self.ledger.report()
+        assert sum(value for values in report.phases.values() for value in values if value) == pytest.approx(report.seconds)
+        return milliseconds(report.phases)
