@@ -19,7 +19,7 @@ from typing import Any
 
 from slipstream import PartialState
 from slipstream.distributed.current import current
-from slipstream.distributed.work_queue.queue import StoreQueue
+from slipstream.distributed.work_queue.queue import WorkQueue
 
 UNIT = 0.005
 TINY = 20_000
@@ -84,7 +84,7 @@ def one_round(state: PartialState, name: str, items: list[float]) -> tuple[float
 
 def round_trip(state: PartialState) -> float:
     """Return the seconds of one claim while all processes claim at once."""
-    queue = StoreQueue(current().store, "round-trip", state.process_index, state.num_processes)
+    queue = WorkQueue(current().store, "round-trip", state.process_index, state.num_processes)
     state.wait_for_everyone()
     times = []
     for _ in range(2000):

@@ -41,7 +41,8 @@ def third_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("third_of_four")
-def test_a_line_says_when_who_where_and_what() -> None:
+def test_json_line_fields() -> None:
+    """A line says when who where and what."""
     made = record("[RANK 2] loss %.1f\nsecond line", 0.5)
     made.created = 86400.25
     assert parsed(made) == {
@@ -70,7 +71,8 @@ class Unprintable:
         raise RuntimeError("no")
 
 
-def test_what_the_call_added_is_kept_as_far_as_json_can() -> None:
+def test_extra_kept_as_json() -> None:
+    """What the call added is kept as far as JSON can."""
     extra = {"step": 3, "loss": 0.5, "bad": float("nan"), "good": True, "none": None, "odd": Unprintable(), "api_key": "abc"}
     assert parsed(record("m", **extra))["extra"] == {
         **{"step": 3, "loss": 0.5, "bad": "nan", "good": True, "none": None, "api_key": HIDDEN},
@@ -79,7 +81,8 @@ def test_what_the_call_added_is_kept_as_far_as_json_can() -> None:
 
 
 @pytest.mark.parametrize(("message", "args"), [("%d", ("x",)), ("%s %s", (1,)), ("none", (1, 2)), (Unprintable(), ())])
-def test_a_message_that_does_not_fit_its_arguments_is_not_lost(message: object, args: tuple[object, ...]) -> None:
+def test_bad_format_arguments_not_lost(message: object, args: tuple[object, ...]) -> None:
+    """A message that does not fit its arguments is not lost."""
     assert "do not fit" in parsed(record(message, *args))["message"]
 
 
@@ -102,7 +105,8 @@ def test_any_text_is_one_line(text: str) -> None:
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", HIDDEN),
     ],
 )
-def test_secrets_are_taken_out_of_messages(text: str, shown: str) -> None:
+def test_secrets_redacted(text: str, shown: str) -> None:
+    """Secrets are taken out of messages."""
     assert message_redactor({"MY_API_KEY": "topsecret123", "TOKENIZERS_PARALLELISM": "message"})(text) == shown
 
 
@@ -115,7 +119,8 @@ def test_secrets_are_taken_out_of_messages(text: str, shown: str) -> None:
         "the bearer of bad news, a message about sk-learn",
     ],
 )
-def test_what_only_sounds_like_a_secret_stays(text: str) -> None:
+def test_harmless_words_not_redacted(text: str) -> None:
+    """What only sounds like a secret stays."""
     assert message_redactor({"MY_API_KEY": "topsecret123", "TOKENIZERS_PARALLELISM": "message", "SHORT_KEY": "a"})(text) == text
 
 
@@ -133,7 +138,8 @@ def plain_root() -> Iterator[logging.Logger]:
         root.handlers = handlers
 
 
-def test_the_option_makes_our_loggers_speak_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_format_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The option makes our loggers speak json."""
     monkeypatch.setenv("SLIPSTREAM_LOG_FORMAT", "json")
     with plain_root():
         logger = get_logger("test.json.option")
@@ -151,9 +157,10 @@ class Own(logging.Formatter):
         return f"own {record.getMessage()}"
 
 
-def test_of_the_programs_handlers_only_plain_ones_on_the_terminal_are_changed(
+def test_only_plain_terminal_handlers_changed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """Of the programs handlers only plain ones on the terminal are changed."""
     monkeypatch.setenv("SLIPSTREAM_LOG_FORMAT", "json")
     logger = get_logger("test.json.handlers")
     with plain_root() as root:
@@ -169,7 +176,8 @@ def test_of_the_programs_handlers_only_plain_ones_on_the_terminal_are_changed(
     assert (second, (tmp_path / "log").read_text()) == ("own hello", "hello\n")
 
 
-def test_without_the_option_handlers_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_handlers_unchanged_without_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the option handlers stay as they are."""
     with plain_root():
         logging.basicConfig(format="plain %(message)s")
         get_logger("test.json.not").warning("hello")
@@ -177,7 +185,8 @@ def test_without_the_option_handlers_stay_as_they_are(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("way", ["()", "class"])
-def test_a_configuration_by_dictionary_can_name_it(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dict_config_names_formatter(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A configuration by dictionary can name it."""
     settings = {
         "version": 1,
         "disable_existing_loggers": False,

@@ -66,14 +66,16 @@ def test_a_single_process_prints_plainly(logger: MultiProcessAdapter, records: R
 
 
 @pytest.mark.usefixtures("second_rank")
-def test_another_rank_than_the_first_is_silent_unless_asked(logger: MultiProcessAdapter, records: Records) -> None:
+def test_other_ranks_silent_by_default(logger: MultiProcessAdapter, records: Records) -> None:
+    """Another rank than the first is silent unless asked."""
     logger.error("only the main process")
     logger.info("all", main_process_only=False)
     assert records.messages == ["[RANK 1] all"]
 
 
 @pytest.mark.usefixtures("first_rank")
-def test_the_prefix_is_for_messages_of_all_ranks(logger: MultiProcessAdapter, records: Records) -> None:
+def test_rank_prefix_on_all_rank_messages(logger: MultiProcessAdapter, records: Records) -> None:
+    """The prefix is for messages of all ranks."""
     logger.info("main")
     logger.info("all %s", "of us", main_process_only=False)
     assert records.messages == ["main", "[RANK 0] all of us"]
@@ -87,7 +89,8 @@ def test_order_without_a_state_is_explained_once(logger: MultiProcessAdapter, re
 
 
 @pytest.mark.usefixtures("second_rank")
-def test_main_process_only_and_in_order_together_wait_for_nobody(logger: MultiProcessAdapter, records: Records) -> None:
+def test_main_only_wins_over_in_order(logger: MultiProcessAdapter, records: Records) -> None:
+    """Main process only and in order together wait for nobody."""
     logger.info("a", main_process_only=True, in_order=True)
     assert records.messages == []
 
@@ -103,7 +106,8 @@ def test_broken_variables_lose_no_message(broken: dict[str, str], records: Recor
     assert records.messages == ["still here"]
 
 
-def test_a_logger_costs_no_torch_and_makes_no_state() -> None:
+def test_logger_imports_no_torch() -> None:
+    """A logger costs no torch and makes no state."""
     program = "import sys; from slipstream.logging import get_logger; get_logger('x').warning('hello'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("False\n", "hello\n")
@@ -138,7 +142,8 @@ def start_a_child() -> list[str]:
     return said
 
 
-def test_a_child_of_a_rank_logs_in_order_without_waiting(ranks: Any) -> None:
+def test_child_process_logs_without_waiting(ranks: Any) -> None:
+    """A child of a rank logs in order without waiting."""
     assert ranks(2).run(start_a_child) == [[], ["[RANK 1] ordered"]]
 
 
@@ -156,7 +161,8 @@ def test_a_logger_outlives_the_state(logger: MultiProcessAdapter, records: Recor
 # Where a record came from
 
 
-def test_records_carry_the_callers_file_and_line(logger: MultiProcessAdapter, records: Records) -> None:
+def test_records_carry_caller_line(logger: MultiProcessAdapter, records: Records) -> None:
+    """Records carry the callers file and line."""
     line = inspect.currentframe().f_lineno  # type: ignore[union-attr]
     logger.info("a")
     logger.log(logging.INFO, "b")
@@ -209,7 +215,8 @@ def plain_root() -> Iterator[logging.Logger]:
 
 
 @pytest.mark.parametrize("level", ["INFO", "info", " Info ", logging.INFO])
-def test_a_level_given_prints_from_that_level_on(level: Any, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+def test_level_given_prints(level: Any, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    """A level given prints from that level on."""
     logger = get_logger(request.node.name, level)
     with plain_root():
         logger.info("seen")
@@ -217,7 +224,8 @@ def test_a_level_given_prints_from_that_level_on(level: Any, request: pytest.Fix
     assert [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines()] == [f"INFO {request.node.name}: seen"]
 
 
-def test_no_level_given_leaves_everything_as_python_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_level_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """No level given leaves everything as python has it."""
     logger = get_logger("test.untouched")
     with plain_root():
         logger.info("not seen")
@@ -237,7 +245,8 @@ def test_the_root_logger_is_not_touched() -> None:
     assert (root.level, list(root.handlers)) == before
 
 
-def test_nothing_is_printed_twice_by_nested_or_repeated_loggers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_printed_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is printed twice by nested or repeated loggers."""
     get_logger("test.nested", "INFO")
     for _ in range(2):
         inner = get_logger("test.nested.inner", "INFO")
@@ -246,7 +255,8 @@ def test_nothing_is_printed_twice_by_nested_or_repeated_loggers(capsys: pytest.C
     assert capsys.readouterr().err.count("once") == 1
 
 
-def test_the_fallback_keeps_silent_once_the_program_has_a_handler(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fallback_silent_with_other_handler(capsys: pytest.CaptureFixture[str]) -> None:
+    """The fallback keeps silent once the program has a handler."""
     logger = get_logger("test.fallback", "INFO")
     handler = Records()
     with plain_root() as root:

@@ -5,17 +5,14 @@
     logger.info("printed by every process", main_process_only=False)
     logger.info("printed by every process, rank 0 first", in_order=True)
 
-What this promises: a logger works before any state exists, and never raises because of where it is. Who this process is comes from
-the runtime if there is one, and from the variables of the launcher if not. Records carry the file and line of the caller.
-A message of every process begins with "[RANK n]"; one of the main process alone does not.
+A logger works before any state exists. Rank and world size come from the runtime if there is one, and from the variables of the launcher
+if not; records carry the file and line of the caller. A message of every process begins with "[RANK n]".
 
-What it never does: make a state, open a process group for a process that has no state, configure anything at import, or touch the
-root logger. Levels: with `log_level` (the argument, else the option `log_level`, also SLIPSTREAM_LOG_LEVEL) the level of this one
-logger is set. Python would still drop everything below WARNING as long as no handler is installed anywhere, so such a logger also
-gets a handler that prints to stderr, but only while there is no other: after `logging.basicConfig` or the like it keeps silent,
-and nothing is printed twice.
+Importing this module configures nothing, and the root logger is never touched. With `log_level` (the argument, else the option `log_level`,
+also SLIPSTREAM_LOG_LEVEL) the level of this logger is set, and it gets a handler that prints to stderr as long as no other handler is
+installed: Python would otherwise drop everything below WARNING.
 
-With the option `log_format` "json" (also SLIPSTREAM_LOG_FORMAT) each record of these loggers is one line of JSON: the handler above prints
+With the option `log_format` "json" (also SLIPSTREAM_LOG_FORMAT) each record of these loggers is a line of JSON: the handler above prints
 it, and so do handlers of the program that would print plain text to the terminal. `JsonFormatter` is the same for handlers of your own.
 """
 
@@ -29,13 +26,11 @@ from typing import TYPE_CHECKING, Any
 from slipstream.config import for_worker
 from slipstream.config.schema import Safety
 from slipstream.config.sources import environment
-from slipstream.distributed.cluster import Process, detect
+from slipstream.distributed.cluster import Process, loaded_runtime, this_process
 from slipstream.errors import ConfigError
 from slipstream.launch.output import NOTIFIED, JsonLineFormatter, effective_handlers, record_message, use_json_formatter, warning_listeners
 
 if TYPE_CHECKING:
-    from slipstream.distributed.process_group import Runtime
-
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter
@@ -44,7 +39,7 @@ __all__ = ["JsonFormatter", "MultiProcessAdapter", "get_logger"]
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
-    """A logger whose messages come from the main process only, unless a call says otherwise.
+    """Return a logger whose messages come from the main process only, unless a call says otherwise.
 
     >>> logger = get_logger("doctest.example", log_level="INFO")
     >>> logger.isEnabledFor(logging.INFO), logger.isEnabledFor(logging.DEBUG)
@@ -109,13 +104,14 @@ class MultiProcessAdapter(_Adapter):
         in_order: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Log where and when these keywords say; all the other methods end here."""
+        """Log on the processes that these keywords select; all other methods call this one."""
         if not self.isEnabledFor(level):
             return
         only_main = not in_order if main_process_only is None else main_process_only
+        # Python internals: `stacklevel` counts frames, so each of our functions between the caller and the logger adds one. Python 3.10 to
+        # 3.14; tests/test_logging.py notices when a record carries our line. It can go with LoggerAdapter.log doing this itself.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        runtime = _runtime()
-        process = runtime.process if runtime is not None else _process_by_variables()
+        runtime, process = loaded_runtime(), this_process()
         if only_main:
             if process.is_main:
                 self._emit(level, msg, args, kwargs)
@@ -123,7 +119,7 @@ class MultiProcessAdapter(_Adapter):
         if process.world_size > 1:
             msg = f"[RANK {process.rank}] {msg}"
         if not in_order or process.world_size == 1 or (runtime is not None and runtime.child_of is not None):
-            self._emit(level, msg, args, kwargs)  # a worker of a DataLoader has no place in the order of the ranks
+            self._emit(level, msg, args, kwargs)  # a worker of a DataLoader does not take part in the order of the ranks
         elif runtime is None:
             self._emit(level, msg, args, kwargs)
             self._explain_no_order(process)
@@ -137,19 +133,19 @@ class MultiProcessAdapter(_Adapter):
         if self.formatter is not None:  # the program may have installed handlers since the last time
             use_json_formatter(effective_handlers(self.logger), self.formatter)
         msg, keywords = self.process(msg, {**kwargs, "stacklevel": kwargs["stacklevel"] + 1})
-        told = warning_listeners() if level >= logging.WARNING else ()
-        if told:
+        listeners = warning_listeners() if level >= logging.WARNING else ()
+        if listeners:
             keywords["extra"] = {**(keywords.get("extra") or {}), NOTIFIED: True}
         self.logger.log(level, msg, *args, **keywords)
-        for hear in told:
-            hear(self.logger.name, record_message(logging.LogRecord(self.logger.name, level, "", 0, msg, args, None)))
+        for listener in listeners:
+            listener(self.logger.name, record_message(logging.LogRecord(self.logger.name, level, "", 0, msg, args, None)))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Adds this adapter's `extra` to that of the call, which wins."""
+        """Add this adapter's `extra` to that of the call, which takes precedence."""
         return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """A warning that this logger gives once, however often it is called with the same message.
+        """Log a warning once, however often it is called with the same message.
 
         >>> logger = get_logger("doctest.once")
         >>> logger.logger.addHandler(logging.StreamHandler(sys.stdout))
@@ -173,7 +169,7 @@ class MultiProcessAdapter(_Adapter):
 
 
 class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Prints to stderr what no other handler would: it stands in while a program has installed none."""
+    """Prints to stderr as long as the program has installed no handler of its own."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)  # not that of StreamHandler, which sets `stream`
@@ -185,36 +181,19 @@ class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
         return sys.stderr
 
     def handle(self, record: logging.LogRecord) -> Any:
-        """Only if nobody else on the way to the root would, and, of several like this one, only the nearest."""
+        """Emit only if no other handler on the way to the root would; of several like this one, only the nearest does."""
         handlers = list(effective_handlers(logging.getLogger(record.name)))
         nearest = next(iter(handlers), None)
         return nearest is self and all(isinstance(handler, _FallbackHandler) for handler in handlers) and super().handle(record)
 
 
-def _runtime() -> Runtime | None:
-    """The runtime, if there is one. Where its module is not loaded there is none, and loading it would import torch."""
-    module = sys.modules.get("slipstream.distributed.current")
-    current_or_none = getattr(module, "current_or_none", None)  # absent while the module itself is being loaded
-    runtime: Runtime | None = current_or_none() if current_or_none is not None else None
-    return runtime
-
-
-def _process_by_variables() -> Process:
-    """Who this process is by the variables of the launcher. Broken ones are the state's to report; a message is not lost over them."""
-    try:
-        return detect(environment())
-    except ConfigError:
-        return Process()
-
-
 def _rank_and_world() -> tuple[int, int]:
-    runtime = _runtime()
-    process = runtime.process if runtime is not None else _process_by_variables()
+    process = this_process()
     return process.rank, process.world_size
 
 
 def _configured() -> Safety:
-    """The options about logging. A broken configuration is reported when a state is made, not by every logger."""
+    """Return the options about logging. A broken configuration is reported when a state is created, not by every logger."""
     try:
         return for_worker().safety
     except ConfigError:

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.distributed.call_site import user_frames
 from slipstream.distributed.collectives import gather_with_gradient
-from slipstream.distributed.guard import Limits, SingleProcessChannel
+from slipstream.distributed.guard import GuardedCall, Limits, SingleProcessChannel
 from slipstream.distributed.heartbeat import StackSignal, read_stack_by_signal
 
 
@@ -24,12 +24,13 @@ class Recorder(SingleProcessChannel):
     def __init__(self) -> None:
         self.sites: list[str] = []
 
-    def turn(self, call: Any, limits: Limits, *, patient: bool = False) -> SingleProcessChannel:
+    def guard(self, call: Any, limits: Limits, *, patient: bool = False) -> GuardedCall:
         self.sites.append(call.site)
-        return self
+        return GuardedCall()
 
 
-def test_a_collective_in_a_backward_pass_is_shown_at_the_line_that_called_backward() -> None:
+def test_call_site_in_backward_pass() -> None:
+    """A collective in a backward pass is shown at the line that called backward."""
     channel = Recorder()
     rows = torch.ones(2, requires_grad=True)
     joined = gather_with_gradient(channel, Limits(), rows)
@@ -79,10 +80,11 @@ def by_signal() -> list[str]:
     ],
     ids=["from inside", "by signal"],
 )
-def test_a_deep_library_does_not_push_out_the_lines_of_the_user(look: Any) -> None:
+def test_user_lines_survive_deep_library(look: Any) -> None:
+    """A deep library does not push out the lines of the user."""
     frames = look_from_a_library(look)
     assert any("in look_from_a_library" in line for line in frames), frames
-    assert any("in test_a_deep_library" in line for line in frames), frames
+    assert any("in test_user_lines_survive_deep_library" in line for line in frames), frames
     assert not any("site-packages" in line for line in frames), frames
     assert len(frames) <= 11
 
@@ -102,7 +104,8 @@ work()
 """
 
 
-def test_what_runs_the_script_is_left_out(tmp_path: Path) -> None:
+def test_runner_frames_left_out(tmp_path: Path) -> None:
+    """What runs the script is left out."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "cProfile", "-o", str(tmp_path / "profile"), str(script)]

@@ -159,7 +159,8 @@ def test_real_variable_sets(cluster: str, environ: dict[str, str], where: dict[s
     assert facts(environ) == {"cluster": cluster, **where, **meeting}
 
 
-def test_every_cluster_has_a_name_of_its_own() -> None:
+def test_cluster_names_are_unique() -> None:
+    """Every cluster has a name of its own."""
     names = [cluster.name for cluster in CLUSTERS]
     assert names == ["kubernetes", "torchrun", "lsf", "openmpi", "intelmpi", "mvapich", "slurm", "sagemaker", "single"]
 
@@ -169,34 +170,40 @@ def test_a_launcher_inside_a_cluster_wins(outer: dict[str, str]) -> None:
     assert facts({**outer, **TORCHRUN}) == facts(TORCHRUN)
 
 
-def test_mpirun_inside_a_slurm_job_wins_over_the_helper_task_that_started_it() -> None:
+def test_mpirun_wins_over_slurm_helper() -> None:
+    """Mpirun inside a slurm job wins over the helper task that started it."""
     assert detect({**SLURM_STEP, **OPENMPI}).cluster == "openmpi"
 
 
 # torchrun and hand-made variables
 
 
-def test_only_the_four_variables_of_torch_on_one_machine() -> None:
+def test_four_torch_variables_on_one_machine() -> None:
+    """Only the four variables of torch on one machine."""
     process = detect({"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
     assert (process.local_rank, process.local_world_size, process.num_nodes) == (2, 4, 1)
 
 
-def test_a_world_of_one_needs_no_meeting_point() -> None:
+def test_world_of_one_needs_no_rendezvous() -> None:
+    """A world of one needs no meeting point."""
     process = detect({"RANK": "0", "WORLD_SIZE": "1"})
     assert (process.world_size, process.master_addr, process.cluster) == (1, None, "torchrun")
 
 
-def test_nodes_are_derived_from_local_world_size() -> None:
+def test_nodes_derived_from_local_world() -> None:
+    """Nodes are derived from local world size."""
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "1234"}
     assert (detect(environ).node_rank, detect(environ).num_nodes) == (1, 2)
 
 
-def test_local_rank_is_not_guessed_when_the_job_may_span_machines() -> None:
+def test_local_rank_not_guessed_across_machines() -> None:
+    """Local rank is not guessed when the job may span machines."""
     with pytest.raises(ConfigError, match=r"missing: LOCAL_RANK \(.*LOCAL_WORLD_SIZE \(.*"):
         detect({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
 
 
-def test_localhost_in_a_pod_does_not_prove_one_machine() -> None:
+def test_localhost_in_pod_proves_nothing() -> None:
+    """Localhost in a pod does not prove one machine."""
     with pytest.raises(ConfigError, match="LOCAL_RANK"):
         detect({**POD, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
 
@@ -228,7 +235,8 @@ def test_wrong_numbers_are_named(changed: dict[str, str], named: tuple[str, ...]
     assert [text for text in named if text not in str(caught.value)] == []
 
 
-def test_a_rank_copied_from_the_job_script_to_every_task_is_caught() -> None:
+def test_copied_rank_is_caught() -> None:
+    """A rank copied from the job script to every task is caught."""
     copied = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "5", "MASTER_ADDR": "gnode020", "MASTER_PORT": "29500"}
     with pytest.raises(ConfigError, match=r"task 4 of 5 \(SLURM_PROCID=4\)[\s\S]*Unset RANK"):
         detect({**SLURM_STEP, **copied})
@@ -240,7 +248,8 @@ def test_a_rank_copied_from_the_job_script_to_every_task_is_caught() -> None:
     ),
     loopback=st.booleans(),
 )
-def test_half_set_variables_never_become_a_lone_process(present: dict[str, str], loopback: bool) -> None:
+def test_half_set_variables_raise(present: dict[str, str], loopback: bool) -> None:
+    """Half set variables never become a lone process."""
     environ = {**present, **({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} if loopback else {})}
     try:
         process = detect(environ)
@@ -269,7 +278,8 @@ def test_half_set_variables_never_become_a_lone_process(present: dict[str, str],
         {**SLURM_STEP, "SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "44537", "SLURM_PROCID": "0"},
     ],
 )
-def test_a_shell_inside_an_allocation_is_single(environ: dict[str, str]) -> None:
+def test_shell_in_allocation_is_single(environ: dict[str, str]) -> None:
+    """A shell inside an allocation is single."""
     assert (detect(environ).cluster, detect(environ).world_size) == ("single", 1)
 
 
@@ -285,7 +295,9 @@ def test_slurm_on_one_node_meets_on_loopback() -> None:
     assert (process.master_addr, process.local_world_size, process.one_machine) == ("127.0.0.1", 5, True)
 
 
-def test_all_slurm_tasks_agree_and_steps_of_one_job_do_not_collide() -> None:
+def test_slurm_tasks_agree_steps_differ() -> None:
+    """All slurm tasks agree and steps of one job do not collide."""
+
     def at(task: int, step: str = "0") -> tuple[str | None, int | None]:
         node, local = divmod(task, 2)
         numbers = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
@@ -296,12 +308,14 @@ def test_all_slurm_tasks_agree_and_steps_of_one_job_do_not_collide() -> None:
     assert at(0) != at(0, step="1")
 
 
-def test_meeting_point_of_the_job_script_is_kept() -> None:
+def test_job_script_address_is_kept() -> None:
+    """Meeting point of the job script is kept."""
     process = detect({**SLURM_STEP, "MASTER_ADDR": "ib0-gnode020", "MASTER_PORT": "2345", "WORLD_SIZE": "5"})
     assert (process.cluster, process.master_addr, process.master_port) == ("slurm", "ib0-gnode020", 2345)
 
 
-def test_a_requeued_slurm_job_is_another_attempt() -> None:
+def test_requeued_slurm_job_counts_attempts() -> None:
+    """A requeued slurm job is another attempt."""
     assert detect({**SLURM_STEP, "SLURM_RESTART_COUNT": "3"}).attempt == 3
 
 
@@ -323,7 +337,8 @@ def test_wrong_slurm_variables_are_named(changed: dict[str, str], named: str) ->
     assert named in str(caught.value)
 
 
-def test_uneven_slurm_tasks_without_their_list_are_not_guessed() -> None:
+def test_uneven_slurm_tasks_not_guessed() -> None:
+    """Uneven slurm tasks without their list are not guessed."""
     with pytest.raises(ConfigError, match="missing: SLURM_STEP_TASKS_PER_NODE"):
         detect(without(SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE"))
 
@@ -332,7 +347,8 @@ def test_uneven_slurm_tasks_without_their_list_are_not_guessed() -> None:
 
 
 @pytest.mark.parametrize("environ", [OPENMPI, INTELMPI])
-def test_mpi_over_several_machines_needs_an_address(environ: dict[str, str]) -> None:
+def test_mpi_across_machines_needs_address(environ: dict[str, str]) -> None:
+    """MPI over several machines needs an address."""
     world = "OMPI_COMM_WORLD_SIZE" if "OMPI_COMM_WORLD_SIZE" in environ else "PMI_SIZE"
     with pytest.raises(ConfigError, match=r"Set MASTER_ADDR \("):
         detect({**environ, world: "4"})
@@ -340,13 +356,15 @@ def test_mpi_over_several_machines_needs_an_address(environ: dict[str, str]) -> 
     assert (process.master_addr, process.num_nodes) == ("node0", 2)
 
 
-def test_mpich_names_no_job_so_it_needs_a_port() -> None:
+def test_mpich_needs_a_port() -> None:
+    """Mpich names no job so it needs a port."""
     with pytest.raises(ConfigError, match=r"Set MASTER_PORT \("):
         detect(MPICH)
     assert detect({**MPICH, "MASTER_PORT": "29512"}).master_port == 29512
 
 
-def test_ranks_dealt_out_in_turn_over_the_machines() -> None:
+def test_round_robin_ranks_over_machines() -> None:
+    """Ranks dealt out in turn over the machines."""
     environ = {**OPENMPI, "MASTER_ADDR": "node0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
     process = detect({**environ, "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
     assert (process.node_rank, process.local_rank) == (0, 1)
@@ -368,33 +386,39 @@ def test_half_set_mpi_variables(name: str) -> None:
         ({"LSB_HOSTS": "b a"}, "b"),
     ],
 )
-def test_the_launch_host_of_lsf_runs_no_rank(hosts: dict[str, str], first: str) -> None:
+def test_lsf_launch_host_runs_no_rank(hosts: dict[str, str], first: str) -> None:
+    """The launch host of LSF runs no rank."""
     assert detect({**without(LSF, "LSB_MCPU_HOSTS"), **hosts}).master_addr == first
 
 
 # Kubernetes and SageMaker
 
 
-def test_several_processes_per_pod_need_a_launcher() -> None:
+def test_several_processes_per_pod_refused() -> None:
+    """Several processes per pod need a launcher."""
     with pytest.raises(ConfigError, match=r"PET_NPROC_PER_NODE=4 asks for 4 processes[\s\S]*slipstream launch"):
         detect({**PYTORCHJOB, "PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "12"})
 
 
-def test_an_elastic_range_of_pods_needs_a_launcher() -> None:
+def test_elastic_pod_range_refused() -> None:
+    """An elastic range of pods needs a launcher."""
     with pytest.raises(ConfigError, match="PET_NNODES=1:3 is a range"):
         detect({**without(PYTORCHJOB, "WORLD_SIZE", "RANK"), "PET_NNODES": "1:3"})
 
 
-def test_an_older_pytorchjob_without_pet_variables() -> None:
+def test_older_pytorchjob_without_pet() -> None:
+    """An older pytorchjob without pet variables."""
     process = detect({**POD, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"})
     assert (process.cluster, process.local_rank, process.num_nodes) == ("kubernetes", 0, 2)
 
 
-def test_pods_of_a_job_that_share_nothing_are_single() -> None:
+def test_unrelated_pods_are_single() -> None:
+    """Pods of a job that share nothing are single."""
     assert detect({**POD, "JOB_COMPLETION_INDEX": "3"}).cluster == "single"
 
 
-def test_pods_without_an_address_are_half_set() -> None:
+def test_pods_without_address_raise() -> None:
+    """Pods without an address are half set."""
     with pytest.raises(ConfigError, match="missing: MASTER_ADDR"):
         detect(without(INDEXED_JOB, "MASTER_ADDR", "MASTER_PORT"))
 
@@ -453,6 +477,7 @@ def test_several_brackets_in_one_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["", ",", "a,,b", "node[", "node[]", "node[3-1]", "node[a-b]", "node]1[", "node[1[2]]"])
-def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+def test_bad_host_list_refused(text: str) -> None:
+    """What is no list of hosts is refused."""
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         expand_hosts(text)

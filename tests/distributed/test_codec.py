@@ -43,18 +43,21 @@ def same(left: object, right: object) -> bool:
 
 
 @given(plain)
-def test_plain_data_comes_back_with_its_types(value: object) -> None:
+def test_plain_data_round_trip(value: object) -> None:
+    """Plain data comes back with its types."""
     assert same(codec.decode(codec.encode(value, plain_only=True)), value)
 
 
 @given(st.lists(st.dictionaries(st.text(), st.integers() | st.text() | st.floats(allow_nan=False)), max_size=5))
-def test_records_of_text_and_numbers_take_the_short_way(value: object) -> None:
+def test_records_encode_as_json(value: object) -> None:
+    """Records of text and numbers take the short way."""
     data = codec.encode(value)
     assert data[:1] in (b"J", b"T")
     assert codec.decode(data) == value
 
 
-def test_text_that_is_not_valid_unicode_survives() -> None:
+def test_invalid_unicode_round_trip() -> None:
+    """Text that is not valid unicode survives."""
     assert codec.decode(codec.encode("a\ud800b")) == "a\ud800b"
 
 
@@ -68,7 +71,8 @@ def test_not_a_number_survives() -> None:
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (4,), (2, 3)])
-def test_tensors_come_back_in_type_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Tensors come back in type shape and bits."""
     tensor = torch.ones(shape).to(dtype)
     back = codec.decode(codec.encode({"x": tensor}, plain_only=True))["x"]
     assert back.dtype == dtype
@@ -86,14 +90,16 @@ def test_tensors_come_back_in_type_shape_and_bits(dtype: torch.dtype, shape: tup
         numpy.datetime64("2026-01-02"),
     ],
 )
-def test_arrays_and_their_scalars_come_back(array: numpy.ndarray) -> None:
+def test_arrays_and_scalars_round_trip(array: numpy.ndarray) -> None:
+    """Arrays and their scalars come back."""
     back = codec.decode(codec.encode([array], plain_only=True))[0]
     assert type(back) is type(array)
     assert back.dtype == array.dtype
     assert numpy.array_equal(back, array)
 
 
-def test_what_comes_back_shares_no_memory_and_can_be_written() -> None:
+def test_decoded_values_own_their_memory() -> None:
+    """What comes back shares no memory and can be written."""
     array = numpy.zeros(3)
     back = codec.decode(codec.encode(array))
     back[0] = 1
@@ -105,12 +111,14 @@ class Foreign:
     name: str
 
 
-def test_objects_of_foreign_classes_come_back_among_plain_data() -> None:
+def test_foreign_objects_round_trip() -> None:
+    """Objects of foreign classes come back among plain data."""
     value = {"plain": [1, 2], "foreign": Foreign("a"), "ordered": OrderedDict(a=1)}
     assert codec.decode(codec.encode(value)) == value
 
 
-def test_plain_only_refuses_foreign_classes_by_name() -> None:
+def test_plain_only_refuses_foreign_classes() -> None:
+    """Plain only refuses foreign classes by name."""
     with pytest.raises(TypeError, match="Foreign is not plain data"):
         codec.encode([Foreign("a")], plain_only=True)
 
@@ -126,7 +134,8 @@ def test_decoding_plain_data_never_unpickles(value: object) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_foreign_bytes_are_refused_and_run_nothing(data: bytes) -> None:
+def test_foreign_bytes_refused(data: bytes) -> None:
+    """Foreign bytes are refused and run nothing."""
     if data[:1] == b"J":
         data = b"X" + data
     with pytest.raises((ValueError, KeyError, TypeError, RecursionError)):

@@ -70,7 +70,9 @@ items = st.text(max_size=200) | st.integers() | st.dictionaries(st.text(), st.fl
 @pytest.mark.parametrize("world", WORLDS)
 @relaxed
 @given(cases=several(st.lists(st.lists(items, max_size=6), min_size=4, max_size=4)))
-def test_gather_of_texts_and_objects_keeps_their_order(ranks: Any, world: int, cases: list[list[list[Any]]]) -> None:
+def test_gather_objects_order(ranks: Any, world: int, cases: list[list[list[Any]]]) -> None:
+    """Gather of texts and objects keeps their order."""
+
     def gather(state: PartialState) -> Any:
         me = state.process_index
         return [(state.gather(parts[me]), state.gather_object(parts[me])) for parts in cases]
@@ -84,7 +86,8 @@ def test_gather_of_texts_and_objects_keeps_their_order(ranks: Any, world: int, c
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min"])
 @relaxed
 @given(cases=several(tensors_of_ranks(same_rows=True)))
-def test_reduce_equals_the_same_over_a_stack(ranks: Any, world: int, reduction: str, cases: list[list[torch.Tensor]]) -> None:
+def test_reduce_equals_stack(ranks: Any, world: int, reduction: str, cases: list[list[torch.Tensor]]) -> None:
+    """Reduce equals the same over a stack."""
     unordered = (torch.bool, torch.complex64)
     kept = [leaf for leaf in cases if leaf[0].dtype not in unordered and (reduction != "mean" or leaf[0].is_floating_point())]
     combine = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[reduction]
@@ -130,7 +133,7 @@ def test_the_structure_is_kept(ranks: Any, world: int) -> None:
         )
 
 
-def test_lists_of_texts_in_a_dict_or_tuple_are_joined_each(ranks: Any) -> None:
+def test_nested_text_lists_joined(ranks: Any) -> None:
     """Accelerate loses the values of a dict and interleaves a tuple of lists."""
 
     def run(state: PartialState) -> Any:
@@ -140,7 +143,9 @@ def test_lists_of_texts_in_a_dict_or_tuple_are_joined_each(ranks: Any) -> None:
     assert ranks(2).run(lambda: run(PartialState())) == [({"a": ["x0", "x1"]}, (["p0", "p1"], ["r0", "r1"]))] * 2
 
 
-def test_dicts_that_were_filled_in_another_order_still_match(ranks: Any) -> None:
+def test_dict_order_does_not_matter(ranks: Any) -> None:
+    """Dicts that were filled in another order still match."""
+
     def run(state: PartialState) -> Any:
         pairs = [("a", torch.tensor([1])), ("b", torch.tensor([2]))]
         return {key: value.tolist() for key, value in state.gather(dict(pairs if state.is_main_process else pairs[::-1])).items()}
@@ -149,7 +154,9 @@ def test_dicts_that_were_filled_in_another_order_still_match(ranks: Any) -> None
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_gather_to_one_rank_gives_it_only_there(ranks: Any, size: int) -> None:
+def test_gather_to_one_rank(ranks: Any, size: int) -> None:
+    """Gather to one rank gives it only there."""
+
     def run(state: PartialState) -> Any:
         got = state.gather({"x": torch.full((size,), state.process_index), "t": [f"r{state.process_index}"]}, dst=1)
         return None if got is None else (got["x"].sum().item(), len(got["x"]), got["t"])
@@ -159,7 +166,9 @@ def test_gather_to_one_rank_gives_it_only_there(ranks: Any, size: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 100_000])
 @pytest.mark.parametrize("sender", [0, 2])
-def test_broadcast_gives_the_data_of_one_rank_to_all(ranks: Any, size: int, sender: int) -> None:
+def test_broadcast_reaches_all(ranks: Any, size: int, sender: int) -> None:
+    """Broadcast gives the data of one rank to all."""
+
     def run(state: PartialState) -> Any:
         me = state.process_index
         data = {"x": torch.full((size,), me), "scalar": torch.tensor(me), "n": numpy.array([me]), "name": f"rank {me}"}
@@ -171,7 +180,9 @@ def test_broadcast_gives_the_data_of_one_rank_to_all(ranks: Any, size: int, send
 
 
 @pytest.mark.parametrize("size", [1, 5000])
-def test_broadcast_of_an_object_list_writes_into_the_list(ranks: Any, size: int) -> None:
+def test_broadcast_object_list_in_place(ranks: Any, size: int) -> None:
+    """Broadcast of an object list writes into the list."""
+
     def run(state: PartialState) -> Any:
         values = [state.process_index, "x" * size * state.process_index]
         back = state.broadcast_object_list(values, from_process=1)
@@ -181,7 +192,9 @@ def test_broadcast_of_an_object_list_writes_into_the_list(ranks: Any, size: int)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_padding_brings_every_rank_to_the_largest_size(ranks: Any, world: int) -> None:
+def test_pad_to_largest_size(ranks: Any, world: int) -> None:
+    """Padding brings every rank to the largest size."""
+
     def run(state: PartialState) -> Any:
         me = state.process_index
         data = {"rows": torch.ones(me + 1, 2), "columns": torch.ones(2, world - me), "text": "a", "scalar": torch.tensor(1.0)}
@@ -195,7 +208,9 @@ def test_padding_brings_every_rank_to_the_largest_size(ranks: Any, world: int) -
         assert (text, scalar) == ("a", ())
 
 
-def test_bool_and_half_tensors_keep_their_types(ranks: Any) -> None:
+def test_bool_and_half_keep_types(ranks: Any) -> None:
+    """Bool and half tensors keep their types."""
+
     def run(state: PartialState) -> Any:
         return (
             state.gather(torch.tensor([True])).dtype,
@@ -207,7 +222,7 @@ def test_bool_and_half_tensors_keep_their_types(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_gradient_through_gather_equals_one_process(ranks: Any, world: int) -> None:
+def test_gather_gradient_equals_one_process(ranks: Any, world: int) -> None:
     """Every rank computes a loss from everyone's rows; the gradient is that of the sum of the losses."""
 
     def run(state: PartialState) -> Any:
@@ -223,7 +238,8 @@ def test_gradient_through_gather_equals_one_process(ranks: Any, world: int) -> N
         assert result == ([2 * weight * row for row in range(rank + 1)], weight)
 
 
-def test_python_numbers_are_reduced_to_python_numbers(ranks: Any) -> None:
+def test_reduce_python_numbers(ranks: Any) -> None:
+    """Python numbers are reduced to python numbers."""
     assert (
         everyone(ranks(2), lambda state: state.reduce({"loss": 0.5, "count": state.process_index + 1})) == [{"loss": 1.0, "count": 3}] * 2
     )
@@ -245,7 +261,9 @@ def test_one_process_is_no_special_case(ranks: Any) -> None:
     assert everyone(ranks(1), run) == [(1, ["a"], ["a"], [1.0])]
 
 
-def test_a_small_gather_is_one_exchange_and_a_large_tree_one_collective_more(ranks: Any) -> None:
+def test_gather_exchange_count(ranks: Any) -> None:
+    """A small gather is one exchange and a large tree one collective more."""
+
     def run(state: PartialState) -> Any:
         channel = state._channel()
         counted: list[str] = []
@@ -259,18 +277,20 @@ def test_a_small_gather_is_one_exchange_and_a_large_tree_one_collective_more(ran
                     counted.append(name)
                 return getattr(self.inner, name)
 
-        channel._wire = Counting(channel._wire)
+        channel.transport = Counting(channel.transport)
         channel._control = Counting(channel.control())
         state.gather(torch.ones(8))
         small, counted[:] = list(counted), []
         state.gather({f"k{number}": torch.ones(1000) for number in range(20)})
-        channel._wire, channel._control = channel._wire.inner, channel._control.inner
+        channel.transport, channel._control = channel.transport.inner, channel._control.inner
         return small, counted
 
     assert everyone(ranks(2), run) == [(["exchange"], ["exchange", "_allgather_base"])] * 2
 
 
-def test_large_worlds_send_their_headers_by_gloo(ranks: Any) -> None:
+def test_large_worlds_use_gloo_transport(ranks: Any) -> None:
+    """Large worlds send their headers by gloo."""
+
     def run() -> Any:
         from slipstream.distributed import process_group
 
@@ -281,14 +301,14 @@ def test_large_worlds_send_their_headers_by_gloo(ranks: Any) -> None:
             with pytest.raises(MismatchError, match="gather"):
                 state.gather(torch.ones(1)) if me else state.wait_for_everyone()
             state.wait_for_everyone()
-            return type(state._channel()._wire).__name__, state.gather([f"r{me}"]), len(state.gather(torch.ones(3000)))
+            return type(state._channel().transport).__name__, state.gather([f"r{me}"]), len(state.gather(torch.ones(3000)))
         finally:
             process_group.MAX_SOCKET_RANKS = 64
 
     assert ranks(2).run(run) == [("GlooTransport", ["r0", "r1"], 6000)] * 2
 
 
-def test_device_memory_takes_the_data_group(ranks: Any) -> None:
+def test_device_memory_uses_data_group(ranks: Any) -> None:
     """Forced onto the path of device tensors: one flat payload over the data group, ragged rows included."""
 
     def run(state: PartialState) -> Any:
@@ -297,7 +317,7 @@ def test_device_memory_takes_the_data_group(ranks: Any) -> None:
         channel = state._channel()
         original = codec._CPU
         codec._CPU = "elsewhere"
-        channel.data_group = lambda tensor: channel.control()
+        channel.group_for = lambda tensor: channel.control()
         try:
             me = state.process_index
             data = {"a": torch.full((me + 1, 2), me), "b": torch.tensor([1.5 * me]), "t": [f"r{me}"]}

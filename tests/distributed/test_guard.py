@@ -45,7 +45,9 @@ KINDS: dict[str, tuple[Act, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_kind_of_mistake_is_named_on_every_rank_and_the_group_still_works(ranks: Any, world: int) -> None:
+def test_mismatches_named_on_every_rank(ranks: Any, world: int) -> None:
+    """Every kind of mistake is named on every rank and the group still works."""
+
     def run() -> dict[str, Any]:
         state = PartialState()
         messages = {}
@@ -68,7 +70,9 @@ def test_every_kind_of_mistake_is_named_on_every_rank_and_the_group_still_works(
             assert "test_guard.py:" in messages[kind]
 
 
-def test_calls_in_another_order_are_named_one_by_one(ranks: Any) -> None:
+def test_swapped_calls_named(ranks: Any) -> None:
+    """Calls in another order are named one by one."""
+
     def run() -> list[str]:
         state = PartialState()
         calls = [lambda: state.gather(torch.ones(1)), lambda: state.reduce(torch.ones(1))]
@@ -84,7 +88,7 @@ def test_calls_in_another_order_are_named_one_by_one(ranks: Any) -> None:
         assert ["number 1" in seen[0], "number 2" in seen[1]] == [True, True]
 
 
-def test_a_call_that_one_rank_misses_is_named_at_the_next(ranks: Any) -> None:
+def test_missed_call_named_at_next(ranks: Any) -> None:
     """`if main: gather(...)` is the mistake that users make most."""
 
     def run() -> str:
@@ -126,7 +130,7 @@ def test_the_condition_is_asked_for(ranks: Any, alone: int) -> None:
         assert QUESTIONS[alone].format(line=line) in message
 
 
-def test_no_condition_is_asked_for_at_one_line(ranks: Any) -> None:
+def test_no_condition_question_at_one_line(ranks: Any) -> None:
     """Where all ranks are at one line and pass different things, nothing is said of conditions on ranks."""
 
     def run() -> str:
@@ -139,7 +143,9 @@ def test_no_condition_is_asked_for_at_one_line(ranks: Any) -> None:
         assert "is_main_process" not in message
 
 
-def test_an_extra_call_at_the_end_is_named_when_the_other_leaves(ranks: Any) -> None:
+def test_extra_call_when_other_leaves(ranks: Any) -> None:
+    """An extra call at the end is named when the other leaves."""
+
     def run() -> str:
         state = PartialState()
         state.gather([1])
@@ -154,7 +160,9 @@ def test_an_extra_call_at_the_end_is_named_when_the_other_leaves(ranks: Any) -> 
         assert "destroy_process_group" in message
 
 
-def test_an_extra_call_when_the_other_process_has_ended_is_an_error(ranks: Any) -> None:
+def test_extra_call_when_other_ended(ranks: Any) -> None:
+    """An extra call when the other process has ended is an error."""
+
     def run() -> None:
         state = PartialState()
         if state.is_main_process:
@@ -168,7 +176,9 @@ def test_an_extra_call_when_the_other_process_has_ended_is_an_error(ranks: Any) 
     assert "If rank 0 makes this call alone: is that under `if accelerator.is_main_process:`?" in str(main.error)
 
 
-def test_a_missed_call_of_the_same_kind_and_shape_is_an_error_and_not_mixed_data(ranks: Any) -> None:
+def test_missed_call_never_mixes_data(ranks: Any) -> None:
+    """A missed call of the same kind and shape is an error and not mixed data."""
+
     def run() -> tuple[str, list[int]]:
         state = PartialState()
         with pytest.raises(MismatchError) as caught:  # noqa: PT012 - the two ranks raise at different lines
@@ -183,7 +193,9 @@ def test_a_missed_call_of_the_same_kind_and_shape_is_an_error_and_not_mixed_data
         assert after == [0, 1]
 
 
-def test_sending_and_waiting_from_two_branches_is_right(ranks: Any) -> None:
+def test_send_and_receive_from_branches(ranks: Any) -> None:
+    """Sending and waiting from two branches is right."""
+
     def run() -> tuple[Any, Any]:
         state = PartialState()
         if state.is_main_process:
@@ -199,7 +211,9 @@ def test_sending_and_waiting_from_two_branches_is_right(ranks: Any) -> None:
     assert ranks(2).run(run) == [(1.0, ["main"])] * 2
 
 
-def test_a_collective_inside_the_main_processes_turn_is_named_and_the_ranks_stay_in_step(ranks: Any) -> None:
+def test_collective_in_main_process_first(ranks: Any) -> None:
+    """A collective inside the main processes turn is named and the ranks stay in step."""
+
     def run() -> tuple[str, list[int]]:
         state = PartialState()
         with pytest.raises(MismatchError) as caught, state.main_process_first():
@@ -211,7 +225,9 @@ def test_a_collective_inside_the_main_processes_turn_is_named_and_the_ranks_stay
         assert after == [0, 1]
 
 
-def test_what_one_rank_refuses_reaches_the_others(ranks: Any) -> None:
+def test_refusal_reaches_other_ranks(ranks: Any) -> None:
+    """What one rank refuses reaches the others."""
+
     def run() -> list[bool]:
         state = PartialState()
         main = state.is_main_process
@@ -233,7 +249,9 @@ def test_what_one_rank_refuses_reaches_the_others(ranks: Any) -> None:
     assert ranks(2).run(run) == [[True] * 5] * 2
 
 
-def test_the_place_where_long_structures_differ_is_shown_with_the_line(ranks: Any) -> None:
+def test_long_structures_show_difference(ranks: Any) -> None:
+    """The place where long structures differ is shown with the line."""
+
     def run() -> str:
         state = PartialState()
         data = {f"tensor number {number}": torch.ones(2) for number in range(300)}
@@ -249,7 +267,9 @@ def test_the_place_where_long_structures_differ_is_shown_with_the_line(ranks: An
         assert len(message) < 2000
 
 
-def test_what_no_rank_can_send_is_the_users_own_error(ranks: Any) -> None:
+def test_unsendable_everywhere_raises_own_error(ranks: Any) -> None:
+    """What no rank can send is the users own error."""
+
     def run() -> str:
         state = PartialState()
         with pytest.raises(TypeError) as caught:
@@ -266,7 +286,9 @@ def test_what_no_rank_can_send_is_the_users_own_error(ranks: Any) -> None:
     assert all("pass tensors, arrays or numbers" in message for message in ranks(2).run(run))
 
 
-def test_weights_of_replicas_that_drifted_are_named_by_parameter_and_rank(ranks: Any) -> None:
+def test_drifted_weights_named(ranks: Any) -> None:
+    """Weights of replicas that drifted are named by parameter and rank."""
+
     def run() -> str:
         torch.manual_seed(0)
         state = PartialState(debug=True)
@@ -282,11 +304,13 @@ def test_weights_of_replicas_that_drifted_are_named_by_parameter_and_rank(ranks:
 
     for message in ranks(3).run(run):
         assert "1 of 4 are not" in message
-        assert "1.weight: rank 0, 1 | rank 2" in message
+        assert "1.weight: ranks 0, 1 | rank 2" in message
         assert "0.weight" not in message
 
 
-def test_random_states_that_drifted_are_named_by_kind(ranks: Any) -> None:
+def test_drifted_random_states_named(ranks: Any) -> None:
+    """Random states that drifted are named by kind."""
+
     def run() -> str:
         torch.manual_seed(0)
         state = PartialState()
@@ -302,7 +326,9 @@ def test_random_states_that_drifted_are_named_by_kind(ranks: Any) -> None:
         assert "torch: rank 0 | rank 1" in message
 
 
-def test_debug_notices_another_seed_on_one_process(ranks: Any) -> None:
+def test_debug_compares_seeds(ranks: Any) -> None:
+    """Debug notices another seed on one process."""
+
     def run() -> str:
         from slipstream.utils import set_seed
 

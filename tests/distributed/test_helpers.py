@@ -10,7 +10,8 @@ import torch
 from slipstream.distributed import helpers
 
 
-def test_merging_replaces_what_is_no_dict_on_both_sides() -> None:
+def test_merge_dicts_replaces_leaves() -> None:
+    """Merging replaces what is no dict on both sides."""
     destination = {"a": {"x": 1}, "b": 2, "c": {"y": 1}}
     assert helpers.merge_dicts({"a": 5, "b": {"z": 1}, "c": {}}, destination) is destination
     assert destination == {"a": 5, "b": {"z": 1}, "c": {"y": 1}}

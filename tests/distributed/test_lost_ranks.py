@@ -30,7 +30,8 @@ def waiting(fault: faults.Fault, **limits: float) -> Any:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_survivors_of_a_kill_name_rank_host_signal_and_last_collective(ranks: Any, world: int) -> None:
+def test_survivors_name_killed_rank(ranks: Any, world: int) -> None:
+    """Survivors of a kill name rank host signal and last collective."""
     outcomes = ranks(world).outcomes(waiting(faults.kill_at(1, 1)))
     assert outcomes[1].exit is not None
     for outcome in outcomes[:1] + outcomes[2:]:
@@ -43,7 +44,9 @@ def test_survivors_of_a_kill_name_rank_host_signal_and_last_collective(ranks: An
         assert seconds < 10
 
 
-def test_a_rank_that_ended_with_an_exception_is_named_with_it(ranks: Any) -> None:
+def test_failed_rank_named_with_exception(ranks: Any) -> None:
+    """A rank that ended with an exception is named with it."""
+
     def run() -> None:
         state = PartialState()
         if state.process_index == 1:
@@ -65,7 +68,8 @@ def test_a_rank_that_ended_with_an_exception_is_named_with_it(ranks: Any) -> Non
     ],
     ids=["stopped", "endless loop", "held interpreter"],
 )
-def test_a_rank_that_does_not_come_is_reported_and_then_an_error(ranks: Any, fault: faults.Fault, words: list[str]) -> None:
+def test_stuck_rank_reported_then_error(ranks: Any, fault: faults.Fault, words: list[str]) -> None:
+    """A rank that does not come is reported and then an error."""
     outcomes = ranks(2).outcomes(waiting(fault, hang_warning=3.0, timeout=5.0), patience=0.2)
     kind, message, seconds = outcomes[0].value
     assert kind == "WaitTimeoutError"
@@ -79,7 +83,9 @@ def test_a_rank_that_does_not_come_is_reported_and_then_an_error(ranks: Any, fau
     assert "SLIPSTREAM_TIMEOUT" in message
 
 
-def test_after_a_wait_that_timed_out_both_ranks_hear_of_it_and_the_group_works_again(ranks: Any) -> None:
+def test_group_works_after_timeout(ranks: Any) -> None:
+    """After a wait that timed out both ranks hear of it and the group works again."""
+
     def run() -> tuple[str, str, list[int]]:
         state = PartialState(timeout=2.0, hang_warning=0.0)
         state.gather([0])
@@ -95,7 +101,9 @@ def test_after_a_wait_that_timed_out_both_ranks_hear_of_it_and_the_group_works_a
     assert after == after_too == [0, 1]
 
 
-def test_a_rank_that_comes_just_after_the_other_gave_up_does_not_complete_alone(ranks: Any) -> None:
+def test_late_rank_does_not_complete_alone(ranks: Any) -> None:
+    """A rank that comes just after the other gave up does not complete alone."""
+
     def run() -> str:
         state = PartialState(timeout=2.0, hang_warning=0.0)
         state.gather([0])
@@ -108,7 +116,7 @@ def test_a_rank_that_comes_just_after_the_other_gave_up_does_not_complete_alone(
     assert ranks(2).run(run) == ["WaitTimeoutError", "PeerLostError"]
 
 
-def test_ranks_that_retry_after_timeouts_meet_again(ranks: Any) -> None:
+def test_ranks_meet_again_after_timeouts(ranks: Any) -> None:
     """One rank gives up several times, also on opening, before the other comes."""
 
     def run() -> list[int]:
@@ -126,7 +134,9 @@ def test_ranks_that_retry_after_timeouts_meet_again(ranks: Any) -> None:
     assert ranks(2).run(run) == [[0, 1]] * 2
 
 
-def test_ranks_whose_first_meeting_fails_meet_later(ranks: Any) -> None:
+def test_ranks_meet_after_failed_opening(ranks: Any) -> None:
+    """Ranks whose first meeting fails meet later."""
+
     def run() -> list[int]:
         import os
 
@@ -142,7 +152,7 @@ def test_ranks_whose_first_meeting_fails_meet_later(ranks: Any) -> None:
     assert ranks(2).run(run) == [[1, 1]] * 2
 
 
-def test_long_work_on_the_main_process_does_not_end_the_wait_of_the_others(ranks: Any) -> None:
+def test_barrier_waits_for_long_work(ranks: Any) -> None:
     """Limits of two seconds, and five seconds of tokenising."""
 
     def run() -> list[str]:
@@ -162,7 +172,9 @@ def test_long_work_on_the_main_process_does_not_end_the_wait_of_the_others(ranks
     assert "Not there: rank 0" in outcomes[1].output
 
 
-def test_a_barrier_still_ends_when_the_other_shows_no_sign_of_life(ranks: Any) -> None:
+def test_barrier_ends_on_silent_rank(ranks: Any) -> None:
+    """A barrier still ends when the other shows no sign of life."""
+
     def run() -> str:
         state = PartialState(timeout=4.0, hang_warning=0.0)
         faults.stop_at(1, 1).reach(state.process_index, 1)
@@ -174,7 +186,9 @@ def test_a_barrier_still_ends_when_the_other_shows_no_sign_of_life(ranks: Any) -
     assert "stopped by a signal" in outcomes[0].value
 
 
-def test_an_exception_of_the_process_that_goes_first_reaches_the_others(ranks: Any) -> None:
+def test_first_process_exception_reaches_others(ranks: Any) -> None:
+    """An exception of the process that goes first reaches the others."""
+
     def run() -> None:
         state = PartialState()
         with state.main_process_first():
@@ -187,7 +201,9 @@ def test_an_exception_of_the_process_that_goes_first_reaches_the_others(ranks: A
     assert "rank 0: FileNotFoundError: tokens.bin" in str(other.error)
 
 
-def test_no_table_is_printed_for_waits_below_the_limit(ranks: Any) -> None:
+def test_short_waits_print_nothing(ranks: Any) -> None:
+    """No table is printed for waits below the limit."""
+
     def run() -> None:
         state = PartialState(hang_warning=5.0)
         for step in range(3):

@@ -44,7 +44,9 @@ def squares(numbers: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_results_are_those_of_a_loop_on_one_process(ranks: Any, size: int) -> None:
+def test_results_equal_single_process_loop(ranks: Any, size: int) -> None:
+    """Results are those of a loop on one process."""
+
     def run() -> Any:
         state = PartialState()
         for count in (0, 1, 3, 57):
@@ -69,7 +71,9 @@ def test_results_are_those_of_a_loop_on_one_process(ranks: Any, size: int) -> No
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_loop_gets_items_and_gather_puts_its_lists_in_order(ranks: Any, size: int) -> None:
+def test_gather_orders_loop_results(ranks: Any, size: int) -> None:
+    """A loop gets items and gather puts its lists in order."""
+
     def run() -> Any:
         state = PartialState()
         words = [chr(97 + number % 26) * (number % 7 + 1) for number in range(40)]
@@ -96,14 +100,17 @@ def test_a_loop_gets_items_and_gather_puts_its_lists_in_order(ranks: Any, size: 
     assert sorted(word for rank in ranks(size).run(run) for word in rank) == sorted(chr(97 + n % 26) * (n % 7 + 1) for n in range(40))
 
 
-def test_one_process_opens_no_group_and_needs_no_store() -> None:
+def test_one_process_opens_no_group() -> None:
+    """One process opens no group and needs no store."""
     state = PartialState()
     assert state.map_across_processes(square, [1, 2, 3]) == [1, 4, 9]
     assert current().store is None
     assert not torch.distributed.is_initialized()
 
 
-def test_slow_items_do_not_hold_up_the_others(ranks: Any) -> None:
+def test_slow_items_do_not_block_others(ranks: Any) -> None:
+    """Slow items do not hold up the others."""
+
     def run() -> Any:
         state = PartialState()
 
@@ -117,7 +124,9 @@ def test_slow_items_do_not_hold_up_the_others(ranks: Any) -> None:
     assert by.count(by[0]) <= 3, "who had the long item has hardly any other"
 
 
-def test_a_failure_on_one_rank_is_told_on_all_and_names_the_item(ranks: Any, tmp_path: Path) -> None:
+def test_failure_names_item_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    """A failure on one rank is told on all and names the item."""
+
     def run(path: str) -> Any:
         state = PartialState()
 
@@ -157,7 +166,9 @@ def test_a_failure_on_one_rank_is_told_on_all_and_names_the_item(ranks: Any, tmp
     assert os.listdir(tmp_path) == ["results.jsonl"]
 
 
-def test_a_complete_checkpoint_is_read_and_nothing_is_done_again(ranks: Any, tmp_path: Path) -> None:
+def test_complete_checkpoint_skips_work(ranks: Any, tmp_path: Path) -> None:
+    """A complete checkpoint is read and nothing is done again."""
+
     def run(path: str) -> Any:
         return PartialState().map_across_processes(lambda text: {"upper": text.upper()}, ["a", "b", "c"], checkpoint=Path(path))
 
@@ -170,7 +181,9 @@ def test_a_complete_checkpoint_is_read_and_nothing_is_done_again(ranks: Any, tmp
     assert fail(str(tmp_path / "r.jsonl")) == expected
 
 
-def test_what_the_processes_disagree_on_is_told_on_all(ranks: Any, tmp_path: Path) -> None:
+def test_disagreement_raises_on_all(ranks: Any, tmp_path: Path) -> None:
+    """What the processes disagree on is told on all."""
+
     def run(folder: str) -> Any:
         state = PartialState()
         me = state.process_index
@@ -276,7 +289,9 @@ def test_mistakes_in_a_loop_are_named(tmp_path: Path) -> None:
         work.results()
 
 
-def test_a_collective_inside_of_the_work_is_refused_at_once(ranks: Any) -> None:
+def test_collective_inside_work_refused(ranks: Any) -> None:
+    """A collective inside of the work is refused at once."""
+
     def run() -> Any:
         state = PartialState()
         told = []
@@ -300,7 +315,9 @@ def test_a_collective_inside_of_the_work_is_refused_at_once(ranks: Any) -> None:
         assert all("was called inside map_across_processes" in text for text in told), told
 
 
-def test_who_leaves_the_loop_early_leaves_its_items_to_the_others(ranks: Any) -> None:
+def test_early_leaver_hands_over_items(ranks: Any) -> None:
+    """Who leaves the loop early leaves its items to the others."""
+
     def run() -> Any:
         state = PartialState()
         with state.split_between_processes(range(12), balance="dynamic") as work:
@@ -314,7 +331,9 @@ def test_who_leaves_the_loop_early_leaves_its_items_to_the_others(ranks: Any) ->
     assert ranks(2).run(run) == [list(range(12)), False]
 
 
-def test_items_that_nobody_worked_on_are_told_once(ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_items_reported_once(ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Items that nobody worked on are told once."""
+
     def run() -> Any:
         state = PartialState()
         with state.split_between_processes(range(12), balance="dynamic") as work:
@@ -332,7 +351,9 @@ def test_items_that_nobody_worked_on_are_told_once(ranks: Any, capsys: pytest.Ca
         assert text.count("nobody has worked on 3 of 3 items") == 1
 
 
-def test_an_exception_in_the_block_reaches_the_others(ranks: Any) -> None:
+def test_block_exception_reaches_others(ranks: Any) -> None:
+    """An exception in the block reaches the others."""
+
     def run() -> Any:
         state = PartialState()
         with state.split_between_processes(range(50), balance="dynamic") as work:
@@ -347,7 +368,9 @@ def test_an_exception_in_the_block_reaches_the_others(ranks: Any) -> None:
     assert isinstance(other.error, KeyError)
 
 
-def test_the_bar_counts_the_items_of_all_processes(ranks: Any) -> None:
+def test_progress_counts_all_processes(ranks: Any) -> None:
+    """The bar counts the items of all processes."""
+
     def run() -> Any:
         PartialState().map_across_processes(square, range(30), progress=True)
 

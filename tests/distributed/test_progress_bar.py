@@ -24,7 +24,7 @@ from slipstream.checkpoint import locate, model_io, remote, writer
 from slipstream.checkpoint.model_io import merge_weights, save_model
 from slipstream.distributed import progress_bar
 from slipstream.distributed.cluster import Process
-from slipstream.distributed.progress_bar import HiddenProgressBar, bar, is_interactive, tqdm_class, waiting
+from slipstream.distributed.progress_bar import ProgressBar, bar, is_interactive, tqdm_class, waiting
 
 MAKER = """
 import os, sys
@@ -53,7 +53,8 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("size", [(24, 100), (0, 0)], ids=["an ordinary terminal", "one that does not know its size"])
-def test_a_terminal_sees_bars_and_nothing_of_them_stays(size: tuple[int, int]) -> None:
+def test_bars_removed_from_terminal(size: tuple[int, int]) -> None:
+    """A terminal sees bars and nothing of them stays."""
     written = on_terminal([sys.executable, "-c", MAKER], size=size)
     for seen in ("seen", "unknown", "broken", "building ..."):
         assert seen in written
@@ -62,7 +63,8 @@ def test_a_terminal_sees_bars_and_nothing_of_them_stays(size: tuple[int, int]) -
     assert [line for line in screen(written) if line] == ["caught"]
 
 
-def test_without_a_terminal_nothing_is_written() -> None:
+def test_no_bars_without_terminal() -> None:
+    """Without a terminal nothing is written."""
     done = subprocess.run([sys.executable, "-c", MAKER], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "caught\n")
 
@@ -71,7 +73,9 @@ def test_bars_come_after_about_a_second() -> None:
     assert {inspect.signature(entry).parameters["after"].default for entry in (bar, waiting)} == {1.0}
 
 
-def test_a_notebook_is_a_place_to_show_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_in_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook is a place to show bars."""
+
     class Shell:
         config: ClassVar[dict[str, Any]] = {"IPKernelApp": {}}
 
@@ -89,7 +93,7 @@ def test_a_notebook_is_a_place_to_show_bars(monkeypatch: pytest.MonkeyPatch) -> 
 # -- what we do that takes long ---------------------------------------------------------------------------------------
 
 
-class Counting(HiddenProgressBar):
+class Counting(ProgressBar):
     """A bar that keeps what it was told."""
 
     def __init__(self, total: int | None, desc: str, unit: str = "it", **options: Any) -> None:
@@ -150,7 +154,8 @@ def test_quantising_counts_layers(bars: list[Counting]) -> None:
     assert bars[0].total == 3
 
 
-def test_who_asks_for_the_count_of_a_merge_gets_it_in_place_of_the_bar(bars: list[Counting], tmp_path: Path) -> None:
+def test_merge_progress_callback_replaces_bar(bars: list[Counting], tmp_path: Path) -> None:
+    """Who asks for the count of a merge gets it in place of the bar."""
     save_model(torch.nn.Linear(60, 60), tmp_path / "plain")
     seen: list[int] = []
     merge_weights(tmp_path / "plain", tmp_path / "whole", progress=lambda done, total: seen.append(done))

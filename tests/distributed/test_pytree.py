@@ -50,21 +50,24 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_flatten_and_unflatten_give_the_data_back(data: Any) -> None:
+def test_flatten_unflatten_round_trip(data: Any) -> None:
+    """Flatten and unflatten give the data back."""
     before = copy.deepcopy(data)
     assert pytree.unflatten(data, pytree.flatten(data)) == data
     assert data == before
 
 
 @given(trees)
-def test_mapping_over_leaves_is_the_same_as_over_the_flat_list(data: Any) -> None:
+def test_map_leaves_equals_flat_map(data: Any) -> None:
+    """Mapping over leaves is the same as over the flat list."""
     doubled = pytree.map_leaves(lambda leaf: leaf * 2, data)
     assert pytree.flatten(doubled) == [leaf * 2 for leaf in pytree.flatten(data)]
     assert type(doubled) is type(data)
 
 
 @given(st.dictionaries(st.text(), st.integers(), max_size=6), st.randoms())
-def test_the_order_in_which_a_dict_was_filled_does_not_change_its_leaves(data: dict[str, int], random: Any) -> None:
+def test_leaves_independent_of_dict_order(data: dict[str, int], random: Any) -> None:
+    """The order in which a dict was filled does not change its leaves."""
     items = list(data.items())
     random.shuffle(items)
     other = dict(items)
@@ -73,7 +76,8 @@ def test_the_order_in_which_a_dict_was_filled_does_not_change_its_leaves(data: d
     assert list(pytree.map_leaves(lambda leaf: leaf, other)) == list(other)
 
 
-def test_subclasses_and_their_attributes_are_kept() -> None:
+def test_subclass_attributes_kept() -> None:
+    """Subclasses and their attributes are kept."""
     counted: defaultdict[str, Any] = defaultdict(list, a=1)
     back = pytree.map_leaves(str, counted)
     assert type(back) is defaultdict
@@ -87,7 +91,8 @@ def test_subclasses_and_their_attributes_are_kept() -> None:
     assert dict(proxy) == {"a": "1"}
 
 
-def test_keys_of_several_types_have_one_order() -> None:
+def test_mixed_keys_have_one_order() -> None:
+    """Keys of several types have one order."""
     assert pytree.flatten({1: "one", "a": "text"}) == pytree.flatten({"a": "text", 1: "one"})
 
 
@@ -116,7 +121,8 @@ def test_errors_name_what_does_not_fit() -> None:
         pytree.concatenate(["a", "b"])
 
 
-def test_send_to_device_moves_tensors_and_leaves_keys_that_are_skipped() -> None:
+def test_send_to_device_skip_keys() -> None:
+    """Send to device moves tensors and leaves keys that are skipped."""
     data = {"x": torch.ones(1), "keep": torch.ones(1), "deep": [{"keep": torch.ones(1), "y": torch.ones(1)}]}
     moved = pytree.send_to_device(data, "meta", skip_keys="keep")
     assert moved["x"].is_meta
@@ -126,7 +132,8 @@ def test_send_to_device_moves_tensors_and_leaves_keys_that_are_skipped() -> None
     assert not data["x"].is_meta
 
 
-def test_outputs_are_converted_and_refuse_to_be_pickled() -> None:
+def test_fp32_outputs_refuse_pickling() -> None:
+    """Outputs are converted and refuse to be pickled."""
     import pickle  # noqa: TID251 - to see that it is refused
 
     forward = pytree.convert_outputs_to_fp32(lambda x: {"y": x.bfloat16()})
@@ -135,6 +142,7 @@ def test_outputs_are_converted_and_refuse_to_be_pickled() -> None:
         pickle.dumps(pytree.ConvertOutputsToFp32(abs))
 
 
-def test_padding_a_batch_repeats_the_last_row() -> None:
+def test_pad_input_repeats_last_row() -> None:
+    """Padding a batch repeats the last row."""
     assert pytree.pad_input_tensors(torch.arange(5), 5, 4).tolist() == [0, 1, 2, 3, 4, 4, 4, 4]
     assert pytree.pad_input_tensors(torch.arange(4), 4, 4).tolist() == [0, 1, 2, 3]

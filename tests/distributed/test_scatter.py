@@ -76,7 +76,8 @@ def assert_same(got: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @relaxed
 @given(cases=st.lists(st.lists(trees(), min_size=4, max_size=4), min_size=8, max_size=8))
-def test_every_rank_gets_its_part_as_it_was(ranks: Any, world: int, cases: list[list[Any]]) -> None:
+def test_scatter_parts_round_trip(ranks: Any, world: int, cases: list[list[Any]]) -> None:
+    """Every rank gets its part as it was."""
     results = ranks(world).run(lambda: [dealt(parts[:world], sender=number % world) for number, parts in enumerate(cases)])
     for rank, received in enumerate(results):
         for got, parts in zip(received, cases, strict=True):
@@ -84,7 +85,9 @@ def test_every_rank_gets_its_part_as_it_was(ranks: Any, world: int, cases: list[
 
 
 @pytest.mark.parametrize("size", [0, 5, 100_000])
-def test_tensors_arrive_writable_and_independent(ranks: Any, size: int) -> None:
+def test_scattered_tensors_writable(ranks: Any, size: int) -> None:
+    """Tensors arrive writable and independent."""
+
     def run() -> bool:
         first = dealt([{"x": torch.zeros(size), "n": numpy.zeros(size)} for _ in range(2)])
         first["x"] += 1
@@ -116,7 +119,9 @@ def test_odd_tensors_keep_their_kind(ranks: Any) -> None:
     assert ranks(2).run(run) == [(True, ["a", "bc"], [1.0, 1.0], 2.0)] * 2
 
 
-def test_one_call_whatever_the_number_of_tensors(ranks: Any) -> None:
+def test_scatter_is_one_call(ranks: Any) -> None:
+    """One call whatever the number of tensors."""
+
     def run() -> int:
         channel: Any = PartialState()._channel()
         before = channel.sequence
@@ -127,7 +132,9 @@ def test_one_call_whatever_the_number_of_tensors(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 100_000])
-def test_an_exception_of_the_sender_is_raised_everywhere_and_the_group_lives_on(ranks: Any, size: int) -> None:
+def test_sender_exception_raised_everywhere(ranks: Any, size: int) -> None:
+    """An exception of the sender is raised everywhere and the group lives on."""
+
     def run() -> Any:
         try:
             dealt(KeyError("record 7" * size))
@@ -142,7 +149,9 @@ def test_an_exception_of_the_sender_is_raised_everywhere_and_the_group_lives_on(
     ]
 
 
-def test_what_cannot_be_sent_is_an_error_everywhere(ranks: Any) -> None:
+def test_unsendable_part_raises_everywhere(ranks: Any) -> None:
+    """What cannot be sent is an error everywhere."""
+
     def run() -> str:
         try:
             dealt([None, lambda: None])
@@ -152,17 +161,20 @@ def test_what_cannot_be_sent_is_an_error_everywhere(ranks: Any) -> None:
 
     first, second = ranks(2).run(run)
     assert "pickle" in first.lower()
-    assert second.startswith("DistributedOperationException: deal from rank 0 ended on every process because rank 0 raised")
+    assert second.startswith("DistributedOperationException: scatter from rank 0 ended on every process because rank 0 raised")
 
 
-def test_a_wrong_number_of_parts_is_an_error_everywhere(ranks: Any) -> None:
+def test_wrong_part_count_raises_everywhere(ranks: Any) -> None:
+    """A wrong number of parts is an error everywhere."""
     first, second = ranks(2).outcomes(lambda: dealt([1]))
     assert "needs one part for each of 2 processes, but rank 0 has 1" in first.summary
     assert "rank 0 raised ValueError" in second.summary
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_told_values_reach_everyone_in_the_order_of_the_ranks(ranks: Any, world: int) -> None:
+def test_agree_or_raise_rank_order(ranks: Any, world: int) -> None:
+    """Told values reach everyone in the order of the ranks."""
+
     def run() -> Any:
         state = PartialState()
         return agree_or_raise(state._channel(), state._limits, (state.process_index, b"x", [1.5]))
@@ -170,7 +182,9 @@ def test_told_values_reach_everyone_in_the_order_of_the_ranks(ranks: Any, world:
     assert ranks(world).run(run) == [[(rank, b"x", [1.5]) for rank in range(world)]] * world
 
 
-def test_an_exception_of_any_rank_is_told(ranks: Any) -> None:
+def test_agree_or_raise_any_rank_exception(ranks: Any) -> None:
+    """An exception of any rank is told."""
+
     def run() -> Any:
         state = PartialState()
         value = ValueError("bad line 3") if state.process_index == 1 else 5
@@ -186,7 +200,9 @@ def test_an_exception_of_any_rank_is_told(ranks: Any) -> None:
     assert after == ["after"] * 3
 
 
-def test_a_condition_stands_in_for_the_line(ranks: Any) -> None:
+def test_condition_replaces_call_site(ranks: Any) -> None:
+    """A condition stands in for the line."""
+
     def run() -> Any:
         state = PartialState()
         channel, limits = state._channel(), state._limits

@@ -40,7 +40,9 @@ def test_several_processes_know_themselves(ranks: Any) -> None:
     ]
 
 
-def test_the_group_closes_and_reopens_any_number_of_times(ranks: Any) -> None:
+def test_group_reopens_repeatedly(ranks: Any) -> None:
+    """The group closes and reopens any number of times."""
+
     def run() -> Any:
         state = PartialState()
         for round_number in range(20):
@@ -50,10 +52,10 @@ def test_the_group_closes_and_reopens_any_number_of_times(ranks: Any) -> None:
             if round_number % 3 == 0:
                 state = AcceleratorState() if round_number % 2 else PartialState()
         threads = [thread.name for thread in threading.enumerate()]
-        return threads.count("slipstream-beacon"), current().generation
+        return threads.count("slipstream-heartbeat"), current().generation
 
-    for beacons, generation in ranks(2).run(run):
-        assert beacons == 1
+    for heartbeats, generation in ranks(2).run(run):
+        assert heartbeats == 1
         assert generation >= 20
 
 
@@ -85,7 +87,9 @@ def test_short_life(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(run) == [True, True]
 
 
-def test_a_closed_group_leaks_no_files_threads_or_memory(ranks: Any) -> None:
+def test_closed_group_leaks_nothing(ranks: Any) -> None:
+    """A closed group leaks no files threads or memory."""
+
     def run() -> tuple[int, int]:
         state = PartialState()
 
@@ -101,7 +105,8 @@ def test_a_closed_group_leaks_no_files_threads_or_memory(ranks: Any) -> None:
         assert after <= before + 1
 
 
-def test_the_settings_of_one_object_do_not_change_anothers() -> None:
+def test_settings_stay_per_object() -> None:
+    """The settings of one object do not change anothers."""
     first = AcceleratorState(mixed_precision="bf16", timeout=5)
     second = AcceleratorState(mixed_precision="fp16", timeout=timedelta(seconds=9), hang_warning=1)
     third = PartialState()
@@ -110,7 +115,9 @@ def test_the_settings_of_one_object_do_not_change_anothers() -> None:
     assert first.process_index == second.process_index == third.process_index
 
 
-def test_twenty_accelerators_in_a_row_are_independent(ranks: Any) -> None:
+def test_accelerators_are_independent(ranks: Any) -> None:
+    """Twenty accelerators in a row are independent."""
+
     def run() -> list[Any]:
         made = [Accelerator(mixed_precision=["no", "bf16"][number % 2]) for number in range(20)]
         return [accelerator.mixed_precision for accelerator in made] + [made[3].gather([made[7].process_index])]
@@ -135,7 +142,8 @@ def test_no_state_is_made_by_looking() -> None:
     assert is_initialized()
 
 
-def test_a_forked_child_does_not_use_its_parents_runtime() -> None:
+def test_forked_child_has_own_runtime() -> None:
+    """A forked child does not use its parents runtime."""
     runtime = current()
     child = os.fork()
     if child == 0:
@@ -144,7 +152,9 @@ def test_a_forked_child_does_not_use_its_parents_runtime() -> None:
     assert current() is runtime
 
 
-def test_a_group_of_the_users_own_is_taken_over(ranks: Any) -> None:
+def test_existing_torch_group_used(ranks: Any) -> None:
+    """A group of the users own is taken over."""
+
     def run() -> Any:
         torch.distributed.init_process_group("gloo")
         state = PartialState()
@@ -158,7 +168,9 @@ def test_a_group_of_the_users_own_is_taken_over(ranks: Any) -> None:
     assert ranks(2).run(run) == [(2.0, [0, 1], [1, 1])] * 2
 
 
-def test_decorators_run_functions_on_the_right_processes(ranks: Any) -> None:
+def test_decorators_select_processes(ranks: Any) -> None:
+    """Decorators run functions on the right processes."""
+
     def run() -> list[Any]:
         state = PartialState()
         return [
@@ -178,7 +190,9 @@ def test_print_once_for_each_machine(ranks: Any) -> None:
     assert [outcome.output.strip() for outcome in outcomes] == ["hello", ""]
 
 
-def test_a_trigger_of_one_process_reaches_all_and_is_lowered(ranks: Any) -> None:
+def test_trigger_reaches_all(ranks: Any) -> None:
+    """A trigger of one process reaches all and is lowered."""
+
     def run() -> list[bool]:
         state = PartialState()
         seen = [state.check_trigger()]
@@ -207,7 +221,9 @@ def test_the_main_process_goes_first(ranks: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 3, 10, 37])
-def test_results_of_split_work_come_back_in_the_order_of_the_input(ranks: Any, world: int, padding: bool, count: int) -> None:
+def test_split_results_in_input_order(ranks: Any, world: int, padding: bool, count: int) -> None:
+    """Results of split work come back in the order of the input."""
+
     def run() -> Any:
         state = PartialState()
         wanted = list(range(count))
@@ -224,7 +240,9 @@ def test_results_of_split_work_come_back_in_the_order_of_the_input(ranks: Any, w
         assert seen == [True] * 12
 
 
-def test_other_gathers_after_padded_work_keep_their_rows(ranks: Any) -> None:
+def test_unrelated_gather_keeps_rows(ranks: Any) -> None:
+    """Other gathers after padded work keep their rows."""
+
     def run() -> Any:
         state = PartialState()
         with state.split_between_processes(range(3), apply_padding=True) as mine:
@@ -234,14 +252,17 @@ def test_other_gathers_after_padded_work_keep_their_rows(ranks: Any) -> None:
     assert ranks(2).run(run) == [([0, 1, 2], [[0, 1], [2, 2]], 2, ["one", "one"])] * 2
 
 
-def test_where_the_processes_meet_has_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rendezvous_address_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processes meet has to be known."""
     monkeypatch.setenv("RANK", "0")
     reset()
     with pytest.raises((ConfigError, StateError), match="WORLD_SIZE"):
         PartialState()
 
 
-def test_a_worker_of_a_data_loader_knows_its_rank_and_takes_no_part(ranks: Any) -> None:
+def test_loader_worker_takes_no_part(ranks: Any) -> None:
+    """A worker of a data loader knows its rank and takes no part."""
+
     class Items(torch.utils.data.Dataset[str]):
         def __len__(self) -> int:
             return 2
@@ -263,7 +284,9 @@ def test_a_worker_of_a_data_loader_knows_its_rank_and_takes_no_part(ranks: Any) 
     assert ranks(2).run(run) == [(["0 True"] * 2, [0, 1]), (["1 True"] * 2, [0, 1])]
 
 
-def test_a_fresh_child_process_does_not_take_its_parents_rank(ranks: Any) -> None:
+def test_child_process_does_not_claim_rank(ranks: Any) -> None:
+    """A fresh child process does not take its parents rank."""
+
     def run() -> Any:
         import subprocess
         import sys
@@ -276,7 +299,9 @@ def test_a_fresh_child_process_does_not_take_its_parents_rank(ranks: Any) -> Non
     assert ranks(2).run(run, timeout=60) == [("0", [0, 1]), ("1", [0, 1])]
 
 
-def test_threads_that_need_the_group_at_once_open_one(ranks: Any) -> None:
+def test_concurrent_threads_open_one_group(ranks: Any) -> None:
+    """Threads that need the group at once open one."""
+
     def run() -> int:
         state = PartialState()
         state.destroy_process_group()
@@ -293,7 +318,9 @@ def test_threads_that_need_the_group_at_once_open_one(ranks: Any) -> None:
     assert ranks(2).run(run) == [1, 1]
 
 
-def test_settings_of_the_group_that_cannot_be_had_are_refused(ranks: Any) -> None:
+def test_impossible_group_settings_refused(ranks: Any) -> None:
+    """Settings of the group that cannot be had are refused."""
+
     def run() -> list[int]:
         for wrong in ({"backend": "nonsense"}, {"init_method": "rubbish"}):
             with pytest.raises(ConfigError):
@@ -308,7 +335,9 @@ def test_settings_of_the_group_that_cannot_be_had_are_refused(ranks: Any) -> Non
         PartialState(backend="nonsense")
 
 
-def test_objects_come_back_in_order_and_without_padding_too(ranks: Any) -> None:
+def test_split_objects_in_input_order(ranks: Any) -> None:
+    """Objects come back in order and without padding too."""
+
     def run() -> Any:
         state = PartialState()
         with state.split_between_processes(["a", "b", "c"], apply_padding=True) as mine:
@@ -321,7 +350,9 @@ def test_objects_come_back_in_order_and_without_padding_too(ranks: Any) -> None:
     assert ranks(2).run(run) == [(["a", "b", "c"], ["a", "b", "c"], ["a", "b", "c", "d"])] * 2
 
 
-def test_gathers_of_other_functions_are_not_taken_for_results_of_the_split(ranks: Any) -> None:
+def test_gather_elsewhere_is_not_reordered(ranks: Any) -> None:
+    """Gathers of other functions are not taken for results of the split."""
+
     def run() -> Any:
         state = PartialState()
 
@@ -335,7 +366,9 @@ def test_gathers_of_other_functions_are_not_taken_for_results_of_the_split(ranks
     assert ranks(2).run(run) == [([0, 1, 2], [10, 11, 10, 11])] * 2
 
 
-def test_a_rank_that_stops_early_does_not_change_the_order_on_itself_alone(ranks: Any) -> None:
+def test_early_stop_keeps_rank_order(ranks: Any) -> None:
+    """A rank that stops early does not change the order on itself alone."""
+
     def run() -> Any:
         state = PartialState()
         taken = []
@@ -357,7 +390,9 @@ def test_what_is_not_there_yet_says_so() -> None:
     assert not hasattr(Accelerator(), "lomo_backward")
 
 
-def test_a_rank_that_ends_the_generation_says_why_to_those_who_wait(ranks: Any) -> None:
+def test_abandon_reason_reaches_waiters(ranks: Any) -> None:
+    """A rank that ends the generation says why to those who wait."""
+
     def run() -> str:
         state = AcceleratorState(cpu=True)
         state.wait_for_everyone()

@@ -25,7 +25,9 @@ def draw(generator: torch.Generator) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_states_that_are_named_are_those_of_rank_0_and_the_others_stay(ranks: Any, world: int) -> None:
+def test_named_states_synchronized(ranks: Any, world: int) -> None:
+    """The states that are named are those of rank 0 and the others stay."""
+
     def run() -> Any:
         state = PartialState()
         found = {}
@@ -48,7 +50,9 @@ def test_the_states_that_are_named_are_those_of_rank_0_and_the_others_stay(ranks
             assert {name for name, value in drawn.items() if other[kinds][0][name] == value} == set(kinds)
 
 
-def test_one_state_and_torch_as_the_usual_one(ranks: Any) -> None:
+def test_single_state_defaults_to_torch(ranks: Any) -> None:
+    """One state and torch as the usual one."""
+
     def run() -> tuple[float, float]:
         state = PartialState()
         torch.manual_seed(state.process_index)
@@ -70,7 +74,8 @@ def test_one_state_and_torch_as_the_usual_one(ranks: Any) -> None:
         ([RNGType.XPU], "no such device"),
     ],
 )
-def test_what_is_not_here_is_refused_with_one_process_too(kinds: Any, complaint: str) -> None:
+def test_unknown_state_refused(kinds: Any, complaint: str) -> None:
+    """What is not here is refused with one process too."""
     with pytest.raises(ConfigError, match=complaint):
         synchronize_rng_states(kinds)
 
@@ -82,7 +87,9 @@ def test_one_process_keeps_its_states() -> None:
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_a_refusal_of_one_rank_and_different_kinds_reach_all(ranks: Any) -> None:
+def test_rng_mismatch_reaches_all(ranks: Any) -> None:
+    """A refusal of one rank and different kinds reach all."""
+
     def run() -> list[str]:
         state = PartialState()
         generator = torch.Generator() if state.is_main_process else None

@@ -12,7 +12,9 @@ from slipstream.distributed.progress_bar import tqdm
 from slipstream.errors import ConfigError
 
 
-def test_the_first_process_shows_the_bar_before_and_after_a_state_exists(ranks: Any) -> None:
+def test_tqdm_on_first_process_only(ranks: Any) -> None:
+    """The first process shows the bar before and after a state exists."""
+
     def run() -> Any:
         from slipstream import PartialState
 
@@ -33,6 +35,7 @@ def test_the_first_process_shows_the_bar_before_and_after_a_state_exists(ranks: 
     assert "early" not in other.output
 
 
-def test_a_truth_value_in_the_first_place_is_refused() -> None:
+def test_tqdm_bool_argument_refused() -> None:
+    """A truth value in the first place is refused."""
     with pytest.raises(ConfigError, match="main_process_only=True"):
         tqdm(True, range(3))

@@ -29,7 +29,9 @@ def refusal(act: Any) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_types_that_a_backend_cannot_add_are_reduced_through_one_that_it_can(ranks: Any, world: int) -> None:
+def test_reduce_converts_unsupported_types(ranks: Any, world: int) -> None:
+    """Types that a backend cannot add are reduced through one that it can."""
+
     def run() -> list[Any]:
         state = PartialState()
         me = state.process_index
@@ -69,7 +71,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_types_that_cannot_be_combined_are_refused_at_every_size_and_number_of_processes(ranks: Any, world: int) -> None:
+def test_irreducible_types_refused(ranks: Any, world: int) -> None:
+    """Types that cannot be combined are refused at every size and number of processes."""
+
     def run() -> list[str]:
         state = PartialState()
         texts = [
@@ -95,7 +99,9 @@ def test_the_advice_fits_what_was_passed(value: Any, reduction: str, advice: str
     assert advice in refusal(lambda: reduce(SingleProcessChannel(), Limits(), value, reduction))
 
 
-def test_a_number_that_no_tensor_holds_on_one_rank_is_an_error_on_all(ranks: Any) -> None:
+def test_oversized_number_raises_on_all(ranks: Any) -> None:
+    """A number that no tensor holds on one rank is an error on all."""
+
     def run() -> str:
         state = PartialState()
         with pytest.raises(MismatchError) as caught:
@@ -105,7 +111,9 @@ def test_a_number_that_no_tensor_holds_on_one_rank_is_an_error_on_all(ranks: Any
     assert all("could not be sent" in text for text in ranks(2).run(run))
 
 
-def test_reduce_to_none_is_a_call_like_the_others(ranks: Any) -> None:
+def test_reduce_none_is_guarded(ranks: Any) -> None:
+    """Reduce to none is a call like the others."""
+
     def run() -> tuple[Any, str]:
         state = PartialState()
         me = state.process_index
@@ -122,7 +130,9 @@ def test_reduce_to_none_is_a_call_like_the_others(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_arrays_of_every_memory_layout_travel(ranks: Any, world: int) -> None:
+def test_arrays_of_any_layout(ranks: Any, world: int) -> None:
+    """Arrays of every memory layout travel."""
+
     def run() -> list[Any]:
         state = PartialState()
         fixed = numpy.arange(3.0)
@@ -156,7 +166,9 @@ def test_an_array_turned_round_is_padded(ranks: Any) -> None:
     ],
     ids=["masked", "longdouble"],
 )
-def test_arrays_that_would_lose_something_are_refused_by_every_collective(ranks: Any, array: Any, words: tuple[str, ...]) -> None:
+def test_lossy_arrays_refused(ranks: Any, array: Any, words: tuple[str, ...]) -> None:
+    """Arrays that would lose something are refused by every collective."""
+
     def run() -> list[str]:
         state = PartialState()
         return [refusal(lambda: act(array)) for act in (state.gather, state.reduce, state.broadcast, state.pad_across_processes)]  # noqa: B023
@@ -176,7 +188,8 @@ def test_arrays_that_would_lose_something_are_refused_by_every_collective(ranks:
     ],
     ids=["nested", "jagged", "quantized", "sparse"],
 )
-def test_a_tensor_without_rows_gets_advice_that_fits(make: Any, advice: str) -> None:
+def test_rowless_tensor_advice(make: Any, advice: str) -> None:
+    """A tensor without rows gets advice that fits."""
     tensor = make()
     assert advice in refusal(lambda: PackedTensor(tensor))
     assert advice in refusal(lambda: pad(SingleProcessChannel(), Limits(), tensor))
@@ -202,7 +215,8 @@ def test_empty_texts_and_arrays_come_back(value: Any) -> None:
     assert numpy.array_equal(back, value)
 
 
-def test_one_element_of_any_stride_comes_back() -> None:
+def test_single_element_any_stride() -> None:
+    """One element of any stride comes back."""
     for tensor in (torch.arange(6).reshape(2, 3)[:1, 0], torch.arange(6).reshape(2, 3)[1:, 2:], torch.arange(4)[::2][1]):
         back = codec.decode(codec.encode(tensor))
         assert back.shape == tensor.shape
@@ -218,7 +232,9 @@ class Settings:
     tags: Any
 
 
-def test_equal_values_agree_in_whatever_order_they_were_filled(ranks: Any) -> None:
+def test_equal_values_agree_in_any_order(ranks: Any) -> None:
+    """Equal values agree in whatever order they were filled."""
+
     def run() -> str:
         state = PartialState()
         turned = slice(None, None, -1 if state.process_index else 1)
@@ -234,7 +250,9 @@ def test_equal_values_agree_in_whatever_order_they_were_filled(ranks: Any) -> No
         assert "set: rank 0 | rank 1" in text
 
 
-def test_a_value_that_cannot_be_compared_on_one_rank_is_an_error_on_all(ranks: Any) -> None:
+def test_incomparable_value_raises_on_all(ranks: Any) -> None:
+    """A value that cannot be compared on one rank is an error on all."""
+
     def run() -> tuple[str, list[int]]:
         state = PartialState()
         with pytest.raises(MismatchError) as caught:
@@ -278,7 +296,8 @@ class SharedWithName(Shared):
 
 
 @pytest.mark.parametrize(("make", "kind"), [(Shared, Shared), (lambda data: SharedWithName("n", data), dict)], ids=["taken", "not taken"])
-def test_a_mapping_whose_copy_shares_its_storage_is_not_changed(make: Any, kind: type) -> None:
+def test_shared_storage_mapping_not_changed(make: Any, kind: type) -> None:
+    """A mapping whose copy shares its storage is not changed."""
     first, second = object(), torch.ones(2)
     mapping = make({"b": second, "a": first})
     back = pytree.map_leaves(lambda leaf: leaf if leaf is first else leaf * 2, mapping)
@@ -318,7 +337,8 @@ class Point(namedtuple("Point", "x y")):  # noqa: PYI024
         return super().__new__(cls, both, both)
 
 
-def test_lists_and_tuples_with_a_constructor_of_their_own_are_rebuilt() -> None:
+def test_custom_constructors_rebuilt() -> None:
+    """Lists and tuples with a constructor of their own are rebuilt."""
     named = Named("n", 1, 2)
     back = pytree.map_leaves(str, named)
     assert (type(back), back, back.name, named) == (Named, ["1", "2"], "n", [1, 2])
@@ -331,6 +351,7 @@ def test_lists_and_tuples_with_a_constructor_of_their_own_are_rebuilt() -> None:
     assert pytree.map_leaves(str, torch.Size([2, 3])) == ("2", "3")
 
 
-def test_nothing_to_join_and_nothing_to_slice_are_said_in_words() -> None:
+def test_empty_concatenate_and_slice_errors() -> None:
+    """Nothing to join and nothing to slice are said in words."""
     assert "nothing to join" in refusal(lambda: pytree.concatenate([]))
     assert ".reshape(1)" in refusal(lambda: pytree.slice_tensors({"x": torch.tensor(1)}, slice(0, 1)))

@@ -81,7 +81,9 @@ def caught(act: Callable[[], Any]) -> tuple[str, str, float]:
     ],
     ids=["gather", "gather, 3 ranks", "wait_for_everyone", "destroy_process_group"],
 )
-def test_a_loop_that_one_rank_leaves_early_is_named_on_every_rank(ranks: Any, world: int, then: Callable[[Any], Any], name: str) -> None:
+def test_early_loop_exit_named(ranks: Any, world: int, then: Callable[[Any], Any], name: str) -> None:
+    """A loop that one rank leaves early is named on every rank."""
+
     def run() -> tuple[tuple[str, str, float], bool]:
         training = Training()
 
@@ -104,7 +106,9 @@ def test_a_loop_that_one_rank_leaves_early_is_named_on_every_rank(ranks: Any, wo
         assert works
 
 
-def test_a_rank_that_has_ended_is_named_with_where_it_was_last(ranks: Any) -> None:
+def test_ended_rank_named_with_place(ranks: Any) -> None:
+    """A rank that has ended is named with where it was last."""
+
     def run() -> tuple[str, str, float]:
         training = Training()
         training.steps(3)
@@ -121,7 +125,9 @@ def test_a_rank_that_has_ended_is_named_with_where_it_was_last(ranks: Any) -> No
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_survivors_of_a_kill_in_backward_name_rank_signal_and_last_place(ranks: Any, world: int) -> None:
+def test_kill_in_backward_named(ranks: Any, world: int) -> None:
+    """Survivors of a kill in backward name rank signal and last place."""
+
     def run() -> tuple[str, str, float]:
         training = Training()
         training.steps(2)
@@ -139,7 +145,9 @@ def test_survivors_of_a_kill_in_backward_name_rank_signal_and_last_place(ranks: 
         assert seconds < 10
 
 
-def test_an_error_of_the_program_passes_through_and_the_model_goes_on(ranks: Any) -> None:
+def test_program_error_passes_through(ranks: Any) -> None:
+    """An error of the program passes through and the model goes on."""
+
     def run() -> tuple[str, int, bool]:
         training = Training()
         training.step()
@@ -152,7 +160,9 @@ def test_an_error_of_the_program_passes_through_and_the_model_goes_on(ranks: Any
     assert ranks(2).run(run) == [("RuntimeError", 0, True)] * 2
 
 
-def test_an_error_of_one_rank_in_the_middle_of_backward_is_told_to_those_who_wait(ranks: Any) -> None:
+def test_error_in_backward_reaches_waiters(ranks: Any) -> None:
+    """An error of one rank in the middle of backward is told to those who wait."""
+
     def run() -> tuple[str, tuple[str, str, float], bool]:
         training = Training()
         training.step()
@@ -182,7 +192,7 @@ def test_an_error_of_one_rank_in_the_middle_of_backward_is_told_to_those_who_wai
     assert works_too
 
 
-def test_a_group_in_which_a_rank_stopped_between_two_reductions_is_not_used_for_gradients_again(ranks: Any) -> None:
+def test_out_of_step_group_not_reused(ranks: Any) -> None:
     """The others' next reductions would be taken for the rest of those that it began; collectives of ours go on."""
 
     def run() -> tuple[list[int], int, bool]:
@@ -197,7 +207,9 @@ def test_a_group_in_which_a_rank_stopped_between_two_reductions_is_not_used_for_
     assert ranks(2).run(run) == [([0, 1], 1, True)] * 2
 
 
-def test_a_long_wait_in_backward_prints_who_is_where_and_goes_on(ranks: Any) -> None:
+def test_long_backward_wait_prints_table(ranks: Any) -> None:
+    """A long wait in backward prints who is where and goes on."""
+
     def run() -> None:
         training = Training(hang_warning=2.0)
         training.steps(2)
@@ -233,7 +245,9 @@ def test_ranks_that_are_merely_slow_are_left_alone(ranks: Any) -> None:
     assert outcomes[0].output == "", "all ranks were in the backward pass that took long"
 
 
-def test_a_rank_that_comes_late_is_no_mistake(ranks: Any) -> None:
+def test_late_rank_is_no_error(ranks: Any) -> None:
+    """A rank that comes late is no mistake."""
+
     def run() -> list[int]:
         training = Training(hang_warning=30.0)
         training.step()
@@ -247,7 +261,9 @@ def test_a_rank_that_comes_late_is_no_mistake(ranks: Any) -> None:
     assert [(outcome.value, outcome.output) for outcome in outcomes] == [([0, 1], "")] * 2
 
 
-def test_a_collective_of_ours_inside_of_a_backward_pass_is_in_its_right_place(ranks: Any) -> None:
+def test_collective_inside_backward(ranks: Any) -> None:
+    """A collective of ours inside of a backward pass is in its right place."""
+
     def run() -> tuple[float, list[int]]:
         training = Training(hang_warning=30.0)
         if training.rank == 1:
@@ -262,7 +278,9 @@ def test_a_collective_of_ours_inside_of_a_backward_pass_is_in_its_right_place(ra
     assert first == second
 
 
-def test_a_wait_in_backward_ends_at_the_limit_and_the_late_rank_hears_of_it(ranks: Any) -> None:
+def test_backward_wait_times_out(ranks: Any) -> None:
+    """A wait in backward ends at the limit and the late rank hears of it."""
+
     def run() -> tuple[tuple[str, str, float], bool]:
         training = Training(timeout=2.5)
         training.steps(2)
@@ -282,7 +300,9 @@ def test_a_wait_in_backward_ends_at_the_limit_and_the_late_rank_hears_of_it(rank
     assert works_too
 
 
-def test_a_rank_that_is_stopped_in_backward_is_reported_and_then_an_error(ranks: Any) -> None:
+def test_stopped_rank_in_backward(ranks: Any) -> None:
+    """A rank that is stopped in backward is reported and then an error."""
+
     def run() -> tuple[str, str, float]:
         training = Training(timeout=3.5, hang_warning=2.5)
         training.step()
@@ -297,7 +317,9 @@ def test_a_rank_that_is_stopped_in_backward_is_reported_and_then_an_error(ranks:
     assert "Not there: rank 1" in outcomes[0].output
 
 
-def test_two_kinds_of_sections_that_wait_for_each_other_are_a_mistake(ranks: Any) -> None:
+def test_different_sections_deadlock_raises(ranks: Any) -> None:
+    """Two kinds of sections that wait for each other are a mistake."""
+
     def run() -> tuple[tuple[str, str, float], bool]:
         training = Training(hang_warning=2.0)
         other = current().watch("prepare", Limits(20.0, 3600.0, 2.0))
@@ -315,7 +337,9 @@ def test_two_kinds_of_sections_that_wait_for_each_other_are_a_mistake(ranks: Any
         assert works
 
 
-def test_a_model_of_a_group_that_was_given_up_says_so(ranks: Any) -> None:
+def test_model_of_released_group_raises(ranks: Any) -> None:
+    """A model of a group that was given up says so."""
+
     def run() -> str:
         training = Training(timeout=1.5)
         loss = training.loss()
@@ -332,7 +356,9 @@ def test_a_model_of_a_group_that_was_given_up_says_so(ranks: Any) -> None:
         assert HERE in message
 
 
-def test_of_a_group_that_the_program_opened_the_mistake_is_told_at_once_and_raised_at_its_limit(ranks: Any) -> None:
+def test_foreign_group_reports_and_times_out(ranks: Any) -> None:
+    """Of a group that the program opened the mistake is told at once and raised at its limit."""
+
     def run() -> tuple[str, str, float]:
         dist.init_process_group("gloo", timeout=timedelta(seconds=4))
         training = Training()
@@ -347,18 +373,20 @@ def test_of_a_group_that_the_program_opened_the_mistake_is_told_at_once_and_rais
     assert "gather number 1 at " + HERE in outcomes[0].output
 
 
-def test_ending_the_groups_connections_leaves_those_of_others_alone(ranks: Any) -> None:
+def test_disconnect_spares_other_sockets(ranks: Any) -> None:
+    """Ending the groups connections leaves those of others alone."""
+
     def run() -> tuple[bool, bytes]:
         state = PartialState()
-        links = GlooConnections(dist.distributed_c10d._get_default_store(), state.process_index, 2)
+        connections = GlooConnections(dist.distributed_c10d._get_default_store(), state.process_index, 2)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            with links.recording():
+            with connections.recording():
                 group = dist.new_group()
                 mine = socket.create_connection(listener.getsockname())
             theirs, _ = listener.accept()
         with mine, theirs:
             state.wait_for_everyone()
-            known = links.sever()
+            known = connections.disconnect()
             with pytest.raises(RuntimeError, match="gloo"):
                 dist.all_reduce(torch.ones(1), group=group)
             mine.sendall(b"still here")
@@ -367,7 +395,8 @@ def test_ending_the_groups_connections_leaves_those_of_others_alone(ranks: Any) 
     assert ranks(2).run(run) == [(True, b"still here")] * 2
 
 
-def test_one_process_has_nothing_to_watch() -> None:
+def test_single_process_watchdog() -> None:
+    """One process has nothing to watch."""
     watch = current().watch("backward")
     with watch:
         pass

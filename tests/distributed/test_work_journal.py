@@ -51,7 +51,8 @@ def test_an_interrupted_run_is_taken_in(tmp_path: Path) -> None:
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_crash_in_the_middle_of_a_line_loses_that_line_alone(tmp_path: Path, data: st.DataObject) -> None:
+def test_truncated_line_is_dropped(tmp_path: Path, data: st.DataObject) -> None:
+    """A crash in the middle of a line loses that line alone."""
     path = tmp_path / "results.jsonl"
     for file in tmp_path.iterdir():
         file.unlink()
@@ -71,7 +72,8 @@ def test_a_crash_in_the_middle_of_a_line_loses_that_line_alone(tmp_path: Path, d
     assert begin(path) == {**found, 4: "e"}
 
 
-def test_the_last_form_has_every_item_once_in_order_with_the_result_that_counts(tmp_path: Path) -> None:
+def test_final_journal_in_input_order(tmp_path: Path) -> None:
+    """The last form has every item once in order with the result that counts."""
     path = tmp_path / "results.jsonl"
     begin(path)
     write(path, 7, {4: "of an earlier run"}, run="earlier")
@@ -100,7 +102,8 @@ def test_other_inputs_are_refused(tmp_path: Path, header: JournalHeader) -> None
 
 
 @pytest.mark.parametrize("text", ["my notes", "my notes\n", '{"a": 1}\n', '{"slipstream":"results","version":2}\n'])
-def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> None:
+def test_foreign_file_left_alone(tmp_path: Path, text: str) -> None:
+    """A file that is no journal stays as it is."""
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
@@ -109,7 +112,8 @@ def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> 
 
 
 @pytest.mark.parametrize("line", ["nonsense", '{"index":9,"item":null,"result":1}', '{"index":1}', '{"index":true,"item":null,"result":1}'])
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, line: str) -> None:
+def test_damaged_line_named(tmp_path: Path, line: str) -> None:
+    """A damaged line in the middle is named."""
     path = tmp_path / "results.jsonl"
     begin(path)
     path.write_text(path.read_text() + line + '\n{"index":0,"item":null,"result":1}\n')
@@ -126,7 +130,8 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     begin(path)
 
 
-def test_who_waits_for_the_lock_gets_that_of_the_last_form(tmp_path: Path) -> None:
+def test_lock_waiter_gets_final_file(tmp_path: Path) -> None:
+    """Who waits for the lock gets that of the last form."""
     path = tmp_path / "results.jsonl"
     first = prepare_journal(path, HEADER)
     write(path, 0, {index: index for index in range(5)})
@@ -148,7 +153,8 @@ def test_a_device_or_pipe_is_refused(tmp_path: Path) -> None:
             prepare_journal(path, HEADER)
 
 
-def test_what_was_removed_during_the_work_is_written_from_the_results(tmp_path: Path) -> None:
+def test_removed_lines_rewritten(tmp_path: Path) -> None:
+    """What was removed during the work is written from the results."""
     path = tmp_path / "folder" / "results.jsonl"
     lock = prepare_journal(path, HEADER)
     part = ResultJournal(path, "run", 0)
@@ -164,7 +170,8 @@ def test_what_was_removed_during_the_work_is_written_from_the_results(tmp_path: 
     assert json.loads(path.read_text().splitlines()[2])["item"] == "item 1"
 
 
-def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -> None:
+def test_unwritable_place_named(tmp_path: Path) -> None:
+    """A place that cannot be written is named with a remedy."""
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot be kept in .*results\.jsonl"):
         prepare_journal(tmp_path / "file" / "results.jsonl", HEADER)
@@ -183,6 +190,7 @@ def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -
         ({"n": 10**5000}, "thousands of digits"),
     ],
 )
-def test_results_that_json_does_not_give_back_are_refused(result: Any, words: str) -> None:
+def test_non_json_results_refused(result: Any, words: str) -> None:
+    """Results that JSON does not give back are refused."""
     with pytest.raises(TypeError, match=words):
         check_result(result, 3, Path("results.jsonl"))

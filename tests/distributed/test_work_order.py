@@ -20,7 +20,8 @@ Row = namedtuple("Row", ["id", "name"])  # noqa: PYI024
 
 
 @given(COSTS, st.integers(1, 9), st.sets(st.integers(0, 59)))
-def test_every_item_that_is_not_done_is_in_one_unit(costs: list[float], size: int, done: set[int]) -> None:
+def test_items_in_exactly_one_unit(costs: list[float], size: int, done: set[int]) -> None:
+    """Every item that is not done is in one unit."""
     units = WorkUnits(order_by_cost(costs), size, without=done)
     by_cost = WorkUnits(order_by_cost(costs), size, without=done, costs=costs)
     handed = [position for unit in units for position in unit]
@@ -32,14 +33,17 @@ def test_every_item_that_is_not_done_is_in_one_unit(costs: list[float], size: in
 
 
 @given(COSTS, st.integers(1, 9))
-def test_the_expensive_come_first_and_equals_keep_their_order(costs: list[float], size: int) -> None:
+def test_order_by_cost_is_stable(costs: list[float], size: int) -> None:
+    """The expensive come first and equals keep their order."""
     order = order_by_cost(costs)
     assert [(-costs[position], position) for position in order] == sorted((-cost, position) for position, cost in enumerate(costs))
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=80), st.integers(1, 8))
 @example([1, 2, 2, 1], 3)
-def test_grouping_by_length_never_pads_more_than_the_order_of_the_input(lengths: list[int], size: int) -> None:
+def test_cost_order_never_pads_more(lengths: list[int], size: int) -> None:
+    """Grouping by length never pads more than the order of the input."""
+
     def padded(units: WorkUnits) -> int:
         return sum(len(unit) * max(lengths[position] for position in unit) for unit in units)
 
@@ -68,7 +72,8 @@ def makespan(costs: list[float], processes: int, request: float) -> float:
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("unit", [0.001, 1.0])
-def test_a_heavy_tail_is_shared_nearly_ideally_however_long_items_take(processes: int, unit: float) -> None:
+def test_heavy_tail_shared_evenly(processes: int, unit: float) -> None:
+    """A heavy tail is shared nearly ideally however long items take."""
     ratios, by_cost = [], []
     for seed in range(40):
         draw = random.Random(seed)
@@ -81,7 +86,8 @@ def test_a_heavy_tail_is_shared_nearly_ideally_however_long_items_take(processes
     assert max(by_cost) < 1.1
 
 
-def test_tiny_items_are_taken_by_the_hundred() -> None:
+def test_tiny_items_claimed_in_bulk() -> None:
+    """Tiny items are taken by the hundred."""
     costs = [1e-6] * 100_000
     assert makespan(costs, 4, request=50e-6) < 1.3 * sum(costs) / 4
 
@@ -129,7 +135,9 @@ def test_what_has_no_items_is_refused(inputs: Any) -> None:
         WorkItems(inputs)
 
 
-def test_a_dataset_is_read_where_it_is_asked_for() -> None:
+def test_dataset_read_on_demand() -> None:
+    """A dataset is read where it is asked for."""
+
     class Rows:
         read: list[int] = []
 
@@ -155,14 +163,16 @@ PLAIN = st.recursive(
 
 
 @given(st.lists(PLAIN, max_size=4), st.lists(PLAIN, max_size=4))
-def test_plain_inputs_have_the_same_fingerprint_only_if_they_are_the_same(entries: list[Any], other: list[Any]) -> None:
+def test_fingerprint_identifies_plain_inputs(entries: list[Any], other: list[Any]) -> None:
+    """Plain inputs have the same fingerprint only if they are the same."""
     same = repr(entries) == repr(other)  # 1 == 1.0 == True, and -0.0 == 0.0: a function may treat them differently
     assert (WorkItems(entries).fingerprint() == WorkItems(other).fingerprint()) >= same
     if entries != other:
         assert WorkItems(entries).fingerprint() != WorkItems(other).fingerprint()
 
 
-def test_arrays_count_by_what_is_in_them() -> None:
+def test_fingerprint_covers_array_contents() -> None:
+    """Arrays count by what is in them."""
     base = torch.arange(6, dtype=torch.float32)
     prints = [WorkItems(entry).fingerprint() for entry in (base, base + 1, base.double(), base.reshape(2, 3), base.numpy(), base.clone())]
     assert len(set(prints[:5])) == 5

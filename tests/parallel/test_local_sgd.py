@@ -117,7 +117,7 @@ def test_one_collective_for_each_number_format_and_none_between(ranks: Any) -> N
         model = accelerator.prepare(model)
         reduced = []
         channel = accelerator.state.channel()
-        turn = type(channel.turn(None, None))  # type: ignore[arg-type]
+        turn = type(channel.guard(None, None))  # type: ignore[arg-type]
         real = turn.all_reduce
 
         def counting(self: Any, tensor: torch.Tensor, operation: str) -> None:

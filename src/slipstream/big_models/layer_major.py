@@ -22,7 +22,7 @@ import torch
 
 from slipstream.big_models.weight_store.store import WeightBlock, WeightStore
 from slipstream.distributed.current import current_or_none
-from slipstream.distributed.work_queue.work import make_work_bar
+from slipstream.distributed.progress_bar import show_progress
 from slipstream.errors import ConfigError, StateError
 from slipstream.logging import get_logger
 
@@ -60,13 +60,12 @@ def layer_major(
     if any(store.turns is not None for store in stores):
         raise StateError("layer_major was called while another layer_major runs the same model. Put all inputs into one call.")
     turns = LayerMajorRunner(lambda number: function(items[number]), len(items), min(lanes or len(items), len(items)))
-    bar = make_work_bar(progress, is_main=_is_main(), finished=lambda: turns.finished, total=len(items), before=0)
     for store in stores:
         store.turns = turns
     try:
-        turns.run()
+        with show_progress(progress, is_main=_is_main(), finished=lambda: turns.finished, total=len(items), before=0):
+            turns.run()
     finally:
-        bar.close()
         for store in stores:
             store.turns = None
     return turns.results

@@ -35,13 +35,13 @@ _BUNDLED_PROGRAMS = os.path.join(_PACKAGE, "testing") + os.sep
 
 @lru_cache(maxsize=4096)
 def is_package_frame(filename: str) -> bool:
-    """Whether a file stands between the user's line and ours: of this package, or of what calls it on the user's behalf."""
+    """Whether a file lies between the user's line and ours: in this package, or in what calls it for the user."""
     inside = filename.startswith(_PACKAGE) and not filename.startswith(_BUNDLED_PROGRAMS)
     return inside or filename == contextlib.__file__ or filename.startswith(_autograd())
 
 
 def _autograd() -> tuple[str, ...]:
-    """Where the frames of torch lie that lead from `loss.backward()` or a call of a model to a collective; no frame of torch, no torch."""
+    """Return the files of torch that lead from `loss.backward()` or a call of a model to a collective; empty if torch is not loaded."""
     torch = sys.modules.get("torch")
     if torch is None or torch.__file__ is None:
         return ()
@@ -52,7 +52,7 @@ def _autograd() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def format_site(filename: str, line: int, function: str) -> str:
-    """A place in the program, as messages show it.
+    """Return a place in the program, as messages show it.
 
     >>> format_site("/home/me/train.py", 12, "main"), format_site("/home/me/train.py", 40, "<module>")
     ('train.py:12 in main', 'train.py:40')
@@ -62,21 +62,19 @@ def format_site(filename: str, line: int, function: str) -> str:
 
 
 def call_site() -> str:
-    """The user's `file.py:line in function` that led here.
+    """Return the user's `file.py:line in function` that led here.
 
-    >>> call_site().split(":")[0] != "sites.py"
+    >>> call_site().split(":")[0] != "call_site.py"
     True
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_package_frame(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = _user_frame()
     if frame is None:
         return "unknown place"
     return format_site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def call_path() -> str:
-    """All lines of the user's program that led here, outermost last: the same on processes that are at the same place of it.
+    """Return all lines of the user's program that led here, outermost last; the same on processes at the same place.
 
     >>> call_path() == call_path()
     True
@@ -92,19 +90,24 @@ def call_path() -> str:
 
 
 def calling_code() -> CodeType | None:
-    """The function of the user's that led here, as its code object.
+    """Return the code object of the user's function that led here.
 
     >>> calling_code().co_name
     '<module>'
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_package_frame(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = _user_frame()
     return None if frame is None else frame.f_code
 
 
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and is_package_frame(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 class StackLine(NamedTuple):
-    """One frame of a stack, as it is shown and judged."""
+    """One frame of a stack."""
 
     text: str
     filename: str
@@ -132,7 +135,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def filter_stack(stack: Sequence[StackLine], limit: int = 8, innermost: int = 3) -> list[str]:
-    """Of a stack, outermost first: the last `limit` lines of the user's program and the `innermost` of any kind, from the script on.
+    """Return, of a stack from the script on, the last `limit` lines of the user's program and the `innermost` of any kind.
 
     >>> stack = [StackLine("launcher", os.__file__), StackLine("script", "train.py", is_script=True), StackLine("step", "train.py")]
     >>> filter_stack([*stack, *[StackLine(f"library {depth}", os.__file__) for depth in range(20)]])
@@ -148,7 +151,7 @@ def filter_stack(stack: Sequence[StackLine], limit: int = 8, innermost: int = 3)
 
 
 def user_frames(frame: FrameType | None, limit: int = 8) -> list[str]:
-    """The relevant frames of a stack that ends in this one, innermost last, one line each.
+    """Return the relevant frames of the stack that ends in this frame, innermost last, one line each.
 
     >>> user_frames(sys._getframe())[-1].startswith("File ")
     True

@@ -19,15 +19,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from slipstream.config.sources import environment
 from slipstream.errors import ConfigError
 
+if TYPE_CHECKING:
+    from slipstream.distributed.process_group import Runtime
+
 __all__ = [
     "CLUSTERS", "Cluster", "Environ", "Kubernetes", "Lsf", "Mpi", "Process", "SageMaker", "Single", "Slurm", "Torchrun",
-    "VARIABLE_MEANING", "check_rank_in_range", "derived_port", "describe_set", "detect", "expand_hosts", "raise_half_set", "read_number",
-    "read_text", "require_numbers", "task_counts", "this_process",
+    "VARIABLE_MEANING", "check_rank_in_range", "derived_port", "describe_set", "detect", "expand_hosts", "loaded_runtime", "raise_half_set",
+    "read_number", "read_text", "require_numbers", "task_counts", "this_process",
 ]
 
 
@@ -57,7 +60,7 @@ class Process:
 
     @cached_property
     def host(self) -> str:
-        """The name of this machine; the system is asked for it when somebody wants to know."""
+        """The name of this machine, read when it is first needed."""
         return socket.gethostname()
 
     @property
@@ -91,7 +94,7 @@ VARIABLE_MEANING = {
 
 
 def read_text(environ: Environ, *names: str) -> str | None:
-    """The first of these variables that holds something; a blank one counts as not set.
+    """Return the first of these variables that is set; a blank one counts as not set.
 
     >>> read_text({"A": " ", "B": "x"}, "A", "B")
     'x'
@@ -100,12 +103,12 @@ def read_text(environ: Environ, *names: str) -> str | None:
 
 
 def describe_set(environ: Environ, *names: str) -> str:
-    """`NAME_ATTRIBUTE=value` for those of the names that hold something."""
+    """Return `NAME=value` for those of the names that are set."""
     return ", ".join(f"{name}={value}" for name in names if (value := read_text(environ, name)) is not None) or "none"
 
 
 def read_number(environ: Environ, *names: str, least: int = 0, most: int = 10**9) -> int | None:
-    """The first of these variables that is set, as a whole number from `least` to `most`."""
+    """Return the first of these variables that is set, as a whole number from `least` to `most`."""
     for name in names:
         value = read_text(environ, name)
         if value is None:
@@ -118,7 +121,7 @@ def read_number(environ: Environ, *names: str, least: int = 0, most: int = 10**9
 
 
 def require_numbers(environ: Environ, system: str, *groups: tuple[str, ...]) -> list[int]:
-    """One number per group of alternative names; the groups that have none are reported together."""
+    """Return a number per group of alternative names; the groups that have none are reported together."""
     numbers = [read_number(environ, *names) for names in groups]
     missing = [names[0] for names, value in zip(groups, numbers, strict=True) if value is None]
     if missing:
@@ -127,7 +130,7 @@ def require_numbers(environ: Environ, system: str, *groups: tuple[str, ...]) -> 
 
 
 def raise_half_set(environ: Environ, system: str, looked_at: tuple[str, ...], missing: list[str], why: str = "") -> NoReturn:
-    """The error for rank variables of which some are missing: what is set, what is not, what to set or unset."""
+    """Raise for rank variables of which some are missing: what is set, what is not, what to set or unset."""
     found = tuple(name for name in looked_at if read_text(environ, name) is not None)
     wanted = ", ".join(name + (f" ({VARIABLE_MEANING[name]})" if name in VARIABLE_MEANING else "") for name in missing)
     raise ConfigError(
@@ -139,7 +142,7 @@ def raise_half_set(environ: Environ, system: str, looked_at: tuple[str, ...], mi
 
 
 def check_rank_in_range(system: str, low_name: str, low: int, high_name: str, high: int) -> None:
-    """A rank must be smaller than the number of ranks."""
+    """Raise unless a rank is smaller than the number of ranks."""
     if low >= high:
         span = f"it has to be one of 0 to {high - 1}" if high else "there has to be at least one"
         raise ConfigError(
@@ -149,7 +152,7 @@ def check_rank_in_range(system: str, low_name: str, low: int, high_name: str, hi
 
 
 def derived_port(job: str) -> int:
-    """A port that every rank of the job computes alike, below the range from which systems take ports of outgoing connections.
+    """Return a port that every rank of the job computes alike, below the range of ports for outgoing connections.
 
     >>> derived_port("1234.0") == derived_port("1234.0"), 12000 <= derived_port("1234.0") < 28000
     (True, True)
@@ -158,7 +161,7 @@ def derived_port(job: str) -> int:
 
 
 def expand_hosts(hosts: str) -> tuple[str, ...]:
-    """The host names that a Slurm host list stands for, in order.
+    """Return the host names that a Slurm host list stands for, in order.
 
     >>> expand_hosts("node[001-003,007],gpu1")
     ('node001', 'node002', 'node003', 'node007', 'gpu1')
@@ -192,7 +195,7 @@ def _expand_range(ranges: str, hosts: str) -> list[str]:
 
 
 def task_counts(environ: Environ, name: str) -> list[int]:
-    """Tasks per node from a list such as `4(x2),3`: two nodes with four tasks, then one with three.
+    """Return the tasks per node from a list such as `4(x2),3`: two nodes with four tasks, then one with three.
 
     >>> task_counts({"SLURM_TASKS_PER_NODE": "4(x2),3"}, "SLURM_TASKS_PER_NODE")
     [4, 4, 3]
@@ -213,10 +216,7 @@ _SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
 
 
 class Cluster(Protocol):
-    """A system that starts processes and tells each who it is through variables."""
-
-    @property
-    def name(self) -> str: ...
+    """A system that starts processes and tells each its rank through variables."""
 
     def detect(self, environ: Environ) -> bool: ...
 
@@ -224,7 +224,7 @@ class Cluster(Protocol):
 
 
 def detect(environ: Environ) -> Process:
-    """The process that these variables describe, by the first system of `CLUSTERS` that recognises them.
+    """Return the process that these variables describe, by the first system of `CLUSTERS` that recognises them.
 
     >>> detect({}).cluster
     'single'
@@ -232,34 +232,35 @@ def detect(environ: Environ) -> Process:
     >>> me.rank, me.local_rank, me.one_machine
     (1, 1, True)
     """
-    cluster = next(entry for entry in CLUSTERS if entry.detect(environ))
+    cluster = next(cluster for cluster in CLUSTERS if cluster.detect(environ))
     process = cluster.process(environ)
     _check_leftovers(environ, process)
     return process
 
 
-def _rendezvous_address(
-    environ: Environ, system: str, process: Process, job: str | None, first_host: str | None = None
-) -> tuple[str | None, int | None]:
-    """MASTER_ADDR and MASTER_PORT where they are set; otherwise loopback or the first host, and a port derived from the job."""
-    address, port = read_text(environ, "MASTER_ADDR"), read_number(environ, "MASTER_PORT", least=1, most=65535)
-    if process.world_size == 1:
-        return address, port
-    address = address or ("127.0.0.1" if process.num_nodes == 1 else first_host)
-    port = port or (derived_port(job) if job else None)
-    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]
-    if missing:
-        wanted = " and ".join(f"{name} ({VARIABLE_MEANING[name]})" for name in missing)
-        raise ConfigError(
-            f"Rank {process.rank} of {process.world_size} was started by {system}, whose variables do not say where the processes meet. "
-            f"Set {wanted} for every process: `export {missing[0]}=...` in the job script. Where mpirun starts the processes it has "
-            f"to pass it on (Open MPI: `-x {missing[0]}`, Intel MPI and MPICH: `-genvlist {','.join(missing)}`)."
-        )
-    return address, port
+def _with_rendezvous(environ: Environ, process: Process, job: str | None, first_host: str | None = None) -> Process:
+    """Add where the processes meet: MASTER_ADDR and MASTER_PORT if set; otherwise loopback or the first host, and a port of the job."""
+    address, port = read_text(environ, "MASTER_ADDR"), _read_port(environ, "MASTER_PORT")
+    if process.world_size > 1:
+        address = address or ("127.0.0.1" if process.num_nodes == 1 else first_host)
+        port = port or (derived_port(job) if job else None)
+        missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]
+        if missing:
+            wanted = " and ".join(f"{name} ({VARIABLE_MEANING[name]})" for name in missing)
+            raise ConfigError(
+                f"Rank {process.rank} of {process.world_size} was started by {process.cluster}, whose variables do not say where the "
+                f"processes meet. Set {wanted} for every process: `export {missing[0]}=...` in the job script. Where mpirun starts the "
+                f"processes it has to pass it on (Open MPI: `-x {missing[0]}`, Intel MPI and MPICH: `-genvlist {','.join(missing)}`)."
+            )
+    return replace(process, master_addr=address, master_port=port, run_id=job or "none")
+
+
+def _read_port(environ: Environ, *names: str) -> int | None:
+    return read_number(environ, *names, least=1, most=65535)
 
 
 def _derive_nodes(rank: int, world: int, local_rank: int, local_world: int) -> tuple[int, int]:
-    """(node, nodes) for systems that do not number their machines: filled one after the other, or dealt out in turn.
+    """Return (node, nodes) for systems that do not number their machines: filled one after the other, or in turn.
 
     With uneven machines the number of nodes is an estimate; that it is more than one is certain.
     """
@@ -278,8 +279,13 @@ def _check_local(system: str, local_rank: tuple[str, int], local_world: tuple[st
         )
 
 
-def _with_rendezvous(place: Process, address: str | None, port: int | None, *, run_id: str | None) -> Process:
-    return replace(place, master_addr=address, master_port=port, run_id=run_id or "none")
+def _make_process(system: str, ranks: tuple[int, int], local: tuple[int, int], node: tuple[int, int], **more: Any) -> Process:
+    """Return a process of (rank, world), (local rank, local world) and (node, nodes)."""
+    (rank, world), (local_rank, local_world), (node_rank, nodes) = ranks, local, node
+    return Process(
+        rank=rank, world_size=world, local_rank=local_rank, local_world_size=local_world, node_rank=node_rank, num_nodes=nodes,
+        cluster=system, **more,
+    )
 
 
 # The systems ----------------------------------------------------------------------------------------------------------
@@ -309,16 +315,10 @@ class Torchrun:
             if missing:
                 raise_half_set(environ, self.name, self.looked_at, missing)
         _check_copied_rank(environ, rank, world)
-        return Process(
-            rank=rank,
-            world_size=world,
-            local_rank=local_rank,
-            local_world_size=local_world,
-            node_rank=node,
-            num_nodes=nodes,
-            cluster=self.name,
+        return _make_process(
+            self.name, (rank, world), (local_rank, local_world), (node, nodes),
             master_addr=read_text(environ, "MASTER_ADDR"),
-            master_port=read_number(environ, "MASTER_PORT", least=1, most=65535),
+            master_port=_read_port(environ, "MASTER_PORT"),
             run_id=read_text(environ, "TORCHELASTIC_RUN_ID") or "none",
             attempt=read_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
             agent_store=(read_text(environ, "TORCHELASTIC_USE_AGENT_STORE") or "").lower() in ("true", "1"),
@@ -359,18 +359,15 @@ class Mpi:
         _check_local(self.name, (self.local_rank[0], local_rank), (self.local_world[0], local_world), (self.world[0], world))
         node, nodes = _derive_nodes(rank, world, local_rank, local_world)
         told = read_number(environ, *self.node)
-        place = Process(
-            rank=rank,
-            world_size=world,
-            local_rank=local_rank,
-            local_world_size=local_world,
-            node_rank=node if told is None or told >= nodes else told,
-            num_nodes=nodes,
-            cluster=self.name,
-        )
-        job = read_text(environ, *self.job)
-        address, port = _rendezvous_address(environ, self.name, place, job, self._first_host(environ))
-        return _with_rendezvous(place, address, port, run_id=job)
+        node = node if told is None or told >= nodes else told
+        place = _make_process(self.name, (rank, world), (local_rank, local_world), (node, nodes))
+        return _with_rendezvous(environ, place, read_text(environ, *self.job), self._first_host(environ))
+
+    @classmethod
+    def with_prefix(cls, name: str, prefix: str, *job: str) -> Mpi:
+        """Return a runtime that gives its numbers as PREFIX_RANK, PREFIX_SIZE, PREFIX_LOCAL_RANK and PREFIX_LOCAL_SIZE."""
+        rank, world, local_rank, local_world = ((f"{prefix}_{what}",) for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        return cls(name, rank, world, local_rank, local_world, job)
 
     def _first_host(self, environ: Environ) -> str | None:
         """No variable of mpirun names the machine of rank 0."""
@@ -427,17 +424,9 @@ class Slurm:
         _check_local(self.name, ("SLURM_LOCALID", local_rank), ("tasks on this node", local_world), ("the number of tasks", world))
         job_id, step_id = read_text(environ, "SLURM_JOB_ID", "SLURM_JOBID"), read_text(environ, "SLURM_STEP_ID", "SLURM_STEPID")
         job = f"{job_id}.{step_id}" if job_id else None
-        place = Process(
-            rank=rank,
-            world_size=world,
-            local_rank=local_rank,
-            local_world_size=local_world,
-            node_rank=node,
-            num_nodes=nodes,
-            cluster=self.name,
-            attempt=read_number(environ, "SLURM_RESTART_COUNT") or 0,
-        )
-        return _with_rendezvous(place, *_rendezvous_address(environ, self.name, place, job, hosts[0] if hosts else None), run_id=job)
+        attempt = read_number(environ, "SLURM_RESTART_COUNT") or 0
+        place = _make_process(self.name, (rank, world), (local_rank, local_world), (node, nodes), attempt=attempt)
+        return _with_rendezvous(environ, place, job, hosts[0] if hosts else None)
 
     def _hosts(self, environ: Environ) -> tuple[str, ...]:
         hosts = read_text(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -462,11 +451,7 @@ class Kubernetes:
     world = ("WORLD_SIZE", "PET_NNODES")
 
     def detect(self, environ: Environ) -> bool:
-        if (
-            read_text(environ, "LOCAL_RANK") is not None
-            or read_text(environ, *self.world) is None
-            or read_text(environ, *self.rank) is None
-        ):
+        if read_text(environ, "LOCAL_RANK") is not None or None in (read_text(environ, *self.world), read_text(environ, *self.rank)):
             return False
         if read_text(environ, "PET_NODE_RANK", "JOB_COMPLETION_INDEX") is not None:
             return True
@@ -487,12 +472,12 @@ class Kubernetes:
         rank, world = require_numbers(environ, self.name, self.rank, self.world)
         check_rank_in_range(self.name, "/".join(self.rank), rank, "/".join(self.world), world)
         address = read_text(environ, "MASTER_ADDR", "PET_MASTER_ADDR")
-        port = read_number(environ, "MASTER_PORT", "PET_MASTER_PORT", least=1, most=65535)
+        port = _read_port(environ, "MASTER_PORT", "PET_MASTER_PORT")
         if world > 1 and (address is None or port is None):
             missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]
             raise_half_set(environ, self.name, (*self.rank, *self.world, "MASTER_ADDR", "MASTER_PORT"), missing)
-        place = Process(rank=rank, world_size=world, node_rank=rank, num_nodes=world, cluster=self.name)
-        return _with_rendezvous(place, address, port, run_id=read_text(environ, "PET_RDZV_ID", "JOB_NAME"))
+        run_id = read_text(environ, "PET_RDZV_ID", "JOB_NAME") or "none"
+        return _make_process(self.name, (rank, world), (0, 1), (rank, world), master_addr=address, master_port=port, run_id=run_id)
 
 
 class SageMaker:
@@ -515,15 +500,9 @@ class SageMaker:
                 f"Correct them, or unset both to run as a single process."
             )
         hosts = sorted(hosts)
-        place = Process(
-            rank=hosts.index(current),
-            world_size=len(hosts),
-            node_rank=hosts.index(current),
-            num_nodes=len(hosts),
-            cluster=self.name,
-        )
+        place = hosts.index(current), len(hosts)
         job = read_text(environ, "TRAINING_JOB_NAME", "SM_JOB_NAME") or ",".join(hosts)
-        return _with_rendezvous(place, *_rendezvous_address(environ, self.name, place, job, hosts[0]), run_id=job)
+        return _with_rendezvous(environ, _make_process(self.name, place, (0, 1), place), job, hosts[0])
 
 
 class Single:
@@ -545,22 +524,8 @@ class Single:
 CLUSTERS: tuple[Cluster, ...] = (
     Kubernetes(),
     Torchrun(),
-    Lsf(
-        name="lsf",
-        rank=("JSM_NAMESPACE_RANK",),
-        world=("JSM_NAMESPACE_SIZE",),
-        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-        local_world=("JSM_NAMESPACE_LOCAL_SIZE",),
-        job=("PMIX_NAMESPACE", "LSB_JOBID"),
-    ),
-    Mpi(
-        name="openmpi",
-        rank=("OMPI_COMM_WORLD_RANK",),
-        world=("OMPI_COMM_WORLD_SIZE",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_world=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
-    ),
+    Lsf.with_prefix("lsf", "JSM_NAMESPACE", "PMIX_NAMESPACE", "LSB_JOBID"),
+    Mpi.with_prefix("openmpi", "OMPI_COMM_WORLD", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
     Mpi(
         name="intelmpi",
         rank=("PMI_RANK",),
@@ -570,14 +535,7 @@ CLUSTERS: tuple[Cluster, ...] = (
         job=("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID"),
         node=("HYDRA_BSTRAP_NODE_ID", "PALS_NODEID"),
     ),
-    Mpi(
-        name="mvapich",
-        rank=("MV2_COMM_WORLD_RANK",),
-        world=("MV2_COMM_WORLD_SIZE",),
-        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-        local_world=("MV2_COMM_WORLD_LOCAL_SIZE",),
-        job=("MPIRUN_ID", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID"),
-    ),
+    Mpi.with_prefix("mvapich", "MV2_COMM_WORLD", "MPIRUN_ID", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID"),
     Slurm(),
     SageMaker(),
     Single(),
@@ -589,7 +547,7 @@ CLUSTERS: tuple[Cluster, ...] = (
 
 
 def _check_leftovers(environ: Environ, process: Process) -> None:
-    """A rank variable that survives from elsewhere and says something else than the system that started this process."""
+    """Raise for a rank variable that contradicts the system that started this process."""
     for name, value in (("RANK", process.rank), ("WORLD_SIZE", process.world_size), ("LOCAL_RANK", process.local_rank)):
         told = read_number(environ, name)
         if told is not None and told != value:
@@ -600,7 +558,7 @@ def _check_leftovers(environ: Environ, process: Process) -> None:
 
 
 def _check_copied_rank(environ: Environ, rank: int, world: int) -> None:
-    """RANK=0 in every task: it was set once in a job script, where the task's own number was not known yet."""
+    """Raise for RANK=0 in every task: it was set once in a job script, where the task's own number is not known yet."""
     if rank != 0 or read_text(environ, "TORCHELASTIC_RUN_ID") is not None:
         return
     for rank_name, world_name in (
@@ -618,18 +576,22 @@ def _check_copied_rank(environ: Environ, rank: int, world: int) -> None:
 
 
 def this_process() -> Process:
-    """This process as the runtime knows it, or else the variables of the launcher; broken ones are for a state to report.
+    """Return this process as the runtime knows it, or else the variables of the launcher; broken ones are for a state to report.
 
     >>> this_process().is_main
     True
     """
-    module = sys.modules.get("slipstream.distributed.current")  # where it is not loaded there is no runtime
-    current_or_none = getattr(module, "current_or_none", None)  # absent while the module itself is being loaded
-    runtime = None if current_or_none is None else current_or_none()
+    runtime = loaded_runtime()
     if runtime is not None:
-        process: Process = runtime.process
-        return process
+        return runtime.process
     try:
         return detect(environment())
     except ConfigError:
         return Process()
+
+
+def loaded_runtime() -> Runtime | None:
+    """Return the runtime if there is one, without loading its module, which would import torch."""
+    current_or_none = getattr(sys.modules.get("slipstream.distributed.current"), "current_or_none", None)  # absent while it is loaded
+    runtime: Runtime | None = None if current_or_none is None else current_or_none()
+    return runtime

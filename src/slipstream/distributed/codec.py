@@ -15,23 +15,23 @@ import math
 import pickle  # noqa: TID251 - only for objects of foreign classes, see above
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy
 import torch
 
 from slipstream.devices.table import CPU
 from slipstream.distributed.pytree import children, flatten, is_namedtuple, is_node, map_leaves
-from slipstream.files.disk import copy_bytes
 
 __all__ = [
     "Entries", "PackedTensor", "as_tensor", "byte_view", "convert_number", "decode", "describe_tensor", "empty_host_tensor", "encode",
-    "is_entries", "is_items", "is_tensor_leaf", "pack_object", "tensor_from_bytes", "tensor_from_chunks", "unpack_object",
+    "is_entries", "is_items", "is_plain_tensor", "is_tensor_leaf", "pack_object", "tensor_from_bytes", "tensor_from_chunks",
+    "unpack_object",
 ]
 
 
 def empty_host_tensor(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor without values in host memory, whatever the default device and mode are.
+    """Return a tensor without values in host memory, whatever the default device and mode are.
 
     >>> empty_host_tensor(torch.int8, (2, 3)).data_ptr() % 64
     0
@@ -43,39 +43,33 @@ def empty_host_tensor(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor that `empty_host_tensor` made, to be written while the tensor lives.
+    """Return the bytes of a tensor that `empty_host_tensor` made, to be written while the tensor lives.
 
-    By its address: after `numpy()`, which would do it too, torch no longer resizes the storage of a tensor.
+    It uses the address: after `numpy()` torch no longer resizes the storage of a tensor.
     """
     if not tensor.numel():
         return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor of these elements.
-
-    >>> tensor_from_bytes(memoryview(b"\\x02\\x00\\x01\\x00"), torch.int16, (2,))
-    tensor([2, 1], dtype=torch.int16)
-    """
-    made = empty_host_tensor(dtype, shape)
-    copy_bytes(byte_view(made), data)
-    return made
-
-
 def tensor_from_chunks(chunks: Iterable[Any], dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor of the elements in several buffers of bytes, one after the other.
+    """Return a tensor of the elements in several buffers of bytes, one after the other.
 
     >>> tensor_from_chunks([bytes([1, 0]), bytes([2, 0, 3, 0])], torch.int16, (3,))
     tensor([1, 2, 3], dtype=torch.int16)
     """
     made = empty_host_tensor(dtype, shape)
-    target, done = byte_view(made), 0
+    target, done = numpy.frombuffer(byte_view(made), dtype=numpy.uint8), 0
     for chunk in chunks:
-        data = memoryview(chunk)
-        copy_bytes(target[done : done + data.nbytes], data)
-        done += data.nbytes
+        data = numpy.frombuffer(chunk, dtype=numpy.uint8)  # numpy copies large arrays without holding the GIL
+        target[done : done + data.size] = data
+        done += data.size
     return made
+
+
+def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
+    """Return a tensor of the elements in one buffer of bytes."""
+    return tensor_from_chunks([data], dtype, shape)
 
 
 _TAG = "\0"
@@ -89,7 +83,7 @@ _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def encode(value: Any, *, plain_only: bool = False) -> bytes:
-    """Bytes from which `decode` makes an equal value.
+    """Return bytes from which `decode` makes an equal value.
 
     >>> decode(encode([{"text": "a", 1: (2.5, b"x")}, None]))
     [{'text': 'a', 1: (2.5, b'x')}, None]
@@ -102,7 +96,7 @@ def encode(value: Any, *, plain_only: bool = False) -> bytes:
 
 
 def decode(data: Any) -> Any:
-    """The value that was encoded, from bytes or an array of them. Raises ValueError for bytes that `encode` did not write."""
+    """Return the value that was encoded, from bytes or an array of them. Raises ValueError for bytes that `encode` did not write."""
     view = memoryview(data)
     kind = bytes(view[:1])
     if kind == b"J":
@@ -166,17 +160,11 @@ class _Encoder:
             return {_TAG: "complex", "v": [value.real, value.imag]}
         if kind is bytes or kind is bytearray:
             return {_TAG: kind.__name__, "at": self._store(bytes(value))}
-        if kind is torch.Tensor and value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested):
+        if kind is torch.Tensor and is_plain_tensor(value):
             return {_TAG: "tensor", **self._tensor(value)}
         if isinstance(value, (numpy.ndarray, numpy.generic)) and kind.__module__ == "numpy" and value.dtype.kind in "biufcSUmM":
-            data = self._store(numpy.ascontiguousarray(value).tobytes())
-            return {
-                _TAG: "array",
-                "dtype": value.dtype.str,
-                "shape": list(value.shape),
-                "scalar": isinstance(value, numpy.generic),
-                "at": data,
-            }
+            scalar, data = isinstance(value, numpy.generic), self._store(numpy.ascontiguousarray(value).tobytes())
+            return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "scalar": scalar, "at": data}
         if self._plain_only:
             raise TypeError(
                 f"a {kind.__module__}.{kind.__qualname__} is not plain data: pass text, numbers, bytes, arrays or containers of them"
@@ -184,10 +172,7 @@ class _Encoder:
         return {_TAG: "foreign", "at": self._store(pickle.dumps(value))}
 
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
-        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).cpu()
-        if flat.numel() == 1:  # one element may have any stride and still count as contiguous, but cannot be viewed as bytes then
-            flat = flat.as_strided((1,), (1,))
-        data = self._store(flat.view(torch.uint8).numpy().tobytes())
+        data = self._store(PackedTensor(value.cpu()).bytes().tobytes())
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "at": data}
 
 
@@ -208,34 +193,22 @@ class _Decoder:
             return value
         if _TAG not in value:
             return {key: self.restore(item) for key, item in value.items()}
-        make = self._MAKERS.get(value[_TAG])
-        if make is None:
-            raise ValueError(f"{value[_TAG]!r} is not a kind of value that this codec writes")
-        return make(self, value)
-
-    def _make_dict(self, node: dict[str, Any]) -> Any:
-        return {self.restore(key): self.restore(item) for key, item in node["v"]}
-
-    def _make_tuple(self, node: dict[str, Any]) -> Any:
-        return tuple(self.restore(item) for item in node["v"])
-
-    def _make_set(self, node: dict[str, Any]) -> Any:
-        return {self.restore(item) for item in node["v"]}
-
-    def _make_frozenset(self, node: dict[str, Any]) -> Any:
-        return frozenset(self.restore(item) for item in node["v"])
-
-    def _make_int(self, node: dict[str, Any]) -> Any:
-        return int(node["v"], 16)
-
-    def _make_complex(self, node: dict[str, Any]) -> Any:
-        return complex(*node["v"])
-
-    def _make_bytes(self, node: dict[str, Any]) -> Any:
-        return bytes(self._bytes(node["at"]))
-
-    def _make_bytearray(self, node: dict[str, Any]) -> Any:
-        return bytearray(self._bytes(node["at"]))
+        kind = value[_TAG]
+        if kind == "dict":
+            return {self.restore(key): self.restore(item) for key, item in value["v"]}
+        if kind in _CONTAINERS:
+            return _CONTAINERS[kind](self.restore(item) for item in value["v"])
+        if kind == "int":
+            return int(value["v"], 16)
+        if kind == "complex":
+            return complex(*value["v"])
+        make = {"array": self._make_array, "tensor": self._make_tensor}.get(kind)
+        if make is not None:
+            return make(value)
+        from_bytes = _FROM_BYTES.get(kind)
+        if from_bytes is None:
+            raise ValueError(f"{kind!r} is not a kind of value that this codec writes")
+        return from_bytes(self._bytes(value["at"]))
 
     def _make_array(self, node: dict[str, Any]) -> Any:
         dtype, shape = numpy.dtype(node["dtype"]), node["shape"]
@@ -251,29 +224,24 @@ class _Decoder:
         data, shape = self._bytes(node["at"]), node["shape"]
         if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
             raise ValueError(f"{len(data)} bytes are not a tensor of {dtype} with shape {shape}")
-        return tensor_from_bytes(data, dtype, shape)
+        return tensor_from_chunks([data], dtype, shape)
 
-    def _make_foreign(self, node: dict[str, Any]) -> Any:
-        return pickle.loads(self._bytes(node["at"]))
 
-    _MAKERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], Any]]] = {
-        "dict": _make_dict,
-        "tuple": _make_tuple,
-        "set": _make_set,
-        "frozenset": _make_frozenset,
-        "int": _make_int,
-        "complex": _make_complex,
-        "bytes": _make_bytes,
-        "bytearray": _make_bytearray,
-        "array": _make_array,
-        "tensor": _make_tensor,
-        "foreign": _make_foreign,
-    }
+_CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_FROM_BYTES: dict[str, Callable[[memoryview], Any]] = {"bytes": bytes, "bytearray": bytearray, "foreign": pickle.loads}
 
 
 def is_tensor_leaf(value: object) -> bool:
     """Whether this leaf has a first dimension and a type that all processes can share."""
     return isinstance(value, torch.Tensor) or (isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc")
+
+
+def is_plain_tensor(leaf: Any) -> bool:
+    """Whether a tensor or array travels as raw bytes of numbers; others keep their class on the way through `encode`."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.layout is torch.strided and not (leaf.is_quantized or leaf.is_meta or leaf.is_nested)
+    kind = leaf.dtype.kind
+    return kind in "biufc" and leaf.dtype.isnative and leaf.dtype.itemsize <= (8 if kind == "f" else 16)
 
 
 def _holds_tensor(value: object) -> bool:
@@ -320,7 +288,7 @@ def is_entries(node: object) -> bool:
 
 
 def pack_object(value: Any) -> list[Any]:
-    """A value that is sent whole, as it travels: its tensors in host memory, and beside it where they were, unless all were there."""
+    """Return a value that is sent whole with its tensors in host memory, and the devices they were on (None if all were on the host)."""
     if not _holds_tensor(value):
         return [value, None]
     kinds = [leaf.device.type for leaf in flatten(value) if isinstance(leaf, torch.Tensor)]
@@ -328,7 +296,7 @@ def pack_object(value: Any) -> list[Any]:
 
 
 def unpack_object(packed: list[Any], own: Any) -> Any:
-    """A value that came from some rank, its tensors on the kind of device where they were; `own`: that of this rank.
+    """Return a value that came from another rank, its tensors on the type of device where they were; `own` is that of this rank.
 
     >>> unpack_object(pack_object([{"text": "a", "row": torch.ones(1)}]), [])
     [{'text': 'a', 'row': tensor([1.])}]
@@ -393,17 +361,17 @@ class PackedTensor:
         self.on_host = tensor.device.type == _CPU
 
     def bytes(self) -> Any:
-        """The contents of host memory as a numpy array of bytes, without a copy."""
+        """Return the contents in host memory as a numpy array of bytes, without a copy."""
         return self.tensor.view(-1).view(torch.uint8).numpy() if self.rows * self.row_bytes else _NO_BYTES
 
     def as_rows(self, data: torch.Tensor, rows: int) -> torch.Tensor:
-        """Bytes of any process as rows of this leaf's type: a view."""
+        """View bytes of any process as rows of this leaf's type."""
         if not data.numel():
             return torch.empty((rows, *self.row_shape), dtype=self.dtype, device=data.device)
         return data.view(self.dtype).view((rows, *self.row_shape))
 
     def finish(self, tensor: torch.Tensor) -> Any:
-        """A result in the form that the leaf had."""
+        """Return a result in the form of the leaf."""
         return tensor.numpy() if self.is_array else tensor
 
 
@@ -411,9 +379,9 @@ _NO_BYTES = numpy.empty(0, dtype=numpy.uint8)
 
 
 def as_tensor(leaf: Any) -> torch.Tensor:
-    """A tensor or array leaf as a plain tensor without gradient; TypeError for what has no rows that could travel.
+    """Return a tensor or array leaf as a plain tensor without gradient; TypeError for what has no rows that could travel.
 
-    An array shares its memory with the tensor where that can be: not if it is read-only, turned round or of foreign byte order.
+    An array shares its memory with the tensor unless it is read-only, reversed or of foreign byte order.
 
     >>> as_tensor(numpy.arange(3)[::-1])
     tensor([2, 1, 0])
@@ -452,7 +420,7 @@ def _check_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def convert_number(leaf: Any) -> Any:
-    """Python and numpy numbers as tensors without dimensions; everything else as it is."""
+    """Return Python and numpy numbers as tensors without dimensions, and everything else as it is."""
     if isinstance(leaf, (bool, int, float, complex, numpy.number, numpy.bool_)):
         return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
     return leaf

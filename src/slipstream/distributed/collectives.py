@@ -8,7 +8,8 @@ any other leaf becomes a list with one value per rank. A channel and limits are 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from operator import itemgetter
 from typing import Any, Protocol
@@ -29,10 +30,11 @@ from slipstream.distributed.codec import (
     unpack_object,
 )
 from slipstream.distributed.guard import Body, BodyReader, Channel, GuardedCall, Limits, align, announce_failure, check_rank, make_call
+from slipstream.distributed.heartbeat import format_ranks
 from slipstream.errors import MismatchError
 
 __all__ = [
-    "REDUCTIONS", "ResultOrder", "barrier", "broadcast", "broadcast_from_owner", "broadcast_objects", "check_agreement", "gather",
+    "REDUCTIONS", "ResultOrder", "broadcast", "broadcast_from_owner", "broadcast_objects", "check_agreement", "gather",
     "gather_objects", "gather_with_gradient", "pad", "reduce",
 ]
 
@@ -42,11 +44,11 @@ _SCALAR = -1
 
 
 class ResultOrder(Protocol):
-    """How results of split work are put back: the order of the input, without what only padded a part."""
+    """How results of split work are put back into the order of the input, without padding."""
 
     @property
     def total(self) -> int:
-        """How many samples the whole input had, as far as this rank knows; -1 for not known. All ranks have to know the same."""
+        """How many samples the whole input had, as far as this rank knows; -1 if unknown. All ranks have to know the same."""
 
     @property
     def leaf_by_leaf(self) -> bool:
@@ -54,10 +56,19 @@ class ResultOrder(Protocol):
 
     @property
     def ranks(self) -> list[int] | None:
-        """The ranks of which values that are one per rank (numbers, texts, tensors without dimensions) are kept; None for all."""
+        """The ranks whose single values (numbers, texts, tensors without dimensions) are kept; None for all."""
 
     def order(self, counts: Sequence[int]) -> list[int] | None:
-        """Given how many samples each rank brought: positions in their concatenation; None if these are not results of the split."""
+        """Return the positions of the results in their concatenation, given how many each rank has; None if they are not of the split."""
+
+
+@contextmanager
+def _announce_failures(channel: Channel, limits: Limits, operation: str) -> Iterator[None]:
+    """Tell the other ranks of an exception in the block, whatever a class of the user's raises when it is encoded; then raise it."""
+    try:
+        yield
+    except Exception as error:
+        raise announce_failure(channel, limits, operation, error) from None
 
 
 def gather_objects(
@@ -71,31 +82,28 @@ def gather_objects(
     operation: str = "gather_object",
     reason: str = "",
 ) -> list[Any] | None:
-    """The values of all ranks as a list, in the order of the ranks; `flat` joins them, as they are lists; with `dst`, only there.
+    """Return the values of all ranks as a list, in rank order; `flat` joins them, as they are lists; with `dst`, only there.
 
-    `reason`: why this rank calls it, for the table of who waits where; it may be another on each rank.
+    `reason` says why this rank calls it, for the table of waiting ranks; it may differ between ranks.
     """
     kind = "a list" if flat else "one object"
     body = Body()
-    try:
+    with _announce_failures(channel, limits, operation):
         check_rank(dst, channel.world_size)
-        body.add(numpy.frombuffer(codec.encode([_known_total(arrange), value]), dtype=numpy.uint8))
-    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
-        raise announce_failure(channel, limits, operation, error) from None
+        body.add_bytes(codec.encode([_known_total(arrange), value]))
     target = "" if dst is None else f" to rank {dst}"
     call = make_call(operation, kind + target, lambda: f"{kind} ({type(value).__name__}){target}")
     call.site += f" ({reason})" if reason else ""
-    with channel.turn(call, limits) as turn:
-        bodies = turn.exchange(body, receiver=dst)
-        told = [codec.decode(data) for data in bodies] if dst in (None, channel.rank) else None
-    if told is None:
-        return None
-    values = [value for _, value in told]
+    with channel.guard(call, limits) as guarded:
+        bodies = guarded.exchange(body, receiver=dst)
+        if dst not in (None, channel.rank):
+            return None
+        totals, values = zip(*map(codec.decode, bodies), strict=True)
     if not flat:
-        kept = _kept_ranks(arrange, [total for total, _ in told])
-        return values if kept is None else [values[rank] for rank in kept]
+        kept = _kept_ranks(arrange, totals)
+        return [values[rank] for rank in kept or range(len(values))]
     joined = [item for value in values for item in value]
-    order = _agreed_order(arrange, [total for total, _ in told], [[len(value) for value in values]])
+    order = _agreed_order(arrange, totals, [[len(value) for value in values]])
     return joined if order is None else [joined[position] for position in order]
 
 
@@ -109,28 +117,26 @@ def gather(
     operation: str = "gather",
     condition: str = "",
 ) -> Any:
-    """The same structure with the leaves of all ranks joined; with `dst`, only on that rank, and None elsewhere.
+    """Return the same structure with the leaves of all ranks joined; with `dst`, only on that rank, and None elsewhere.
 
-    `condition` is a text on which the ranks have to agree besides.
+    `condition` is a further text on which the ranks have to agree.
     """
-    try:
+    with _announce_failures(channel, limits, operation):
         check_rank(dst, channel.world_size)
         leaves = pytree.flatten(data, is_entries)
         packed = [PackedTensor(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
         body = _gather_body(leaves, packed, _known_total(arrange))
         agreement = pytree.describe_structure(data, _describe_agreed, is_entries)
-    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
-        raise announce_failure(channel, limits, operation, error) from None
     target = condition + ("" if dst is None else f" to rank {dst}")
     call = make_call(operation, agreement + target, lambda: pytree.describe_structure(data, _describe_shown, is_entries) + target)
     tensors = [pack for pack in packed if pack is not None]
     on_host = all(pack.on_host for pack in tensors)
-    with channel.turn(call, limits) as turn:
+    with channel.guard(call, limits) as guarded:
         # Device payloads go to every rank, so every rank needs everyone's rows.
-        bodies = turn.exchange(body, receiver=dst if on_host else None)
+        bodies = guarded.exchange(body, receiver=dst if on_host else None)
         if dst not in (None, channel.rank) and on_host:
             return None
-        joined = _GatheredLeaves(turn, bodies, tensors, has_objects=len(tensors) < len(packed))
+        joined = _GatheredLeaves(guarded, bodies, tensors, has_objects=len(tensors) < len(packed))
     if dst not in (None, channel.rank):
         return None
     return pytree.unflatten(data, joined.finish(leaves, packed, arrange), is_entries)
@@ -141,12 +147,12 @@ def _known_total(arrange: ResultOrder | None) -> int:
 
 
 def _kept_ranks(arrange: ResultOrder | None, totals: Sequence[int]) -> list[int] | None:
-    """The ranks of which single values are kept, if all ranks know of the same samples; None for all."""
+    """Return the ranks whose single values are kept, if all ranks know of the same samples; None for all."""
     return None if arrange is None or totals[0] < 0 or len(set(totals)) > 1 else arrange.ranks
 
 
 def _agreed_order(arrange: ResultOrder | None, totals: Sequence[int], counts: list[list[int]]) -> list[int] | None:
-    """The arrangement, if all ranks know it for the same split and every leaf that holds samples fits it."""
+    """Return the order of results, if all ranks know the same split and every leaf that holds samples fits it."""
     if arrange is None or not counts or totals[0] < 0 or len(set(totals)) > 1:
         return None
     orders = [arrange.order(count) for count in counts]
@@ -154,28 +160,28 @@ def _agreed_order(arrange: ResultOrder | None, totals: Sequence[int], counts: li
 
 
 def _describe_agreed(leaf: Any) -> str:
-    """What has to agree."""
+    """Describe what has to agree."""
     if is_tensor_leaf(leaf):
         return describe_tensor(leaf, ragged=True)
     return "entries" if is_entries(leaf) else "object"
 
 
 def _describe_shown(leaf: Any) -> str:
-    """What is shown."""
+    """Describe what messages show."""
     if is_tensor_leaf(leaf):
         return describe_tensor(leaf)
     return f"{len(leaf)} entries" if is_entries(leaf) else type(leaf).__name__
 
 
 def _gather_body(leaves: list[Any], packed: list[PackedTensor | None], total: int) -> Body:
-    """The rows of every tensor leaf, then the objects, then the bytes of tensors in host memory."""
+    """Pack the row counts of the tensor leaves, then the objects, then the bytes of tensors in host memory."""
     others = [leaf for leaf, pack in zip(leaves, packed, strict=True) if pack is None]
     encoded = codec.encode([pack_object(list(leaf)) if is_entries(leaf) else leaf for leaf in others]) if others else b""
     tensors = [pack for pack in packed if pack is not None]
     body = Body()
     sizes = struct.pack(f"<{len(tensors) + 2}q", *[_SCALAR if pack.is_scalar else pack.rows for pack in tensors], total, len(encoded))
-    body.add(numpy.frombuffer(sizes, dtype=numpy.uint8))
-    body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
+    body.add_bytes(sizes)
+    body.add_bytes(encoded)
     for pack in tensors:
         if pack.on_host:
             body.add(pack.bytes())
@@ -183,21 +189,21 @@ def _gather_body(leaves: list[Any], packed: list[PackedTensor | None], total: in
 
 
 class _GatheredLeaves:
-    """What all ranks brought, leaf by leaf."""
+    """The contributions of all ranks, leaf by leaf."""
 
-    def __init__(self, turn: GuardedCall, bodies: list[Any], tensors: list[PackedTensor], has_objects: bool) -> None:
+    def __init__(self, guarded: GuardedCall, bodies: list[Any], tensors: list[PackedTensor], has_objects: bool) -> None:
         self.rows: list[tuple[int, ...]] = []
         self.objects: list[list[Any]] = []
         self.scalars = [True] * len(tensors)
-        """Of which leaves no rank has rows: one value each."""
+        """Which leaves have no rows on any rank: a single value each."""
         host: list[list[Any]] = [[] for _ in tensors]
         self.totals: list[int] = []
         sizes = struct.Struct(f"<{len(tensors) + 2}q")
         for data in bodies:
             reader = BodyReader(data)
-            *told, total, length = sizes.unpack(reader.take(sizes.size))
-            rows = [1 if count == _SCALAR else count for count in told]
-            self.scalars = [scalar and count == _SCALAR for scalar, count in zip(self.scalars, told, strict=True)]
+            *counts, total, length = sizes.unpack(reader.take(sizes.size))
+            rows = [1 if count == _SCALAR else count for count in counts]
+            self.scalars = [scalar and count == _SCALAR for scalar, count in zip(self.scalars, counts, strict=True)]
             self.totals.append(total)
             encoded = reader.take(length)
             self.rows.append(tuple(rows))
@@ -210,10 +216,10 @@ class _GatheredLeaves:
             tensor_from_chunks(chunks, pack.dtype, (total, *pack.row_shape)) if pack.on_host else pack.tensor
             for pack, chunks, total in zip(tensors, host, totals, strict=True)
         ]
-        self._gather_device(turn, tensors)
+        self._gather_device(guarded, tensors)
 
-    def _gather_device(self, turn: GuardedCall, tensors: list[PackedTensor]) -> None:
-        """Tensors in device memory travel over the device's own backend: one flat payload, padded to the longest."""
+    def _gather_device(self, guarded: GuardedCall, tensors: list[PackedTensor]) -> None:
+        """Gather tensors in device memory over the device's own backend, as one flat payload padded to the longest."""
         remote = [(index, pack) for index, pack in enumerate(tensors) if not pack.on_host]
         if not remote:
             return
@@ -222,7 +228,7 @@ class _GatheredLeaves:
         own = BodyReader(flat)
         for _, pack in remote:
             own.take(pack.rows * pack.row_bytes).copy_(pack.tensor.view(-1).view(torch.uint8))
-        readers = [BodyReader(data) for data in turn.all_gather(flat).view(len(self.rows), longest)]
+        readers = [BodyReader(data) for data in guarded.all_gather(flat).view(len(self.rows), longest)]
         for index, pack in remote:
             counts = [rows[index] for rows in self.rows]
             chunks = [reader.take(count * pack.row_bytes) for reader, count in zip(readers, counts, strict=True)]
@@ -269,26 +275,15 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 _COMBINE = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}
 
 
-def barrier(channel: Channel, limits: Limits, operation: str = "wait_for_everyone", trouble: str = "") -> str:
-    """Returns when every rank has called it. `trouble` is told to the others: what another rank told comes back."""
-    body = Body()
-    body.add(numpy.frombuffer(trouble.encode()[:1024], dtype=numpy.uint8))
-    with channel.turn(make_call(operation, "", str), limits, patient=True) as turn:
-        told = [data.tobytes().decode(errors="replace") for data in turn.exchange(body)]
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text and rank != channel.rank), "")
-
-
 # -- reduce -----------------------------------------------------------------------------------------------------------
 
 
 def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", scale: float = 1.0, *, operation: str = "reduce") -> Any:
-    """Every tensor, array or number combined over the ranks, and then multiplied by `scale`; the same on all of them."""
+    """Combine every tensor, array or number over the ranks, and multiply by `scale`; the result is the same on all ranks."""
     leaves = pytree.flatten(data)
     name = f"{operation}({reduction})" if scale == 1.0 else f"{operation}({reduction}, scale={scale})"
-    try:
+    with _announce_failures(channel, limits, name):  # torch raises for a number that is too large
         terms = [_ReduceLeaf(leaf, reduction) for leaf in leaves]
-    except Exception as error:  # also what torch raises for a number that is too large: the others must hear of it
-        raise announce_failure(channel, limits, name, error) from None
     packed = [term.pack for term in terms]
     text = pytree.describe_structure(data, lambda leaf: describe_tensor(convert_number(leaf)))
     small = all(pack.on_host for pack in packed) and sum(pack.rows * pack.row_bytes + 16 for pack in packed) <= channel.room
@@ -296,33 +291,18 @@ def reduce(channel: Channel, limits: Limits, data: Any, reduction: str = "sum", 
     if small and reduction != "none":
         for pack in packed:
             body.add(pack.bytes())
-    with channel.turn(make_call(name, text, lambda: text), limits) as turn:
-        bodies = turn.exchange(body)
+    with channel.guard(make_call(name, text, lambda: text), limits) as guarded:
+        bodies = guarded.exchange(body)
         if reduction == "none":
             results = [pack.tensor.clone() for pack in packed]
         else:
-            results = _combine(bodies, packed, reduction) if small else _all_reduce(turn, packed, reduction, channel.world_size)
+            results = _combine(bodies, packed, reduction) if small else _all_reduce(guarded, packed, reduction, channel.world_size)
     return pytree.unflatten(data, [term.finish(result, scale) for term, result in zip(terms, results, strict=True)])
 
 
-_REDUCE_DTYPES = {
-    **{
-        dtype: dtype
-        for dtype in (
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.int8,
-            torch.uint8,
-            torch.int32,
-            torch.int64,
-        )
-    },
-    torch.int16: torch.int32,
-    torch.bool: torch.uint8,
-}
-"""The types that every backend can combine, and the types that go through one of these. Complex numbers go as their two parts."""
+_REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+_REDUCE_DTYPES = {**dict(zip(_REDUCIBLE, _REDUCIBLE, strict=True)), torch.int16: torch.int32, torch.bool: torch.uint8}
+"""The types that every backend can combine, and the types that are converted to one of these. Complex numbers travel as two parts."""
 _CONVERSION_ADVICE = {
     "float": (".float()", ".astype('float32')", "float(...)"),
     "int": (".long()", ".astype('int64')", "int(...)"),
@@ -352,7 +332,7 @@ class _ReduceLeaf:
         )
 
     def finish(self, result: torch.Tensor, scale: float) -> Any:
-        """The combined tensor in the form that the leaf had."""
+        """Return the combined tensor in the form of the leaf."""
         result = result.reshape(self.pack.shape)
         result = torch.view_as_complex(result) if self.dtype.is_complex else result.to(self.dtype)
         if scale != 1.0:
@@ -363,7 +343,7 @@ class _ReduceLeaf:
 
 
 def _check_type(leaf: Any, tensor: torch.Tensor, reduction: str) -> None:
-    """Refuses what some backend, some size or some number of processes could not combine: the answer is the same for all of them."""
+    """Refuse what some backend, size or number of processes could not combine, so that all of them give the same answer."""
     form = 0 if isinstance(leaf, torch.Tensor) else 1 if isinstance(leaf, numpy.ndarray) else 2
     spelled = f"the {type(leaf).__name__} {leaf}" if form == 2 else describe_tensor(leaf)
     if tensor.is_complex():
@@ -385,7 +365,7 @@ def _check_type(leaf: Any, tensor: torch.Tensor, reduction: str) -> None:
 
 
 def _combine(bodies: list[Any], packed: list[PackedTensor], reduction: str) -> list[torch.Tensor]:
-    """Everyone's tensors are here already: combined in the order of the ranks, so that all ranks get the same bits."""
+    """Combine tensors that have arrived with the headers, in rank order, so that all ranks get the same bits."""
     readers = [BodyReader(data) for data in bodies]
     results = []
     for pack in packed:
@@ -398,15 +378,15 @@ def _take_rows(reader: BodyReader, pack: PackedTensor) -> torch.Tensor:
     return pack.as_rows(torch.from_numpy(reader.take(pack.rows * pack.row_bytes)), pack.rows)
 
 
-def _all_reduce(turn: GuardedCall, packed: list[PackedTensor], reduction: str, world_size: int) -> list[torch.Tensor]:
-    """One all-reduce for each type and device, over a flat copy of its tensors."""
+def _all_reduce(guarded: GuardedCall, packed: list[PackedTensor], reduction: str, world_size: int) -> list[torch.Tensor]:
+    """Run one all-reduce for each type and device, over a flat copy of its tensors."""
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, pack in enumerate(packed):
         groups.setdefault((pack.tensor.dtype, pack.tensor.device), []).append(index)
     results: list[torch.Tensor] = [pack.tensor for pack in packed]
     for members in groups.values():
         flat = torch.cat([packed[index].tensor.reshape(-1) for index in members])
-        turn.all_reduce(flat, "sum" if reduction == "mean" else reduction)
+        guarded.all_reduce(flat, "sum" if reduction == "mean" else reduction)
         if reduction == "mean":
             flat /= world_size
         position = 0
@@ -421,19 +401,19 @@ def _all_reduce(turn: GuardedCall, packed: list[PackedTensor], reduction: str, w
 
 
 def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0, *, operation: str = "broadcast") -> Any:
-    """The leaves of one rank on every rank; all ranks pass data of the same structure, types and shapes."""
+    """Return the leaves of one rank on every rank; all ranks pass data of the same structure, types and shapes."""
     leaves = pytree.flatten(data, is_entries)
     name = f"{operation} from rank {from_process}"
-    try:
+    body = Body()
+    with _announce_failures(channel, limits, name):
         check_rank(from_process, channel.world_size)
         packed = [PackedTensor(leaf) if is_tensor_leaf(leaf) else None for leaf in leaves]
-        body = _broadcast_body(leaves, packed) if channel.rank == from_process else Body()
-    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
-        raise announce_failure(channel, limits, name, error) from None
+        if channel.rank == from_process:
+            _fill_broadcast_body(body, leaves, packed)
     text = pytree.describe_structure(data, lambda leaf: describe_tensor(leaf) if is_tensor_leaf(leaf) else "object", is_entries)
-    with channel.turn(make_call(name, text, lambda: text), limits) as turn:
-        reader = BodyReader(turn.exchange(body, sender=from_process)[from_process])
-        objects = iter(_take_objects(reader))
+    with channel.guard(make_call(name, text, lambda: text), limits) as guarded:
+        reader = BodyReader(guarded.exchange(body, sender=from_process)[from_process])
+        objects = iter(codec.decode(reader.take(int.from_bytes(reader.take(8), "little"))))
         results = []
         for leaf, pack in zip(leaves, packed, strict=True):
             if pack is None:
@@ -442,55 +422,45 @@ def broadcast(channel: Channel, limits: Limits, data: Any, from_process: int = 0
                 results.append(pack.finish(_take_rows(reader, pack).reshape(pack.shape).clone()))
             else:
                 value = pack.tensor.clone()
-                turn.broadcast(value, from_process)
+                guarded.broadcast(value, from_process)
                 results.append(value.reshape(pack.shape))
     return pytree.unflatten(data, results, is_entries)
 
 
-def _broadcast_body(leaves: list[Any], packed: list[PackedTensor | None]) -> Body:
+def _fill_broadcast_body(body: Body, leaves: list[Any], packed: list[PackedTensor | None]) -> None:
     encoded = codec.encode([pack_object(leaf) for leaf, pack in zip(leaves, packed, strict=True) if pack is None])
-    body = Body()
-    body.add(numpy.array([len(encoded)], dtype=numpy.int64).view(numpy.uint8))
-    body.add(numpy.frombuffer(encoded, dtype=numpy.uint8))
+    body.add_bytes(len(encoded).to_bytes(8, "little"))
+    body.add_bytes(encoded)
     for pack in packed:
         if pack is not None and pack.on_host:
             body.add(pack.bytes())
-    return body
-
-
-def _take_objects(reader: BodyReader) -> list[Any]:
-    length = int.from_bytes(reader.take(8), "little")
-    objects: list[Any] = codec.decode(reader.take(length))
-    return objects
 
 
 def broadcast_objects(
     channel: Channel, limits: Limits, values: list[Any], from_process: int = 0, *, operation: str = "broadcast_object_list"
 ) -> list[Any]:
-    """The list of one rank, of the same length on all of them."""
+    """Return the list of one rank; all ranks pass a list of the same length."""
     name = f"{operation} from rank {from_process}"
     body = Body()
-    try:
+    with _announce_failures(channel, limits, name):
         check_rank(from_process, channel.world_size)
         if channel.rank == from_process:
-            body.add(numpy.frombuffer(codec.encode(list(values)), dtype=numpy.uint8))
-    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
-        raise announce_failure(channel, limits, name, error) from None
+            body.add_bytes(codec.encode(list(values)))
     text = f"a list of {len(values)} objects"
-    with channel.turn(make_call(name, text, lambda: text), limits) as turn:
-        received: list[Any] = codec.decode(turn.exchange(body, sender=from_process)[from_process])
+    with channel.guard(make_call(name, text, lambda: text), limits) as guarded:
+        received: list[Any] = codec.decode(guarded.exchange(body, sender=from_process)[from_process])
     return received
 
 
 def broadcast_from_owner(
     channel: Channel, limits: Limits, tensor: torch.Tensor | None, *, operation: str = "copy_tensor_to_devices"
 ) -> torch.Tensor:
-    """A tensor that exactly one rank has, on all of them."""
+    """Return the tensor that exactly one rank has, on all of them."""
     body = Body()
     if tensor is not None:
-        body.add(numpy.frombuffer(codec.encode(tensor), dtype=numpy.uint8))
-    with channel.turn(make_call(operation, "", lambda: "None" if tensor is None else describe_tensor(tensor)), limits) as turn:
-        owned = [data.tobytes() for data in turn.exchange(body) if data.size]
+        body.add_bytes(codec.encode(tensor))
+    with channel.guard(make_call(operation, "", lambda: "None" if tensor is None else describe_tensor(tensor)), limits) as guarded:
+        owned = [data.tobytes() for data in guarded.exchange(body) if data.size]
     if len(owned) != 1:
         raise ValueError(
             f"{operation} needs one process to pass a tensor and the others None, but {len(owned)} of {channel.world_size} passed one"
@@ -512,48 +482,43 @@ def pad(
     *,
     operation: str = "pad_across_processes",
 ) -> Any:
-    """Every tensor padded along `dim` to the largest size over the ranks; leaves without that dimension stay as they are.
+    """Pad every tensor along `dim` to the largest size over the ranks; leaves without that dimension stay as they are.
 
     The ranks need the same number of dimensions; the sizes of the others may differ.
     """
     leaves = pytree.flatten(data)
-    try:
+    with _announce_failures(channel, limits, operation):
         sizes = [_size_along(leaf, dim) for leaf in leaves]
-    except TypeError as error:
-        raise announce_failure(channel, limits, operation, error) from None
     body = Body()
-    body.add(numpy.array([-1 if size is None else size for size in sizes], dtype=numpy.int64).view(numpy.uint8))
-    agreement = f"dim={dim} " + pytree.describe_structure(
-        data, lambda leaf: f"{leaf.dtype} {len(leaf.shape)}" if is_tensor_leaf(leaf) else "object"
-    )
-    call = make_call(
-        operation,
-        agreement,
-        lambda: (
-            f"dim={dim} "
-            + pytree.describe_structure(data, lambda leaf: describe_tensor(leaf) if is_tensor_leaf(leaf) else type(leaf).__name__)
-        ),
-    )
-    with channel.turn(call, limits) as turn:
-        everyone = [received.view(numpy.int64).tolist() for received in turn.exchange(body)]
-    largest = [max(sizes) for sizes in zip(*everyone, strict=True)]
-    return pytree.unflatten(
-        data,
-        [
-            leaf if size is None else _padded(leaf, dim, target, pad_index, pad_first)
-            for leaf, size, target in zip(leaves, sizes, largest, strict=True)
-        ],
-    )
+    body.add(numpy.array(sizes, dtype=numpy.int64).view(numpy.uint8))
+    agreement = f"dim={dim} " + pytree.describe_structure(data, _describe_dimensions)
+    call = make_call(operation, agreement, lambda: f"dim={dim} " + pytree.describe_structure(data, _describe_shown))
+    with channel.guard(call, limits) as guarded:
+        everyone = [received.view(numpy.int64).tolist() for received in guarded.exchange(body)]
+    largest = [max(column) for column in zip(*everyone, strict=True)]
+    padded = [
+        leaf if size == _NO_SIZE else _pad_leaf(leaf, dim, target, pad_index, pad_first)
+        for leaf, size, target in zip(leaves, sizes, largest, strict=True)
+    ]
+    return pytree.unflatten(data, padded)
 
 
-def _size_along(leaf: Any, dim: int) -> int | None:
+_NO_SIZE = -1
+"""The size of a leaf without the dimension that is padded."""
+
+
+def _describe_dimensions(leaf: Any) -> str:
+    return f"{leaf.dtype} {len(leaf.shape)}" if is_tensor_leaf(leaf) else "object"
+
+
+def _size_along(leaf: Any, dim: int) -> int:
     if not is_tensor_leaf(leaf):
-        return None
+        return _NO_SIZE
     tensor = as_tensor(leaf)
-    return int(tensor.shape[dim]) if -tensor.ndim <= dim < tensor.ndim else None
+    return int(tensor.shape[dim]) if -tensor.ndim <= dim < tensor.ndim else _NO_SIZE
 
 
-def _padded(leaf: Any, dim: int, target: int, pad_index: float, pad_first: bool) -> Any:
+def _pad_leaf(leaf: Any, dim: int, target: int, pad_index: float, pad_first: bool) -> Any:
     if leaf.shape[dim] == target:
         return leaf
     tensor = leaf if isinstance(leaf, torch.Tensor) else as_tensor(leaf)
@@ -565,7 +530,7 @@ def _padded(leaf: Any, dim: int, target: int, pad_index: float, pad_first: bool)
 
 
 def gather_with_gradient(channel: Channel, limits: Limits, data: Any) -> Any:
-    """Nested tensors of all ranks joined along the first dimension; gradients flow back to every rank's own rows."""
+    """Join nested tensors of all ranks along the first dimension; gradients flow back to every rank's own rows."""
     leaves = pytree.flatten(data)
     other = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)), None)
     if other is not None:
@@ -601,16 +566,14 @@ _MAX_SHOWN = 5
 
 
 def check_agreement(channel: Channel, limits: Limits, what: str, values: Mapping[str, Any]) -> None:
-    """Raises MismatchError on every rank if a value of that name is not the same on all of them.
+    """Raise MismatchError on every rank if a value of that name is not the same on all of them.
 
     >>> from slipstream.distributed.guard import SingleProcessChannel
     >>> check_agreement(SingleProcessChannel(), Limits(), "weights", {"w": torch.ones(2)})
     """
     operation = f"check of {what}"
-    try:
+    with _announce_failures(channel, limits, operation):
         own = {name: _value_digest(value) for name, value in values.items()}
-    except Exception as error:  # whatever a foreign class raises when it is pickled: the others must hear of it
-        raise announce_failure(channel, limits, operation, error) from None
     digests = gather_objects(channel, limits, own, operation=operation)
     assert digests is not None
     names = sorted({name for digest in digests for name in digest})
@@ -621,9 +584,7 @@ def check_agreement(channel: Channel, limits: Limits, what: str, values: Mapping
     more = f"\n  and {len(different) - _MAX_SHOWN} more" if len(different) > _MAX_SHOWN else ""
     raise MismatchError(
         f"{what} should be the same on all processes, but {len(different)} of {len(names)} are not:\n"
-        + "\n".join(lines)
-        + more
-        + f"\n(raised on rank {channel.rank})"
+        + "\n".join(lines) + f"{more}\n(raised on rank {channel.rank})"
     )
 
 
@@ -632,7 +593,7 @@ def _value_digest(value: Any) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """The same for equal values, in whatever order their dicts and sets were filled."""
+    """Return the same for equal values, in whatever order their dicts and sets were filled."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     kind = type(value).__qualname__
@@ -652,4 +613,4 @@ def _format_groups(found: list[str | None]) -> str:
     groups: dict[str | None, list[int]] = {}
     for rank, digest in enumerate(found):
         groups.setdefault(digest, []).append(rank)
-    return " | ".join(f"rank {', '.join(map(str, ranks))}{' (has none)' if digest is None else ''}" for digest, ranks in groups.items())
+    return " | ".join(format_ranks(ranks) + " (has none)" * (digest is None) for digest, ranks in groups.items())

@@ -24,14 +24,14 @@ _registered = False
 
 
 def current_or_none() -> Runtime | None:
-    """The runtime, if this process has one already; never makes one."""
+    """Return the runtime if this process has one already; never create one."""
     if _current is not None and _current.pid == os.getpid():
         return _current
     return None
 
 
 def current() -> Runtime:
-    """The runtime of this process.
+    """Return the runtime of this process; create it if there is none.
 
     >>> current() is current()
     True
@@ -49,7 +49,7 @@ def current() -> Runtime:
 
 
 def _claim_rank(process: Process) -> int | None:
-    """Marks the rank as this process's own; the process that has it already, if this is one of its children."""
+    """Mark the rank as this process's own; return the process that has it already, if this is one of its children."""
     if process.world_size == 1:
         return None
     place = f"{process.rank} {process.world_size} {process.run_id} {process.attempt} {process.master_port}"
@@ -61,7 +61,7 @@ def _claim_rank(process: Process) -> int | None:
 
 
 def reset(reason: str = "reset") -> None:
-    """Closes the group and forgets the runtime: the next state object begins anew, reading the environment again."""
+    """Close the group and forget the runtime: the next state object reads the environment again."""
     global _current
     runtime, _current = current_or_none(), None
     if runtime is not None:
@@ -71,7 +71,7 @@ def reset(reason: str = "reset") -> None:
 
 
 def reset_keeping_store(reason: str) -> None:
-    """As `reset`; where the environment still names the same place among several processes, its store stays for the next group."""
+    """Reset; if the environment still names the same rank of the same job, keep the store for the next group."""
     runtime = current_or_none()
     if runtime is not None and runtime.process.world_size > 1 and runtime.process == detect(environment()):
         runtime.close(reason)

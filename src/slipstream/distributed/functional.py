@@ -15,8 +15,8 @@ import torch
 
 from slipstream.devices import rng
 from slipstream.devices.table import CPU, FAMILIES, Family, RNGType
-from slipstream.distributed import barriers, collectives, collectives as gathering
-from slipstream.distributed.collectives import check_agreement
+from slipstream.distributed import collectives
+from slipstream.distributed.barriers import barrier
 from slipstream.distributed.current import current
 from slipstream.distributed.guard import announce_failure
 from slipstream.distributed.state import PartialState
@@ -29,8 +29,13 @@ __all__ = [
 ]
 
 
+def _call(collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    runtime = current()
+    return collective(runtime.channel(), runtime.limits, *arguments, **options)
+
+
 def gather(tensor: Any) -> Any:
-    """The data of all processes, joined in the order of the ranks; see `distributed/collectives.py`.
+    """Return the data of all processes, joined in rank order; see `distributed/collectives.py`.
 
     A list is joined entry by entry; one that has tensors among its entries, or holds nothing but tensors, is structure, as dicts and
     tuples are, and its tensors are joined along the first dimension. `gather_object` joins lists of anything.
@@ -38,84 +43,73 @@ def gather(tensor: Any) -> Any:
     >>> gather({"ids": torch.tensor([1, 2]), "names": ["a", "b"]})
     {'ids': tensor([1, 2]), 'names': ['a', 'b']}
     """
-    runtime = current()
-    return gathering.gather(runtime.channel(), runtime.limits, tensor)
+    return _call(collectives.gather, tensor)
 
 
 def gather_object(object: Any) -> list[Any]:
-    """The objects of all processes as one list, lists and tuples concatenated.
+    """Return the objects of all processes as one list, lists and tuples concatenated.
 
     >>> gather_object(["a", "b"]), gather_object("a")
     (['a', 'b'], ['a'])
     """
-    runtime = current()
-    values = gathering.gather_objects(runtime.channel(), runtime.limits, object, flat=isinstance(object, (list, tuple)))
-    assert values is not None
+    values: list[Any] = _call(collectives.gather_objects, object, flat=isinstance(object, (list, tuple)))
     return values
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Tensors, arrays or numbers combined over the processes: sum, mean, max or min.
+    """Combine tensors, arrays or numbers over the processes: sum, mean, max or min.
 
     >>> reduce(torch.ones(2), "sum")
     tensor([1., 1.])
     """
-    runtime = current()
-    return collectives.reduce(runtime.channel(), runtime.limits, tensor, reduction, scale)
+    return _call(collectives.reduce, tensor, reduction, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """The data of one process on all of them; all pass the same structure, types and shapes."""
-    runtime = current()
-    return collectives.broadcast(runtime.channel(), runtime.limits, tensor, from_process)
+    """Return the data of one process on all of them; all pass the same structure, types and shapes."""
+    return _call(collectives.broadcast, tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """The list of one process on all of them, written into the list that was passed."""
-    runtime = current()
-    object_list[:] = collectives.broadcast_objects(runtime.channel(), runtime.limits, object_list, from_process)
+    """Write the list of one process into the list that was passed, on all of them."""
+    object_list[:] = _call(collectives.broadcast_objects, object_list, from_process)
     return object_list
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Tensors padded along `dim` to the largest size over the processes."""
-    runtime = current()
-    return collectives.pad(runtime.channel(), runtime.limits, tensor, dim, pad_index, pad_first)
+    """Pad tensors along `dim` to the largest size over the processes."""
+    return _call(collectives.pad, tensor, dim, pad_index, pad_first)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor that one process has, on all of them; the others pass None."""
-    runtime = current()
-    return collectives.broadcast_from_owner(runtime.channel(), runtime.limits, tensor)
+    """Return a tensor that one process has, on all of them; the others pass None."""
+    received: torch.Tensor = _call(collectives.broadcast_from_owner, tensor)
+    return received
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> torch.Size:
-    """The shape of a tensor that one process has; the others pass None."""
-    runtime = current()
-    shapes = gathering.gather_objects(
-        runtime.channel(), runtime.limits, None if tensor is None else list(tensor.shape), operation="gather_tensor_shape"
-    )
-    known = [shape for shape in shapes or [] if shape is not None]
+    """Return the shape of a tensor that one process has; the others pass None."""
+    own = None if tensor is None else list(tensor.shape)
+    known = [shape for shape in _call(collectives.gather_objects, own, operation="gather_tensor_shape") if shape is not None]
     if len(known) != 1:
         raise ValueError(f"gather_tensor_shape needs one process to pass a tensor and the others None, but {len(known)} passed one")
     return torch.Size(known[0])
 
 
 def wait_for_everyone() -> None:
-    """Returns when every process has called it."""
-    runtime = current()
-    barriers.wait_for_everyone(runtime.channel(), runtime.limits)
+    """Return when every process has called it."""
+    _call(barrier)
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python, numpy, torch and the devices; with `device_specific`, another seed for each process (`seed + rank`).
+    """Seed Python, numpy, torch and the devices; with `device_specific`, another seed for each process (`seed + rank`).
 
     In debug mode it checks, once the process group is open, that all processes were given the same seed.
     """
     runtime = current()
     rng.set_seed(seed, device_specific=device_specific, deterministic=deterministic, rank=runtime.process.rank)
     if runtime.debug and runtime.is_open:
-        check_agreement(runtime.channel(), runtime.limits, "the seeds", {"seed": seed})
+        _call(collectives.check_agreement, "the seeds", {"seed": seed})
 
 
 def map_across_processes(
@@ -127,7 +121,7 @@ def map_across_processes(
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> list[Any]:
-    """The results of a function for all inputs, on every process; see `PartialState.map_across_processes`.
+    """Return the results of a function for all inputs, on every process; see `PartialState.map_across_processes`.
 
     >>> map_across_processes(str.upper, ["one", "two"])
     ['ONE', 'TWO']
@@ -139,7 +133,7 @@ _HOST_KINDS = ("python", "numpy", "torch")
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
-    """One random state of rank 0 on all processes: "torch" (also for None), "python", "numpy", "generator", or that of a device.
+    """Copy a random state of rank 0 to all processes: "torch" (also for None), "python", "numpy", "generator", or that of a device.
 
     >>> synchronize_rng_state("torch")
     >>> synchronize_rng_state("generator", torch.Generator())
@@ -150,7 +144,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 def synchronize_rng_states(
     rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None, *, families: tuple[Family, ...] = FAMILIES
 ) -> None:
-    """Several random states of rank 0 on all processes, in one call; "generator" is the one that is passed.
+    """Copy several random states of rank 0 to all processes, in one call; "generator" is the generator that is passed.
 
     >>> synchronize_rng_states(["torch", "python", "numpy"])
     """

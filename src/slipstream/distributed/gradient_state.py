@@ -252,11 +252,7 @@ def anchor_of(batch: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(batch)
     except TypeError:  # text, numbers
-        return _dead_reference
-
-
-def _dead_reference() -> None:
-    return None
+        return type(None)
 
 
 class ActiveLoader(Protocol):
@@ -526,7 +522,7 @@ class GradientState:
         return inner.handed > 1 or outer.trained_at < inner.trained_at == self.trained
 
     def enter(self, loader_pass: LoaderPass, loader: Any) -> None:
-        """A pass over a loader begins."""
+        """Record that a pass over a loader begins."""
         loader_pass.loader, loader_pass.trained_at, loader_pass.sequence = weakref.ref(loader), self.trained, self._sequence
         self._stack.append(loader_pass)
         self.active, self.nested = loader, len(self._stack) > 1
@@ -534,7 +530,7 @@ class GradientState:
         self.metrics.finished_pass = None
 
     def leave(self, loader_pass: LoaderPass, *, exhausted: bool) -> None:
-        """A pass ends: at the end of its loader, by `break` or by an exception."""
+        """Record that a pass ends: at the end of its loader, by `break` or by an exception."""
         if loader_pass in self._stack:
             self._stack.remove(loader_pass)
         for inner, outer in [(other, loader_pass) for other in self._stack] + [(loader_pass, other) for other in self._stack]:
@@ -559,7 +555,7 @@ class GradientState:
 
 
 def _mark_beside(inner: LoaderPass, outer: LoaderPass) -> None:
-    """Remembers that a loader is read beside another: it outlived the batch that it was asked for in, and may begin anew in any other."""
+    """Record that a loader is read beside another: it outlived the batch that it was asked for in, and may begin again in any other."""
     loader, neighbour = inner.loader(), outer.loader()
     if loader is None or neighbour is None or loader is neighbour:
         return

@@ -16,14 +16,14 @@ from datetime import timedelta
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy
 import torch
 
 from slipstream.devices.table import CPU
 from slipstream.distributed.call_site import call_site
-from slipstream.distributed.heartbeat import Heartbeat
+from slipstream.distributed.heartbeat import Heartbeat, format_ranks
 from slipstream.distributed.transport import HEADER_LAYOUT, HEADER_SIZE, INLINE_AT, ConnectionLost, Transport, WaitCallback
 from slipstream.distributed.wait_monitor import Limits, WaitMonitor, guess_condition
 from slipstream.errors import MismatchError, StateError
@@ -65,7 +65,7 @@ class CollectiveCall:
         """What this rank passed, in full: only asked for when something is wrong."""
 
     def header(self, sequence: int, body_length: int, inline: int) -> bytes:
-        """What travels ahead of the payload; `inline` bytes of body follow at once.
+        """Return what travels ahead of the payload; `inline` bytes of body follow at once.
 
         >>> len(CollectiveCall("gather", "float32(*)", "train.py:3", str).header(7, 8, 8))
         48
@@ -92,7 +92,7 @@ class Headers:
         return all(raw[_LENGTH_AT : _LENGTH_AT + 8] == raw[INLINE_AT : INLINE_AT + 8] for raw in self._raw)
 
     def body_lengths(self) -> list[int]:
-        """How many bytes each rank has to send besides its header."""
+        """Return how many bytes each rank has to send besides its header."""
         return [int.from_bytes(raw[_LENGTH_AT : _LENGTH_AT + 8], "little") for raw in self._raw]
 
 
@@ -109,7 +109,7 @@ _GATHER_NAMES: Final = ("gather ", "gather_for_metrics ")
 
 
 def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
-    """The message for ranks that called different things, with ranks that did the same on one line.
+    """Return the message for ranks that called different things; ranks that did the same share a line.
 
     >>> texts = ["gather int64(2,) at a.py:1", "reduce(sum) int64(2,) at a.py:9", "gather int64(2,) at a.py:1"]
     >>> print(explain_mismatch(texts, 4))  # doctest: +ELLIPSIS
@@ -125,7 +125,7 @@ def explain_mismatch(texts: Sequence[str], sequence: int) -> str:
     for rank, text in enumerate(texts):
         ranks_by_text.setdefault(text, []).append(rank)
     begin = len(os.path.commonprefix(list(ranks_by_text)))
-    lines = [f"  {_format_ranks(ranks)}: {_shorten(text, begin)}" for text, ranks in ranks_by_text.items()]
+    lines = [f"  {format_ranks(ranks)}: {_shorten(text, begin)}" for text, ranks in ranks_by_text.items()]
     return "\n".join(
         [
             f"The processes did not call the same thing as collective number {sequence}, so nothing was transferred:",
@@ -145,7 +145,7 @@ def _gather_lists(texts: Sequence[str]) -> bool:
 
 
 def _explain_lone_rank(texts: Sequence[str]) -> str:
-    """A question about the line that one rank is at alone, if there is one: it names the condition that is most likely above it."""
+    """Return a question about the line that one rank is at alone, if there is such a rank; it names the most likely condition above it."""
     sites = [text.rpartition(" at ")[2] for text in texts]
     ranks = [rank for rank, site in enumerate(sites) if sites.count(site) == 1]
     if not ranks or (ranks[0] != 0 and len(ranks) > 1):
@@ -154,23 +154,17 @@ def _explain_lone_rank(texts: Sequence[str]) -> str:
     opposite = f", or {sites[1]} under its opposite" if len(sites) == 2 else ""
     return (
         f"Rank {rank} alone is at {sites[rank]}: {guess_condition(rank, len(texts))}{opposite}? Call it on every process, and keep "
-        "under the "
-        "condition what is done with the result."
+        "under the condition what is done with the result."
     )
 
 
 def _shorten(text: str, begin: int) -> str:
-    """A long text around the place where the texts begin to differ; the line of the call stays."""
+    """Shorten a long text to what surrounds the first difference, and keep the line of the call."""
     if len(text) <= _LONGEST_SHOWN:
         return text
     what, _, site = text.rpartition(" at ")
     start = max(0, begin - 100)
     return f"{what[:40]} ... {what[start : start + 300]} ... at {site}"
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 _SLICE = timedelta(milliseconds=200)
@@ -180,7 +174,7 @@ _Array = Any
 
 
 def align(position: int) -> int:
-    """The next position at which a tensor of any type may begin.
+    """Return the next position at which a tensor of any type may begin.
 
     >>> align(16), align(17)
     (16, 32)
@@ -196,73 +190,35 @@ class Body:
         self.length = 0
 
     def add(self, part: _Array) -> int:
-        """Appends bytes and says where they begin."""
+        """Append bytes and return where they begin."""
         start = align(self.length)
         if part.size:
             self._parts.append((start, part))
         self.length = start + part.size
         return start
 
+    def add_bytes(self, data: bytes) -> int:
+        return self.add(numpy.frombuffer(data, dtype=numpy.uint8))
+
     def write_to(self, target: _Array) -> None:
         for start, part in self._parts:
             target[start : start + part.size] = part
 
 
-class GuardedCall(Protocol):
-    """One guarded call under way: the header exchange comes first, then any payload on the data group."""
+class GuardedCall:
+    """A guarded call in progress. This base class serves a single process: what it sends is what it receives."""
 
-    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
-        """The bodies of all ranks (of `sender` only, or only on `receiver`; others get empty ones).
-
-        They may lie in a buffer that the next call overwrites: copy what is kept.
-        """
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    def all_reduce(self, tensor: torch.Tensor, operation: str) -> None: ...
-
-    def broadcast(self, tensor: torch.Tensor, sender: int) -> None: ...
-
-
-class Channel(Protocol):
-    """What the collectives need of a process group."""
-
-    rank: int
-    world_size: int
-    room: int
-    """Bytes that ride in the header, so that a call costs one collective."""
-    busy: str
-    """Inside of what no collective may be called, because the other processes may never call it; empty: they may be called."""
-
-    def turn(self, call: CollectiveCall, limits: Limits, *, patient: bool = False) -> _GuardedCallContext: ...
-
-
-class _GuardedCallContext(Protocol):
-    def __enter__(self) -> GuardedCall: ...
-
-    def __exit__(self, *details: object) -> None: ...
-
-
-class SingleProcessChannel:
-    """One process: everything arrives at once, and what is sent is what comes back."""
-
-    rank = 0
-    world_size = 1
-    room = sys.maxsize
-    busy = ""
-
-    def turn(self, call: CollectiveCall, limits: Limits, *, patient: bool = False) -> SingleProcessChannel:
-        if self.busy:
-            _raise_if_inside(self.busy, call, self.rank)
-        return self
-
-    def __enter__(self) -> SingleProcessChannel:
+    def __enter__(self) -> GuardedCall:
         return self
 
     def __exit__(self, *details: object) -> None:
         return None
 
     def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
+        """Return the bodies of all ranks (of `sender` only, or only on `receiver`; others get empty ones).
+
+        They may lie in a buffer that the next call overwrites: copy what is kept.
+        """
         own = numpy.empty(body.length, dtype=numpy.uint8)
         body.write_to(own)
         return [own]
@@ -271,23 +227,52 @@ class SingleProcessChannel:
         return tensor.clone()
 
     def all_reduce(self, tensor: torch.Tensor, operation: str) -> None:
-        return None
+        """Combine the tensor over the ranks, in place."""
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
-        return None
+        """Overwrite the tensor with that of `sender`."""
 
 
-class GroupChannel:
-    """Several processes: headers over a wire, large payloads over a gloo group, device memory over the data group."""
+class Channel:
+    """What the collectives need of a process group."""
+
+    rank = 0
+    world_size = 1
+    room = sys.maxsize
+    """Bytes that travel with the header, so that a call costs one collective."""
+    blocked_by = ""
+    """A block in which no collective may be called, because the other processes may never call it; empty if there is none."""
+    broken: str | None = None
+    """Why the channel can no longer be used; the next call opens another."""
+
+    def guard(self, call: CollectiveCall, limits: Limits, *, patient: bool = False) -> GuardedCall:
+        """Return the context of a call; `patient` waits as long as the others show signs of life, up to `barrier_timeout`."""
+        if self.blocked_by:  # also with one process: a program that works with one must not hang with two
+            raise StateError(
+                f"{call.operation} at {call.site} was called inside {self.blocked_by}: every process gets another number of items, so the "
+                f"others may never come to it. Call it after that, on every process.\n(raised on rank {self.rank})"
+            )
+        return self._begin(call, limits, patient)
+
+    def _begin(self, call: CollectiveCall, limits: Limits, patient: bool) -> GuardedCall:
+        return GuardedCall()
+
+
+class SingleProcessChannel(Channel):
+    """The channel of a single process: there is nobody to wait for."""
+
+
+class GroupChannel(Channel):
+    """The channel of several processes: headers over a transport, large payloads over a gloo group, device memory over the data group."""
 
     def __init__(
         self,
         *,
-        wire: Transport,
+        transport: Transport,
         control: Callable[[], Any],
         data: Any,
-        sever: Callable[[], bool],
-        beacon: Heartbeat,
+        disconnect: Callable[[], bool],
+        heartbeat: Heartbeat,
         rank: int,
         world_size: int,
         generation: int,
@@ -296,184 +281,194 @@ class GroupChannel:
         self.world_size = world_size
         self.generation = generation
         self.sequence = 0
-        self.room = wire.room
-        self.busy = ""
-        self.broken: str | None = None
-        """Why this generation can no longer be used; the next call opens another."""
-        self.spoilt: str | None = None
+        self.room = transport.room
+        self.out_of_step: str | None = None
         """Why torch's collectives no longer match between the ranks, while ours do; the next watched section opens another generation."""
-        self.fit = True
-        """Whether it is neither broken nor spoilt."""
         self.meters: Iterable[Meter] = ()
-        """Where the time inside of calls is marked."""
-        self.beacon = beacon
-        self._wire = wire
+        """Where the time inside calls is recorded."""
+        self.heartbeat = heartbeat
+        self.transport = transport
+        self.data = data
+        self.begun = _collective_counter(data)
+        """Returns how many collectives torch's own group has begun."""
+        heartbeat.count_with(self.begun)
+        self.lock = threading.RLock()
         self._open_control = control
         self._control: Any = None
-        self._data = data
-        self._sever = sever
-        self.begun = _collective_counter(data)
-        """How many collectives of torch's own group have begun so far."""
-        beacon.count_with(self.begun)
-        self._lock = threading.RLock()
-        self._closing = threading.Lock()
+        self._disconnect = disconnect
+        self._aborting = threading.Lock()
 
-    def turn(self, call: CollectiveCall, limits: Limits, *, patient: bool = False) -> _GroupCall:
-        """Begins a guarded call; `patient` waits as long as the others show signs of life, up to `barrier_timeout`."""
-        if self.busy:
-            _raise_if_inside(self.busy, call, self.rank)
+    @property
+    def usable(self) -> bool:
+        """Whether both our collectives and torch's can be called."""
+        return self.broken is None and self.out_of_step is None
+
+    def _begin(self, call: CollectiveCall, limits: Limits, patient: bool) -> GuardedCall:
         return _GroupCall(self, call, limits, patient)
 
-    def release(self, reason: str) -> tuple[Any, Any]:
-        """Closes the wire and gives the groups back to their owner, who closes them."""
-        self.broken, self.fit = self.broken or reason, False
-        self._wire.close()
-        groups = self._control, self._data
-        self._control = self._data = None
-        self._open_control = _no_group
-        return groups
-
     def control(self) -> Any:
-        """The gloo group for large payloads, opened when all ranks first have one to send."""
+        """Return the gloo group for large payloads, opened when all ranks first have one to send."""
         if self._control is None:
             self._control = self._open_control()
         return self._control
 
-    def give_up(self, reason: str) -> bool:
-        """This generation cannot go on here: the others find the connection closed, also those that wait in a collective of torch.
+    def group_for(self, tensor: torch.Tensor) -> Any:
+        """Return the control group for host memory, and torch's default group for device memory."""
+        return self.control() if tensor.device.type == _CPU else self.data
 
-        Gives back whether the connections of torch's own group could be ended: only then a wait in one of its collectives ends.
+    def release(self, reason: str) -> list[Any]:
+        """Close the transport, and return the groups to their owner, who closes them."""
+        self.broken = self.broken or reason
+        self.transport.close()
+        groups = [self._control, self.data]
+        self._control = self.data = None
+        self._open_control = type(None)
+        return groups
+
+    def abort(self, reason: str) -> bool:
+        """End this generation: the other ranks find the connections closed, also those that wait in a collective of torch.
+
+        Return whether the connections of torch's own group could be closed: only then does a wait in one of its collectives end.
         """
-        self.broken, self.fit = self.broken or reason, False
-        with self._closing:  # the thread that waits and the one that watches may come to it together
-            self._wire.close()
-            return self._sever()
+        self.broken = self.broken or reason
+        with self._aborting:  # the thread that waits and the heartbeat may both call it
+            self.transport.close()
+            return self._disconnect()
 
-    def spoil(self, reason: str) -> None:
-        """This rank stopped in the middle of torch's collectives: the next ones would be taken for the rest of these."""
-        self.spoilt, self.fit = self.spoilt or reason, False
 
-    # -- used by a turn -------------------------------------------------------------------------------------------
+class _GroupCall(GuardedCall):
+    """A call in progress on a `GroupChannel`."""
 
-    def begin(self, call: CollectiveCall) -> None:
-        self._lock.acquire()
+    def __init__(self, channel: GroupChannel, call: CollectiveCall, limits: Limits, patient: bool) -> None:
+        self._channel = channel
+        self._call = call
+        self._limits = limits
+        self._patient = patient
+        self._monitor: WaitMonitor | None = None
+
+    def __enter__(self) -> GuardedCall:
+        channel = self._channel
+        channel.lock.acquire()
         try:
-            self.sequence += 1
-            self.beacon.enter(self.generation, self.sequence, call.operation, call.site)
-            if self.beacon.loss is not None:
-                self.give_up(self.beacon.loss)
-                WaitMonitor(self.beacon, Limits()).lose()
+            channel.sequence += 1
+            channel.heartbeat.enter(channel.generation, channel.sequence, self._call.operation, self._call.site)
+            if channel.heartbeat.loss is not None:
+                self._raise_lost()
         except BaseException:
-            self._lock.release()
+            channel.lock.release()
             raise
+        self._marks = [(meter, meter.wait()) for meter in channel.meters]
+        return self
 
-    def end(self) -> None:
-        self.beacon.leave()
-        self._lock.release()
+    def __exit__(self, *details: object) -> None:
+        for meter, begun in self._marks:
+            meter.end_wait(begun)
+        self._channel.heartbeat.leave()
+        self._channel.lock.release()
 
-    def exchange(self, turn: _GroupCall, body: Body, sender: int | None, receiver: int | None) -> list[_Array]:
-        """Every rank's header, and the body behind it if it fits; bodies that do not fit follow in one collective."""
-        frames = self._send(turn, body, self._wire.room_of_one if sender == self.rank else self.room)
-        headers = Headers(frames, self.rank)
+    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
+        """Send the header, and the body behind it if it fits; bodies that do not fit follow in one collective."""
+        channel = self._channel
+        frames = self._send(body, channel.transport.room_of_one if sender == channel.rank else channel.room)
+        headers = Headers(frames, channel.rank)
         if not headers.agree():
-            self._disagree(turn)
+            self._raise_mismatch()
         if headers.all_inline():
             return [numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:] for frame in frames]
-        return self._exchange_bodies(turn, body, headers.body_lengths(), sender, receiver)
+        return self._exchange_bodies(body, headers.body_lengths(), sender, receiver)
 
-    def _send(self, turn: _GroupCall, body: Body, room: int) -> list[bytearray]:
+    def _send(self, body: Body, room: int) -> list[bytearray]:
         inline = body.length if body.length <= room else 0
-        header = turn.call.header(self.sequence, body.length, inline)
-        if inline != body.length:
-            return self._carry(turn, bytearray(header))
-        frame = bytearray(HEADER_SIZE + body.length)
-        frame[:HEADER_SIZE] = header
-        body.write_to(numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:])
-        return self._carry(turn, frame)
-
-    def _carry(self, turn: _GroupCall, frame: bytearray) -> list[bytearray]:
-        try:
-            frames = self._wire.exchange(frame, turn.look)
-        except ConnectionLost as lost:
-            self._connection_lost(turn, lost)
-        except BaseException as error:  # a wait that was given up, or interrupted, leaves half a frame behind
-            self.give_up(f"{turn.call.operation} at {turn.call.site} was interrupted by {type(error).__name__}")
-            raise
-        if self._wire.ended():  # a rank that left after this call is no concern of it; one that gave it up is
-            self.beacon.find_loss(0.0)
-            if self.beacon.loss is not None:
-                self.give_up(self.beacon.loss)
-                turn.vigil().lose()
+        frame = bytearray(HEADER_SIZE + inline)
+        frame[:HEADER_SIZE] = self._call.header(self._channel.sequence, body.length, inline)
+        if inline:
+            body.write_to(numpy.frombuffer(frame, dtype=numpy.uint8)[HEADER_SIZE:])
+        frames: list[bytearray] = self._run(lambda: self._channel.transport.exchange(frame, self._check))
+        if self._channel.transport.ended():  # a rank that left after this call does not matter to it; one that aborted it does
+            self._channel.heartbeat.find_loss(0.0)
+            if self._channel.heartbeat.loss is not None:
+                self._raise_lost()
         return frames
 
-    def _exchange_bodies(
-        self, turn: _GroupCall, body: Body, lengths: Sequence[int], sender: int | None, receiver: int | None
-    ) -> list[_Array]:
+    def _exchange_bodies(self, body: Body, lengths: Sequence[int], sender: int | None, receiver: int | None) -> list[_Array]:
         longest = align(max(lengths))
-        own = torch.empty(longest, dtype=torch.uint8)
+        own = torch.empty(longest, dtype=torch.uint8, device=_CPU)
         body.write_to(own.numpy())
         if sender is not None:
-            turn.wait(self.control().broadcast([own], _root_options(torch.distributed.BroadcastOptions, sender)))
+            self.broadcast(own, sender)
             return [own.numpy()[: length if rank == sender else 0] for rank, length in enumerate(lengths)]
         if receiver is not None:
-            rows = [torch.empty_like(own) for _ in lengths] if self.rank == receiver else []
-            turn.wait(self.control().gather([rows] if rows else [], [own], _root_options(torch.distributed.GatherOptions, receiver)))
+            rows = [torch.empty_like(own) for _ in lengths] if self._channel.rank == receiver else []
+            options = _root_options(torch.distributed.GatherOptions, receiver)
+            self._wait(self._channel.control().gather([rows] if rows else [], [own], options))
             return [row.numpy()[:length] for row, length in zip(rows, lengths, strict=False)] or [own.numpy()[:0] for _ in lengths]
-        everything = torch.empty((self.world_size, longest), dtype=torch.uint8)
-        turn.wait(self.control()._allgather_base(everything.view(-1), own))
+        everything = self.all_gather(own).view(len(lengths), longest)
         return [row[:length] for row, length in zip(everything.numpy(), lengths, strict=True)]
 
-    def _disagree(self, turn: _GroupCall) -> NoReturn:
-        """All ranks come to the same verdict, so all send what they were about to do, and all raise."""
-        text = Body()
-        site = f" at {turn.call.site}".encode()
-        told = turn.call.describe().encode()[: self.room - len(site)] + site
-        text.add(numpy.frombuffer(told, dtype=numpy.uint8))
-        texts = [frame[HEADER_SIZE:].decode(errors="replace") for frame in self._send(turn, text, self.room)]
-        raise MismatchError(f"{explain_mismatch(texts, self.sequence)}\n(raised on rank {self.rank})")
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = tensor.new_empty((self._channel.world_size * tensor.numel(),))
+        # torch internals: the flat all-gather has no public method on a group object, and `dist.all_gather_into_tensor` takes only
+        # groups that torch created by name. Tried on torch 2.13; tests/distributed/test_collectives.py notices. It can go when
+        # ProcessGroup.all_gather_into_tensor is public.
+        self._wait(self._channel.group_for(tensor)._allgather_base(gathered, tensor))
+        return gathered
 
-    def data_group(self, tensor: torch.Tensor) -> Any:
-        """Host memory goes over the control group, device memory over the data group."""
-        return self.control() if tensor.device.type == _CPU else self._data
+    def all_reduce(self, tensor: torch.Tensor, operation: str) -> None:
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = getattr(torch.distributed.ReduceOp, operation.upper())
+        self._wait(self._channel.group_for(tensor).allreduce([tensor], options))
 
-    def wait(self, work: Any, turn: _GroupCall) -> None:
-        """Waits for an operation of a group, as watchfully as for the wire."""
+    def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
+        self._wait(self._channel.group_for(tensor).broadcast([tensor], _root_options(torch.distributed.BroadcastOptions, sender)))
+
+    def _raise_mismatch(self) -> NoReturn:
+        """Exchange what every rank was about to do, and raise; all ranks come here together."""
+        site = f" at {self._call.site}".encode()
+        description = Body()
+        description.add_bytes(self._call.describe().encode()[: self._channel.room - len(site)] + site)
+        texts = [frame[HEADER_SIZE:].decode(errors="replace") for frame in self._send(description, self._channel.room)]
+        raise MismatchError(f"{explain_mismatch(texts, self._channel.sequence)}\n(raised on rank {self._channel.rank})")
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def _wait(self, work: Any) -> None:
+        self._run(lambda: wait_in_slices(work, self._check))
+
+    def _run(self, operation: Callable[[], Any]) -> Any:
+        """Run what waits for other ranks. A broken connection is explained by the launcher or by what the other rank posted before."""
         try:
-            wait_in_slices(work, turn.look)
+            return operation()
         except ConnectionLost as lost:
-            self._connection_lost(turn, lost)
-        except BaseException as error:
-            self.give_up(f"{turn.call.operation} at {turn.call.site} was interrupted by {type(error).__name__}")
+            who = "another rank" if lost.rank is None else f"rank {lost.rank}"
+            self._channel.heartbeat.find_loss(1.5, f"the connection to {who} broke ({lost})")
+            self._raise_lost()
+        except BaseException as error:  # a wait that was given up or interrupted leaves half a frame behind
+            self._channel.abort(f"{self._call.operation} at {self._call.site} was interrupted by {type(error).__name__}")
             raise
 
-    def _connection_lost(self, turn: _GroupCall, lost: ConnectionLost) -> NoReturn:
-        """A connection broke: the launcher, or what the other rank said before, tells why."""
-        who = "another rank" if lost.rank is None else f"rank {lost.rank}"
-        self.beacon.find_loss(1.5, f"the connection to {who} broke ({lost})")
-        self.give_up(str(self.beacon.loss))
-        turn.vigil().lose()
+    def _check(self) -> None:
+        """Report a long wait, and raise if it cannot or may not go on."""
+        if self._monitor is None:
+            self._monitor = WaitMonitor(self._channel.heartbeat, self._limits, patient=self._patient)
+        self._monitor.check()
+
+    def _raise_lost(self) -> NoReturn:
+        self._channel.abort(str(self._channel.heartbeat.loss))
+        WaitMonitor(self._channel.heartbeat, self._limits, patient=self._patient).raise_lost()
 
 
-def _raise_if_inside(what: str, call: CollectiveCall, rank: int) -> NoReturn:
-    """The same with any number of processes: a program that works with one must not hang with two."""
-    raise StateError(
-        f"{call.operation} at {call.site} was called inside {what}: every process gets another number of items, so the others may never "
-        f"come to it. Call it after that, on every process.\n(raised on rank {rank})"
-    )
-
-
-def wait_in_slices(work: Any, look: WaitCallback) -> None:
-    """Waits for an operation of a process group; `look` is called several times a second and may end the wait by raising."""
+def wait_in_slices(work: Any, check: WaitCallback) -> None:
+    """Wait for an operation of a process group; `check` is called several times a second and may end the wait by raising."""
     while not _is_done(work):
-        look()
+        check()
     try:
-        work.wait(_SLICE)  # at once: it has ended, and this says how
+        work.wait(_SLICE)  # returns at once: the operation has ended, and this says how
     except RuntimeError as error:
         raise ConnectionLost(None, str(error).splitlines()[0]) from None
 
 
 def _is_done(work: Any) -> bool:
-    """Whether an operation ends within a slice, well or badly."""
+    """Whether an operation ends within a slice, successfully or not."""
     try:
         work.wait(_SLICE)
     except RuntimeError:  # not yet, or it failed
@@ -481,61 +476,10 @@ def _is_done(work: Any) -> bool:
     return True
 
 
-class _GroupCall:
-    """A call under way on a `GroupChannel`."""
-
-    def __init__(self, channel: GroupChannel, call: CollectiveCall, limits: Limits, patient: bool) -> None:
-        self.channel = channel
-        self.call = call
-        self.limits = limits
-        self.patient = patient
-        self._vigil: WaitMonitor | None = None
-
-    def __enter__(self) -> _GroupCall:
-        self.channel.begin(self.call)
-        self._marks = [(meter, meter.wait()) for meter in self.channel.meters]
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        for meter, begun in self._marks:
-            meter.end_wait(begun)
-        self.channel.end()
-
-    def wait(self, work: Any) -> None:
-        self.channel.wait(work, self)
-
-    def vigil(self) -> WaitMonitor:
-        if self._vigil is None:
-            self._vigil = WaitMonitor(self.channel.beacon, self.limits, patient=self.patient)
-        return self._vigil
-
-    def look(self) -> None:
-        """Called while waiting: reports a long wait, and ends one that cannot or may not go on."""
-        self.vigil().look()
-
-    def exchange(self, body: Body, *, sender: int | None = None, receiver: int | None = None) -> list[_Array]:
-        return self.channel.exchange(self, body, sender, receiver)
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        gathered = tensor.new_empty((self.channel.world_size * tensor.numel(),))
-        self.wait(self.channel.data_group(tensor)._allgather_base(gathered, tensor))
-        return gathered
-
-    def all_reduce(self, tensor: torch.Tensor, operation: str) -> None:
-        options = torch.distributed.AllreduceOptions()
-        options.reduceOp = getattr(torch.distributed.ReduceOp, operation.upper())
-        self.wait(self.channel.data_group(tensor).allreduce([tensor], options))
-
-    def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
-        self.wait(self.channel.data_group(tensor).broadcast([tensor], _root_options(torch.distributed.BroadcastOptions, sender)))
-
-
-def _no_group() -> None:
-    return None
-
-
 def _collective_counter(group: Any) -> Callable[[], int]:
-    """Asks a group how many collectives it has begun; of one that does not count, the answer is more every time."""
+    """Return a function that says how many collectives a group has begun; for a group that does not count, the answer always grows."""
+    # torch internals: the sequence number of a group, with which a section knows whether torch's collectives have begun in it. Tried on
+    # torch 2.13; tests/distributed/test_watchdog.py notices. It can go when torch tells which collective a rank waits in.
     try:
         group._get_sequence_number_for_group()
     except RuntimeError:
@@ -549,23 +493,15 @@ def _root_options(options: Callable[[], Any], rank: int) -> Any:
     return made
 
 
-_CALLABLE_FROM_ANY_LINE = frozenset(
-    {
-        "wait_for_everyone",
-        "main_process_first",
-        "local_main_process_first",
-        "destroy_process_group",
-        "broadcast",
-        "broadcast_object_list",
-        "copy_tensor_to_devices",
-        "gather_tensor_shape",
-    }
-)
+_CALLABLE_FROM_ANY_LINE = {
+    "wait_for_everyone", "main_process_first", "local_main_process_first", "destroy_process_group",
+    "broadcast", "broadcast_object_list", "copy_tensor_to_devices", "gather_tensor_shape",
+}
 """Calls that programs make from two branches on purpose: who sends and who receives, who waits before and who after."""
 
 
 def make_call(operation: str, agreement: str, describe: Callable[[], str]) -> CollectiveCall:
-    """A call made at the user's present line; `describe` is asked only when the processes disagree.
+    """Return a call made at the user's present line; `describe` is asked only when the processes disagree.
 
     A call that joins everyone's data has to be made at the same line by all: from two lines it is most likely one that a process
     misses, and its data would be mixed with that of the next.
@@ -577,24 +513,24 @@ def make_call(operation: str, agreement: str, describe: Callable[[], str]) -> Co
 
 
 def announce_failure(channel: Channel, limits: Limits, operation: str, cause: Exception) -> Exception:
-    """Tells the other processes that this one cannot take part, so that they raise too; gives back what to raise here.
+    """Tell the other processes that this one cannot take part, so that they raise too; return what to raise here.
 
     Where every process refuses for the same reason they agree, and each raises its own cause.
     """
     call = make_call(operation, f"refused: {cause}", lambda: f"(which could not be sent: {cause})")
-    with channel.turn(call, limits) as turn:
-        turn.exchange(Body())
+    with channel.guard(call, limits) as guarded:
+        guarded.exchange(Body())
     return cause
 
 
 def check_rank(rank: int | None, world_size: int) -> None:
-    """Raises for a rank that this job does not have."""
+    """Raise for a rank that this job does not have."""
     if rank is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} does not exist: this job has {world_size} processes, 0 to {world_size - 1}")
 
 
 class BodyReader:
-    """Takes the parts of a body out again, in the order in which they were added; of an array or a flat tensor of bytes."""
+    """Reads the parts of a body in the order in which they were added, from an array or a flat tensor of bytes."""
 
     def __init__(self, data: Any) -> None:
         self._data = data

@@ -17,7 +17,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,14 +26,14 @@ from slipstream.distributed.call_site import StackLine, filter_stack, is_user_fi
 from slipstream.launch.store import ALARM_KEY, ExitNotice, exit_key
 
 __all__ = [
-    "Heartbeat", "PROCESS_ENDED", "PeerStatus", "RankPosition", "StackSignal", "WatchedSection", "describe_position", "process_state",
-    "read_stack_by_signal",
+    "Heartbeat", "PROCESS_ENDED", "PeerStatus", "RankPosition", "StackSignal", "WatchedSection", "describe_position", "format_ranks",
+    "process_state", "read_stack_by_signal",
 ]
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """What this rank is doing: waiting in a collective, or on its way after one."""
+    """What a rank is doing: waiting in a collective, or working after one."""
 
     generation: int = 0
     sequence: int = 0
@@ -47,7 +48,7 @@ class RankPosition:
     watched: bool = False
     """Whether this is a watched section and not a collective of ours."""
     number: int = 0
-    """The how manieth section of its kind it is."""
+    """The number of the section among those of its kind."""
     begun: int = 0
     """Collectives of torch that have begun in the section."""
     reductions: int = 0
@@ -55,7 +56,7 @@ class RankPosition:
 
     @property
     def call(self) -> str:
-        """What it is, counted and with its place: `gather number 7 at train.py:20`."""
+        """The call with its number and line: `gather number 7 at train.py:20`."""
         return _describe_call(vars(self))
 
     def note(self) -> dict[str, Any]:
@@ -70,17 +71,17 @@ class RankPosition:
 
 
 class WatchedSection(Protocol):
-    """A section of the program in which torch's own collectives run, as the beacon sees it."""
+    """A section of the program in which torch's own collectives run, as the heartbeat sees it."""
 
     since: float
     """When it was entered last."""
     ask_after: float
     """Seconds after which the notes of the others are read."""
 
-    def here(self, waiting: bool) -> RankPosition: ...
+    def position(self, waiting: bool) -> RankPosition: ...
 
-    def look(self) -> None:
-        """Called by the beacon's thread while the section is under way: reports, and ends what cannot complete."""
+    def check(self) -> None:
+        """Report a long wait and end one that cannot complete; called by the heartbeat thread while the section runs."""
 
 
 @dataclass
@@ -111,7 +112,7 @@ def _describe_call(note: dict[str, Any]) -> str:
 
 
 def describe_position(note: dict[str, Any]) -> str:
-    """What a note says, for people.
+    """Describe a note for a message.
 
     >>> describe_position(RankPosition(1, 7, "gather", "train.py:20", waiting=True).note())
     'waits 0 s in gather number 7 at train.py:20'
@@ -127,7 +128,7 @@ def describe_position(note: dict[str, Any]) -> str:
 
 
 class StackSignal:
-    """Registers this process to write its stack on a signal, and takes that back."""
+    """Registers this process to write its stack on a signal."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -143,7 +144,7 @@ class StackSignal:
         faulthandler.register(number, file=self._file, all_threads=True, chain=False)
 
     def note(self) -> dict[str, Any]:
-        """What another process needs to know in order to ask."""
+        """Return what another process needs in order to ask for the stack."""
         if self._file is None:
             return {}
         import psutil
@@ -159,7 +160,7 @@ class StackSignal:
 
 
 def process_state(note: dict[str, Any]) -> str | None:
-    """What the operating system says of a process on this host: "stopped by a signal", "gone"; None when it simply runs."""
+    """Return what the operating system says of a process on this host ("stopped by a signal", "gone"); None if it simply runs."""
     import psutil
 
     try:
@@ -181,7 +182,7 @@ def process_state(note: dict[str, Any]) -> str | None:
 
 
 def read_stack_by_signal(note: dict[str, Any]) -> list[str]:
-    """Asks a process on this host for its stack by signal; empty when it cannot be had."""
+    """Ask a process on this host for its stack by signal; empty if there is no answer."""
     if "stack_signal" not in note or process_state(note) is not None:
         return []
     path = f"/proc/{note['pid']}/fd/{note['stack_file']}"
@@ -202,9 +203,9 @@ def read_stack_by_signal(note: dict[str, Any]) -> list[str]:
 
 
 def _parse_stack(text: str) -> list[StackLine]:
-    """The frames of one thread as `faulthandler` wrote them, outermost first.
+    """Return the frames of one thread as `faulthandler` wrote them, outermost first.
 
-    It does not tell which module is the script, so that is the body of a module which no other line of the user's leads to.
+    `faulthandler` does not mark the script, so the script is the module body that no other line of the user's program leads to.
     """
     lines: list[StackLine] = []
     led_by_the_user = False
@@ -217,7 +218,16 @@ def _parse_stack(text: str) -> list[StackLine]:
 
 
 PROCESS_ENDED = "(end of the process)"
-"""How the loss of a rank reads whose process has ended by itself: the launcher may know more in a moment."""
+"""Ends the loss of a rank whose process has ended by itself: the launcher may know more in a moment."""
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """
+    >>> format_ranks([1]), format_ranks([0, 2]), format_ranks([])
+    ('rank 1', 'ranks 0, 2', 'no rank in particular')
+    """
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}" if ranks else "no rank in particular"
 
 
 class Heartbeat:
@@ -232,21 +242,21 @@ class Heartbeat:
     def __init__(self, store: Any, rank: int, world_size: int, host: str, pid: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.here = RankPosition()
+        self.collective = RankPosition()
         self.hang_warning = 10.0
         """Seconds of waiting after which the table is printed; stacks are asked for before that."""
-        self.watched: WatchedSection | None = None
-        """The section that was entered last, and whether this rank is in it now."""
-        self.inside = False
+        self.section: WatchedSection | None = None
+        """The section that was entered last; `in_section` says whether this rank is in it now."""
+        self.in_section = False
         self.sections = 0
         self.failure = (0, "")
-        """Where this rank stopped in the middle of a section, with an error of its own, and after how many others."""
+        """How many sections were complete when this rank failed inside one with an error of its own, and where that was."""
         self.loss: str | None = None
-        """Why a collective that is under way cannot complete, as found in the store; None while all is well."""
+        """Why the collective in progress cannot complete, as found in the store; None if nothing is wrong."""
         self.mistake = False
-        """Whether the loss is a mistake of the program: the processes called different things."""
+        """Whether the loss is an error of the program: the processes called different things."""
         self.store_trouble: str | None = None
-        self._completed = self.here
+        self._completed = self.collective
         """What this rank completed last: the others took part in it too, whatever their last note says."""
         self.peers = {other: PeerStatus() for other in range(world_size) if other != rank}
         self._store = store
@@ -264,21 +274,20 @@ class Heartbeat:
         self._stop = threading.Event()
         self._signal = StackSignal()
         self._main_thread = threading.get_ident()
-        self._thread = threading.Thread(target=self._run, name="slipstream-beacon", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="slipstream-heartbeat", daemon=True)
 
     # -- the calling thread ---------------------------------------------------------------------------------------
 
     def enter(self, generation: int, sequence: int, operation: str, site: str) -> None:
+        """Record that this rank begins to wait in a collective."""
         self._main_thread = threading.get_ident()
-        self.here = RankPosition(
-            generation, sequence, operation, site, True, sections=self.sections, syncs=self.syncs, reductions=self.reductions
-        )
+        self.collective = RankPosition(generation, sequence, operation, site, True, sections=self.sections)
 
     def leave(self) -> None:
-        here = self.here
-        self._sections_before = self.sections
-        self._begun_before = self._begun()
-        self.here = self._completed = RankPosition(here.generation, here.sequence, here.operation, here.site, sections=self.sections)
+        """Record that the collective is over."""
+        left = self.collective
+        self._sections_before, self._begun_before = self.sections, self._begun()
+        self.collective = self._completed = RankPosition(left.generation, left.sequence, left.operation, left.site, sections=self.sections)
 
     @property
     def syncs(self) -> int:
@@ -291,15 +300,15 @@ class Heartbeat:
         return self._begun() - self._begun_before
 
     def count_with(self, begun: Callable[[], int]) -> None:
-        """How to ask how many collectives torch's own group has begun, in this generation."""
+        """Set the function that says how many collectives torch's own group has begun in this generation."""
         self._begun, self._begun_before = begun, begun()
 
-    def place(self) -> RankPosition:
-        """What this rank is doing: the innermost of a collective of ours and a watched section, or the last of them."""
-        here, watched = self.here, self.watched
-        if watched is None or here.since >= watched.since and (here.waiting or not self.inside):
-            return here
-        return watched.here(self.inside)
+    def position(self) -> RankPosition:
+        """Return what this rank is doing: the inner one of a collective of ours and a watched section, or the last of them."""
+        collective, section = self.collective, self.section
+        if section is None or collective.since >= section.since and (collective.waiting or not self.in_section):
+            return collective
+        return section.position(self.in_section)
 
     def start(self) -> None:
         self._signal.install()
@@ -308,51 +317,56 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; safe to call twice."""
+        """End the thread; safe to call twice."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
         self._signal.remove()
 
     def new_generation(self) -> None:
-        """Forgets losses that belonged to the group before; a rank that ended stays lost."""
+        """Forget losses of the previous group; a rank that ended stays lost."""
         self.loss, self.mistake, self.failure = None, False, (0, "")
-        self.watched, self.inside, self.sections, self._sections_before = None, False, 0, 0
+        self.section, self.in_section, self.sections, self._sections_before = None, False, 0, 0
         self.count_with(int)
         with self._lock:
             self._departures.clear()
             self._read_exits()
 
     def post(self, kind: str, **details: Any) -> None:
-        """Tells every rank about an event. Never raises: the store may be gone already, which `store_trouble` then says."""
-        event = {"kind": kind, "rank": self.rank, **details}
+        """Tell every rank about an event. Never raises: the store may be gone already, which `store_trouble` then says."""
+        with self._store_access():
+            self._post(self._store.add("events", 1), kind=kind, **details)
+
+    def _post(self, number: int, **event: Any) -> None:
+        self._store.set(f"event/{number}", json.dumps({"rank": self.rank, **event}))
+        self._store.add(ALARM_KEY, 1)
+
+    @contextmanager
+    def _store_access(self) -> Iterator[None]:
+        """Hold the lock, and note an error of the store in `store_trouble` instead of raising it."""
         with self._lock:
             try:
-                number = self._store.add("events", 1)
-                self._store.set(f"event/{number}", json.dumps(event))
-                self._store.add(ALARM_KEY, 1)
+                yield
             except RuntimeError as error:
                 self.store_trouble = str(error).splitlines()[0]
 
     def find_loss(self, wait: float, otherwise: str | None = None) -> None:
-        """Looks for up to `wait` seconds for why another rank is gone; `loss` is then what was found, or `otherwise`."""
+        """Look for up to `wait` seconds for why another rank is gone; `loss` is then what was found, or `otherwise`."""
         deadline = time.monotonic() + wait
-        while True:
-            with self._lock:
-                try:
-                    if self._read_exits():
-                        return
+        is_final = False
+        while not is_final:
+            is_final = True  # also where the store does not answer
+            with self._store_access():
+                if not self._read_exits():
                     self._read_events()
                     self._judge_departures()
-                except RuntimeError as error:
-                    self.store_trouble = str(error).splitlines()[0]
-                    break
-            if (self.loss is not None and not self.loss.endswith(PROCESS_ENDED)) or time.monotonic() >= deadline:
-                break
-            time.sleep(0.05)
+                    known = self.loss is not None and not self.loss.endswith(PROCESS_ENDED)
+                    is_final = known or time.monotonic() >= deadline
+            if not is_final:
+                time.sleep(0.05)
         self.loss = self.loss or otherwise
 
-    # -- the beacon's own thread ----------------------------------------------------------------------------------
+    # -- the heartbeat thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause()):
@@ -360,16 +374,16 @@ class Heartbeat:
                 with self._lock:
                     self._tick()
                 self.store_trouble = None
-                if self.inside and self.watched is not None:
-                    self.watched.look()
+                if self.in_section and self.section is not None:
+                    self.section.check()
             except RuntimeError as error:  # torch's store errors: the report shows them, and the next tick tries again
                 self.store_trouble = str(error).splitlines()[0]
                 if self._stop.wait(self.PUBLISH_EVERY):
                     return
 
     def _pause(self) -> float:
-        place = self.place()
-        waits = place.waiting and (not place.watched or time.monotonic() - place.since > self.LOOK_EVERY)
+        position = self.position()
+        waits = position.waiting and (not position.watched or time.monotonic() - position.since > self.LOOK_EVERY)
         return self.LOOK_EVERY if waits else self.PUBLISH_EVERY
 
     def _tick(self) -> None:
@@ -382,35 +396,32 @@ class Heartbeat:
             self._alarm_seen = alarm
             self._read_exits()
             self._read_events()
-        place = self.place()
-        if not place.waiting:
+        position = self.position()
+        if not position.waiting:
             return
         self._judge_departures()
-        ask_after = self.watched.ask_after if place.watched and self.watched is not None else 0.5
-        if now - place.since > ask_after and now - self._last_sample >= min(1.0, self.hang_warning / 8):
+        ask_after = self.section.ask_after if position.watched and self.section is not None else 0.5
+        if now - position.since > ask_after and now - self._last_sample >= min(1.0, self.hang_warning / 8):
             self._last_sample = now
             self._sample()
-            if now - place.since > self.hang_warning * 0.5:
+            if now - position.since > self.hang_warning * 0.5:
                 self._ask_for_stacks()
 
     def _publish(self) -> None:
         self._beat += 1
         note = {"beat": self._beat, **self._identity, **self.note()}
-        self._store.set(f"beacon/{self.rank}", json.dumps(note))
+        self._store.set(f"heartbeat/{self.rank}", json.dumps(note))
 
     def note(self) -> dict[str, Any]:
-        """Where this rank is, with what it has done by now, also in other threads than the one that waits."""
+        """Return where this rank is, with what all its threads have done by now."""
         sections, failure = self.failure
         done = {"syncs": self.syncs, "reductions": self.reductions, "failure": failure if sections == self.sections else ""}
-        return {**self.place().note(), **done}
+        return {**self.position().note(), **done}
 
     def publish(self) -> None:
-        """Tells where this rank is now: its last word, before it leaves."""
-        with self._lock:
-            try:
-                self._publish()
-            except RuntimeError as error:
-                self.store_trouble = str(error).splitlines()[0]
+        """Publish where this rank is now, before it leaves."""
+        with self._store_access():
+            self._publish()
 
     def _read_exits(self) -> bool:
         if self.mistake:
@@ -430,54 +441,42 @@ class Heartbeat:
                 return  # its writer is between the two steps: the alarm that follows brings us back
             self._events_seen = number
             event = json.loads(self._store.get(f"event/{number}").decode())
-            handler: Callable[[dict[str, Any]], None] | None = {
-                "left": self._on_left,
-                "gave_up": self._on_gave_up,
-                "mistake": self._on_mistake,
-                "stack_wanted": self._on_stack_wanted,
-            }.get(event["kind"])
-            if handler is not None and event["rank"] != self.rank:
-                handler(event)
+            if event["rank"] != self.rank:
+                self._handle(event)
 
-    def _on_left(self, event: dict[str, Any]) -> None:
-        self._departures[event["rank"]] = event
-        self._judge_departures()
+    def _handle(self, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        if kind == "left":
+            self._departures[event["rank"]] = event
+            self._judge_departures()
+        elif kind == "stack_wanted":
+            if event["of"] == self.rank:
+                self._store.set(event["key"], json.dumps(user_frames(sys._current_frames().get(self._main_thread))))
+        elif event["generation"] == self.position().generation:
+            if kind == "mistake":
+                self.loss, self.mistake = event["text"], True
+            else:
+                self.loss = self.loss or event["because"] or f"rank {event['rank']} gave up waiting in {event['call']}"
 
     def _judge_departures(self) -> None:
-        """A rank that has left is lost for whatever it did not take part in before."""
-        place = self.place()
-        counted = "sections" if place.watched else "sequence"
+        """Record a loss if a rank has left that did not take part in what this rank waits in."""
+        position = self.position()
+        counted = "sections" if position.watched else "sequence"
         for rank, event in self._departures.items():
-            missed = not place.waiting or event[counted] < getattr(place, counted)
-            if self.loss is None and event["generation"] == place.generation and missed:
+            missed = not position.waiting or event[counted] < getattr(position, counted)
+            if self.loss is None and event["generation"] == position.generation and missed:
                 last = f"; before that it was in {event['last']}" if event["last"] else ""
                 self.loss = f"rank {rank} left the group after {event['sequence']} collectives ({event['site']}){last}"
-
-    def _on_gave_up(self, event: dict[str, Any]) -> None:
-        if self.loss is None and event["generation"] == self.place().generation:
-            self.loss = event["because"] or f"rank {event['rank']} gave up waiting in {event['call']}"
-
-    def _on_mistake(self, event: dict[str, Any]) -> None:
-        if event["generation"] == self.place().generation:
-            self.loss, self.mistake = event["text"], True
-
-    def _on_stack_wanted(self, event: dict[str, Any]) -> None:
-        if event["of"] == self.rank:
-            frames = user_frames(sys._current_frames().get(self._main_thread))
-            self._store.set(event["key"], json.dumps(frames))
 
     # -- watching the others while waiting ------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Reads the notes of the others now, for a report that cannot wait for the next look."""
-        with self._lock:
-            try:
-                self._sample()
-            except RuntimeError as error:
-                self.store_trouble = str(error).splitlines()[0]
+        """Read the notes of the others now, for a report that cannot wait for the next tick."""
+        with self._store_access():
+            self._sample()
 
     def _sample(self) -> None:
-        keys = [f"beacon/{other}" for other in self.peers]
+        keys = [f"heartbeat/{other}" for other in self.peers]
         present = [key for key in keys if self._store.check([key])]
         for key, data in zip(present, self._store.multi_get(present) if present else [], strict=True):
             self.peers[int(key.rpartition("/")[2])].hear(json.loads(data.decode()))
@@ -492,75 +491,74 @@ class Heartbeat:
         return min(5.0, max(2.5, self.hang_warning / 2))
 
     def _is_with_us(self, peer: PeerStatus) -> bool:
-        place, note = self.place(), peer.note
-        compared = ("generation", "sequence", "watched", *(("syncs", "operation") if place.watched else ()))
-        same = all(note.get(name) == getattr(place, name) for name in compared)
+        position, note = self.position(), peer.note
+        compared = ("generation", "sequence", "watched", *(("syncs", "operation") if position.watched else ()))
+        same = all(note.get(name) == getattr(position, name) for name in compared)
         return bool(note.get("waiting")) and same and peer.silent < self._silent_after
 
     def _ask_for_stack(self, other: int, peer: PeerStatus) -> None:
-        if peer.stack_asked < self.place().since or time.monotonic() - peer.stack_asked > 30:
-            if peer.stack_asked < self.place().since:
+        if peer.stack_asked < self.position().since or time.monotonic() - peer.stack_asked > 30:
+            if peer.stack_asked < self.position().since:
                 peer.stack = []  # of another wait
             peer.stack_asked = time.monotonic()
             number = self._store.add("events", 1)
             peer.stack_key = f"stack/{number}"
-            event = {"kind": "stack_wanted", "rank": self.rank, "of": other, "key": peer.stack_key}
-            self._store.set(f"event/{number}", json.dumps(event))
-            self._store.add(ALARM_KEY, 1)
+            self._post(number, kind="stack_wanted", of=other, key=peer.stack_key)
         elif self._store.check([peer.stack_key]):
             peer.stack = json.loads(self._store.get(peer.stack_key).decode())
-        elif time.monotonic() - peer.stack_asked > 1.5 and peer.note.get("host") == self._identity["host"]:
+        elif time.monotonic() - peer.stack_asked > 1.5 and self._is_here(peer):
             peer.stack = read_stack_by_signal(peer.note)
 
     # -- the report -----------------------------------------------------------------------------------------------
 
     def is_lowest_waiting(self) -> bool:
-        """Whether no lower rank waits in the same call: only one process prints the table."""
+        """Whether no lower rank waits in the same call: a single process prints the table."""
         return not any(self._is_with_us(peer) for other, peer in self.peers.items() if other < self.rank)
 
     def missing(self) -> list[int]:
-        """The ranks that are not in the call that this rank waits in."""
+        """Return the ranks that are not in the call that this rank waits in."""
         return [other for other, peer in self.peers.items() if not self._is_with_us(peer)]
 
-    def gone(self) -> str:
-        """The ranks on this host whose processes have ended, in words; after a look at the notes."""
+    def ended_ranks(self) -> list[int]:
+        """Return the ranks on this host whose processes have ended."""
         self.refresh()
-        here = [(other, peer.note) for other, peer in self.peers.items() if peer.note.get("host") == self._identity["host"]]
-        ended = [str(other) for other, note in here if process_state(note) is not None]
-        return f"rank {', '.join(ended)}" if ended else "another rank"
+        return [rank for rank, peer in self.peers.items() if self._is_here(peer) and process_state(peer.note) is not None]
+
+    def _is_here(self, peer: PeerStatus) -> bool:
+        return bool(peer.note.get("host") == self._identity["host"])
 
     def all_missing_silent(self, seconds: float) -> bool:
-        """Whether every rank that we wait for has shown no sign of life for so long (stopped, or its interpreter held)."""
+        """Whether every rank that we wait for has shown no sign of life for so long (it is stopped, or its interpreter is blocked)."""
         missing = self.missing()
         return bool(missing) and all(self.peers[other].silent > seconds for other in missing)
 
     def table(self) -> str:
-        """Where every rank is, one line each, with the stacks that could be had."""
-        rows: list[tuple[int, str, str, list[str]]] = [(self.rank, str(self._identity["host"]), describe_position(self.note()), [])]
-        rows += [
-            (other, str(peer.note.get("host", "?")), self._peer_state(peer), self._peer_stack(peer)) for other, peer in self.peers.items()
-        ]
+        """Return where every rank is, one line each, with the stacks that are known."""
         lines = []
-        for rank, host, state, stack in sorted(rows):
+        for rank in range(self.world_size):
+            peer = self.peers.get(rank)
+            host, state = (self._identity["host"], describe_position(self.note())) if peer is None else (
+                peer.note.get("host", "?"), self._peer_state(peer)
+            )
             lines.append(f"  rank {rank} (host {host}): {state}")
-            lines.extend(f"      {line}" for line in stack)
+            lines += [] if peer is None else [f"      {line}" for line in self._peer_stack(peer)]
         if self.store_trouble:
             lines.append(f"  The rendezvous store does not answer ({self.store_trouble}), so this may be out of date.")
         return "\n".join(lines)
 
     def _peer_state(self, peer: PeerStatus) -> str:
         note = peer.note
-        for last in (self._completed, self.place()):
+        for last in (self._completed, self.position()):
             if last.operation and not last.waiting and last.is_after(note):
                 note = {**note, **last.note()}  # its note is older than what it took part in
         state = describe_position(note)
         if not peer.note or self._is_with_us(peer):
             return state
-        condition = process_state(peer.note) if peer.note.get("host") == self._identity["host"] else None
+        condition = process_state(peer.note) if self._is_here(peer) else None
         if peer.silent < self._silent_after:
             return f"{condition}; before that {state}" if condition else state
         return f"no sign of life for {peer.silent:.0f} s ({condition or 'its interpreter does not answer'}); before that {state}"
 
     def _peer_stack(self, peer: PeerStatus) -> list[str]:
         waits = peer.note.get("waiting") and peer.silent < self._silent_after
-        return [] if waits or peer.stack_asked < self.place().since else peer.stack
+        return [] if waits or peer.stack_asked < self.position().since else peer.stack

@@ -12,17 +12,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Final, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, Final, TypeVar
 
 from slipstream.distributed.cluster import this_process
 from slipstream.errors import ConfigError
 
-__all__ = [
-    "HiddenProgressBar", "ProgressBar", "TqdmProgressBar", "bar", "call_periodically", "counted", "is_interactive", "tqdm", "tqdm_class",
-    "waiting",
-]
+__all__ = ["ProgressBar", "TqdmProgressBar", "bar", "counted", "is_interactive", "show_progress", "tqdm", "tqdm_class", "waiting"]
 
 
 _UPDATE_SECONDS: Final = 0.3
@@ -30,44 +26,27 @@ _DELAY_SECONDS: Final = 1.0
 _Chunk = TypeVar("_Chunk")
 
 
-class ProgressBar(Protocol):
-    """What shows how far the work is. It is closed by `with`, or by hand."""
+class ProgressBar:
+    """Shows how far the work is; this base class shows nothing. A bar is closed by `with`, or by hand."""
 
     def update(self, count: int = 1) -> None:
-        """So much more is done."""
+        """Add to what is done."""
 
     def to(self, done: int, total: int | None = None) -> None:
-        """So much is done, of so much if that was not known before."""
+        """Set what is done, and the total if that was not known before."""
 
     def close(self) -> None:
-        """The work is over, or has failed."""
+        """Remove the bar: the work is over, or has failed."""
 
-    def __enter__(self) -> ProgressBar: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
-
-
-class HiddenProgressBar:
-    """No bar."""
-
-    def update(self, count: int = 1) -> None:
-        """Nothing is shown."""
-
-    def to(self, done: int, total: int | None = None) -> None:
-        """Nothing is shown."""
-
-    def close(self) -> None:
-        """Nothing was shown."""
-
-    def __enter__(self) -> HiddenProgressBar:
+    def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Nothing was shown."""
+    def __exit__(self, *details: object) -> None:
+        self.close()
 
 
-class TqdmProgressBar(HiddenProgressBar):
-    """A bar of tqdm; never beyond its total, so that a header or two more do no harm."""
+class TqdmProgressBar(ProgressBar):
+    """A bar of tqdm that never goes beyond its total."""
 
     def __init__(self, **options: Any) -> None:
         self._bar: Any = tqdm_class()(miniters=0, **_width(), **options)
@@ -84,9 +63,6 @@ class TqdmProgressBar(HiddenProgressBar):
     def close(self) -> None:
         self._bar.close()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
 
 def bar(
     total: int | None,
@@ -98,23 +74,24 @@ def bar(
     after: float = _DELAY_SECONDS,
     initial: int = 0,
 ) -> ProgressBar:
-    """A bar for `total` units of work, "B" being bytes; None if that is not known (yet).
+    """Return a bar for `total` units of work, "B" being bytes; None if the total is not known (yet).
 
-    `is_main` says who this is, for those who know; `wanted=True` shows it everywhere and at once, and lets it stand, `False` nowhere.
+    `is_main`: whether this is the main process, for callers that know. `wanted=True` shows the bar everywhere, at once, and leaves it on
+    the screen; `wanted=False` never shows it.
 
     >>> with bar(3, "counting") as shown:
     ...     for _ in range(3):
     ...         shown.update()
     """
     if wanted is False or not (this_process().is_main if is_main is None else is_main) or not (wanted or is_interactive()):
-        return HiddenProgressBar()
+        return ProgressBar()
     scale = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
     return TqdmProgressBar(total=total, desc=desc, unit=unit, initial=initial, delay=0.0 if wanted else after, leave=bool(wanted), **scale)
 
 
 @contextmanager
 def waiting(what: str, *, after: float = _DELAY_SECONDS) -> Iterator[None]:
-    """Around work of which nothing is known but that it goes on: on a terminal, `what` and how long it takes.
+    """Show `what` and the elapsed time around work of unknown size, on a terminal.
 
     >>> with waiting("building"):
     ...     sum(range(10))
@@ -125,14 +102,14 @@ def waiting(what: str, *, after: float = _DELAY_SECONDS) -> Iterator[None]:
         return
     with (
         TqdmProgressBar(desc=what, delay=after, leave=False, bar_format="{desc} ... {elapsed}") as shown,
-        call_periodically(lambda: shown.update(0)),
+        _call_periodically(lambda: shown.update(0)),
     ):
         yield
 
 
 @contextmanager
-def call_periodically(move: Callable[[], object], every: float = _UPDATE_SECONDS) -> Iterator[None]:
-    """Within it, `move` is called by a thread every so many seconds, and once more at the end."""
+def _call_periodically(move: Callable[[], object], every: float = _UPDATE_SECONDS) -> Iterator[None]:
+    """Call `move` from a thread every so many seconds inside the block, and once more at its end."""
     stop = threading.Event()
 
     def run() -> None:
@@ -149,8 +126,24 @@ def call_periodically(move: Callable[[], object], every: float = _UPDATE_SECONDS
         move()
 
 
+@contextmanager
+def show_progress(progress: bool | None, *, is_main: bool, finished: Callable[[], int], total: int, before: int) -> Iterator[None]:
+    """Show a bar of finished items; `progress` None shows it where there is a terminal."""
+    with bar(total, "", "item", is_main=is_main, wanted=progress, initial=before) as shown:
+        if not isinstance(shown, TqdmProgressBar):
+            yield
+            return
+
+        def move() -> None:
+            with suppress(RuntimeError):  # the store is gone, which the work itself will report
+                shown.to(min(total, before + finished()))
+
+        with _call_periodically(move):
+            yield
+
+
 def counted(chunks: Iterable[_Chunk], advance: Callable[[int], object]) -> Iterator[_Chunk]:
-    """The same chunks of bytes; how many they are is told when the next one is asked for.
+    """Yield the same chunks of bytes, and call `advance` with the size of each when the next one is asked for.
 
     >>> done = []
     >>> b"".join(counted([b"slip", b"stream"], done.append)), done
@@ -162,7 +155,7 @@ def counted(chunks: Iterable[_Chunk], advance: Callable[[int], object]) -> Itera
 
 
 def _width() -> dict[str, Any]:
-    """As wide as the terminal is, also when that changes; the usual 80 columns where it says that it has none, as some do in containers."""
+    """Return options for the width of the terminal, also when it changes; 80 columns where it says that it has none (some containers)."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):  # a notebook has none
@@ -171,13 +164,13 @@ def _width() -> dict[str, Any]:
 
 
 def is_interactive() -> bool:
-    """Whether somebody sees what is written to stderr as it comes: on a terminal, or in a notebook."""
+    """Whether stderr is a terminal or a notebook."""
     stream = sys.stderr
     return stream is not None and not stream.closed and (stream.isatty() or _in_notebook())
 
 
 def tqdm_class() -> Any:
-    """The class of tqdm that fits: its widget in the process of a notebook itself, text everywhere else."""
+    """Return the class of tqdm that fits: its widget in the process of a notebook, text everywhere else."""
     if _in_notebook() and this_process().world_size == 1 and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as widget
 

@@ -46,7 +46,7 @@ def is_dataclass_instance(data: object) -> bool:
 
 
 def is_node(data: Any) -> TypeGuard[Any]:
-    """Whether this is a container that is taken apart, rather than a leaf."""
+    """Whether this is a container, rather than a leaf."""
     return _is_node_type(type(data))  # type: ignore[arg-type]  # mypy does not take a class for hashable
 
 
@@ -63,7 +63,7 @@ def _sorted_keys(data: Mapping[Any, Any]) -> list[Any]:
 
 
 def children(node: Any) -> list[tuple[Any, Any]]:
-    """The (key, value) pairs of a container in the order in which every process walks them.
+    """Return the (key, value) pairs of a container in the order in which every process walks them.
 
     >>> children({"b": 1, "a": 2})
     [('a', 2), ('b', 1)]
@@ -76,7 +76,7 @@ def children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """A list, tuple or namedtuple of the type of `obj` with the items of `generator`.
+    """Return a list, tuple or namedtuple of the type of `obj` with the items of `generator`.
 
     >>> honor_type((1, 2), [3, 4])
     (3, 4)
@@ -87,9 +87,9 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 
 def rebuild(node: Any, values: list[Any]) -> Any:
-    """A container like `node` that holds `values`, given in the order of `children(node)`.
+    """Return a container like `node` that holds `values`, given in the order of `children(node)`.
 
-    Where a class of the user's cannot be made anew with other items, the result is a plain list, tuple or dict.
+    Where a class of the user's cannot be constructed with other items, the result is a plain list, tuple or dict.
     """
     if type(node) is list:
         return list(values)
@@ -131,7 +131,7 @@ def _rebuild_tuple(node: tuple[Any, ...], values: list[Any]) -> Any:
 
 
 def _same_items(new: Any, values: list[Any]) -> bool:
-    """Whether a constructor took the values for its items, and not for something else."""
+    """Whether a constructor took the values as its items."""
     return len(new) == len(values) and all(entry is other for entry, other in zip(new, values, strict=True))
 
 
@@ -145,10 +145,10 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 def copy_with_values(mapping: MutableMapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping like this one with other values for its keys; the one that was given stays as it is.
+    """Return a mapping like this one with other values for its keys; the original stays as it is.
 
     A copy keeps default factories and attributes of subclasses. A copy that shares its storage with the original cannot be written to:
-    then a new one is made from the values, or a plain dict, if the class does not take them.
+    then a new mapping is constructed from the values, or a plain dict if the class does not take them.
 
     >>> from collections import OrderedDict
     >>> copy_with_values(OrderedDict(a=1), {"a": 2})
@@ -175,7 +175,7 @@ def _construct(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 def map_leaves(function: Callable[[_Leaf], Any], data: _Tree, stop: Callable[[Any], bool] | None = None) -> _Tree:
-    """The same structure with `function` applied to every leaf; `stop(node)` makes a container count as a leaf.
+    """Return the same structure with `function` applied to every leaf; `stop(node)` makes a container count as a leaf.
 
     >>> map_leaves(str, {"a": [1, (2, 3)]})
     {'a': ['1', ('2', '3')]}
@@ -186,7 +186,7 @@ def map_leaves(function: Callable[[_Leaf], Any], data: _Tree, stop: Callable[[An
 
 
 def flatten(data: _Tree, stop: Callable[[Any], bool] | None = None) -> list[_Leaf]:
-    """All leaves in the order in which every process walks them.
+    """Return all leaves in the order in which every process walks them.
 
     >>> flatten({"b": [1, 2], "a": 3})
     [3, 1, 2]
@@ -205,7 +205,7 @@ def _collect(data: _Tree, stop: Callable[[Any], bool] | None, leaves: list[_Leaf
 
 
 def unflatten(data: _Tree, leaves: Iterable[_Leaf], stop: Callable[[Any], bool] | None = None) -> _Tree:
-    """The structure of `data` with other leaves, given in the order of `flatten`.
+    """Return the structure of `data` with other leaves, given in the order of `flatten`.
 
     >>> unflatten({"b": [1, 2], "a": 3}, ["x", "y", "z"])
     {'b': ['y', 'z'], 'a': 'x'}
@@ -215,7 +215,7 @@ def unflatten(data: _Tree, leaves: Iterable[_Leaf], stop: Callable[[Any], bool] 
 
 
 def describe_structure(data: _Tree, leaf: Callable[[_Leaf], str], stop: Callable[[Any], bool] | None = None) -> str:
-    """The structure as text, with `leaf` spelling the leaves: what processes compare and what messages show.
+    """Return the structure as text, with `leaf` describing the leaves: what processes compare and messages show.
 
     >>> describe_structure({"b": [1, 2], "a": 3}, lambda value: type(value).__name__)
     '{a: int, b: [int, int]}'
@@ -281,7 +281,7 @@ def recursively_apply(
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Iterable[str] | None = None) -> Any:
-    """The same data with every tensor (and whatever else has a `.to(device)`) on a device; keys in `skip_keys` stay.
+    """Return the same data with every tensor (and whatever else has a `.to(device)`) on a device; keys in `skip_keys` stay.
 
     >>> send_to_device({"x": torch.ones(1), "ids": [1, 2]}, "cpu")
     {'x': tensor([1.]), 'ids': [1, 2]}
@@ -308,12 +308,12 @@ def _send(data: Any, device: Any, non_blocking: bool) -> Any:
 
 
 def get_data_structure(data: Any) -> Any:
-    """The same structure with `TensorInformation` in the place of tensors."""
+    """Return the same structure with `TensorInformation` in the place of tensors."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """The same structure with lists of sizes in the place of tensors.
+    """Return the same structure with lists of sizes in the place of tensors.
 
     >>> get_shape([torch.ones(2, 3)])
     [[2, 3]]
@@ -322,12 +322,12 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Empty tensors of the shapes and types that `get_data_structure` gave."""
+    """Return empty tensors of the shapes and types that `get_data_structure` gave."""
     return recursively_apply(lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information)
 
 
 def find_batch_size(data: Any) -> int:
-    """The first dimension of the first tensor in the data.
+    """Return the first dimension of the first tensor in the data.
 
     >>> find_batch_size({"x": torch.ones(4, 2)})
     4
@@ -339,12 +339,12 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """As `find_batch_size`, but None where there is none."""
+    """Return the first dimension of the first tensor in the data; None if there is none."""
     return next((int(leaf.shape[0]) for leaf in flatten(data) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
 
 
 def listify(data: Any) -> Any:
-    """Tensors as Python lists and numbers.
+    """Return tensors as Python lists and numbers.
 
     >>> listify({"x": torch.tensor([1, 2])})
     {'x': [1, 2]}
@@ -353,7 +353,7 @@ def listify(data: Any) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
-    """Every tensor sliced along its first dimension; the last two arguments are taken for compatibility and change nothing.
+    """Slice every tensor along its first dimension; the last two arguments exist for compatibility and change nothing.
 
     >>> slice_tensors({"x": torch.arange(4)}, slice(1, 3))
     {'x': tensor([1, 2])}
@@ -370,7 +370,7 @@ def slice_tensors(data: Any, tensor_slice: slice, process_index: int | None = No
 
 
 def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
-    """Several data of the same structure as one, tensor by tensor along `dim`.
+    """Join data of the same structure, tensor by tensor along `dim`.
 
     >>> concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
     {'x': tensor([1., 0.])}
@@ -391,7 +391,7 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Tensors with their last row repeated so that the batch divides by the number of processes.
+    """Repeat the last row of tensors so that the batch divides by the number of processes.
 
     >>> pad_input_tensors(torch.arange(3), 3, 2)
     tensor([0, 1, 2, 2])
@@ -408,7 +408,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Tensors in half precision as float32; others stay.
+    """Convert tensors in half precision to float32; others stay.
 
     >>> convert_to_fp32({"x": torch.ones(1, dtype=torch.bfloat16), "n": torch.tensor(1)})
     {'x': tensor([1.]), 'n': tensor(1)}
@@ -438,7 +438,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The decorator form of `ConvertOutputsToFp32`; a plain function, so that it can be bound as a method."""
+    """Return the decorator form of `ConvertOutputsToFp32`: a plain function, which can be bound as a method."""
     converted = ConvertOutputsToFp32(model_forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -449,5 +449,5 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in the data, or None."""
+    """Return the device of the first tensor in the data, or None."""
     return next((leaf.device for leaf in flatten(data) if isinstance(leaf, torch.Tensor)), None)

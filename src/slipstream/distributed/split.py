@@ -6,24 +6,22 @@
   nothing is read ahead.
 
 Every item belongs to exactly one rank, counts differ by at most one, order is kept, and a part has the type of the whole. With
-`apply_padding` the ranks that are one short repeat the last item, and `SplitPart` says how many trailing items that are. The argument is
-not changed, and neither torch nor numpy is imported.
+`apply_padding` the ranks that are one short repeat the last item. The argument is not changed, and neither torch nor numpy is imported.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from slipstream.distributed.pytree import copy_with_values, is_namedtuple
-from slipstream.errors import StateError
 
 __all__ = [
-    "SplitPart", "SplitView", "StridedItems", "columns_of", "count_per_rank", "count_with_padding", "is_array", "is_instance_of",
-    "restore_order", "split",
+    "SplitPart", "SplitView", "StridedItems", "count_per_rank", "count_with_padding", "is_array", "is_instance_of", "is_record",
+    "record_columns", "restore_order", "split",
 ]
 
 
@@ -35,8 +33,8 @@ def split(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) 
     >>> split(("a", "b", "c"), 1, 2, apply_padding=True).value
     ('c', 'c')
     >>> part = split((letter for letter in "abcde"), 1, 2)
-    >>> list(part.value), part.real_count()
-    (['b', 'd'], 2)
+    >>> list(part.value), part.total
+    (['b', 'd'], 5)
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}.")
@@ -45,11 +43,11 @@ def split(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) 
         return _split_strided(inputs, rank, world_size, apply_padding)
     total = _length(inputs, "")
     cut = _SlicePositions.of(total, rank, world_size, apply_padding)
-    return SplitPart(_take(inputs, cut), rank, world_size, apply_padding, _ItemTotal(total))
+    return SplitPart(_take(inputs, cut), world_size, apply_padding, total)
 
 
 def count_per_rank(total: int, world_size: int) -> list[int]:
-    """Return how many of `total` items each rank gets, sliced or strided, without padding.
+    """Return how many of `total` items each rank gets, sliced or dealt, without padding.
 
     >>> count_per_rank(10, 4)
     [3, 3, 2, 2]
@@ -69,9 +67,9 @@ def count_with_padding(total: int, world_size: int, apply_padding: bool = False)
 
 
 def restore_order(chunks: Sequence[Any], dealt: bool) -> Any:
-    """Return the results of all ranks, one per item and without padding, in the order of the input.
+    """Return what every rank made of its part, one result per item and padding dropped, in the order of the input.
 
-    Chunks of sliced inputs follow each other; those of a strided iterable are interleaved. Tensors and arrays stay what they are.
+    Chunks of sliced inputs follow each other; those of a dealt-out iterable are interleaved. Tensors and arrays stay what they are.
 
     >>> restore_order([["a", "c", "e"], ["b", "d"]], dealt=True)
     ['a', 'b', 'c', 'd', 'e']
@@ -90,64 +88,22 @@ def restore_order(chunks: Sequence[Any], dealt: bool) -> Any:
 
 
 @dataclass
-class _ItemTotal:
-    """The number of items of the whole input; unknown until a strided iterable is exhausted."""
-
-    total: int | None = None
-
-
-@dataclass(frozen=True)
 class SplitPart:
-    """The part of one rank, and what is needed to put the results of all ranks back together.
+    """What one rank got, and what is needed to put the results of all ranks back together.
 
     >>> part = split(range(5), 1, 2, apply_padding=True)
-    >>> part.value, part.indices, part.padding, part.real_count()
-    ([3, 4, 4], [3, 4, 4], 1, 2)
+    >>> part.value, part.total
+    ([3, 4, 4], 5)
     """
 
     value: Any
-    """The rank's part; for a strided iterable, the lazy stream of its items."""
-    rank: int
+    """The rank's piece; for an iterable without positions, the lazy stream of its items."""
     world_size: int
     apply_padding: bool = False
-    _tally: _ItemTotal = field(default_factory=_ItemTotal, repr=False)
+    total: int = -1
+    """The number of items of the whole input; -1 until this rank has come to the end of an iterable without positions."""
     dealt: bool = False
-    """Items were assigned in turn rather than sliced."""
-
-    @property
-    def used_up(self) -> bool:
-        """Whether the counts are known: always for slices, and for a strided iterable once this rank has exhausted it."""
-        return self._tally.total is not None
-
-    @property
-    def total(self) -> int:
-        """The number of items of the whole input."""
-        if self._tally.total is None:
-            raise StateError(
-                "The number of items is not known yet: an iterable without a length was split, and this process has not come to its end. "
-                "Iterate over the whole part first, or pass a list to split_between_processes."
-            )
-        return self._tally.total
-
-    def real_counts(self) -> list[int]:
-        """Return how many items each rank got, without padding."""
-        return count_per_rank(self.total, self.world_size)
-
-    def real_count(self) -> int:
-        """Return how many items this rank got, without padding."""
-        return self.real_counts()[self.rank]
-
-    @property
-    def padding(self) -> int:
-        """How many trailing items of this rank's part repeat another one."""
-        return count_with_padding(self.total, self.world_size, self.apply_padding)[self.rank] - self.real_count()
-
-    @property
-    def indices(self) -> list[int]:
-        """The position in the input of each item of the part; padding repeats a position."""
-        if self.dealt:
-            return [*range(self.rank, self.total, self.world_size), *[self.total - 1] * self.padding]
-        return _SlicePositions.of(self.total, self.rank, self.world_size, self.apply_padding).indices
+    """Items were dealt out in turn rather than sliced."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +114,7 @@ class _SlicePositions:
     repeated: tuple[int, ...]
     """The position that is repeated as padding; none or one."""
     padded_somewhere: bool
-    """Whether some rank repeats an item, so that the part has to be of a type that can, on every rank."""
+    """Some rank repeats an item, so the piece has to be of a type that can, on every rank."""
 
     @classmethod
     def of(cls, total: int, rank: int, world_size: int, apply_padding: bool) -> _SlicePositions:
@@ -204,7 +160,7 @@ class SplitView(Sequence[Any]):
 
     @property
     def __getitems__(self) -> Callable[[list[int]], Any] | None:
-        """Fetch a whole batch at once where the dataset can; None, as a DataLoader expects, where not."""
+        """Fetching a whole batch at once, where the dataset can; a DataLoader asks for it and takes None for no."""
         fetch = getattr(self.source, "__getitems__", None)
         return fetch and (lambda positions: fetch([self.indices[position] for position in positions]))
 
@@ -213,20 +169,20 @@ class SplitView(Sequence[Any]):
 
 
 class StridedItems:
-    """This rank's items of an iterable, one by one; can be walked over again if the iterable can."""
+    """This rank's items of an iterable; can be iterated again if the iterable can."""
 
-    def __init__(self, source: Iterable[Any], rank: int, world_size: int, apply_padding: bool, tally: _ItemTotal) -> None:
-        self.source, self.rank, self.world_size, self.apply_padding, self.tally = source, rank, world_size, apply_padding, tally
+    def __init__(self, source: Iterable[Any], rank: int, part: SplitPart) -> None:
+        self.source, self.rank, self.part = source, rank, part
 
     def __iter__(self) -> Iterator[Any]:
-        self.tally.total = None
-        total, item = 0, None
+        part, total, item = self.part, 0, None
+        part.total = -1
         for item in self.source:
             total += 1
-            if (total - 1) % self.world_size == self.rank:
+            if (total - 1) % part.world_size == self.rank:
                 yield item
-        self.tally.total = total
-        if self.apply_padding and 0 < total % self.world_size <= self.rank:
+        part.total = total
+        if part.apply_padding and 0 < total % part.world_size <= self.rank:
             yield item
 
 
@@ -238,10 +194,10 @@ def _split_strided(inputs: Any, rank: int, world_size: int, apply_padding: bool)
             f"split_between_processes was given {_a(inputs)}, which has neither positions nor items. "
             f"Give it a list, tuple, range, mapping of columns, tensor, array, dataset or any iterable."
         ) from None
-    tally = _ItemTotal()
-    dealt = StridedItems(inputs, rank, world_size, apply_padding, tally)
-    # A generator can be walked over once and answers next(); so does its part.
-    return SplitPart(iter(dealt) if iterator is inputs else dealt, rank, world_size, apply_padding, tally, dealt=True)
+    part = SplitPart(None, world_size, apply_padding, dealt=True)
+    items = StridedItems(inputs, rank, part)
+    part.value = iter(items) if iterator is inputs else items  # a generator is consumed once and has next(); so has its part
+    return part
 
 
 # What the inputs are ---------------------------------------------------------------------------------------------------
@@ -270,23 +226,23 @@ def _refuse_unordered(inputs: Any, where: str) -> None:
 
 
 def is_instance_of(value: Any, module: str, name: str) -> bool:
-    """Return whether a value is an instance of a library's class, without importing the library."""
+    """Whether this is an instance of a class of a library, which it can be only if the library is loaded."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is a torch tensor or a numpy array."""
+    """Whether this is a tensor or a numpy array."""
     return is_instance_of(value, "torch", "Tensor") or is_instance_of(value, "numpy", "ndarray")
 
 
-def _is_record(value: Any) -> bool:
-    """Return whether a value is a mapping or a named tuple: columns side by side."""
+def is_record(value: Any) -> bool:
+    """Whether this is a mapping or named tuple of columns."""
     return isinstance(value, Mapping) or is_namedtuple(value)
 
 
 def _is_hub_dataset(value: Any) -> bool:
-    """Return whether a value is a Hugging Face dataset (data frames have a `select` of columns)."""
+    """Whether this is a Hugging Face dataset, whose rows `select` takes. Data frames have a `select` that takes columns."""
     return callable(getattr(value, "select", None)) and hasattr(value, "features") and hasattr(value, "column_names")
 
 
@@ -295,16 +251,16 @@ def _has_positions(value: Any) -> bool:
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not is_instance_of(value, "torch.utils.data", "IterableDataset")
 
 
-def columns_of(record: Any) -> dict[Any, Any]:
+def record_columns(record: Any) -> dict[Any, Any]:
     """Return the columns of a mapping or named tuple by name."""
     return dict(record.items()) if isinstance(record, Mapping) else dict(zip(record._fields, record, strict=True))
 
 
 def _length(value: Any, where: str) -> int:
-    """Return the number of items; of a record, the common length of its columns."""
+    """Return the number of items; of a record, the length that all its columns share."""
     _refuse_unordered(value, where)
-    if _is_record(value):
-        return _common_length({f"{where}[{key!r}]": column for key, column in columns_of(value).items()})
+    if is_record(value):
+        return _common_length({f"{where}[{key!r}]": column for key, column in record_columns(value).items()})
     if not _has_positions(value):
         raise TypeError(
             f"split_between_processes cuts a mapping or named tuple into rows, but there is {_a(value)}{_at(where)}, which has none. "
@@ -333,7 +289,7 @@ def _common_length(columns: dict[str, Any]) -> int:
 
 
 def _take_record(record: Any, cut: _SlicePositions) -> Any:
-    taken = {key: _take(column, cut) for key, column in columns_of(record).items()}
+    taken = {key: _take(column, cut) for key, column in record_columns(record).items()}
     if isinstance(record, tuple):
         return type(record)._make(taken.values())  # type: ignore[attr-defined]
     if type(record) is dict or not isinstance(record, MutableMapping):
@@ -346,12 +302,12 @@ def _take_range(value: range, cut: _SlicePositions) -> Any:
 
 
 def _take_rows(value: Any, cut: _SlicePositions) -> Any:
-    """Tensors and arrays: a view of the rows, or a copy where a row is repeated."""
+    """Take rows of a tensor or array: a view, or a copy where a row is repeated."""
     return value[cut.indices] if cut.repeated else value[cut.slice]
 
 
 _TAKERS: tuple[tuple[Callable[[Any], bool], Callable[[Any, _SlicePositions], Any]], ...] = (
-    (_is_record, _take_record),
+    (is_record, _take_record),
     (lambda value: isinstance(value, list), lambda value, cut: value[cut.slice] + [value[index] for index in cut.repeated]),
     (lambda value: isinstance(value, tuple), lambda value, cut: value[cut.slice] + tuple(value[index] for index in cut.repeated)),
     (lambda value: isinstance(value, range), _take_range),

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import builtins
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -24,28 +25,30 @@ from slipstream.config.schema import Compute
 from slipstream.config.sources import environment
 from slipstream.devices import rng
 from slipstream.devices.table import DistributedType, best_family, device_for, set_device
-from slipstream.distributed import collectives, collectives as gathering
-from slipstream.distributed.barriers import barrier_before_close, run_first, run_only_if, wait_for_everyone
+from slipstream.distributed import collectives
+from slipstream.distributed.barriers import barrier, run_first, run_only_if
 from slipstream.distributed.call_site import call_site, calling_code
 from slipstream.distributed.collectives import ResultOrder, check_agreement, gather_with_gradient
 from slipstream.distributed.current import current, current_or_none, reset_keeping_store
 from slipstream.distributed.guard import Channel, Limits
 from slipstream.distributed.process_group import GroupSettings, Runtime, torch_group_is_open
 from slipstream.distributed.split import SplitPart, count_per_rank, count_with_padding, restore_order, split
-from slipstream.distributed.work_queue.setup import WorkOptions, WorkTeam, open_work_queue, parse_balance
 from slipstream.errors import ConfigError
 
-__all__ = ["AcceleratorState", "InputSplitMixin", "PartialState", "is_initialized", "result_order_of"]
+if TYPE_CHECKING:
+    from slipstream.distributed.work_queue.work import Work
+
+__all__ = ["AcceleratorState", "PartialState", "is_initialized", "result_order_of"]
 
 
 def result_order_of(part: SplitPart | None) -> ResultOrder | None:
-    """How to arrange one result per item of the part that was split last; None where the order of the ranks is right as it is.
+    """Return how to order one result per item of a part; None where the order of the ranks is right as it is.
 
     It applies only to results whose count on every rank is the count of items that the rank was given.
 
     >>> from slipstream.distributed.split import split
-    >>> arrange = result_order_of(split(["a", "b", "c"], 0, 2, apply_padding=True))
-    >>> arrange.order([2, 2]), arrange.order([1, 1])
+    >>> order = result_order_of(split(["a", "b", "c"], 0, 2, apply_padding=True))
+    >>> order.order([2, 2]), order.order([1, 1])
     ([0, 1, 2], None)
     """
     return _SplitResultOrder(part) if part is not None and (part.dealt or part.apply_padding) else None
@@ -59,7 +62,7 @@ class _SplitResultOrder:
 
     @property
     def total(self) -> int:
-        return self.part.total if self.part.used_up else -1
+        return self.part.total
 
     def order(self, counts: Sequence[int]) -> list[int] | None:
         part = self.part
@@ -69,91 +72,6 @@ class _SplitResultOrder:
         real = [list(range(start, start + count)) for start, count in zip(starts, count_per_rank(part.total, part.world_size), strict=True)]
         order: list[int] = restore_order(real, part.dealt)
         return order
-
-
-class InputSplitMixin:
-    """What a state object knows of the part that it handed out last."""
-
-    _runtime: Runtime
-    _limits: Limits
-    _part: ResultOrder | None = None
-    _part_of: CodeType | None = None
-
-    @property
-    def process_index(self) -> int:
-        """The rank of this process."""
-        raise NotImplementedError
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes there are."""
-        raise NotImplementedError
-
-    def _channel(self) -> Channel:
-        raise NotImplementedError
-
-    @contextmanager
-    def split_between_processes(
-        self,
-        inputs: Any,
-        apply_padding: bool = False,
-        *,
-        balance: Literal["static", "dynamic"] = "static",
-        batch_size: int | None = None,
-        key: Callable[[Any], float] | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-        progress: bool | None = None,
-    ) -> Iterator[Any]:
-        """This process's part of a list, tuple, dict, tensor, array, range, dataset or iterable.
-
-        With `apply_padding` every process gets the same count, the last item repeated; a `gather` of one result per item drops
-        the repeated ones again, and gives the results of a dealt-out iterable in the order of the input.
-
-        With `balance="dynamic"` the block gets a `Work`: a loop over items (or lists of up to `batch_size` items) that are handed out as
-        processes become free; see `distributed/work_queue/work.py`. `key` says what an item costs, `checkpoint` names the file of results.
-        """
-        options = WorkOptions(batch_size=batch_size, key=key, checkpoint=checkpoint, progress=progress)
-        way = parse_balance(balance, apply_padding, options)
-        if way is None:
-            part = split(inputs, self.process_index, self.num_processes, apply_padding)
-            self._part, self._part_of = result_order_of(part), calling_code()
-            yield part.value
-            return
-        with open_work_queue(self._team("split_between_processes"), inputs, way) as work:
-            self._part, self._part_of = work, calling_code()
-            yield work
-
-    def map_across_processes(
-        self,
-        function: Callable[[Any], Any],
-        inputs: Any,
-        batch_size: int | None = None,
-        order: bool = True,
-        key: Callable[[Any], float] | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-        progress: bool | None = None,
-    ) -> list[Any]:
-        """The results of a function for all inputs, on every process; items are handed out as processes become free.
-
-        `function` gets one item, or with `batch_size` a list of up to so many, for which it gives a list of as many results. The results
-        are in the order of the input; with `order=False`, as they were finished. See `distributed/work_queue/work.py`.
-
-        >>> from slipstream.distributed.state import PartialState
-        >>> PartialState().map_across_processes(len, ["a", "bb", "ccc"], key=len)
-        [1, 2, 3]
-        """
-        options = WorkOptions(batch_size=batch_size, key=key, checkpoint=checkpoint, progress=progress)
-        with open_work_queue(self._team("map_across_processes"), inputs, options) as work:
-            for item in work:
-                work.done(function(item))
-        return work.results(order)
-
-    def _team(self, operation: str) -> WorkTeam:
-        return WorkTeam(self._channel(), self._limits, lambda: self._runtime.store, operation)
-
-    def _arrangement(self, *, anywhere: bool = False) -> ResultOrder | None:
-        """For results of the part that was split last; of plain gathers only those in the function that split it."""
-        return self._part if anywhere or calling_code() is self._part_of else None
 
 
 P = ParamSpec("P")
@@ -170,7 +88,7 @@ def is_initialized() -> bool:
     return current_or_none() is not None
 
 
-class PartialState(InputSplitMixin):
+class PartialState:
     """Which process this is, on which device, and how it talks to the others.
 
     Keyword arguments: `timeout` (timedelta or seconds), `backend` and `init_method` for the process group, and the safety
@@ -196,12 +114,16 @@ class PartialState(InputSplitMixin):
         self._part: ResultOrder | None = None
         self._part_of: CodeType | None = None
         self._triggered = False
+        self._last_channel: Channel | None = None
         self.set_device()
         if self._runtime.child_of is None:
             self._channel()
 
     def _channel(self) -> Channel:
-        return self._runtime.channel(self._limits, self._settings)
+        channel = self._last_channel
+        if channel is None or channel.broken is not None:
+            channel = self._last_channel = self._runtime.channel(self._limits, self._settings)
+        return channel
 
     def __repr__(self) -> str:
         return (
@@ -210,12 +132,12 @@ class PartialState(InputSplitMixin):
         )
 
     def __reduce__(self) -> Any:
-        """What was pickled is read back as a state of the process that reads it, with the settings of this one."""
+        """Unpickle as a state of the process that reads it, with the settings of this one."""
         return _unpickle_state, (type(self), self._arguments)
 
     @staticmethod
     def _reset_state() -> None:
-        """Closes the process group and forgets who this process is: the next state reads the environment again. For tests."""
+        """Close the process group and forget who this process is: the next state reads the environment again. For tests."""
         reset_keeping_store(f"_reset_state at {call_site()}")
 
     # -- who this is ----------------------------------------------------------------------------------------------
@@ -276,29 +198,29 @@ class PartialState(InputSplitMixin):
         return device_for(best_family(), self.local_process_index)
 
     def set_device(self) -> None:
-        """Makes `device` the current one of its kind in torch."""
+        """Make `device` the current device of its type in torch."""
         if self.device.type == self._family.type:
             set_device(self.device)
 
-    # -- taking turns (distributed/barriers.py) --------------------------------------------------------------------------
+    # -- barriers (distributed/barriers.py) -----------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Returns when every process has called it; with `debug`, also checks that registered replicas agree."""
-        wait_for_everyone(self._channel(), self._limits)
+        """Return when every process has called it; with `debug`, also checks that registered replicas agree."""
+        barrier(self._channel(), self._limits)
         if self.debug:
             for name, values in self._runtime.replicas.items():
                 check_agreement(self._channel(), self._limits, name, values())
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """The main process runs the block before the others do."""
+        """Let the main process run the block before the others do."""
         return run_first(self._channel(), self._limits, self.is_main_process, "main_process_first")
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The first process of each machine runs the block before the others do."""
+        """Let the first process of each machine run the block before the others do."""
         return run_first(self._channel(), self._limits, self.is_local_main_process, "local_main_process_first")
 
     def on_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
-        """Decorator: the function runs on the main process only; elsewhere it gives None."""
+        """Decorator: the function runs on the main process only; elsewhere it returns None."""
         return run_only_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[P, R] | None = None) -> Callable[..., Any]:
@@ -318,25 +240,25 @@ class PartialState(InputSplitMixin):
         return run_only_if(self.local_process_index == (local_process_index or 0), function)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints once for each machine."""
+        """Print once per machine."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
     def set_trigger(self) -> None:
-        """Raises a flag on this process; `check_trigger` sees it on all."""
+        """Raise a flag on this process; `check_trigger` sees it on all."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised its flag since the last check; all processes have to call it, and it lowers the flags."""
+        """Whether any process has raised its flag since the last check; all processes call it, and it lowers the flags."""
         raised = collectives.reduce(self._channel(), self._limits, int(self._triggered), "max", operation="check_trigger")
         if raised:
             self._triggered = False
         return bool(raised)
 
-    # -- collectives (comm/) --------------------------------------------------------------------------------------
+    # -- collectives (distributed/collectives.py) -----------------------------------------------------------------------
 
     def gather(self, tensor: Any, dst: int | None = None, with_gradient: bool = False) -> Any:
-        """The data of all processes, joined in the order of the ranks; with `dst`, only there; see `distributed/collectives.py`.
+        """Return the data of all processes, joined in the order of the ranks; with `dst`, only there; see `distributed/collectives.py`.
 
         A list is joined entry by entry (texts, records); one that has tensors among its entries, or holds nothing but tensors, is
         structure, as dicts and tuples are: its tensors are joined along the first dimension. `gather_object` joins lists of anything.
@@ -345,45 +267,45 @@ class PartialState(InputSplitMixin):
             if dst is not None:
                 raise ValueError(f"gather(with_gradient=True, dst={dst}): every process has a gradient to give, so leave out dst")
             return gather_with_gradient(self._channel(), self._limits, tensor)
-        return gathering.gather(self._channel(), self._limits, tensor, dst=dst, arrange=self._arrangement())
+        return collectives.gather(self._channel(), self._limits, tensor, dst=dst, arrange=self._result_order())
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, arrange: ResultOrder | None = None) -> Any:
-        """As `gather`, without what only padded a part; `use_gather_object` concatenates lists of any objects, tensors included.
+        """Gather without padding; `use_gather_object` concatenates lists of any objects, tensors included.
 
-        `arrange` says how the data was dealt out, where that was not `split_between_processes`.
+        `arrange` says how the data was split, where that was not `split_between_processes`.
         """
-        arrange = arrange or self._arrangement(anywhere=True)
+        arrange = arrange or self._result_order(anywhere=True)
         if use_gather_object:
             return self._gather_objects(input_data, None, arrange)
-        return gathering.gather(self._channel(), self._limits, input_data, arrange=arrange, operation="gather_for_metrics")
+        return collectives.gather(self._channel(), self._limits, input_data, arrange=arrange, operation="gather_for_metrics")
 
     def gather_object(self, object: Any, dst: int | None = None) -> Any:
-        """The objects of all processes as one list, lists and tuples concatenated; with `dst`, only there."""
-        return self._gather_objects(object, dst, self._arrangement())
+        """Return the objects of all processes as one list, lists and tuples concatenated; with `dst`, only there."""
+        return self._gather_objects(object, dst, self._result_order())
 
     def _gather_objects(self, value: Any, dst: int | None, arrange: ResultOrder | None) -> Any:
         flat = isinstance(value, (list, tuple))
-        return gathering.gather_objects(self._channel(), self._limits, value, dst=dst, arrange=arrange, flat=flat)
+        return collectives.gather_objects(self._channel(), self._limits, value, dst=dst, arrange=arrange, flat=flat)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors, arrays or numbers combined over the processes: sum, mean, max or min; see `distributed/collectives.py`."""
+        """Combine tensors, arrays or numbers over the processes: sum, mean, max or min; see `distributed/collectives.py`."""
         return collectives.reduce(self._channel(), self._limits, tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """The data of one process on all of them; all pass the same structure, types and shapes."""
+        """Return the data of one process on all of them; all pass the same structure, types and shapes."""
         return collectives.broadcast(self._channel(), self._limits, tensor, from_process)
 
     def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
-        """The list of one process on all of them, written into the list that was passed."""
+        """Write the list of one process into the list that was passed, on all of them."""
         object_list[:] = collectives.broadcast_objects(self._channel(), self._limits, object_list, from_process)
         return object_list
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors padded along `dim` to the largest size over the processes."""
+        """Pad tensors along `dim` to the largest size over the processes."""
         return collectives.pad(self._channel(), self._limits, tensor, dim, pad_index, pad_first)
 
     def verify_replicas(self, **values: Any) -> None:
-        """Raises on every process unless the named values (modules, tensors, plain data) are the same on all of them.
+        """Raise on every process unless the named values (modules, tensors, plain data) are the same on all of them.
 
         >>> PartialState().verify_replicas(model=torch.nn.Linear(2, 2), step=3)
         """
@@ -391,7 +313,7 @@ class PartialState(InputSplitMixin):
             check_agreement(self._channel(), self._limits, name, _named_values(value))
 
     def verify_random_states(self, *kinds: str) -> None:
-        """Raises on every process unless the random states ("python", "numpy", "torch", ...; all if none is named) are the same.
+        """Raise on every process unless the random states ("python", "numpy", "torch", ...; all if none is named) are the same.
 
         >>> PartialState().verify_random_states("torch")
         """
@@ -399,18 +321,88 @@ class PartialState(InputSplitMixin):
         check_agreement(self._channel(), self._limits, "random states", states)
 
     def expect_equal(self, name: str, values: Callable[[], Mapping[str, Any]]) -> None:
-        """Names values that `wait_for_everyone` compares between the processes in debug mode."""
+        """Register values that `wait_for_everyone` compares between the processes in debug mode."""
         self._runtime.replicas[name] = values
 
-    # -- the process group (distributed/process_group.py) ---------------------------------------------------------------------
+    # -- splitting inputs (distributed/split.py, distributed/work_queue/) -----------------------------------------------
+
+    @contextmanager
+    def split_between_processes(
+        self,
+        inputs: Any,
+        apply_padding: bool = False,
+        *,
+        balance: Literal["static", "dynamic"] = "static",
+        batch_size: int | None = None,
+        key: Callable[[Any], float] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+    ) -> Iterator[Any]:
+        """Yield this process's part of a list, tuple, dict, tensor, array, range, dataset or iterable.
+
+        With `apply_padding` every process gets the same count, and the last item is repeated; a `gather` of one result per item drops
+        the repeated ones again, and returns the results of an iterable in the order of the input.
+
+        With `balance="dynamic"` the block gets a `Work`: a loop over items (or lists of up to `batch_size` items) that are handed out as
+        processes become free; see `distributed/work_queue/work.py`. `key` says what an item costs, `checkpoint` names the file of results.
+        """
+        options = {"batch_size": batch_size, "key": key, "checkpoint": checkpoint, "progress": progress}
+        if balance == "static" and not any(value is not None for value in options.values()):
+            part = split(inputs, self.process_index, self.num_processes, apply_padding)
+            self._part, self._part_of = result_order_of(part), calling_code()
+            yield part.value
+            return
+        from slipstream.distributed.work_queue.setup import check_balance  # loaded only by who uses it
+
+        check_balance(balance, apply_padding, options)
+        with self._open_work_queue("split_between_processes", inputs, options) as work:
+            self._part, self._part_of = work, calling_code()
+            yield work
+
+    def map_across_processes(
+        self,
+        function: Callable[[Any], Any],
+        inputs: Any,
+        batch_size: int | None = None,
+        order: bool = True,
+        key: Callable[[Any], float] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+    ) -> list[Any]:
+        """Return the results of a function for all inputs, on every process; items are handed out as processes become free.
+
+        `function` gets an item, or with `batch_size` a list of up to so many, for which it returns a list of as many results. The results
+        are in the order of the input, or with `order=False` in the order in which they finished. See `distributed/work_queue/work.py`.
+
+        >>> PartialState().map_across_processes(len, ["a", "bb", "ccc"], key=len)
+        [1, 2, 3]
+        """
+        options = {"batch_size": batch_size, "key": key, "checkpoint": checkpoint, "progress": progress}
+        with self._open_work_queue("map_across_processes", inputs, options) as work:
+            for item in work:
+                work.done(function(item))
+        return work.results(order)
+
+    def _open_work_queue(self, operation: str, inputs: Any, options: dict[str, Any]) -> AbstractContextManager[Work]:
+        from slipstream.distributed.work_queue.setup import WorkOptions, WorkTeam, open_work_queue
+
+        team = WorkTeam(self._channel(), self._limits, lambda: self._runtime.store, operation)
+        return open_work_queue(team, inputs, WorkOptions(**options))
+
+    def _result_order(self, *, anywhere: bool = False) -> ResultOrder | None:
+        """Return the order for results of the part that was split last; a plain gather has to be in the function that split it."""
+        return self._part if anywhere or calling_code() is self._part_of else None
+
+    # -- the process group (distributed/process_group.py) ---------------------------------------------------------------
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Closes the process group (or only `group`, one of the user's); the next call that needs it opens a fresh one."""
+        """Close the process group (or only `group`, one of the user's); the next call that needs it opens a fresh one."""
         if group is not None:
             torch.distributed.destroy_process_group(group)
             return
         if self.use_distributed and self._runtime.is_open:
-            barrier_before_close(self._channel(), self._limits)
+            if sys.exc_info()[0] is None:  # while an exception is raised nobody is waited for: the others learn that this rank has left
+                barrier(self._channel(), self._limits, "destroy_process_group")
             self._runtime.close(f"destroy_process_group at {call_site()}")
         elif torch_group_is_open():
             torch.distributed.destroy_process_group()
@@ -466,7 +458,7 @@ class AcceleratorState(PartialState):
         return self._limits
 
     def channel(self) -> Channel:
-        """The way to the other processes; opens the group if it is not open."""
+        """Return the channel to the other processes; open the group if it is not open."""
         return self._channel()
 
 
@@ -490,7 +482,7 @@ def _constructor_values(cpu: bool, kwargs: dict[str, Any]) -> dict[str, object]:
 
 
 def _group_settings(backend: str | None, init_method: str | None, usual: str, present: GroupSettings | None) -> GroupSettings:
-    """What this object wants of torch's default group; an error where that cannot be had."""
+    """Return what this object wants of torch's default group; raise if that is impossible."""
     known = torch.distributed.Backend.backend_list
     if backend is not None and not {part.rpartition(":")[2] for part in backend.split(",")} <= set(known):
         raise ConfigError(f"backend={backend!r} is not one that torch.distributed has here: write one of {', '.join(known)}")

@@ -4,9 +4,8 @@
 can be abandoned by closing it, and the end of a connection names the rank. `GlooTransport` sends the same frames with one all-gather, for
 worlds in which a connection per pair would be too many.
 
-`GlooConnections` records the sockets that appear while torch opens its group, by descriptor and inode, and shuts them down on request:
-neither destroying nor aborting a gloo group wakes a thread that waits in it (torch 2.13). Listening sockets are not touched, and groups
-that the program opened itself are left alone.
+`GlooConnections` records the sockets that appear while torch opens its group, and shuts them down on request, so that a thread that waits
+in gloo wakes up. Listening sockets are not touched, and groups that the program opened itself are left alone.
 """
 
 from __future__ import annotations
@@ -44,8 +43,20 @@ _SINGLE_SENDER_LIMIT = 131072
 _HELLO = struct.Struct("<32sI")
 
 
+HEADER_LAYOUT = struct.Struct("<IQ16s4xQQ")
+"""Format mark, sequence number, digest of the agreement, length of the body, and how much of it follows at once."""
+HEADER_SIZE = HEADER_LAYOUT.size
+"""Bytes of a header; what follows is aligned for every type of tensor."""
+INLINE_AT = 40
+
+
+def inline_length(frame: bytes | bytearray) -> int:
+    """Return how many bytes of body follow the header in its frame: all of them, or none where they do not fit."""
+    return int.from_bytes(frame[INLINE_AT : INLINE_AT + 8], "little")
+
+
 class ConnectionLost(Exception):
-    """The connection to another rank ended; `rank` is None where the wire cannot tell which."""
+    """The connection to another rank ended; `rank` is None where the transport cannot tell which."""
 
     def __init__(self, rank: int | None, cause: str) -> None:
         super().__init__(cause)
@@ -53,14 +64,14 @@ class ConnectionLost(Exception):
 
 
 class Transport(Protocol):
-    """Carries one frame of each rank to all ranks. A frame is a header and a body that fits into `room` bytes."""
+    """Carries one frame of each rank to all ranks. A frame is a header and a body of up to `room` bytes."""
 
     room: int
     room_of_one: int
     """The same, where one rank alone has a body to send."""
 
-    def exchange(self, frame: bytearray, look: WaitCallback) -> list[bytearray]:
-        """The frames of all ranks, this one's included, in the order of the ranks."""
+    def exchange(self, frame: bytearray, check: WaitCallback) -> list[bytearray]:
+        """Send a frame, and return the frames of all ranks, this one's included, in rank order."""
 
     def ended(self) -> bool:
         """Whether another rank has closed its end by now, after what was received."""
@@ -81,10 +92,10 @@ class SocketTransport:
         for connection in connections.values():
             self._hangups.register(connection, getattr(select, "POLLRDHUP", 0))  # elsewhere than on Linux only an error shows
 
-    def exchange(self, frame: bytearray, look: WaitCallback) -> list[bytearray]:
+    def exchange(self, frame: bytearray, check: WaitCallback) -> list[bytearray]:
         for peer in self._peers.values():
-            peer.send(frame, look)
-        frames = {other: peer.receive(look) for other, peer in self._peers.items()}
+            peer.send(frame, check)
+        frames = {other: peer.receive(check) for other, peer in self._peers.items()}
         frames[self._rank] = frame
         return [frames[rank] for rank in range(len(frames))]
 
@@ -106,52 +117,43 @@ class _PeerSocket:
         self.connection = connection
         self._arrived = bytearray()
 
-    def send(self, frame: bytearray, look: WaitCallback) -> None:
+    def send(self, frame: bytearray, check: WaitCallback) -> None:
         view = memoryview(frame)
         while view:
             try:
                 view = view[self.connection.send(view) :]
-                continue
-            except TimeoutError:
-                pass  # the other side does not read: look whether to go on
+            except TimeoutError:  # the other side does not read
+                check()
             except OSError as error:
                 raise ConnectionLost(self.rank, str(error)) from None
-            look()
 
-    def receive(self, look: WaitCallback) -> bytearray:
-        self._fill(HEADER_SIZE, look)
+    def receive(self, check: WaitCallback) -> bytearray:
+        self._fill(HEADER_SIZE, check)
         size = HEADER_SIZE + inline_length(self._arrived)
-        self._fill(size, look)
+        self._fill(size, check)
         frame, self._arrived = self._arrived[:size], self._arrived[size:]
         return frame
 
-    def _fill(self, size: int, look: WaitCallback) -> None:
+    def _fill(self, size: int, check: WaitCallback) -> None:
         while len(self._arrived) < size:
-            data = self._receive()
-            if data is None:
-                look()
-            else:
-                self._arrived += data
-
-    def _receive(self) -> bytes | None:
-        """What has arrived; None if nothing did for a while."""
-        try:
-            data = self.connection.recv(1 << 16)
-        except TimeoutError:
-            return None
-        except OSError as error:
-            raise ConnectionLost(self.rank, str(error)) from None
-        if not data:
-            raise ConnectionLost(self.rank, "closed by the other side")
-        return data
+            try:
+                data = self.connection.recv(1 << 16)
+            except TimeoutError:
+                check()
+                continue
+            except OSError as error:
+                raise ConnectionLost(self.rank, str(error)) from None
+            if not data:
+                raise ConnectionLost(self.rank, "closed by the other side")
+            self._arrived += data
 
 
 def connect_sockets(
-    rank: int, listener: socket.socket, addresses: Mapping[int, tuple[str, int]], token: bytes, look: WaitCallback
+    rank: int, listener: socket.socket, addresses: Mapping[int, tuple[str, int]], token: bytes, check: WaitCallback
 ) -> SocketTransport:
-    """The connections of this rank to all others: to lower ranks it connects, from higher ranks it accepts.
+    """Connect this rank to all others: it connects to lower ranks and accepts higher ones.
 
-    Whoever connects shows the token of this job first; a stranger is hung up on.
+    Whoever connects sends the token of this job first; any other connection is closed.
     """
     connections: dict[int, socket.socket] = {}
     for other, address in addresses.items():
@@ -163,7 +165,7 @@ def connect_sockets(
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            look()
+            check()
             continue
         other = _accept_peer(connection, token)
         if other in addresses and other not in connections:
@@ -174,18 +176,15 @@ def connect_sockets(
 
 
 def _accept_peer(connection: socket.socket, token: bytes) -> int:
-    """The rank of a caller who knows the token; -1 for a stranger."""
+    """Return the rank of a caller that knows the token, and -1 for any other."""
     connection.settimeout(5.0)
     hello = b""
     try:
-        while len(hello) < _HELLO.size:
-            data = connection.recv(_HELLO.size - len(hello))
-            if not data:
-                return -1
+        while len(hello) < _HELLO.size and (data := connection.recv(_HELLO.size - len(hello))):
             hello += data
-    except OSError:
+        shown, other = _HELLO.unpack(hello)
+    except (OSError, struct.error):  # it says nothing in time, or hangs up
         return -1
-    shown, other = _HELLO.unpack(hello)
     return int(other) if hmac.compare_digest(shown, token) else -1
 
 
@@ -196,12 +195,13 @@ class GlooTransport:
         self.room = self.room_of_one = max(256, min(4096, 262144 // world_size)) - HEADER_SIZE
         self._group = group
         self._wait = wait
-        self._send = torch.zeros(HEADER_SIZE + self.room, dtype=torch.uint8)
-        self._receive = torch.zeros((world_size, HEADER_SIZE + self.room), dtype=torch.uint8)
+        self._send = torch.zeros(HEADER_SIZE + self.room, dtype=torch.uint8, device="cpu")
+        self._receive = torch.zeros((world_size, HEADER_SIZE + self.room), dtype=torch.uint8, device="cpu")
 
-    def exchange(self, frame: bytearray, look: WaitCallback) -> list[bytearray]:
+    def exchange(self, frame: bytearray, check: WaitCallback) -> list[bytearray]:
         self._send.numpy()[: len(frame)] = numpy.frombuffer(frame, dtype=numpy.uint8)
-        self._wait(self._group._allgather_base(self._receive.view(-1), self._send), look)
+        # torch internals: see `_GroupCall.all_gather` in guard.py.
+        self._wait(self._group._allgather_base(self._receive.view(-1), self._send), check)
         blocks = [bytearray(block) for block in self._receive.numpy()]
         return [block[: HEADER_SIZE + inline_length(block)] for block in blocks]
 
@@ -212,78 +212,71 @@ class GlooTransport:
         self._group = None
 
 
-_DESCRIPTOR_FOLDER = "/dev/fd"
-
-
 class _Connection(NamedTuple):
-    file: int
+    descriptor: int
     inode: int
     ends: tuple[str, str]
     """This side and the other, as text."""
 
 
 class GlooConnections:
-    """The connections of one generation's default group; `sever` ends them."""
+    """The connections of one generation's default group; `disconnect` shuts them down."""
+
+    # torch internals: gloo tells neither which sockets it opened nor how to wake a thread that waits in it (neither destroying nor
+    # aborting its group does), so its connections are found among the open descriptors of this process, by inode, and shut down. Tried on
+    # torch 2.13; tests/distributed/test_watchdog.py notices. It can go when ProcessGroupGloo.abort() ends a wait.
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._links: list[_Connection] = []
-        self._abort: Callable[[], None] = _do_nothing
+        self._connections: list[_Connection] = []
+        self.abort_backend: Callable[[], object] = type(None)
+        """Ends the operations of backends that can end them; gloo cannot."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What torch connects inside of the block is ours to end."""
-        before = {link.inode for link in _list_connections()}
+        """Record what torch connects inside the block."""
+        before = {connection.inode for connection in _list_connections()}
         yield
-        found = [link for link in _list_connections() if link.inode not in before]
-        self._store.set(f"links/{self._rank}", json.dumps([link.ends for link in found]))
-        self._links = found if len(found) < self._world_size else self._confirmed(found)
+        found = [connection for connection in _list_connections() if connection.inode not in before]
+        self._store.set(f"links/{self._rank}", json.dumps([connection.ends for connection in found]))
+        self._connections = found if len(found) < self._world_size else self._confirm(found)
 
-    def also(self, abort: Callable[[], None]) -> None:
-        """What ends the operations of backends that know how to end them: gloo does not."""
-        self._abort = abort
-
-    def sever(self) -> bool:
-        """Ends the connections, so that whoever waits on them fails, here and there; whether they are known."""
-        for link in self._links:
-            with suppress(OSError), _duplicate_socket(link.file) as connection:  # closed already, or ended by the other side
-                if os.fstat(connection.fileno()).st_ino == link.inode:
+    def disconnect(self) -> bool:
+        """Shut the connections down, so that whoever waits on them fails, here and there; return whether all of them are known."""
+        for known in self._connections:
+            with suppress(OSError), _duplicate_socket(known.descriptor) as connection:  # closed already, or ended by the other side
+                if os.fstat(connection.fileno()).st_ino == known.inode:
                     connection.shutdown(socket.SHUT_RDWR)
-        self._abort()
-        return len(self._links) == self._world_size - 1
+        self.abort_backend()
+        return len(self._connections) == self._world_size - 1
 
-    def _confirmed(self, found: list[_Connection]) -> list[_Connection]:
+    def _confirm(self, found: list[_Connection]) -> list[_Connection]:
+        """Return those that another rank has recorded as well: other threads may have connected something at the same time."""
         keys = [f"links/{rank}" for rank in range(self._world_size) if rank != self._rank]
         try:
             self._store.wait(keys, timedelta(seconds=10))
-        except RuntimeError:  # a rank that had just opened the group has ended: there is no telling, and nothing is touched
+        except RuntimeError:  # a rank has ended right after it opened the group: nothing is certain, so nothing is touched
             return []
         others = {(there, here) for data in self._store.multi_get(keys) for here, there in json.loads(data.decode())}
-        return [link for link in found if link.ends in others]
-
-
-def _do_nothing() -> None:
-    return None
+        return [connection for connection in found if connection.ends in others]
 
 
 def _list_connections() -> list[_Connection]:
-    """The TCP connections of this process."""
-    return [link for link in map(_read_connection, _open_files()) if link is not None]
+    """Return the TCP connections of this process."""
+    try:
+        descriptors = [int(name) for name in os.listdir("/dev/fd")]
+    except FileNotFoundError:  # a system that does not list them
+        return []
+    return [connection for connection in map(_read_connection, descriptors) if connection is not None]
 
 
-def _open_files() -> list[int]:
-    with suppress(FileNotFoundError):  # a system that does not list them
-        return [int(name) for name in os.listdir(_DESCRIPTOR_FOLDER)]
-    return []
-
-
-def _duplicate_socket(file: int) -> socket.socket:
-    """A second handle on an open socket; OSError if it is none."""
-    if not stat.S_ISSOCK(os.fstat(file).st_mode):
-        raise OSError(errno.ENOTSOCK, f"open file {file} is no socket")
-    copy = os.dup(file)
+def _duplicate_socket(descriptor: int) -> socket.socket:
+    """Return a second handle on an open socket; OSError if the descriptor is none."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError(errno.ENOTSOCK, f"open file {descriptor} is no socket")
+    copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
     except OSError:  # another file has taken the number in the meantime
@@ -291,28 +284,12 @@ def _duplicate_socket(file: int) -> socket.socket:
         raise
 
 
-def _read_connection(file: int) -> _Connection | None:
+def _read_connection(descriptor: int) -> _Connection | None:
     try:
-        with _duplicate_socket(file) as connection:
+        with _duplicate_socket(descriptor) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
-            ends = tuple(f"{host} {port}" for host, port in (connection.getsockname()[:2], connection.getpeername()[:2]))
-            return _Connection(file, os.fstat(connection.fileno()).st_ino, (ends[0], ends[1]))
+            here, there = (f"{host} {port}" for host, port in (connection.getsockname()[:2], connection.getpeername()[:2]))
+            return _Connection(descriptor, os.fstat(connection.fileno()).st_ino, (here, there))
     except OSError:  # no socket, not connected, or closed in the meantime
         return None
-
-
-HEADER_LAYOUT = struct.Struct("<IQ16s4xQQ")
-"""Mark of the format, sequence number, digest of the agreement, length of the body, and how much of it follows at once."""
-
-
-HEADER_SIZE = HEADER_LAYOUT.size
-"""Bytes of a header; what follows is aligned for every type of tensor."""
-
-
-INLINE_AT = 40
-
-
-def inline_length(frame: bytes | bytearray) -> int:
-    """How many bytes of body follow the header in its frame: all of them, or none where they do not fit."""
-    return int.from_bytes(frame[INLINE_AT : INLINE_AT + 8], "little")

@@ -20,7 +20,7 @@ import torch
 
 from slipstream.distributed.call_site import format_site, is_package_frame
 from slipstream.distributed.guard import GroupChannel
-from slipstream.distributed.heartbeat import RankPosition
+from slipstream.distributed.heartbeat import RankPosition, format_ranks
 from slipstream.distributed.wait_monitor import Limits, WaitMonitor
 from slipstream.errors import DistributedOperationException, StateError
 
@@ -45,16 +45,18 @@ class NullWatchdog:
         return None
 
     def enter(self) -> None:
-        return None
+        """Begin a section, where a `with` block is in the way; `leave` has to follow."""
+        self.__enter__()
 
     def leave(self, error: BaseException | None = None) -> None:
-        return None
+        """End the section; with the error that ended it, if there was one, which may become another."""
+        self.__exit__(type(error) if error is not None else None, error, None)
 
 
-class TorchCollectiveWatchdog:
-    """A kind of section, made once and entered any number of times, one after the other; by the thread that calls collectives.
+class TorchCollectiveWatchdog(NullWatchdog):
+    """A kind of section, created once and entered any number of times in succession, by the thread that calls collectives.
 
-    `channel` gives the present generation of the group, and opens one if there is none: asked for at the first entry, and at the
+    `channel` returns the present generation of the group, and opens one if there is none. It is called at the first entry, and at the
     first one after a generation has ended.
     """
 
@@ -64,147 +66,141 @@ class TorchCollectiveWatchdog:
         self._kind = kind
         self._limits = limits
         self._present = channel
-        self._channel: Any = _NoChannel()
+        self._channel: Any = None
         self._number = 0
         self._at: tuple[int, CodeType | None, int] = (0, None, 0)
         """Number of the section, and the user's place: code, and instruction in it."""
         self._ours = _PackageFrameCache()
-        self._beacon: Any = None
+        self._heartbeat: Any = None
         self._begun: Callable[[], int] = int
         self._begun_before = 0
         self._left = 0.0
-        self._vigil: tuple[float, WaitMonitor] | None = None
-        self._verdict: tuple[float, DistributedOperationException] | None = None
-        """What the beacon's thread has found, with the entry that it belongs to."""
+        self._monitor: tuple[float, WaitMonitor] | None = None
+        self._finding: tuple[float, DistributedOperationException] | None = None
+        """What the heartbeat thread has found, with the entry that it belongs to."""
 
     # -- the thread that computes ---------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
-        if not self._channel.fit:
+        if self._channel is None or not self._channel.usable:
             self._bind()
         frame: FrameType | None = _getframe(1)
         ours = self._ours
         while frame is not None and ours[frame.f_code.co_filename]:
             frame = frame.f_back
-        beacon = self._beacon
-        beacon.sections += 1
+        heartbeat = self._heartbeat
+        heartbeat.sections += 1
         self._number = number = self._number + 1
         self._at = (number, None, 0) if frame is None else (number, frame.f_code, frame.f_lasti)
         self._begun_before = self._begun()
         self.since = monotonic()
-        beacon.watched = self
-        beacon.inside = True
+        heartbeat.section = self
+        heartbeat.in_section = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             self._fail(error)
-        self._beacon.inside = False
-
-    def enter(self) -> None:
-        """As `with watch:`, where a block is in the way; `leave` has to follow."""
-        self.__enter__()
-
-    def leave(self, error: BaseException | None = None) -> None:
-        """Ends the section; with the error that ended it, if there was one, which may become another."""
-        self.__exit__(type(error) if error is not None else None, error, None)
+        self._heartbeat.in_section = False
 
     def _bind(self) -> None:
-        self._channel, self._number = self._present(), 0
-        self._beacon = self._channel.beacon
-        self._begun = self._channel.begun  # kept by itself: it is asked for after the channel has let go of its group, too
+        channel = self._channel = self._present()
+        self._number, self._heartbeat = 0, channel.heartbeat
+        self._begun = channel.begun  # kept by itself: it is also called after the channel has released its group
 
     def _fail(self, error: BaseException) -> None:
-        """Raises what an error in the section means between the processes; returns if it is the program's own."""
-        here = self.here(True)
+        """Raise what an error in the section means between the processes; return if it is the program's own."""
+        position = self.position(True)
         try:
             if isinstance(error, DistributedOperationException):
-                return  # of a collective of ours in the section: all has been said
+                return  # of a collective of ours in the section, which names every rank
             if not _is_connection_error(error):
-                self._spoil(here, error)
+                self._record_failure(position, error)
                 return
-            self._beacon.find_loss(0.0 if self._verdict_on(here) else 1.5)
-            if not here.begun and self._beacon.loss is None:
+            self._heartbeat.find_loss(0.0 if self._finding_on(position) else 1.5)
+            if not position.begun and self._heartbeat.loss is None:
                 raise StateError(
-                    f"{here.call} averages gradients in a process group that has been released since its model was prepared: prepare the "
-                    "model again (`model = accelerator.prepare(model)`), and it is wrapped for the present group"
+                    f"{position.call} averages gradients in a process group that has been released since its model was prepared: prepare "
+                    "the model again (`model = accelerator.prepare(model)`), and it is wrapped for the present group"
                 ) from error
-            raise self._meaning(here, error) from error
+            raise self._explain(position, error) from error
         finally:
-            self._beacon.inside = False
-            self._beacon.watched = None  # not completed, so nothing that the others took part in
+            self._heartbeat.in_section = False
+            self._heartbeat.section = None  # not completed, so nothing that the others took part in
 
-    def _spoil(self, here: RankPosition, error: BaseException) -> None:
-        """This rank did not take part in the section; the others may be in it, waiting for the rest of what it began."""
-        text = f"{here.call} with {type(error).__name__}: {_first_line(error)}"
-        self._beacon.sections -= 1
+    def _record_failure(self, position: RankPosition, error: BaseException) -> None:
+        """Record that this rank did not take part in the section: the others may wait in it for the rest of what it began."""
+        text = f"{position.call} with {type(error).__name__}: {_first_line(error)}"
+        self._heartbeat.sections -= 1
         self._number -= 1
-        self._beacon.failure = self._beacon.sections, text
-        if here.begun:
-            self._channel.spoil(f"rank {self._beacon.rank} failed in {text}")
+        self._heartbeat.failure = self._heartbeat.sections, text
+        if position.begun:  # the next collectives of torch would be taken for the rest of these
+            self._channel.out_of_step = self._channel.out_of_step or f"rank {self._heartbeat.rank} failed in {text}"
 
-    def _meaning(self, here: RankPosition, error: BaseException) -> DistributedOperationException:
-        """What a broken connection of torch's group means: the others, the launcher, or our own thread can say."""
-        vigil, beacon = WaitMonitor(self._beacon, self._limits, section=here), self._beacon
+    def _explain(self, position: RankPosition, error: BaseException) -> DistributedOperationException:
+        """Return what a broken connection of torch's group means, as the other ranks, the launcher or the heartbeat thread know it."""
+        monitor, heartbeat = WaitMonitor(self._heartbeat, self._limits, section=position), self._heartbeat
         text = _shorten_gloo_error(error)
         try:
-            verdict = self._verdict_on(here)
-            if verdict is not None:
-                raise verdict
-            if beacon.loss is None and "imed out" in text:
-                beacon.refresh()
-                vigil.give_up(monotonic() - here.since)
-            beacon.loss = beacon.loss or f"the connection to {beacon.gone()} broke ({text})"
-            if not beacon.mistake:
-                beacon.post("gave_up", generation=here.generation, call=here.call, because=beacon.loss)
-            vigil.lose()
-        except DistributedOperationException as meaning:
-            self._channel.give_up(_first_line(meaning))
-            return meaning
+            finding = self._finding_on(position)
+            if finding is not None:
+                raise finding
+            if heartbeat.loss is None and "imed out" in text:
+                heartbeat.refresh()
+                monitor.raise_timeout(monotonic() - position.since)
+            if heartbeat.loss is None:
+                ended = heartbeat.ended_ranks()
+                heartbeat.loss = f"the connection to {format_ranks(ended) if ended else 'another rank'} broke ({text})"
+            if not heartbeat.mistake:
+                heartbeat.post("gave_up", generation=position.generation, call=position.call, because=heartbeat.loss)
+            monitor.raise_lost()
+        except DistributedOperationException as explained:
+            self._channel.abort(_first_line(explained))
+            return explained
 
-    def _verdict_on(self, here: RankPosition) -> DistributedOperationException | None:
-        return self._verdict[1] if self._verdict is not None and self._verdict[0] == here.since else None
+    def _finding_on(self, position: RankPosition) -> DistributedOperationException | None:
+        return self._finding[1] if self._finding is not None and self._finding[0] == position.since else None
 
-    # -- the beacon's thread --------------------------------------------------------------------------------------
+    # -- the heartbeat thread -------------------------------------------------------------------------------------
 
-    def here(self, waiting: bool) -> RankPosition:
-        """Where this rank is, or was last."""
+    def position(self, waiting: bool) -> RankPosition:
+        """Return where this rank is, or was last."""
         number, code, instruction = self._at
-        beacon = self._beacon
+        heartbeat = self._heartbeat
         if self._left < self.since and not waiting:
             self._left = monotonic()  # about then: the first who asks after it was left
         return RankPosition(
             generation=self._channel.generation,
-            sequence=beacon.here.sequence,
+            sequence=heartbeat.collective.sequence,
             operation=self._kind,
             site="unknown place" if code is None else format_site(code.co_filename, _line_number(code, instruction), code.co_name),
             waiting=waiting,
             since=self.since if waiting else self._left,
-            sections=beacon.sections,
-            syncs=beacon.syncs,
+            sections=heartbeat.sections,
+            syncs=heartbeat.syncs,
             watched=True,
             number=number,
             begun=self._begun() - self._begun_before if waiting else 0,
-            reductions=beacon.reductions,
+            reductions=heartbeat.reductions,
         )
 
-    def look(self) -> None:
-        """The vigil over a section that is under way."""
+    def check(self) -> None:
+        """Check the wait in a section that is in progress."""
         since = self.since
-        if monotonic() - since < _FIRST_LOOK_SECONDS or (self._verdict is not None and self._verdict[0] == since):
+        if monotonic() - since < _FIRST_LOOK_SECONDS or (self._finding is not None and self._finding[0] == since):
             return
-        if self._vigil is None or self._vigil[0] != since:
-            self._vigil = since, WaitMonitor(self._beacon, self._limits, section=self.here(True))
+        if self._monitor is None or self._monitor[0] != since:
+            self._monitor = since, WaitMonitor(self._heartbeat, self._limits, section=self.position(True))
         try:
-            self._vigil[1].look()
+            self._monitor[1].check()
         except DistributedOperationException as error:
-            if self._beacon.inside and self.since == since:
+            if self._heartbeat.in_section and self.since == since:
                 self._end_wait(since, error)
 
     def _end_wait(self, since: float, error: DistributedOperationException) -> None:
-        self._verdict = since, error
-        if not self._channel.give_up(_first_line(error)):
+        self._finding = since, error
+        if not self._channel.abort(_first_line(error)):
             print(
-                f"slipstream: {error}\nThis program opened torch's process group itself, so rank {self._beacon.rank} waits until "
+                f"slipstream: {error}\nThis program opened torch's process group itself, so rank {self._heartbeat.rank} waits until "
                 "the other process ends, or for the time limit of that group.",
                 file=sys.stderr,
                 flush=True,
@@ -217,12 +213,6 @@ class _PackageFrameCache(dict[str, bool]):
     def __missing__(self, filename: str) -> bool:
         self[filename] = found = is_package_frame(filename)
         return found
-
-
-class _NoChannel:
-    """The channel of a watch that has not been entered yet."""
-
-    fit = False
 
 
 def _line_number(code: CodeType, instruction: int) -> int:

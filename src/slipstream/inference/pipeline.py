@@ -162,15 +162,15 @@ class Pipeline:
             return  # nobody waits in a group that is closed
         channel: Any = self._state.channel()
         reason = f"rank {self._state.process_index} failed in its stage with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        channel.beacon.post("gave_up", generation=channel.generation, call=_STEP, because=reason)
-        channel.give_up(reason)
+        channel.heartbeat.post("gave_up", generation=channel.generation, call=_STEP, because=reason)
+        channel.abort(reason)
 
 
 def _check_same(state: AcceleratorState, operation: str, text: str) -> None:
     """Raise on every process if they do not all come here with the same text."""
     call = CollectiveCall(operation, text, call_site(), lambda: f"{operation} {text}")
-    with state.channel().turn(call, state.limits) as turn:
-        turn.exchange(Body())
+    with state.channel().guard(call, state.limits) as guarded:
+        guarded.exchange(Body())
 
 
 @contextmanager

@@ -526,6 +526,6 @@ class _GroupCheck:
         self._channel: Any = runtime.channel()
 
     def __call__(self) -> bool:
-        return bool(self._channel.fit)
+        return bool(self._channel.usable)
 
 

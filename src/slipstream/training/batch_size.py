@@ -387,8 +387,8 @@ def _exchange_outcomes(
 ) -> list[tuple[bool, str, str]]:
     body = Body()
     body.add(numpy.frombuffer(json.dumps([own.fits, own.text, own.alive]).encode(), dtype=numpy.uint8))
-    with channel.turn(call, limits, patient=patient) as turn:
-        return [tuple(json.loads(data.tobytes())) for data in turn.exchange(body)]
+    with channel.guard(call, limits, patient=patient) as guarded:
+        return [tuple(json.loads(data.tobytes())) for data in guarded.exchange(body)]
 
 
 # -- forgetting a failed try ------------------------------------------------------------------------------------------

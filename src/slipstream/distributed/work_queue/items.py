@@ -18,7 +18,7 @@ from typing import Any
 
 from slipstream.devices.table import CPU
 from slipstream.distributed.pytree import is_namedtuple
-from slipstream.distributed.split import columns_of, is_array, is_instance_of, split
+from slipstream.distributed.split import is_array, is_instance_of, is_record, record_columns, split
 from slipstream.errors import ConfigError
 from slipstream.files.checksum import Digest
 
@@ -62,32 +62,29 @@ class WorkItems:
         return self._row(position)
 
     def several(self, positions: Sequence[int]) -> list[Any]:
-        """Return the items at these positions; in one request where the dataset can."""
+        """Return the items at these positions, in one request if the dataset supports that."""
         if self._rows is not None:
             return list(self._rows(list(positions)))
         return [self._row(position) for position in positions]
 
     @property
     def in_memory(self) -> bool:
-        """Whether all items lie in memory."""
-        return all(isinstance(column, list | tuple | range) or is_array(column) for column in self._columns())
-
-    def _columns(self) -> Collection[Any]:
-        is_record = isinstance(self.inputs, Mapping) or is_namedtuple(self.inputs)
-        return columns_of(self.inputs).values() if is_record else [self.inputs]
+        """Whether the items lie in memory, so that all of them can be looked at."""
+        columns = record_columns(self.inputs).values() if is_record(self.inputs) else [self.inputs]
+        return all(isinstance(column, list | tuple | range) or is_array(column) for column in columns)
 
     def fingerprint(self) -> str:
         """Return a digest that is the same on every process with the same inputs."""
         digest = Digest()
         digest.update(f"{type(self.inputs).__name__} {self._count}".encode())
         if self.in_memory:
-            for column in self._columns():
+            for column in record_columns(self.inputs).values() if is_record(self.inputs) else [self.inputs]:
                 _feed_column(digest, column)
         return digest.hexdigest()
 
 
 def fingerprint(item: Any) -> str | None:
-    """Return a short digest of a plain item; None for one that is not plain.
+    """Return a short fingerprint of a plain item; None for an item that is not plain.
 
     >>> fingerprint("a") == fingerprint("a"), fingerprint("a") == fingerprint("b"), fingerprint(object())
     (True, False, None)
@@ -134,7 +131,7 @@ def _feed_texts(digest: Digest, texts: Iterable[str]) -> None:
 
 
 def _feed(digest: Digest, value: Any, depth: int = 0) -> bool:
-    """Add a value and return whether all of it is plain. What is not, or lies deeper than `_MAX_DEPTH` levels, counts by its type."""
+    """Add a value to the digest; return whether all of it is plain. Other values, and those nested too deeply, count by their type."""
     kind = type(value)
     digest.update(kind.__qualname__.encode())
     if depth > _MAX_DEPTH:
@@ -200,7 +197,7 @@ def order_by_cost(costs: Sequence[float]) -> list[int]:
 
 
 def find_least_padding(costs: Sequence[float], size: int) -> int:
-    """Return which unit should be the short one, where falling costs are cut into units of `size` that are padded to their first.
+    """Return which unit should be the short one, if these falling costs are cut into units of `size` that are padded to their first.
 
     >>> find_least_padding([9.0, 5.0, 5.0], 2), find_least_padding([2.0, 2.0, 1.0, 1.0], 3)
     (0, 1)
@@ -277,12 +274,12 @@ class ClaimSize:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._seconds = math.inf
-        """Recent seconds per unit."""
+        """A moving average of the seconds per unit."""
         self._request = 0.0
-        """Recent seconds per request."""
+        """A moving average of the seconds per request."""
 
     def took(self, units: int, seconds: float) -> None:
-        """Record how long units took."""
+        """Record how long some units took."""
         now = seconds / max(1, units)
         self._seconds = now if math.isinf(self._seconds) else (self._seconds + now) / 2
 
@@ -291,7 +288,7 @@ class ClaimSize:
         self._request = (3 * self._request + seconds) / 4
 
     def wanted(self, left: int, elapsed: float) -> int:
-        """Return how many units to ask for, when `left` are left for all processes and the work has run for `elapsed` seconds."""
+        """Return how many units to claim, given how many are left for all processes and how many seconds have passed."""
         worth = min(self.MOST, max(self.LEAST, elapsed * self.SHARE, self.TIMES * self._request))
         fair = left // (2 * self._world_size)
         return max(1, min(fair, int(worth / max(self._seconds, 1e-9))))

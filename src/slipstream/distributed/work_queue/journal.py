@@ -23,14 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.distributed.work_queue.items import fingerprint
 from slipstream.errors import CheckpointError
 from slipstream.files import strict_json
 from slipstream.files.os_errors import describe_os_error, suggest_remedy
 
-__all__ = [
-    "JournalEntry", "JournalHeader", "NullJournal", "ResultJournal", "check_result", "finish_journal", "prepare_journal", "read_journal",
-]
+__all__ = ["JournalEntry", "JournalHeader", "ResultJournal", "check_result", "finish_journal", "prepare_journal", "read_journal"]
 
 _SYNC_EVERY = 1.0
 _LOCK_SECONDS = 2.0
@@ -46,7 +43,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class JournalHeader:
-    """The inputs that a journal belongs to."""
+    """What the inputs of a journal are."""
 
     count: int
     inputs: str
@@ -58,7 +55,7 @@ class JournalHeader:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One line about an item."""
+    """One line of a journal."""
 
     index: int
     item: str | None
@@ -66,24 +63,7 @@ class JournalEntry:
     line: bytes
 
 
-class NullJournal:
-    """Keeps nothing; the base class of the journal."""
-
-    lost = False
-    """Whether what was added is no longer there."""
-
-    def mark(self, item: Any) -> str | None:
-        """Return what a line says about an item, before the user's code can have changed it."""
-        return None
-
-    def add(self, index: int, mark: str | None, result: Any) -> None:
-        """Keep the result of the item at this position."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
-class ResultJournal(NullJournal):
+class ResultJournal:
     """The file that one process appends to.
 
     >>> import tempfile
@@ -101,9 +81,6 @@ class ResultJournal(NullJournal):
         self._file: int | None = None
         self._synced = time.monotonic()
 
-    def mark(self, item: Any) -> str | None:
-        return fingerprint(item)
-
     def add(self, index: int, mark: str | None, result: Any) -> None:
         """Append the result of an item; raise a TypeError that names the item if it is not plain JSON data."""
         line = _line(index, mark, check_result(result, index, self._path))
@@ -119,12 +96,12 @@ class ResultJournal(NullJournal):
                 self._synced = time.monotonic()
 
     @property
-    def lost(self) -> bool:  # type: ignore[override]
-        """Whether the file that this process wrote to, or the journal itself, was removed."""
+    def lost(self) -> bool:
+        """Whether something has removed the file that this process wrote to, or the journal itself."""
         return not self._path.exists() or (self._file is not None and not self._part.exists())
 
     def close(self) -> None:
-        """Sync what was written, and close."""
+        """Flush what was written to the disk."""
         if self._file is not None:
             with _explain_os_errors(self._part):
                 os.fsync(self._file)
@@ -137,7 +114,7 @@ def _line(index: int, mark: str | None, result: Any) -> bytes:
 
 
 def check_result(result: Any, index: int, path: Path) -> Any:
-    """Return the result if it is plain JSON data; else raise an error that says where it is not.
+    """Return the result itself if it is plain JSON data; else raise an error that says where it is not.
 
     >>> check_result({"scores": [1, float("nan")]}, 7, Path("a.jsonl"))
     Traceback (most recent call last):
@@ -236,17 +213,17 @@ def _parse_entry(line: bytes, where: str, header: JournalHeader) -> JournalEntry
 
 
 def prepare_journal(path: Path, header: JournalHeader) -> int:
-    """Prepare the journal for a run: create it, drop a truncated line, merge the parts of an interrupted run.
+    """Prepare the journal for a run: create it if there is none, drop a truncated line, and merge the parts of an interrupted run.
 
     Return the open file, which holds the lock of this run until it is closed.
     """
     with _explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _locked(path)
+        file = _open_locked(path)
     try:
         with _explain_os_errors(path):
             _drop_truncated_line(file, path, header)
-        parts = _parts(path)
+        parts = _list_parts(path)
         known = {entry.index for entry in read_journal(path, header)} if parts else set()
         with _explain_os_errors(path):
             for part in parts:
@@ -263,8 +240,8 @@ def prepare_journal(path: Path, header: JournalHeader) -> int:
     return file
 
 
-def _locked(path: Path) -> int:
-    """Open the journal, create it if needed, and take the lock of this run."""
+def _open_locked(path: Path) -> int:
+    """Return the open journal, locked for this run; create it if there is none."""
     while True:
         if path.exists() and not path.is_file():
             raise CheckpointError(f"{path} is no regular file, so no results can be kept in it: give checkpoint= the name of a file.")
@@ -276,7 +253,7 @@ def _locked(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # another run replaced the file while this one waited for the lock
+        os.close(file)  # while this run waited for the lock, another put its last form in place
 
 
 def _lock(file: int, path: Path) -> None:
@@ -298,7 +275,7 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _drop_truncated_line(file: int, path: Path, header: JournalHeader) -> None:
-    """Drop a last line without an end; write the header to a file without a complete line. Another kind of file is left as it is."""
+    """Drop a last line without an end, and begin a file that has no complete line. A file that is not ours stays as it is."""
     with open(path, "rb") as first:
         line = first.readline()
     if line.endswith(b"\n") or not header.line().startswith(line):
@@ -313,15 +290,15 @@ def _drop_truncated_line(file: int, path: Path, header: JournalHeader) -> None:
         _write(file, header.line())
 
 
-def _parts(path: Path) -> list[Path]:
+def _list_parts(path: Path) -> list[Path]:
     return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(f"{path.name}.part-"))
 
 
 def finish_journal(path: Path, header: JournalHeader, authors: Sequence[int | None], run: str, results: Mapping[int, Any]) -> int:
     """Rewrite the journal with one line for each item, in the order of the input, and remove the parts.
 
-    `authors` says by position which rank's result counts (None: one from an earlier run): two may have worked on the same item.
-    Results that are in no file any more are written from `results`; return how many those are.
+    `authors` says by position which rank's result counts (None for an earlier run), as two may have worked on the same item. A result whose
+    line was removed from the files during the work is written from `results`; the return value says how many those are.
     """
     with _explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -343,15 +320,15 @@ def finish_journal(path: Path, header: JournalHeader, authors: Sequence[int | No
             target.flush()
             os.fsync(target.fileno())
         os.replace(temporary, path)
-        for part in _parts(path):
+        for part in _list_parts(path):
             part.unlink(missing_ok=True)
     return missing
 
 
 def _choose_lines(path: Path, header: JournalHeader, authors: Sequence[int | None], run: str) -> dict[int, tuple[Path, int, int]]:
-    """Return by position where the line that counts stands: the file, its first byte and its length."""
+    """Return by position where the line is that counts: file, first byte and length."""
     chosen: dict[int, tuple[Path, int, int]] = {}
-    for source in (path, *_parts(path)):
+    for source in (path, *_list_parts(path)):
         if source == path and not path.exists():
             continue
         counts = source != path and f".part-{run}-" in source.name
@@ -371,7 +348,7 @@ def _choose_lines(path: Path, header: JournalHeader, authors: Sequence[int | Non
 
 
 def _index(line: bytes, where: str, header: JournalHeader) -> int:
-    """Return the position that a line is about; it was checked when the work began, or written since then."""
+    """Return the position of a line that was checked when the work began, or written since then."""
     found = _LINE_START.match(line)
     if found is None or int(found[1]) >= header.count:
         return _parse_entry(line, where, header).index

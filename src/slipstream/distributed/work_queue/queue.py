@@ -1,6 +1,6 @@
 """The queue of units in the rendezvous store: who works on which unit, what is finished, and what a lost process leaves.
 
-`StoreQueue` keeps it below a prefix of its own for each piece of work:
+`WorkQueue` keeps it below a prefix of its own for each piece of work:
 
 * `counts` is a counter: units taken in its lower half, items finished in its upper half. One atomic addition takes units and reports
   what was finished. A process that fails adds a number beyond all units, so that the next claim of the others reads `failure`.
@@ -11,7 +11,7 @@
 
 A process is gone when the launcher reports its end, when it left the work, or when its heartbeat has been silent for `SILENCE_SECONDS`.
 Units are taken over one at a time: if the second holder dies too, the unit is a `PoisonItem` and the work ends with an error.
-`LocalQueue` is the queue of a single process.
+A single process has the same queue, in a store in its own memory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch._C._distributed_c10d import PrefixStore
+
 from slipstream.distributed.heartbeat import process_state
 from slipstream.errors import PeerLostError
 from slipstream.launch.store import ExitNotice, exit_key, holds_items_key
 
-__all__ = ["LEFT_KEY", "LocalQueue", "PoisonItem", "QueuePeers", "SILENCE_SECONDS", "StoreQueue", "UnitReport"]
+__all__ = ["LEFT_KEY", "PoisonItem", "QueuePeers", "SILENCE_SECONDS", "UnitReport", "WorkQueue"]
 
 
 SILENCE_SECONDS = 30.0
-"""Seconds without a heartbeat after which a process counts as gone."""
+"""Seconds without a beat after which a process counts as gone."""
 LEFT_KEY = "left"
-"""What a process that leaves the work early writes in place of its claims."""
+"""What a process that leaves the work before its end writes where its claims stand."""
 
 
 class QueuePeers:
@@ -57,10 +59,10 @@ class QueuePeers:
         self._ranks = [other for other in range(world_size) if other != rank]
         self._beats: dict[int, tuple[int, float]] = {}
         self.ended: dict[int, str] = {}
-        """The ranks whose end the launcher has reported, as far as `gone` has looked."""
+        """Those whose end the launcher has told, as far as `gone` has looked."""
 
     def gone(self, holds: dict[int, str]) -> dict[int, str]:
-        """Return the ranks that are gone, and how; `holds` is what each has written about its claims."""
+        """The ranks that are gone, and how; `holds` is what each has written about its claims."""
         found: dict[int, str] = {}
         for rank in self._ranks:
             if rank not in self.ended and self._store.check([exit_key(rank)]):
@@ -74,7 +76,7 @@ class QueuePeers:
         return found
 
     def _silent(self, rank: int) -> float:
-        key, now = f"beacon/{rank}", time.monotonic()
+        key, now = f"heartbeat/{rank}", time.monotonic()
         if not self._store.check([key]):
             return 0.0
         note = json.loads(self._store.get(key).decode())
@@ -91,8 +93,11 @@ class QueuePeers:
 
 
 _ITEM_SHIFT = 32
-"""Where the upper half of the counter begins. The store has one atomic operation, an addition to a signed 64-bit number: two counts in
-one number are claimed and reported in one request. Tested by tests/distributed/test_work_queue.py."""
+"""Where the upper half of the counter begins.
+
+Two counts share one number because `store.add` is the only atomic request: units and items are counted together or not at all.
+tests/distributed/test_work_queue.py notices if the halves mix. It can go when the store has a transaction over two keys.
+"""
 _CLOSED = 1 << 31
 """Beyond the number of any unit."""
 _CHUNK_BYTES = 4 << 20
@@ -111,112 +116,39 @@ class UnitReport:
     rank: int
     units: tuple[int, ...]
     body: bytes | None
-    """The results; None where they stand in a volume."""
+    """The results; None where they stand elsewhere."""
     place: tuple[int, int, int] = (0, 0, 0)
-    """Volume, first byte and length."""
+    """Where that is: volume, first byte, length."""
 
 
 class PoisonItem(Exception):
-    """A unit whose process died, and whose second process has died as well."""
+    """A unit that had been taken over from a process that is gone, and whose second process has died as well."""
 
     def __init__(self, unit: int, end: str) -> None:
         super().__init__(unit, end)
         self.unit, self.end = unit, end
 
 
-class LocalQueue:
-    """The queue of one process, and the methods that every queue has.
+class WorkQueue:
+    """The queue as one process sees it. `store` is the rendezvous store of the job, `name` the name of this work in it.
 
-    >>> queue = LocalQueue()
+    >>> from torch.distributed import HashStore
+    >>> queue = WorkQueue(HashStore(), "work", rank=0, world_size=1)
     >>> queue.take(2), queue.take(1)
     (0, 2)
     >>> queue.report([0, 1, 2], b"three", items=3)
-    >>> [report.units for report in queue.reports()], queue.finished_items()
-    ([(0, 1, 2)], 3)
+    >>> queue.take(0), [report.units for report in queue.reports()], queue.finished_items()
+    (3, [(0, 1, 2)], 3)
     """
 
-    def __init__(self) -> None:
-        self.rank = 0
-        self.world_size = 1
-        self._next = self._items = 0
-        self._settled = False
-        self._reports: list[UnitReport] = []
-
-    def take(self, most: int) -> int:
-        """Claim up to `most` units and return the first of them, which may lie beyond the last unit."""
-        self._next += most
-        return self._next - most
-
-    def hold(self, units: Sequence[int]) -> None:
-        """Publish what this process has claimed and not reported."""
-
-    def report(self, units: Sequence[int], body: bytes, items: int) -> None:
-        """Publish that units are finished, with their results; their `items` are counted with the next `take`."""
-        self._reports.append(UnitReport(0, tuple(units), body))
-        self._items += items
-
-    def reports(self) -> list[UnitReport]:
-        """Return the reports of all processes that were not returned before, in the order that all processes see."""
-        fresh, self._reports = self._reports, []
-        return fresh
-
-    def bodies(self, reports: Sequence[UnitReport]) -> Iterator[bytes]:
-        """Yield the results of these reports, which are all there are."""
-        for report in reports:
-            yield report.body or b""
-
-    def finished_items(self) -> int:
-        """Return how many items are reported; more than there are where some were worked on twice."""
-        return self._items
-
-    def take_over(self, unfinished: Callable[[], Sequence[int]]) -> int | None:
-        """Claim one of the units that nobody works on any more; raise a `PoisonItem` if two processes have died with it."""
-        return None
-
-    def gone(self) -> dict[int, str]:
-        """Return the processes that are gone, and how, as far as `take_over` has found out."""
-        return {}
-
-    def failure(self) -> str | None:
-        """Return why another process has ended the work for all."""
-        return None
-
-    def fail(self, reason: str) -> None:
-        """End the work for all."""
-
-    def leave(self, *, early: bool) -> bool:
-        """End this process's part; `early`: before all was finished. Return whether now all have left early."""
-        return early
-
-    def is_first(self) -> bool:
-        """Return whether no lower rank takes part any more: this rank then does what one process has to do."""
-        return True
-
-    def settle(self) -> None:
-        """Publish that what one process has to do is done."""
-        self._settled = True
-
-    def is_settled(self) -> bool:
-        """Return whether it is."""
-        return self._settled
-
-    def forget(self) -> None:
-        """Note that this process has read everything that it needs."""
-
-
-class StoreQueue(LocalQueue):
-    """The queue of several processes. `store` is the rendezvous store of the job, `name` what this piece of work is called in it."""
-
     def __init__(self, store: Any, name: str, rank: int, world_size: int) -> None:
-        from torch._C._distributed_c10d import PrefixStore
-
-        super().__init__()
         self.rank = rank
         self.world_size = world_size
         self._job = store
         self._store: Any = PrefixStore(f"dynamic/{name}", store)
         self._others = QueuePeers(store, rank, world_size)
-        self._gone: dict[int, str] = {}
+        self.gone: dict[int, str] = {}
+        """The processes that are gone, and how, as far as `take_over` has found out."""
         self._own: list[bytearray] = []
         self._uncounted = 0
         self._read = 0
@@ -236,34 +168,39 @@ class StoreQueue(LocalQueue):
             ) from None
 
     def take(self, most: int) -> int:
+        """Claim up to `most` units and count what was reported; return the first unit, which may lie beyond the last one."""
         items, self._uncounted = self._uncounted, 0
         return int(self._ask(self._store.add, "counts", most + (items << _ITEM_SHIFT))) % (1 << _ITEM_SHIFT) - most
 
     def hold(self, units: Sequence[int]) -> None:
+        """Publish what this process has claimed and not reported."""
         self._ask(self._store.set, f"holds/{self.rank}", _format_ranges(units))
 
     def report(self, units: Sequence[int], body: bytes, items: int) -> None:
+        """Publish finished units with their results; their items are counted with the next `take`."""
         entry = f"{self.rank} {len(body)} {_format_ranges(units)}\n".encode()
         if len(body) <= _INLINE_BYTES:
             self._ask(self._store.append, "log", b"= " + entry + body)
         else:
-            self._ask(self._store.append, "log", self._write_volume(body) + entry)
+            self._ask(self._store.append, "log", self._shelve(body) + entry)
         self._uncounted += items
 
-    def _write_volume(self, body: bytes) -> bytes:
-        """Write results to a volume of this rank and return where they stand, for the log."""
+    def _shelve(self, body: bytes) -> bytes:
+        """Write results to a volume of this rank; return where, for the log."""
         if not self._own or len(self._own[-1]) > _VOLUME_BYTES:
             self._own.append(bytearray())
         volume, start = len(self._own) - 1, len(self._own[-1])
-        for piece in range(0, len(body), _CHUNK_BYTES):
+        for piece in range(0, len(body) if self.world_size > 1 else 0, _CHUNK_BYTES):  # alone, nobody reads them
             self._ask(self._store.append, f"results/{self.rank}/{volume}", body[piece : piece + _CHUNK_BYTES])
         self._own[-1] += body
         return f"{volume}/{start} ".encode()
 
     def finished_items(self) -> int:
-        return int(self._ask(self._store.add, "counts", 0)) >> _ITEM_SHIFT  # also called by the thread of the progress bar
+        """Return how many items are counted as finished; more than there are where some were worked on twice."""
+        return int(self._ask(self._store.add, "counts", 0)) >> _ITEM_SHIFT  # also asked by the thread of the bar: changes nothing here
 
     def reports(self) -> list[UnitReport]:
+        """Return the reports of all processes that were not returned before, in the order that all processes see."""
         if not self._ask(self._store.check, ["log"]):
             return []
         log: bytes = self._ask(self._store.get, "log")
@@ -276,6 +213,7 @@ class StoreQueue(LocalQueue):
         return found
 
     def bodies(self, reports: Sequence[UnitReport]) -> Iterator[bytes]:
+        """Yield the results of these reports, which are all there are."""
         volumes: dict[tuple[int, int], bytes | bytearray] = {(self.rank, number): own for number, own in enumerate(self._own)}
         last = {(report.rank, report.place[0]): place for place, report in enumerate(reports) if report.body is None}
         for place, report in enumerate(reports):
@@ -290,20 +228,18 @@ class StoreQueue(LocalQueue):
             if last[key] == place:
                 del volumes[key]
 
-    def gone(self) -> dict[int, str]:
-        return dict(self._gone)
-
     def take_over(self, unfinished: Callable[[], Sequence[int]]) -> int | None:
+        """Claim a unit that nobody works on any more; raise `PoisonItem` if two processes have died with it."""
         holds = self._holds()
         gone = self._ask(self._others.gone, holds)
         self._announce(gone)
-        self._gone = gone
+        self.gone = gone
         if not gone:
             return None
         held = {unit for rank, text in holds.items() if rank not in gone for unit in _parse_ranges(text)}
         free = [unit for unit in unfinished() if unit not in held]
         sure, self._suspects = [unit for unit in free if unit in self._suspects], set(free)
-        return next((unit for unit in sure if self._acquire(unit, gone)), None)
+        return next((unit for unit in sure if self._own_it(unit, gone)), None)
 
     def _holds(self) -> dict[int, str]:
         ranks = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -311,7 +247,7 @@ class StoreQueue(LocalQueue):
         values = self._ask(self._store.multi_get, [f"holds/{rank}" for rank in present]) if present else []
         return {rank: value.decode() for rank, value in zip(present, values, strict=True)}
 
-    def _acquire(self, unit: int, gone: dict[int, str]) -> bool:
+    def _own_it(self, unit: int, gone: dict[int, str]) -> bool:
         key, own = f"owner/{unit}", f"rank {self.rank}"
         found = self._ask(self._store.compare_set, key, "", own).decode()
         if found == own:
@@ -322,22 +258,25 @@ class StoreQueue(LocalQueue):
         return former in gone and bool(self._ask(self._store.compare_set, key, found, own).decode() == own)
 
     def _announce(self, gone: dict[int, str]) -> None:
-        """Print one line for each rank that is gone, from the lowest rank that is there."""
+        """Print a line for each process that is gone, on the lowest rank that is still there."""
         if any(rank not in gone for rank in range(self.rank)):
             return
-        for rank in gone.keys() - self._gone.keys():
+        for rank in gone.keys() - self.gone.keys():
             print(f"slipstream: {gone[rank]}; what it had not finished goes to the others", file=sys.stderr, flush=True)
 
     def failure(self) -> str | None:
+        """Return why another process has ended the work for all, if one has."""
         if not self._ask(self._store.check, ["failure"]):
             return None
         return str(self._ask(self._store.get, "failure").decode())
 
     def fail(self, reason: str) -> None:
+        """End the work for all."""
         if self._ask(self._store.compare_set, "failure", "", reason).decode() == reason:  # once: more would flow into the upper half
             self.take(_CLOSED)
 
     def leave(self, *, early: bool) -> bool:
+        """Take no further part; `early` means before all was finished. Return whether all processes have left early now."""
         with contextlib.suppress(RuntimeError):  # a store that is gone has nobody waiting at it
             self._job.set(holds_items_key(self.rank), "0")
             self._store.set(f"holds/{self.rank}", LEFT_KEY if early else "")
@@ -345,20 +284,22 @@ class StoreQueue(LocalQueue):
         return False
 
     def is_first(self) -> bool:
+        """Whether no lower rank takes part any more: the first does what a single process has to do."""
         lower = range(self.rank)
         if lower and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _POLL_SECONDS
-            self._gone = self._ask(self._others.gone, self._holds())
-        return all(rank in self._gone for rank in lower)
+            self.gone = self._ask(self._others.gone, self._holds())
+        return all(rank in self.gone for rank in lower)
 
     def settle(self) -> None:
+        """Record that what a single process has to do is done."""
         self._ask(self._store.add, "settled", 1)
 
     def is_settled(self) -> bool:
         return int(self._ask(self._store.add, "settled", 0)) > 0
 
     def forget(self) -> None:
-        """Remove what lies in the store, as the last rank to come; if a rank is gone, it stays until the job ends."""
+        """Record that this process has read everything; the last one empties the store. With a process gone it stays until the end."""
         if self._ask(self._store.add, "read", 1) < self.world_size:
             return
         self._read = 0
@@ -368,7 +309,7 @@ class StoreQueue(LocalQueue):
 
 
 def _parse_report(entry: str) -> tuple[UnitReport, int]:
-    """Parse an entry of the log; return it and how many bytes of results follow it.
+    """Parse an entry of the log; return it and how many bytes of results follow.
 
     >>> _parse_report("= 1 120 4-6 9-9")
     (UnitReport(rank=1, units=(4, 5, 6, 9), body=b'', place=(0, 0, 0)), 120)

@@ -1,6 +1,6 @@
 """Start and end of a work queue: what the processes agree on first, and the context in which items are handed out.
 
-One small collective comes first: all processes say what they were given, and if they differ all raise. The costs of the items are
+One small collective comes first: all processes exchange what they were given, and if it differs all raise. The costs of the items are
 computed in shares, so that all have the same order. With `checkpoint=` the main process prepares the journal and every process reads it.
 After that nothing is a collective.
 """
@@ -12,22 +12,25 @@ import reprlib
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.distributed.collectives import gather_objects
+from torch._C._distributed_c10d import HashStore
+
 from slipstream.distributed.guard import Channel, Limits
+from slipstream.distributed.progress_bar import show_progress
+from slipstream.distributed.scatter import agree_or_raise
 from slipstream.distributed.split import split
 from slipstream.distributed.work_queue import journal
 from slipstream.distributed.work_queue.items import WorkItems, WorkUnits, check_cost, fingerprint, order_by_cost
-from slipstream.distributed.work_queue.queue import LocalQueue, StoreQueue
-from slipstream.distributed.work_queue.work import Work, add_article, add_remark, make_work_bar
+from slipstream.distributed.work_queue.queue import WorkQueue
+from slipstream.distributed.work_queue.work import Work, add_article, add_remark
 from slipstream.errors import CheckpointError, ConfigError, MismatchError, PeerLostError
 
-__all__ = ["WorkOptions", "WorkTeam", "open_work_queue", "parse_balance"]
+__all__ = ["WorkOptions", "WorkTeam", "check_balance", "open_work_queue"]
 
 _COMPARED_RESULTS = 8
 """How many finished items of a dataset are compared with the journal."""
@@ -69,24 +72,21 @@ class WorkOptions:
         return None if self.checkpoint is None else Path(os.path.abspath(os.fspath(self.checkpoint)))
 
 
-def parse_balance(balance: str, apply_padding: bool, options: WorkOptions) -> WorkOptions | None:
-    """Return the options of dynamic work; None for a static split. Refuse options that do not go together.
+def check_balance(balance: str, apply_padding: bool, options: Mapping[str, Any]) -> None:
+    """Refuse arguments of `split_between_processes` that do not go with a work queue, and options that need one.
 
-    >>> parse_balance("static", False, WorkOptions(key=len))
+    >>> check_balance("static", False, {"key": len})
     Traceback (most recent call last):
         ...
     slipstream.errors.ConfigError: key is for items that are handed out as processes become free: write balance="dynamic" too
     """
-    if balance == "dynamic":
-        if apply_padding:
-            raise ConfigError('apply_padding=True gives every process the same count, which balance="dynamic" does not: leave out one')
-        return options
-    if balance != "static":
+    if balance == "static":
+        given = next(name for name, value in options.items() if value is not None)
+        raise ConfigError(f'{given} is for items that are handed out as processes become free: write balance="dynamic" too')
+    if balance != "dynamic":
         raise ConfigError(f'balance={balance!r}: write "static" (a part for each process) or "dynamic" (items as processes become free)')
-    given = [name for name, value in vars(options).items() if value is not None]
-    if given:
-        raise ConfigError(f'{given[0]} is for items that are handed out as processes become free: write balance="dynamic" too')
-    return None
+    if apply_padding:
+        raise ConfigError('apply_padding=True gives every process the same count, which balance="dynamic" does not: leave out one')
 
 
 @dataclass(frozen=True)
@@ -96,47 +96,46 @@ class WorkTeam:
     channel: Channel
     limits: Limits
     store: Callable[[], Any]
-    """The rendezvous store, once the group is open; asked for by several processes alone."""
+    """Returns the rendezvous store, once the group is open; called with several processes only."""
     operation: str
     """What the user called, for messages."""
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in the order of the ranks."""
-        found = gather_objects(self.channel, self.limits, value, operation=self.operation)
-        assert found is not None
-        return found
+    def agree(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in rank order; if one passes an exception, all raise."""
+        return agree_or_raise(self.channel, self.limits, value, operation=self.operation, remote_error=self._error_of_peer)
 
-    def occupy(self, inside: str) -> None:
-        """Refuse collectives from here on, while the process is inside of this; empty: allow them again."""
-        self.channel.busy = inside
+    def run(self, step: Callable[[], T]) -> list[T]:
+        """Run a step and return the results of all processes; if it fails on one, all raise."""
+        outcome: Any
+        try:
+            outcome = step()
+        except Exception as error:  # whatever `key` or a dataset of the user's raises: the others must hear of it
+            outcome = error
+        return self.agree(outcome)
 
-    def queue(self, name: str) -> LocalQueue:
-        if self.channel.world_size == 1:
-            return LocalQueue()
-        return StoreQueue(self.store(), name, self.channel.rank, self.channel.world_size)
+    def _error_of_peer(self, rank: int, text: str) -> Exception:
+        """Return what another process's failure means here: a checkpoint error is everybody's, any other the cause of an end."""
+        kind, _, message = text.partition(": ")
+        if kind == CheckpointError.__name__:
+            return CheckpointError(f"{message}\n(found on rank {rank}, raised on rank {self.channel.rank} too)")
+        return PeerLostError(f"{self.operation} cannot begin on rank {self.channel.rank}, because it failed on rank {rank}: {text}")
+
+    def block_collectives(self, inside: str) -> None:
+        """Refuse collectives from here on, as this process is inside this block; empty: no longer."""
+        self.channel.blocked_by = inside
 
 
 @contextmanager
 def open_work_queue(team: WorkTeam, inputs: Any, options: WorkOptions) -> Iterator[Work]:
-    """Open the work for the block; when it ends on all processes, the journal is in its final form."""
-    items: WorkItems
-
-    def describe() -> tuple[dict[str, Any], str]:
-        nonlocal items
-        items = WorkItems(inputs, team.operation)
-        given = {"batch_size": options.batch_size, "key": options.key is not None, "checkpoint": str(options.path or "")}
-        return {"count": len(items), "inputs": items.fingerprint(), **given}, secrets.token_hex(8)
-
-    told = _run_or_raise_together(team, describe)
-    own, name = told[team.channel.rank][0], told[0][1]
-    _check_same(team, [given for given, _ in told], items)
-    costs = _costs(team, items, options.key)
+    """Yield the work; when the block ends on all processes, the journal is in its final form."""
+    items, own, name = _agree_on_inputs(team, inputs, options)
+    costs = _compute_costs(team, items, options.key)
     order = range(len(items)) if costs is None else order_by_cost(costs)
     session = _JournalSession(team, options.path, journal.JournalHeader(len(items), own["inputs"]), name, items)
+    rank, world_size = team.channel.rank, team.channel.world_size
     try:
         units = WorkUnits(order, options.batch_size or 1, without=session.earlier, costs=costs)
-        queue = team.queue(name)
-        is_main, before = team.channel.rank == 0, len(session.earlier)
+        queue = WorkQueue(HashStore() if world_size == 1 else team.store(), name, rank, world_size)
         work = Work(
             items,
             units,
@@ -144,13 +143,14 @@ def open_work_queue(team: WorkTeam, inputs: Any, options: WorkOptions) -> Iterat
             batches=options.batch_size is not None,
             operation=team.operation,
             journal=session.writer(),
-            bar=make_work_bar(options.progress, is_main=is_main, finished=queue.finished_items, total=len(items), before=before),
             earlier=session.earlier,
             advice=session.advice,
-            busy=team.occupy,
+            block_collectives=team.block_collectives,
         )
+        before = len(session.earlier)
         try:
-            yield work
+            with show_progress(options.progress, is_main=rank == 0, finished=queue.finished_items, total=len(items), before=before):
+                yield work
             if work.complete:
                 session.finish(work, queue)
         except BaseException as error:
@@ -162,84 +162,68 @@ def open_work_queue(team: WorkTeam, inputs: Any, options: WorkOptions) -> Iterat
         session.close()
 
 
-def _check_same(team: WorkTeam, told: list[dict[str, Any]], items: WorkItems) -> None:
-    """Raise a MismatchError on every process if they were not given the same."""
-    for what in told[0]:
-        others = [rank for rank, given in enumerate(told) if given[what] != told[0][what]]
-        if others:
-            rank = others[0]
-            shown = f"{told[0][what]!r} on rank 0, {told[rank][what]!r} on rank {rank}"
-            if what in ("count", "inputs"):
-                shown = f"{told[0]['count']} items on rank 0, {told[rank]['count']} on rank {rank}"
-                shown = shown if what == "count" else _describe_difference(team, items, rank)
-                shown, what = f"{shown}. Every process has to pass the same items in the same order", "inputs"
-            raise MismatchError(f"{team.operation} was given different {what}: {shown}\n(raised on rank {team.channel.rank})")
+def _agree_on_inputs(team: WorkTeam, inputs: Any, options: WorkOptions) -> tuple[WorkItems, dict[str, Any], str]:
+    """Return the items, their description and the name of this work; raise on every process if they were not given the same."""
+    own: dict[str, Any] = {}
+    collected: list[WorkItems] = []
+
+    def describe() -> dict[str, Any]:
+        items = WorkItems(inputs, team.operation)
+        collected.append(items)
+        own.update(count=len(items), inputs=items.fingerprint(), batch_size=options.batch_size)
+        own.update(key=options.key is not None, checkpoint=str(options.path or ""))
+        return {**own, "name": secrets.token_hex(8)}
+
+    described = team.run(describe)
+    (items,) = collected
+    for what in own:
+        rank = next((rank for rank, entry in enumerate(described) if entry[what] != described[0][what]), None)
+        if rank is None:
+            continue
+        shown = f"{described[0][what]!r} on rank 0, {described[rank][what]!r} on rank {rank}"
+        if what in ("count", "inputs"):
+            counts = f"{described[0]['count']} items on rank 0, {described[rank]['count']} on rank {rank}"
+            shown = counts if what == "count" else _describe_difference(team, items, rank)
+            shown, what = f"{shown}. Every process has to pass the same items in the same order", "inputs"
+        raise MismatchError(f"{team.operation} was given different {what}: {shown}\n(raised on rank {team.channel.rank})")
+    return items, own, str(described[0]["name"])
 
 
 def _describe_difference(team: WorkTeam, items: WorkItems, rank: int) -> str:
-    """Return how the inputs of this rank and rank 0 differ, which are as many; a collective."""
+    """Describe how the inputs of this rank and rank 0 differ, which have the same length; every process calls it."""
     seen = range(min(len(items), _COMPARED_ITEMS) if items.in_memory else 0)
-    told = team.gather((type(items.inputs).__name__, [fingerprint(items[position]) for position in seen]))
-    (kind, marks), (other, theirs) = told[0], told[rank]
-    if kind != other:
-        team.gather("")
-        return f"{add_article(kind)} on rank 0, {add_article(other)} on rank {rank}"
+    kinds = team.agree((type(items.inputs).__name__, [fingerprint(items[position]) for position in seen]))
+    (kind, marks), (other, theirs) = kinds[0], kinds[rank]
     position = next((place for place, pair in enumerate(zip(marks, theirs, strict=False)) if pair[0] != pair[1]), None)
-    shown = team.gather("" if position is None or not items.in_memory else reprlib.repr(items[position]))
+    shown = team.agree("" if position is None or kind != other or not items.in_memory else reprlib.repr(items[position]))
+    if kind != other:
+        return f"{add_article(kind)} on rank 0, {add_article(other)} on rank {rank}"
     if position is None:
         return f"the same number on rank 0 and on rank {rank}, but others"
     return f"item {position} is {shown[0]} on rank 0 and {shown[rank]} on rank {rank}"
 
 
-def _error_of_peer(team: WorkTeam, rank: int, why: str) -> Exception:
-    """Return the error for a failure of another process: a CheckpointError concerns all, anything else ends the work here."""
-    kind, _, text = why.partition(": ")
-    if kind == CheckpointError.__name__:
-        return CheckpointError(f"{text}\n(found on rank {rank}, raised on rank {team.channel.rank} too)")
-    return PeerLostError(f"{team.operation} cannot begin on rank {team.channel.rank}, because it failed on rank {rank}: {why}")
-
-
-def _run_or_raise_together(team: WorkTeam, act: Callable[[], T]) -> list[T]:
-    """Return the results of `act` on every process; if one fails, all raise."""
-    error: Exception | None = None
-    value: Any = None
-    try:
-        value = act()
-    except Exception as problem:  # whatever the user's `key` or dataset raises: the others have to raise too
-        error = problem
-    notes = " ".join(getattr(error, "__notes__", ()))
-    told = team.gather({"value": value, "error": None if error is None else f"{type(error).__name__}: {error} {notes}".rstrip()})
-    if error is not None:
-        raise error
-    for rank, entry in enumerate(told):
-        if entry["error"] is not None:
-            raise _error_of_peer(team, rank, entry["error"])
-    return [entry["value"] for entry in told]
-
-
-def _costs(team: WorkTeam, items: WorkItems, key: Callable[[Any], float] | None) -> list[float] | None:
-    """Return the cost of every item, computed in shares; None without a key."""
+def _compute_costs(team: WorkTeam, items: WorkItems, key: Callable[[Any], float] | None) -> list[float] | None:
+    """Return what every item costs, each process having asked for its share; None without a key."""
     if key is None:
         return None
 
-    def costs() -> list[float]:
-        share = split(range(len(items)), team.channel.rank, team.channel.world_size).value
-        return [check_cost(asked(position), position) for position in share]
-
-    def asked(position: int) -> Any:
+    def ask(position: int) -> float:
         item = items[position]
         try:
-            return key(item)
+            cost = key(item)
         except Exception as error:  # whatever a function of the user's raises
             where = f"for item {position} on rank {team.channel.rank}"
             add_remark(error, f"({team.operation}: raised by key, which says what an item costs, {where})")
             raise
+        return check_cost(cost, position)
 
-    return [cost for part in _run_or_raise_together(team, costs) for cost in part]
+    share = split(range(len(items)), team.channel.rank, team.channel.world_size).value
+    return [cost for part in team.run(lambda: [ask(position) for position in share]) for cost in part]
 
 
 class _JournalSession:
-    """The journal of one piece of work, or none."""
+    """The journal from the beginning of the work to its end, if there is one."""
 
     def __init__(self, team: WorkTeam, path: Path | None, header: journal.JournalHeader, run: str, items: WorkItems) -> None:
         self._team, self._path, self._header, self._run = team, path, header, run
@@ -250,9 +234,9 @@ class _JournalSession:
         if path is None:
             return
         self.advice = f" What was finished is in {path}, and the next run resumes from there."
-        _run_or_raise_together(team, lambda: self._prepare(path))
+        team.run(lambda: self._prepare(path) if team.channel.rank == 0 else None)
         try:
-            counts = _run_or_raise_together(team, lambda: self._read(path, items))
+            counts = team.run(lambda: self._read(path, items))
             if len(set(counts)) > 1:
                 raise CheckpointError(
                     f"the processes do not see the same {path} (finished items by rank: {counts}): it has to lie in a folder that all "
@@ -263,8 +247,7 @@ class _JournalSession:
             raise
 
     def _prepare(self, path: Path) -> None:
-        if self._team.channel.rank == 0:
-            self._lock = journal.prepare_journal(path, self._header)
+        self._lock = journal.prepare_journal(path, self._header)
 
     def _read(self, path: Path, items: WorkItems) -> int:
         marks: dict[int, str | None] = {}
@@ -286,8 +269,8 @@ class _JournalSession:
             return None
         return journal.ResultJournal(self._path, self._run, self._team.channel.rank)
 
-    def finish(self, work: Work, queue: LocalQueue) -> None:
-        """Rewrite the journal on the lowest rank that is there; the others wait, or take over if that one goes too."""
+    def finish(self, work: Work, queue: WorkQueue) -> None:
+        """Rewrite the journal on the lowest rank that is there; the others wait for it, or do it if that rank is lost too."""
         if self._path is None or not work.settled.authors:
             return
         authors = [work.settled.authors.get(position) for position in range(len(work))]

@@ -17,56 +17,29 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from slipstream.distributed import codec, progress_bar as bars
-from slipstream.distributed.progress_bar import HiddenProgressBar
-from slipstream.distributed.work_queue.items import ClaimSize, WorkItems, WorkUnits
-from slipstream.distributed.work_queue.journal import NullJournal
-from slipstream.distributed.work_queue.queue import LocalQueue, PoisonItem, UnitReport
+from slipstream.distributed import codec
+from slipstream.distributed.work_queue.items import ClaimSize, WorkItems, WorkUnits, fingerprint
+from slipstream.distributed.work_queue.journal import ResultJournal
+from slipstream.distributed.work_queue.queue import PoisonItem, UnitReport, WorkQueue
 from slipstream.errors import PeerLostError, StateError
 
-__all__ = ["FinishedItems", "Work", "WorkProgress", "add_article", "add_remark", "make_work_bar"]
-
-
-class WorkProgress(Protocol):
-    """What shows how far the work is."""
-
-    def close(self) -> None:
-        """Close the bar."""
-
-
-def make_work_bar(progress: bool | None, *, is_main: bool, finished: Callable[[], int], total: int, before: int) -> WorkProgress:
-    """Return the progress bar; `progress` None is one where there is a terminal."""
-    shown = bars.bar(total, "", "item", is_main=is_main, wanted=progress, initial=before)
-    if type(shown) is bars.HiddenProgressBar:
-        return shown
-
-    def move() -> None:
-        try:
-            shown.to(min(total, before + finished()))
-        except RuntimeError:  # the store is gone, which the work itself reports
-            return
-
-    both = ExitStack()
-    both.enter_context(shown)
-    both.enter_context(bars.call_periodically(move))
-    return both
+__all__ = ["FinishedItems", "Work", "add_article", "add_remark"]
 
 
 _NOTHING: Any = object()
 _LOOPS = {"split_between_processes": 'the loop over split_between_processes(balance="dynamic")'}
-"""What the work is called where its items are worked on."""
+"""What the loop over the items is called in messages."""
 _MAX_PAUSE = 0.02
 _PEER_CHECK_SECONDS = 0.25
-"""Seconds between two looks for processes that are gone, while there is nothing left to claim."""
+"""Seconds between two checks for lost processes, while there is nothing left to claim."""
 
 
 @dataclass
 class FinishedItems:
-    """Finished items: results by position, who reported them, and in which order."""
+    """What is known of finished items: results by position, who reported them, and in which order."""
 
     results: dict[int, Any] = field(default_factory=dict)
     authors: dict[int, int] = field(default_factory=dict)
@@ -77,28 +50,26 @@ class FinishedItems:
 
 
 class Work:
-    """The items of this process, one after the other; see above. Made by `split_between_processes(balance="dynamic")`."""
+    """The loop over the items of this process, created by `split_between_processes(balance="dynamic")`; see the module docstring."""
 
     def __init__(
         self,
         items: WorkItems,
         units: WorkUnits,
-        queue: LocalQueue,
+        queue: WorkQueue,
         *,
         batches: bool,
         operation: str,
-        journal: NullJournal | None = None,
-        bar: WorkProgress | None = None,
+        journal: ResultJournal | None = None,
         earlier: dict[int, Any] | None = None,
         advice: str = "",
-        busy: Callable[[str], object] = str,
+        block_collectives: Callable[[str], object] = str,
     ) -> None:
         self._items, self._units, self._queue = items, units, queue
         self._batches, self._operation, self._advice = batches, operation, advice
-        self._journal, self._bar = journal or NullJournal(), bar or HiddenProgressBar()
-        self._busy = busy
-        """Called with what this process is inside of, where no collective may be called; empty at the end."""
-        self._keeps = journal is not None
+        self._journal = journal
+        self._block_collectives = block_collectives
+        """Called with the name of the block in which no collective may be called; empty at its end."""
         self._settled = FinishedItems(dict(earlier or {}), order=sorted(earlier or {}))
         self._claim_size = ClaimSize(queue.world_size)
         self._began = time.monotonic()
@@ -107,18 +78,18 @@ class Work:
         self._marks: list[str | None] = []
         self._result: Any = _NOTHING
         self._reports: list[UnitReport] = []
-        """Those of all processes so far; their results are read at the end."""
+        """The known reports of all processes, whose results are read at the end."""
         self._finished: dict[int, Any] = {}
         """Units that are not reported yet, with their results."""
         self._finished_items = 0
         self._left = len(units)
-        self._inherits = False
+        self._took_over = False
         """Whether the last unit came from a process that is gone."""
         self._state = "new"
         """new · open (the loop runs) · complete · ended (before that)"""
 
     def __len__(self) -> int:
-        """Return the number of items of all processes together, those of an interrupted run included."""
+        """How many items there are for all processes together, those of an interrupted run included."""
         return len(self._items)
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -127,15 +98,15 @@ class Work:
         if self._state != "new":
             raise StateError(f"{self._operation} hands every item out once: its loop has been begun already. Split the inputs again.")
         self._state = "open"
-        self._busy(_LOOPS.get(self._operation, self._operation))
+        self._block_collectives(_LOOPS.get(self._operation, self._operation))
         try:
-            yield from self._turns()
+            yield from self._hand_out_all()
         finally:
-            self._busy("")
-        self._settle()
+            self._block_collectives("")
+        self._collect_results()
         self._state = "complete"
 
-    def _turns(self) -> Iterator[Any]:
+    def _hand_out_all(self) -> Iterator[Any]:
         while units := self._claim():
             began = time.monotonic()
             for unit in units:
@@ -148,31 +119,31 @@ class Work:
 
     @property
     def indices(self) -> list[int]:
-        """The positions in the input of the current item or batch."""
+        """The positions in the input of the present item, or of the items of the present batch."""
         return list(self._positions)
 
     def done(self, result: Any) -> None:
-        """Give the result of the current item, or a list with one result for each item of the batch."""
+        """Record the result of the present item, or a list with one result for each item of the present batch."""
         if self._unit is None:
             raise StateError("done(...) tells the result of an item that was handed out: call it inside of the loop over the work")
         if self._result is not _NOTHING:
-            raise StateError(f"done(...) was called twice for {self._where()}; give all of its result in one call")
-        results = self._checked(result) if self._batches else [result]
-        if self._keeps:
+            raise StateError(f"done(...) was called twice for {self._describe_item()}; give all of its result in one call")
+        results = self._check_batch_results(result) if self._batches else [result]
+        if self._journal is not None:
             for position, mark, entry in zip(self._positions, self._marks, results, strict=True):
                 self._journal.add(position, mark, entry)
         self._result = results
 
-    def _checked(self, result: Any) -> list[Any]:
+    def _check_batch_results(self, result: Any) -> list[Any]:
         count = len(self.indices)
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
             given = add_article(type(result).__name__)
-            raise TypeError(f"a batch of {count} items needs a list of {count} results, but {self._where()} gave {given}")
+            raise TypeError(f"a batch of {count} items needs a list of {count} results, but {self._describe_item()} gave {given}")
         if len(result) != count:
-            raise ValueError(f"a batch of {count} items needs {count} results, but {self._where()} gave {len(result)}")
+            raise ValueError(f"a batch of {count} items needs {count} results, but {self._describe_item()} gave {len(result)}")
         return list(result)
 
-    def _where(self, positions: Sequence[int] = ()) -> str:
+    def _describe_item(self, positions: Sequence[int] = ()) -> str:
         positions = positions or self.indices
         return f"item {positions[0]}" if len(positions) == 1 else f"the batch of items {', '.join(map(str, positions))}"
 
@@ -180,13 +151,14 @@ class Work:
         self._unit, self._result = unit, _NOTHING
         self._positions = positions = self._units[unit]
         item = self._items.several(positions) if self._batches else self._items[positions[0]]
-        if self._keeps:
-            self._marks = [self._journal.mark(entry) for entry in (item if self._batches else [item])]
+        if self._journal is not None:  # before the user's code can have changed the item
+            self._marks = [fingerprint(entry) for entry in (item if self._batches else [item])]
         return item
 
     def _finish(self) -> None:
-        if self._keeps and self._result is _NOTHING:
-            raise StateError(f"checkpoint= keeps results, but none was told for {self._where()}: call work.done(result) in the loop")
+        if self._journal is not None and self._result is _NOTHING:
+            item = self._describe_item()
+            raise StateError(f"checkpoint= keeps results, but none was told for {item}: call work.done(result) in the loop")
         assert self._unit is not None
         self._finished[self._unit] = None if self._result is _NOTHING else self._result
         self._finished_items += len(self._positions)
@@ -209,7 +181,7 @@ class Work:
     # -- claiming -------------------------------------------------------------------------------------------------
 
     def _claim(self) -> Sequence[int]:
-        """Return the next units of this process; none when all units are finished."""
+        """Return the next units of this process; none when all units of all processes are finished."""
         if self._left:
             wanted = self._claim_size.wanted(self._left, time.monotonic() - self._began)
             asked = time.monotonic()
@@ -222,16 +194,16 @@ class Work:
                 return units
             self._queue.hold([])
         self.stop_if_another_failed()
-        return self._last_ones()
+        return self._wait_for_the_rest()
 
-    def _last_ones(self) -> Sequence[int]:
-        """Wait until everything is finished, or a unit can be taken over from a process that is gone."""
-        pause, look = 0.0005, time.monotonic() + (0.0 if self._inherits else _PEER_CHECK_SECONDS)
+    def _wait_for_the_rest(self) -> Sequence[int]:
+        """Wait until everything is finished, or a lost process leaves a unit to take over."""
+        pause, look = 0.0005, time.monotonic() + (0.0 if self._took_over else _PEER_CHECK_SECONDS)
         self._queue.hold([])
         self._queue.take(0)  # what was reported last is counted
         while len(self._settled.units) < len(self._units):
             if self._queue.finished_items() >= self._units.items:
-                self._absorb()
+                self._read_reports()
                 continue
             if time.monotonic() >= look:
                 look = time.monotonic() + _PEER_CHECK_SECONDS
@@ -245,28 +217,28 @@ class Work:
         return ()
 
     def _take_over(self) -> int | None:
-        """Return a unit that nobody works on any more; where there was one there may be another, so the next check comes at once."""
+        """Return a unit that nobody works on any more; there may be more of them, so the next check follows at once."""
         try:
             unit = self._queue.take_over(self._unfinished)
-        except PoisonItem as deadly:
-            what = self._where(self._units[deadly.unit])
-            self._queue.fail(f"{what} may be what ends processes: two have died with it, the second: {deadly.end}")
+        except PoisonItem as poison:
+            what = self._describe_item(self._units[poison.unit])
+            self._queue.fail(f"{what} may be what ends processes: two have died with it, the second: {poison.end}")
             self.stop_if_another_failed()
             raise AssertionError("a failure was told, and is not there") from None
-        self._inherits = unit is not None
+        self._took_over = unit is not None
         return unit
 
     def _unfinished(self) -> list[int]:
-        self._absorb()
+        self._read_reports()
         return [unit for unit in range(len(self._units)) if unit not in self._settled.units]
 
-    def _absorb(self) -> None:
+    def _read_reports(self) -> None:
         """Read which units have been reported since the last time."""
         fresh = self._queue.reports()
         self._reports += fresh
         self._settled.units.update(unit for report in fresh for unit in report.units)
 
-    def _settle(self) -> None:
+    def _collect_results(self) -> None:
         """Read all results; the first report of a unit counts."""
         settled, known = self._settled, set[int]()
         for report, body in zip(self._reports, self._queue.bodies(self._reports), strict=True):
@@ -286,54 +258,56 @@ class Work:
         reason = self._queue.failure()
         if reason is not None:
             self._state = "ended"
-            raise PeerLostError(f"{self._operation} cannot complete on rank {self._queue.rank}: {reason}.{self._advice_text()}")
+            raise PeerLostError(f"{self._operation} cannot complete on rank {self._queue.rank}: {reason}.{self._describe_loss()}")
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this process fails and why, and add a note to the error that says where it was."""
+        """Tell the others why this process stops, and add a note to the error of where it was."""
         if self._state == "ended":
             return
         self._state = "ended"
-        where = f" at {self._where()}" if self._unit is not None else ""
+        where = f" at {self._describe_item()}" if self._unit is not None else ""
         first = (str(error).strip().splitlines() or [""])[0]
         told = f"{type(error).__name__}: {first}" if first else type(error).__name__
         with contextlib.suppress(PeerLostError):  # the store is gone: the error on its way says more
             self._queue.fail(f"rank {self._queue.rank} failed{where}: {told}")
         if where:
-            add_remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._advice_text()}")
+            add_remark(error, f"({self._operation}: raised on rank {self._queue.rank}{where}){self._describe_loss()}")
 
-    def _advice_text(self) -> str:
-        return " Something has removed files of the checkpoint, so what was finished may be lost." if self._journal.lost else self._advice
+    def _describe_loss(self) -> str:
+        if self._journal is not None and self._journal.lost:
+            return " Something has removed files of the checkpoint, so what was finished may be lost."
+        return self._advice
 
     def close(self) -> None:
-        """End the part of this process."""
+        """Take no further part, at the end of the block."""
         complete, failed = self._state == "complete", self._state == "ended"
-        self._busy("")
+        self._block_collectives("")
         try:
             if not complete and not failed:
                 with contextlib.suppress(PeerLostError):  # the store is gone: nobody waits for what this process has finished
-                    self._hand_back()
-            self._bar.close()
-            self._journal.close()
+                    self._report_rest()
+            if self._journal is not None:
+                self._journal.close()
         finally:
-            deserted = self._queue.leave(early=not complete)
+            all_left = self._queue.leave(early=not complete)
         if complete:
             self._queue.forget()
             return
         self._state = "ended"
-        if deserted and not failed:
+        if all_left and not failed:
             with contextlib.suppress(PeerLostError):
-                self._warn_unfinished()
+                self._report_unfinished()
 
-    def _hand_back(self) -> None:
-        """Report what this process has finished when it leaves early."""
+    def _report_rest(self) -> None:
+        """Report what this process has finished before it leaves early."""
         if self._result is not _NOTHING:
             self._finish()
         self._report()
         self._queue.take(0)
 
-    def _warn_unfinished(self) -> None:
+    def _report_unfinished(self) -> None:
         left = self._units.items - self._queue.finished_items()
         if left > 0 and self._queue.failure() is None:
             why = "every process left the loop before its end, or never began it"
@@ -341,13 +315,13 @@ class Work:
 
     @property
     def settled(self) -> FinishedItems:
-        """The finished items so far."""
+        """What is known of finished items."""
         return self._settled
 
     @property
     def gone(self) -> dict[int, str]:
-        """The processes that died or left during the work, and how, as far as this one knows."""
-        return self._queue.gone()
+        """The processes that died or left during the work, and how, as far as this one has found out."""
+        return dict(self._queue.gone)
 
     @property
     def complete(self) -> bool:
@@ -355,7 +329,7 @@ class Work:
         return self._state == "complete"
 
     def results(self, order: bool = True) -> list[Any]:
-        """Return one result for each item, on every process: in the order of the input, or with `order=False` as they were finished."""
+        """One result for each item, on every process: in the order of the input, or with `order=False` as they were finished."""
         if not self.complete:
             raise StateError(
                 f"the results of {self._operation} are there when all items are finished: let the loop over the work come to its end on "
@@ -376,11 +350,11 @@ class Work:
 
     @property
     def total(self) -> int:
-        """How many items were handed out; -1 while the work runs."""
+        """How many items were handed out; -1 while that is not over."""
         return self._units.items if self.complete else -1
 
     def order(self, counts: Sequence[int]) -> list[int] | None:
-        """Return the order of the input for lists with one entry per item of each process; see `distributed/collectives.py`."""
+        """See `distributed/collectives.py`: the order of the input, for lists with one entry for each item that a process was given."""
         own: list[list[int]] = [[] for _ in counts]
         for position in self._settled.order:
             rank = self._settled.authors.get(position)
