@@ -35,7 +35,8 @@ def _few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.launched
-def test_a_function_of_a_cell_runs_on_every_rank_and_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cell_function_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """A function of a cell runs on every rank and rank 0 prints."""
     notebook = cell(
         """
 import sys
@@ -67,14 +68,16 @@ train = make(10)
 
 
 @pytest.mark.launched
-def test_the_output_of_every_rank_with_a_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_output_with_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    """The output of every rank with a prefix."""
     talk = cell("def talk():\n    import os\n    print('I am', os.environ['RANK'])")["talk"]
     notebook_launcher(talk, num_processes=2, log_line_prefix_template="<${role_name} ${rank}> ")
     assert sorted(capsys.readouterr().out.splitlines()) == ["<default 0> I am 0", "<default 1> I am 1"]
 
 
 @pytest.mark.launched
-def test_debug_launcher_runs_on_the_cpu_and_shows_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    """Debug launcher runs on the CPU and shows every rank."""
     check = cell(
         "def check(word):\n    from slipstream import PartialState\n"
         "    state = PartialState()\n    print(word, state.device, state.num_processes)"
@@ -91,7 +94,7 @@ def test_debug_launcher_runs_on_the_cpu_and_shows_every_rank(capsys: pytest.Capt
         pytest.param("\r 10%", id="a progress bar"),
     ],
 )
-def test_text_arrives_while_the_processes_run(first: str, tmp_path: Path) -> None:
+def test_text_arrives_while_running(first: str, tmp_path: Path) -> None:
     """The function goes on only when its text has been seen here: a cell that shows nothing before the end would be no progress."""
     seen = tmp_path / "seen"
     arrived: list[str] = []
@@ -123,7 +126,8 @@ def show(first, seen):
 
 
 @pytest.mark.launched
-def test_options_reach_the_processes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_reach_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Options reach the processes."""
     tell = cell(
         "def tell():\n    from slipstream.config import for_worker\n    print(for_worker().compute.mixed_precision)\n"
         "    import os\n    print(os.environ['TORCHELASTIC_MAX_RESTARTS'])"
@@ -132,7 +136,8 @@ def test_options_reach_the_processes(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.split() == ["bf16", "3"]
 
 
-def test_one_process_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process is this one."""
     monkeypatch.setenv("SLIPSTREAM_MIXED_PRECISION", "")
     seen: list[Any] = []
     lock = threading.Lock()  # could not be sent anywhere
@@ -147,7 +152,8 @@ def test_one_process_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.launched
-def test_a_state_in_the_notebook_does_not_matter_if_the_function_leaves_it_alone() -> None:
+def test_notebook_state_unused_is_fine() -> None:
+    """A state in the notebook does not matter if the function leaves it alone."""
     state = PartialState()
     check = cell("def check():\n    from slipstream import PartialState\n    assert PartialState().num_processes == 2", state=state)[
         "check"
@@ -160,7 +166,8 @@ def test_a_state_in_the_notebook_does_not_matter_if_the_function_leaves_it_alone
 
 
 @pytest.mark.launched
-def test_a_failure_has_the_workers_exception_the_cells_lines_and_the_other_ranks_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure has the worker's exception, the cell's lines and the other ranks output."""
     fail = cell(
         """def fail():
     import os, time
@@ -184,7 +191,8 @@ def test_a_failure_has_the_workers_exception_the_cells_lines_and_the_other_ranks
 
 
 @pytest.mark.launched
-def test_an_exit_code_comes_back() -> None:
+def test_exit_code_returned() -> None:
+    """An exit code comes back."""
     leave = cell("def leave():\n    import sys\n    sys.exit(7)")["leave"]
     with pytest.raises(LaunchError, match="exit code 7") as caught:
         debug_launcher(leave)
@@ -226,7 +234,8 @@ CAPTURED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", CAPTURED)
-def test_what_belongs_to_this_process_is_refused(kind: str) -> None:
+def test_process_objects_refused(kind: str) -> None:
+    """What belongs to this process is refused."""
     make, reason = CAPTURED[kind]
     train = cell("def train():\n    return thing", thing=make())["train"]
     with pytest.raises(LaunchError, match=rf"^notebook_launcher cannot send thing \(used in train\) to other processes: it {reason}"):
@@ -234,7 +243,8 @@ def test_what_belongs_to_this_process_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["global", "closure", "argument", "helper", "container", "method"])
-def test_the_variable_is_named_wherever_it_is(place: str) -> None:
+def test_captured_variable_named(place: str) -> None:
+    """The variable is named wherever it is."""
     function, args, name = placed(place, Accelerator())
     with pytest.raises(LaunchError, match=rf"cannot send {name} to other processes"):
         debug_launcher(function, args)
@@ -262,7 +272,8 @@ def placed(place: str, thing: Any) -> tuple[Any, tuple[Any, ...], str]:
 
 
 @pytest.mark.launched
-def test_a_name_that_is_only_an_attribute_is_no_capture() -> None:
+def test_attribute_is_no_capture() -> None:
+    """A name that is only an attribute is no capture."""
     train = cell("def train(box):\n    return box.thing", thing=on_another_device())["train"]
     from types import SimpleNamespace
 
@@ -279,20 +290,23 @@ def test_a_name_that_is_only_an_attribute_is_no_capture() -> None:
     ],
     ids=["global", "argument", "partial", "container"],
 )
-def test_what_cannot_be_sent_is_named(function: Any, args: tuple[Any, ...], name: str) -> None:
+def test_unpicklable_value_named(function: Any, args: tuple[Any, ...], name: str) -> None:
+    """What cannot be sent is named."""
     with pytest.raises(LaunchError, match=rf"^{name} cannot be sent to other processes: [\s\S]*Make it inside the function"):
         notebook_launcher(function, args, num_processes=2)
 
 
 @pytest.mark.parametrize("launcher", [notebook_launcher, debug_launcher])
-def test_inside_a_launched_process(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_launched_process(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a launched process."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(StateError, match="rank 1 of 2, started by torchrun"):
         launcher(print, num_processes=2)
 
 
-def test_how_many_processes_has_to_be_said() -> None:
+def test_num_processes_required() -> None:
+    """How many processes has to be said."""
     with pytest.raises(ConfigError, match=r"not told how many processes.*num_processes="):
         notebook_launcher(print)
 
@@ -309,7 +323,8 @@ def test_how_many_processes_has_to_be_said() -> None:
         ({"rdzv_id": "job"}, "rdzv_id='job'"),
     ],
 )
-def test_options_for_several_machines_are_refused(options: dict[str, Any], named: str) -> None:
+def test_machine_options_refused(options: dict[str, Any], named: str) -> None:
+    """Options for several machines are refused."""
     with pytest.raises(ConfigError, match="slipstream launch") as caught:
         notebook_launcher(print, num_processes=2, **options)
     assert named in str(caught.value)
@@ -325,16 +340,19 @@ def test_options_for_several_machines_are_refused(options: dict[str, Any], named
         ({"output": "some"}, "output='some' is neither"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], named: str) -> None:
+def test_wrong_options_refused(options: dict[str, Any], named: str) -> None:
+    """Wrong options are refused."""
     with pytest.raises(ConfigError, match=named):
         notebook_launcher(print, **{"num_processes": 2, **options})
 
 
-def test_a_port_is_not_needed() -> None:
+def test_port_has_no_effect() -> None:
+    """A port is not needed."""
     with pytest.warns(UserWarning, match="use_port=29501 has no effect"):
         notebook_launcher(len, ("abc",), num_processes=1, use_port="29501")
 
 
-def test_a_call_instead_of_a_function() -> None:
+def test_call_instead_of_function() -> None:
+    """A call instead of a function."""
     with pytest.raises(ConfigError, match="without parentheses"):
         debug_launcher(None)  # type: ignore[arg-type]

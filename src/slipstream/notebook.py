@@ -37,7 +37,7 @@ from slipstream.launch.plan import LOOPBACK, MachineSpec, VisibleAccelerators
 __all__ = ["debug_launcher", "notebook_launcher"]
 
 _SHOWN_LINES = 40
-"""How much of the output of each other rank is shown after a failure."""
+"""Lines of output of each other rank that are shown after a failure."""
 
 
 def notebook_launcher(
@@ -112,7 +112,7 @@ def debug_launcher(function: Callable[..., object], args: Sequence[object] = (),
 def _launch(
     function: Callable[..., object], args: tuple[object, ...], options: dict[str, object], caller: str, template: str | None
 ) -> None:
-    """Start the processes, show what they print, and raise what went wrong in a form that a notebook can show."""
+    """Start the processes, show their output, and raise a failure in a form that a notebook can show."""
     if not callable(function):
         raise ConfigError(f"{caller} was given {function!r}, which cannot be called. Give it the function itself, without parentheses.")
     captured = list(_CaptureInspector(function, args).walk())
@@ -146,23 +146,23 @@ def _launch(
 
 
 def _config(options: dict[str, object], caller: str, folder: str, *, everything: bool) -> Config:
-    """Rank 0 writes to the cell directly, which keeps progress bars in one piece; the others write to files that are read later."""
+    """Return the configuration. Rank 0 writes to the cell directly, which keeps progress bars whole; the others write to files."""
     config = resolve(constructor=options, caller=caller)
     if config.launch.log_dir is not None or config.origin("tee").kind != "default":
-        return config  # the user has said where output goes
+        return config  # the user has chosen where output goes
     others = ",".join(f"{rank}:3" for rank in range(1, config.launch.num_processes or 1))
     return config.replace(caller=caller, log_dir=folder, tee="3" if everything else others or "0")
 
 
 def _template(output: str) -> str | None:
-    """What stands before every line; None: only rank 0 is shown, as it is."""
+    """Return the prefix of every line; None: only rank 0 is shown, unchanged."""
     templates = {"main": None, "all": "[rank ${rank}] "}
     if output not in templates:
         raise ConfigError(f"output={output!r} is neither 'main' (what rank 0 prints) nor 'all' (what every process prints).")
     return templates[output]
 
 
-# What the processes print ------------------------------------------------------------------------------------------------------
+# Output of the processes ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -174,7 +174,7 @@ class _Cell:
     _rest: str = field(default="", repr=False)
 
     def write(self, text: str) -> None:
-        """Text as it comes from the processes; with a template, whole lines with their prefix replaced."""
+        """Write text of the processes; with a template, whole lines with their prefix replaced."""
         if self.template is not None:
             *lines, self._rest = (self._rest + text).split("\n")
             text = "".join(self._prefixed(line) + "\n" for line in lines)
@@ -183,14 +183,14 @@ class _Cell:
             sys.stdout.flush()
 
     def finish(self) -> None:
-        """Write what has not been ended by a line break."""
+        """Write an unfinished last line."""
         rest, self._rest = self._rest, ""
         if rest:
             sys.stdout.write(self._prefixed(rest) + "\n")
             sys.stdout.flush()
 
     def _prefixed(self, line: str) -> str:
-        """The launcher puts "[role0]:" before the lines of rank 0; here it is what the template says."""
+        """Replace the prefix of the launcher, "[role0]:" for rank 0, by that of the template."""
         match = re.match(rf"\[{re.escape(self.role)}(\d+)\]:", line)
         if match is None:
             return line
@@ -198,7 +198,7 @@ class _Cell:
         return string.Template(self.template or "").safe_substitute(names) + line[match.end() :]
 
     def show_others(self, folder: Path) -> None:
-        """The last lines of what the other ranks printed in the last attempt."""
+        """Write the last lines of the other ranks in the last attempt."""
         attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
         ranks = (
             sorted((path for path in attempts[-1].iterdir() if path.name.isdigit()), key=lambda path: int(path.name)) if attempts else []
@@ -216,18 +216,18 @@ def _read_text(path: Path) -> str:
 
 
 def _before_traceback(text: str) -> str:
-    """The launcher ends the log of a failed rank with its traceback, which the report has too."""
+    """Return a log without the traceback at its end, which the report has too."""
     before, found, _ = text.rpartition("Traceback (most recent call last):\n")
     return before if found else text
 
 
 def _without_folder(report: str, folder: str) -> str:
-    """The report without lines about log files, which are gone when it is read."""
+    """Return the report without lines about log files, which are removed."""
     return "\n".join(line for line in report.splitlines() if folder not in line)
 
 
 def _with_source_lines(report: str) -> str:
-    """The source below the frames of cells, which only this process knows."""
+    """Add source lines to the frames of cells, which only this process knows."""
     lines = report.splitlines()
     shown: list[str] = []
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
@@ -239,14 +239,14 @@ def _with_source_lines(report: str) -> str:
     return "\n".join(shown)
 
 
-# Refusals ----------------------------------------------------------------------------------------------------------------------
+# Checks ----------------------------------------------------------------------------------------------------------------------
 
 
 def _refuse_nested(caller: str) -> None:
     try:
         process = detect(environment())
     except ConfigError:
-        return  # left-over variables do not reach the processes: the launcher sets all of them
+        return  # leftover variables do not reach the processes: the launcher sets all of them
     if process.world_size > 1:
         raise StateError(
             f"{caller} starts processes itself, but it was called in a process that is already one of several: rank {process.rank} of "
@@ -264,7 +264,7 @@ def _ask_for_number() -> NoReturn:
 
 
 def _refuse_other_machines(**given: object) -> None:
-    """Options about several machines, and about how they would meet."""
+    """Raise for options about several machines and their rendezvous."""
     # On one machine c10d is a store that one process serves to the others, which is what happens anyway.
     fine: dict[str, tuple[object, ...]] = {
         "master_addr": (LOOPBACK, "localhost", "::1", ""),
@@ -283,19 +283,19 @@ def _refuse_other_machines(**given: object) -> None:
         )
 
 
-# What the function drags along -------------------------------------------------------------------------------------------------
+# Variables that the function uses -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A value that has to travel with the function, and how the user knows it."""
+    """A value that is sent with the function, and its name for the user."""
 
     name: str
     value: Any
 
 
 class _CaptureInspector:
-    """Finds the variables that a function uses and that travel with it, through helpers, closures, partials and containers."""
+    """Finds the variables that are sent with a function, through helpers, closures, partials and containers."""
 
     def __init__(self, function: Any, args: tuple[object, ...]) -> None:
         self._todo: list[_Captured] = [_Captured("the function", function)]
@@ -303,7 +303,7 @@ class _CaptureInspector:
         self._seen: set[int] = set()
 
     def walk(self) -> Iterator[_Captured]:
-        """Every value once, the outermost first."""
+        """Yield every value once, the outermost first."""
         while self._todo:
             entry = self._todo.pop(0)
             if id(entry.value) in self._seen:
@@ -348,7 +348,7 @@ class _CaptureInspector:
 
 
 def _is_sent_by_value(thing: Any) -> bool:
-    """Whether its code is sent: it cannot be imported under its name in another process."""
+    """Return whether the code of a thing is sent, because another process cannot import it by name."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "")
     if module is None or module.__name__ == "__main__":
         return True
@@ -366,7 +366,7 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def _why_not_sendable(value: Any) -> str | None:
-    """Why a value cannot be used in another process, and what to do; None if it can."""
+    """Return why a value cannot be used in another process, and what to do; None if it can."""
     kind, room = type(value).__name__, type(value).__module__.partition(".")[0]
     if kind in ("Accelerator", "PartialState", "AcceleratorState", "GradientState") and room in ("slipstream", "accelerate"):
         return f"is the {kind} of this one process, made in the notebook. Make it inside the function."
@@ -402,7 +402,7 @@ def _refuse_captured(captured: Sequence[_Captured], caller: str) -> None:
 
 
 def _explain_unpicklable(function: object, args: tuple[object, ...], captured: Sequence[_Captured], error: Exception) -> None:
-    """Raise an error that names the variable, if that is what was wrong."""
+    """Raise an error that names the variable that cannot be pickled, if there is one."""
     problem = _pickling_problem((function, args))
     if problem is None:
         return

@@ -65,7 +65,8 @@ def answering(**given_answers: str) -> tuple[Callable[[str, str, Callable[[str],
     return ask, asked
 
 
-def test_set_writes_a_file_without_asking(tmp_path: Path) -> None:
+def test_set_writes_without_asking(tmp_path: Path) -> None:
+    """Set writes a file without asking."""
     path = tmp_path / "c.yaml"
     result = run("--set", "num_processes=4", "--set", "mixed-precision=bf16", "--config_file", str(path))
     assert result.exit_code == 0, result.output
@@ -73,14 +74,16 @@ def test_set_writes_a_file_without_asking(tmp_path: Path) -> None:
     assert f"Wrote {path}." in result.stdout
 
 
-def test_set_keeps_what_the_file_has_and_takes_out_what_is_empty(tmp_path: Path) -> None:
+def test_set_keeps_and_removes(tmp_path: Path) -> None:
+    """Set keeps what the file has and takes out what is empty."""
     path = tmp_path / "c.yaml"
     run("--set", "num_processes=4", "--set", "debug=yes", "--config-file", str(path))
     run("--set", "num_processes=", "--set", "timeout=60", "--config-file", str(path))
     assert read_file(path) == {"version": 1, "debug": True, "timeout": 60.0}
 
 
-def test_the_default_place_is_that_of_the_launcher(tmp_path: Path) -> None:
+def test_default_path_is_launchers(tmp_path: Path) -> None:
+    """The default place is that of the launcher."""
     environ = {"SLIPSTREAM_HOME": str(tmp_path / "home")}
     assert "reads it by itself" in run("--set", "debug=1", environ=environ).stdout
     assert resolve(environ=environ, default_file=True).safety.debug is True
@@ -102,17 +105,20 @@ def test_the_default_place_is_that_of_the_launcher(tmp_path: Path) -> None:
         (["fsdp_version=2"], "not available in this version"),
     ],
 )
-def test_a_bad_setting_is_refused_and_nothing_is_written(settings: list[str], why: str, tmp_path: Path) -> None:
+def test_bad_setting_writes_nothing(settings: list[str], why: str, tmp_path: Path) -> None:
+    """A bad setting is refused and nothing is written."""
     path = tmp_path / "c.yaml"
     assert why in refused(*(part for setting in settings for part in ("--set", setting)), "--config_file", str(path))
     assert not path.exists()
 
 
-def test_without_a_terminal_the_interview_is_refused(tmp_path: Path) -> None:
+def test_interview_needs_terminal(tmp_path: Path) -> None:
+    """Without a terminal the interview is refused."""
     assert "no terminal to ask on" in refused("--config_file", str(tmp_path / "c.yaml"))
 
 
-def test_default_writes_a_minimal_file_and_refuses_to_overwrite(tmp_path: Path) -> None:
+def test_default_minimal_no_overwrite(tmp_path: Path) -> None:
+    """Default writes a minimal file and refuses to overwrite."""
     path = tmp_path / "c.yaml"
     assert run("default", "--config_file", str(path), "--mixed_precision", "bf16").exit_code == 0
     assert read_file(path) == {"version": 1, "mixed_precision": "bf16"}
@@ -123,7 +129,7 @@ def test_default_writes_a_minimal_file_and_refuses_to_overwrite(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("arguments", [["default"], ["--set", "debug=yes"]])
-def test_where_it_writes_is_said_first(tmp_path: Path, arguments: list[str]) -> None:
+def test_path_announced_first(tmp_path: Path, arguments: list[str]) -> None:
     """The first line names the file, and how to choose another."""
     path = tmp_path / "c.yaml"
     first, *rest = run(*arguments, *(["--config_file", str(path)])).stdout.splitlines()
@@ -131,13 +137,15 @@ def test_where_it_writes_is_said_first(tmp_path: Path, arguments: list[str]) -> 
     assert rest[0] == f"Wrote {path}."
 
 
-def test_the_file_may_be_named_before_the_subcommand(tmp_path: Path) -> None:
+def test_file_before_subcommand(tmp_path: Path) -> None:
+    """The file may be named before the subcommand."""
     assert run("--config_file", str(tmp_path / "c.yaml"), "default").exit_code == 0
     assert (tmp_path / "c.yaml").exists()
     assert "--set does not go with" in refused("--set", "debug=1", "default", "--config_file", str(tmp_path / "d.yaml"))
 
 
-def test_update_makes_a_foreign_file_ours_says_what_it_dropped_and_keeps_the_old_one(tmp_path: Path) -> None:
+def test_update_converts_and_backs_up(tmp_path: Path) -> None:
+    """Update makes a foreign file ours says what it dropped and keeps the old one."""
     path = tmp_path / "default_config.yaml"
     path.write_text(ACCELERATE)
     before = resolve(config_file=path, environ={})
@@ -150,14 +158,16 @@ def test_update_makes_a_foreign_file_ours_says_what_it_dropped_and_keeps_the_old
     assert {name: after.value(name) for name in OPTIONS} == {name: before.value(name) for name in OPTIONS}
 
 
-def test_update_leaves_a_file_of_today_alone(tmp_path: Path) -> None:
+def test_update_current_file_unchanged(tmp_path: Path) -> None:
+    """Update leaves a file of today alone."""
     path = tmp_path / "c.yaml"
     run("default", "--config_file", str(path))
     assert "is up to date" in run("update", "--config_file", str(path)).stdout
     assert os.listdir(tmp_path) == ["c.yaml"]
 
 
-def test_update_refuses_what_cannot_be_read_and_changes_nothing(tmp_path: Path) -> None:
+def test_update_refuses_unreadable(tmp_path: Path) -> None:
+    """Update refuses what cannot be read and changes nothing."""
     path = tmp_path / "c.yaml"
     assert "does not exist" in refused("update", "--config_file", str(path))
     path.write_text(ACCELERATE + "parallelism_config:\n  parallelism_config_tp_size: 2\n")
@@ -167,20 +177,23 @@ def test_update_refuses_what_cannot_be_read_and_changes_nothing(tmp_path: Path) 
     assert os.listdir(tmp_path) == ["c.yaml"]
 
 
-def test_a_foreign_file_is_not_changed_in_passing(tmp_path: Path) -> None:
+def test_foreign_file_not_changed(tmp_path: Path) -> None:
+    """A foreign file is not changed by other commands."""
     path = tmp_path / "default_config.yaml"
     path.write_text(ACCELERATE)
     assert "slipstream config update" in refused("--set", "debug=1", "--config_file", str(path))
     assert path.read_text() == ACCELERATE
 
 
-def test_an_unknown_flag_is_a_usage_error() -> None:
+def test_unknown_flag() -> None:
+    """An unknown flag is a usage error."""
     result = run("--sett", "a=1")
     assert result.exit_code == 2
     assert "--set" in result.stderr
 
 
-def test_the_interview_asks_only_what_matters() -> None:
+def test_interview_asks_relevant() -> None:
+    """The interview asks only what matters."""
     ask, asked = answering(cpu="yes")
     interview(ask, {})
     assert not {"machine_rank", "main_process_ip", "rdzv_backend", "gpu_ids", "dynamo_mode"} & set(asked)
@@ -189,13 +202,15 @@ def test_the_interview_asks_only_what_matters() -> None:
     assert {"machine_rank", "main_process_ip", "rdzv_backend", "rdzv_conf", "gpu_ids", "dynamo_mode"} <= set(asked)
 
 
-def test_keeping_every_default_gives_the_default_configuration() -> None:
+def test_interview_defaults() -> None:
+    """Keeping every default gives the default configuration."""
     ask, _ = answering()
     answers = interview(ask, {})
     assert {name: value for name, value in answers.items() if value != OPTIONS[name].default} == {}
 
 
-def test_the_interview_starts_from_the_file_and_drops_what_no_longer_matters() -> None:
+def test_interview_starts_from_file() -> None:
+    """The interview starts from the file and drops what no longer matters."""
     existing: dict[str, Value] = {"num_machines": 2, "machine_rank": 1, "timeout": 60.0, "mixed_precision": "bf16"}
     ask, _ = answering(num_machines="1")
     answers = interview(ask, existing)
@@ -203,7 +218,8 @@ def test_the_interview_starts_from_the_file_and_drops_what_no_longer_matters() -
     assert "machine_rank" not in answers
 
 
-def test_the_interview_can_unset_what_the_file_sets() -> None:
+def test_interview_unsets() -> None:
+    """The interview can unset what the file sets."""
     ask, _ = answering(num_processes="auto")
     assert interview(ask, {"num_processes": 4})["num_processes"] is None
 
@@ -216,7 +232,8 @@ def test_the_interview_can_unset_what_the_file_sets() -> None:
         ({"num_machines": "2", "num_processes": "3"}, "cannot be shared out evenly"),
     ],
 )
-def test_an_answer_that_cannot_be_is_refused_at_once(answers: dict[str, str], why: str) -> None:
+def test_bad_answer_refused(answers: dict[str, str], why: str) -> None:
+    """An answer that cannot be is refused at once."""
     ask, asked = answering(**answers)
     with pytest.raises(ConfigError) as caught:
         interview(ask, {})
@@ -225,7 +242,8 @@ def test_an_answer_that_cannot_be_is_refused_at_once(answers: dict[str, str], wh
 
 
 @given(st.data())
-def test_answers_that_are_accepted_make_a_file_that_is_accepted(data: st.DataObject) -> None:
+def test_accepted_answers_make_valid_file(data: st.DataObject) -> None:
+    """Answers that are accepted make a file that is accepted."""
     def ask(question: str, default: str, reader: Callable[[str], Value]) -> Value:
         answer = data.draw(st.sampled_from([default, "1", "2", "4", "yes", "no", "0,1", "bf16", "inductor", "node0"]))
         try:
@@ -240,7 +258,7 @@ def test_answers_that_are_accepted_make_a_file_that_is_accepted(data: st.DataObj
     }
 
 
-def test_the_interview_on_a_real_terminal(tmp_path: Path) -> None:
+def test_interview_on_terminal(tmp_path: Path) -> None:
     """A wrong answer is explained and asked again; Enter keeps the defaults; the file holds the answers."""
     path = tmp_path / "c.yaml"
     controller, terminal = pty.openpty()

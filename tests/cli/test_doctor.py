@@ -39,7 +39,8 @@ def _meet(*others: tuple[MachineInfo, float], of: int, seconds: float = 10.0) ->
         return [main.result(timeout=30), *(entry.result(timeout=30) for entry in rest)]
 
 
-def test_machines_meet_and_everyone_hears_the_same() -> None:
+def test_machines_share_result() -> None:
+    """Machines meet and everyone hears the same."""
     main, *others = _meet((_machine(2, 3), 5.0), (_machine(1, 3), -3.0), of=3)
     assert all(other == main for other in others)
     assert [machine.machine_rank for machine in main.machines] == [0, 1, 2]
@@ -47,25 +48,29 @@ def test_machines_meet_and_everyone_hears_the_same() -> None:
     assert [round(machine.skew) for machine in main.machines] == [0, -3, 5]
 
 
-def test_two_machines_with_one_rank_are_both_told() -> None:
+def test_duplicate_machine_rank() -> None:
+    """Two machines with one rank are both reported."""
     main, entry, other = _meet((_machine(1, 3), 0.0), (replace(_machine(1, 3), host="twin"), 0.0), of=3, seconds=2.0)
     assert any("both have machine_rank 1" in problem for problem in main.problems)
     assert any("machine_rank 2 did not come" in problem for problem in main.problems)
     assert any("both have machine_rank 1" in problem for problem in (*entry.problems, *other.problems))
 
 
-def test_machines_that_were_told_different_numbers_do_not_meet() -> None:
+def test_different_num_machines() -> None:
+    """Machines that were told different numbers do not meet."""
     main, other = _meet((_machine(1, 4), 0.0), of=2, seconds=1.0)
     assert any("num_machines=4" in problem for problem in main.problems)
     assert "num_machines=4" in other.problems[0]
 
 
-def test_a_machine_that_stays_away_is_named() -> None:
+def test_missing_machine_named() -> None:
+    """A machine that stays away is named."""
     (main,) = _meet(of=2, seconds=0.3)
     assert main.problems == ("machine_rank 1 did not come within 0.3 s",)
 
 
-def test_a_stranger_on_the_port_changes_nothing() -> None:
+def test_stranger_on_port_ignored() -> None:
+    """A stranger on the port changes nothing."""
     with listen_for_machines(0) as listener, ThreadPoolExecutor() as threads:
         port = listener.getsockname()[1]
         main = threads.submit(host_meeting, listener, _machine(0), seconds=10.0)
@@ -78,7 +83,8 @@ def test_a_stranger_on_the_port_changes_nothing() -> None:
     assert len(joined.problems) == 3
 
 
-def test_nobody_there_is_reported_with_what_was_tried() -> None:
+def test_unreachable_with_attempts() -> None:
+    """Nobody there is reported with what was tried."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     meeting = join_meeting("127.0.0.1", port, _machine(1), seconds=0.5)
@@ -86,7 +92,8 @@ def test_nobody_there_is_reported_with_what_was_tried() -> None:
     assert any(f"127.0.0.1 port {port}: Connection refused" in attempt for attempt in meeting.tried)
 
 
-def test_a_main_process_of_another_kind_is_told_apart() -> None:
+def test_other_service_told_apart() -> None:
+    """A main process of another kind is told apart."""
     def answer(server: socket.socket) -> None:
         connection, _ = server.accept()
         with connection:
@@ -104,47 +111,54 @@ def test_a_main_process_of_another_kind_is_told_apart() -> None:
 # --- facts -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_seen() -> None:
+def test_port_in_use() -> None:
+    """A port in use is seen."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         assert "in use" in (port_problem(port) or "")
     assert port_problem(port) is None
 
 
-def test_a_name_that_does_not_resolve_is_a_fact_and_not_an_error() -> None:
+def test_unresolvable_name_is_fact() -> None:
+    """A name that does not resolve is a fact and not an error."""
     addresses, problem = resolve_name("no-such-host.invalid")
     assert addresses == ()
     assert problem
 
 
-def test_requirements_are_read_from_the_metadata() -> None:
+def test_requirements_from_metadata() -> None:
+    """Requirements are read from the metadata."""
     found = requirements(["torch>=2.8", "no-such-library >= 1.0", "pytest>=8.0; extra == 'testing'"])
     assert [(need.name, need.wanted) for need in found] == [("torch", "2.8"), ("no-such-library", "1.0")]
     assert found[0].found is not None
     assert found[1].found is None
 
 
-def test_processes_are_counted_per_machine() -> None:
+def test_processes_per_machine() -> None:
+    """Processes are counted per machine."""
     config = resolve(flags={"num_processes": 6, "num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": 29500}, environ={})
     assert collect_facts(config, {}).local_processes == 3
 
 
 @pytest.mark.parametrize(("value", "threads"), [("4", 4), ("4,2", 4), ("", None), ("many", None), ("0", None)])
-def test_the_threads_variable_is_read(value: str, threads: int | None) -> None:
+def test_threads_variable(value: str, threads: int | None) -> None:
+    """The threads variable is read."""
     assert collect_facts(resolve(environ={}), {"OMP_NUM_THREADS": value}).threads == threads
 
 
 # --- the command -----------------------------------------------------------------------------------------------------------
 
 
-def test_here_the_machine_is_fit_for_a_job() -> None:
+def test_this_machine_is_fit() -> None:
+    """Here the machine is ready for a job."""
     result = CliRunner().invoke(command, ["--json", "--cpu", "--num_processes", "1"])
     findings = json.loads(result.output)["findings"]
     assert result.exit_code == 0, findings
     assert {"kernel", "threads", "loopback", "clocks"} <= {finding["name"] for finding in findings}
 
 
-def test_an_error_is_exit_code_one_and_readable() -> None:
+def test_error_exit_code_one() -> None:
+    """An error is exit code one and readable."""
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
         result = CliRunner().invoke(command, ["--main_process_port", port])
@@ -154,7 +168,8 @@ def test_an_error_is_exit_code_one_and_readable() -> None:
     assert "1 of" in result.output
 
 
-def test_it_imports_no_torch_where_there_is_no_device() -> None:
+def test_no_torch_without_device() -> None:
+    """It imports no torch where there is no device."""
     code = (
         "import sys\nfrom slipstream.cli.doctor import command\n"
         "try:\n    command(['--json'])\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules"
@@ -162,18 +177,21 @@ def test_it_imports_no_torch_where_there_is_no_device() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
-def test_rank_variables_that_are_half_set_are_a_finding() -> None:
+def test_half_set_rank_variables() -> None:
+    """Rank variables that are half set are a finding."""
     findings = diagnose(resolve(environ={}), {"RANK": "1"}, seconds=1.0)
     assert findings[0].name == "rank variables"
     assert findings[0].level == "error"
 
 
-def test_several_machines_without_a_place_to_meet_is_a_config_error() -> None:
+def test_machines_without_meeting_point() -> None:
+    """Several machines without a place to meet is a config error."""
     with pytest.raises(ConfigError, match="main_process_ip"):
         diagnose(resolve(flags={"num_machines": 2}, environ={}), {}, seconds=1.0)
 
 
-def test_two_commands_find_each_other_and_under_slurm_they_need_no_flags() -> None:
+def test_two_commands_meet_also_slurm() -> None:
+    """Two commands find each other and under Slurm they need no flags."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "localhost,localhost"}

@@ -89,7 +89,8 @@ def _finding(name: str, facts: dict[str, Any]) -> DoctorFinding:
 
 
 @pytest.mark.parametrize(("name", "level", "facts", "said", "remedy"), BAD)
-def test_what_is_wrong_is_said_with_a_remedy(name: str, level: str, facts: dict[str, Any], said: str, remedy: str) -> None:
+def test_problem_has_remedy(name: str, level: str, facts: dict[str, Any], said: str, remedy: str) -> None:
+    """What is wrong is said with a remedy."""
     finding = _finding(name, facts)
     assert finding.level == level
     assert said in finding.text
@@ -97,13 +98,15 @@ def test_what_is_wrong_is_said_with_a_remedy(name: str, level: str, facts: dict[
 
 
 @pytest.mark.parametrize(("name", "facts", "said"), GOOD)
-def test_what_is_fine_is_said_to_be(name: str, facts: dict[str, Any], said: str) -> None:
+def test_fine_is_ok(name: str, facts: dict[str, Any], said: str) -> None:
+    """What is fine is said to be."""
     finding = _finding(name, facts)
     assert finding.level == "ok"
     assert said in finding.text
 
 
-def test_every_check_is_run_and_has_a_bad_case_here() -> None:
+def test_every_check_has_bad_case() -> None:
+    """Every check is run and has a bad case here."""
     assert {finding.name for finding in run_checks(MachineFacts())} == {case[0] for case in BAD}
     assert len(CHECKS) == len([name for name in vars(doctor_checks) if name.startswith("_check_")])
 
@@ -115,27 +118,31 @@ def _machine(rank: int, skew: float = 0.0, torch: str = "2.13.0", round_trip: fl
     return MachineInfo(machine_rank=rank, host=f"node{rank}", num_machines=2, versions={"torch": torch}, skew=skew, round_trip=round_trip)
 
 
-def test_on_one_machine_the_questions_do_not_apply() -> None:
+def test_one_machine_not_applicable() -> None:
+    """On one machine the questions do not apply."""
     assert all(finding.level == "ok" and "not applicable" in finding.text for finding in single_machine_findings())
 
 
 @pytest.mark.parametrize(
     ("skew", "level"), [(0.02, "ok"), (-0.9, "ok"), (3.0, "warning"), (-3.0, "warning"), (20.0, "error"), (-3600.0, "error")]
 )
-def test_clocks_that_are_apart(skew: float, level: str) -> None:
+def test_clocks_apart(skew: float, level: str) -> None:
+    """Clocks that are apart."""
     finding = next(entry for entry in check_meeting(MeetingResult(machines=(_machine(0), _machine(1, skew)))) if entry.name == "clocks")
     assert finding.level == level
     assert level == "ok" or "chronyd" in finding.remedy
 
 
-def test_the_two_clocks_farthest_apart_are_named() -> None:
+def test_farthest_clocks_named() -> None:
+    """The two clocks farthest apart are named."""
     machines = (_machine(0), _machine(1, skew=-2.0), _machine(2, skew=2.0))
     finding = next(machine for machine in check_meeting(MeetingResult(machines=machines)) if machine.name == "clocks")
     assert "machine 2 (node2) is ahead of machine 1 (node1)" in finding.text
     assert finding.text.startswith("4.000 s")
 
 
-def test_a_slow_network_is_not_blamed_on_the_clocks() -> None:
+def test_slow_network_not_clocks() -> None:
+    """A slow network is not blamed on the clocks."""
     finding = next(
         entry
         for entry in check_meeting(MeetingResult(machines=(_machine(0), _machine(1, skew=1.2, round_trip=1.0))))
@@ -144,14 +151,16 @@ def test_a_slow_network_is_not_blamed_on_the_clocks() -> None:
     assert finding.level == "ok"
 
 
-def test_different_versions_are_an_error_that_names_the_machines() -> None:
+def test_different_versions_named() -> None:
+    """Different versions are an error that names the machines."""
     findings = list(check_meeting(MeetingResult(machines=(_machine(0), _machine(1, torch="2.12.0")))))
     finding = next(finding for finding in findings if finding.name == "same versions")
     assert finding.level == "error"
     assert "machine 0: 2.13.0, machine 1: 2.12.0" in finding.text
 
 
-def test_a_main_process_that_cannot_be_reached_is_reported_with_what_was_tried() -> None:
+def test_unreachable_main_process() -> None:
+    """A main process that cannot be reached is reported with what was tried."""
     (finding,) = check_meeting(
         MeetingResult(problems=("machine 0 could not be reached within 5 s",), tried=("10.0.0.1 port 29500: Connection refused (9 times)",))
     )

@@ -53,7 +53,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("line", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_bad_input_is_a_short_message_and_exit_code_2(line, says, capfd):
+def test_bad_input_exit_code_two(line, says, capfd):
+    """Bad input is a short message and exit code 2."""
     assert main(line.split()) == 2
     captured = capfd.readouterr()
     assert says in captured.err
@@ -63,7 +64,8 @@ def test_bad_input_is_a_short_message_and_exit_code_2(line, says, capfd):
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
-def test_rank_variables_that_are_half_set_are_refused(variable, capfd, monkeypatch):
+def test_half_set_rank_variables(variable, capfd, monkeypatch):
+    """Rank variables that are half set are refused."""
     monkeypatch.setenv(variable, "1")
     assert main(["launch", "--cpu", "train.py"]) == 2
     assert variable in capfd.readouterr().err
@@ -75,11 +77,13 @@ def shown(line: str, capsys) -> str:
 
 
 @pytest.mark.parametrize("flag", ["--num_processes 3", "--num-processes 3", "--num-processes=3"])
-def test_both_spellings_of_a_flag(flag, capsys):
+def test_both_flag_spellings(flag, capsys):
+    """Both spellings of a flag."""
     assert "3 on this machine" in shown(f"--cpu {flag} train.py", capsys)
 
 
-def test_show_starts_nothing_and_tells_origins(capsys, monkeypatch, tmp_path):
+def test_show_origins_starts_nothing(capsys, monkeypatch, tmp_path):
+    """Show starts nothing and shows origins."""
     (tmp_path / "train.py").write_text("raise SystemExit('started')")
     monkeypatch.setenv("SLIPSTREAM_MAX_RESTARTS", "2")
     (tmp_path / "config.yaml").write_text("num_processes: 2\n")
@@ -90,25 +94,29 @@ def test_show_starts_nothing_and_tells_origins(capsys, monkeypatch, tmp_path):
     assert "--its option" in text
 
 
-def test_a_flag_after_the_script_belongs_to_the_script(capsys):
+def test_flags_after_script_are_scripts(capsys):
+    """A flag after the script belongs to the script."""
     text = shown("--cpu train.py --num_processes 4 --show --no-such-flag", capsys)
     assert "1 on this machine" in text
     assert "--num_processes 4 --show --no-such-flag" in text
 
 
-def test_no_can_be_said_to_a_switch(capsys, monkeypatch):
+def test_negative_switch(capsys, monkeypatch):
+    """No can be said to a switch."""
     monkeypatch.setenv("SLIPSTREAM_DEBUG", "yes")
     assert "debug  false  from" in shown("--no-debug train.py", capsys)
 
 
-def test_help_fits_a_terminal_and_lists_every_option(capsys):
+def test_help_lists_every_option(capsys):
+    """Help fits a terminal and lists every option."""
     assert main(["launch", "--help"]) == 0
     text = capsys.readouterr().out
     assert max(len(line) for line in text.splitlines()) <= 80
     assert [name for name in OPTIONS if f"--{name}" not in text] == []
 
 
-def test_help_of_the_command_itself_and_the_version(capsys):
+def test_command_help_and_version(capsys):
+    """Help of the command itself and the version."""
     assert main(["--help"]) == 0
     assert main(["--version"]) == 0
     text = capsys.readouterr().out
@@ -116,7 +124,8 @@ def test_help_of_the_command_itself_and_the_version(capsys):
     assert text.splitlines()[-1].startswith("slipstream ")
 
 
-def test_help_imports_neither_torch_nor_rich():
+def test_help_without_torch_or_rich():
+    """Help imports neither torch nor rich."""
     program = """
 import sys
 from slipstream.cli.main import main
@@ -127,6 +136,7 @@ print({"torch", "rich", "numpy", "yaml"} & set(sys.modules))
     assert out.splitlines()[-1] == "set()"
 
 
-def test_python_dash_m_is_the_same_command():
+def test_python_dash_m():
+    """Python dash m is the same command."""
     found = subprocess.run([sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.startswith("slipstream ")

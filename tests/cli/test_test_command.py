@@ -20,7 +20,8 @@ def _slipstream(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.launched
-def test_two_processes_pass_every_check() -> None:
+def test_two_processes_pass() -> None:
+    """Two processes pass every check."""
     result = _slipstream("test", "--cpu", "--num_processes", "2", "--json", "--num_cpu_threads_per_process", "1")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
@@ -30,7 +31,8 @@ def test_two_processes_pass_every_check() -> None:
 
 
 @pytest.mark.launched
-def test_a_job_that_cannot_run_is_a_failure_with_a_verdict(tmp_path: Path) -> None:
+def test_impossible_job_fails_with_verdict(tmp_path: Path) -> None:
+    """A job that cannot run is a failure with a verdict."""
     (tmp_path / "torch.py").write_text("raise ImportError('no torch today')")
     result = subprocess.run(
         [sys.executable, "-c", "from slipstream.cli.main import main; raise SystemExit(main())", "test", "--cpu", "--num_processes", "1"],
@@ -51,28 +53,33 @@ def test_a_job_that_cannot_run_is_a_failure_with_a_verdict(tmp_path: Path) -> No
         (["--numprocesses", "2"], "--numprocesses"),
     ],
 )
-def test_what_a_job_would_refuse_is_refused_before_anything_starts(arguments: list[str], said: str) -> None:
+def test_launch_errors_before_start(arguments: list[str], said: str) -> None:
+    """What a job would refuse is refused before anything starts."""
     with pytest.raises(ConfigError, match=said):
         _configuration(arguments)
 
 
-def test_a_refusal_is_exit_code_two_and_no_traceback() -> None:
+def test_config_error_exit_code_two() -> None:
+    """A refusal is exit code two and no traceback."""
     result = _slipstream("test", "--num_processes", "none")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
 
 
-def test_options_of_launch_are_handed_on_as_they_are() -> None:
+def test_launch_options_passed_on() -> None:
+    """Options of launch are handed on as they are."""
     line = _command_line(["--cpu", "--role", "a b"], resolve(environ={}), Path("report"))
     assert line[2:7] == ["slipstream", "launch", "--cpu", "--role", "a b"]
     assert line[-3:] == ["slipstream.testing.selfcheck", "--report", "report"]
 
 
-def test_the_check_is_less_patient_than_a_training_unless_told() -> None:
+def test_shorter_timeouts_unless_given() -> None:
+    """The check is less patient than a training unless told."""
     assert "--timeout" in _command_line([], resolve(environ={}), Path("report"))
     assert "--timeout" not in _command_line([], resolve(environ={"SLIPSTREAM_TIMEOUT": "9"}), Path("report"))
 
 
-def test_the_help_names_the_options_of_launch() -> None:
+def test_help_names_launch_options() -> None:
+    """The help names the options of launch."""
     result = CliRunner().invoke(command, ["--help"])
     assert "slipstream launch --help" in result.output

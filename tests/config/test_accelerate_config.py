@@ -46,7 +46,8 @@ def complaint(tmp_path: Path, data: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_a_usual_file_is_used_and_the_rest_is_listed(tmp_path: Path) -> None:
+def test_usual_file(tmp_path: Path) -> None:
+    """A usual file is used and the rest is listed."""
     config = reading(tmp_path, SEVERAL)
     assert (config.launch.num_processes, config.launch.gpu_ids) == (4, "all")
     assert (config.compute.mixed_precision, config.device.cpu) == ("bf16", False)
@@ -63,31 +64,36 @@ def test_a_usual_file_is_used_and_the_rest_is_listed(tmp_path: Path) -> None:
     assert all(why for _, why in config.unused)
 
 
-def test_every_key_is_an_option_or_listed(tmp_path: Path) -> None:
+def test_every_key_used_or_listed(tmp_path: Path) -> None:
+    """Every key is an option or listed."""
     config = reading(tmp_path, ONE_DEVICE)
     used = {choice.origin.where.rpartition(": ")[2] for choice in config.given().values()}
     checked = {"compute_environment", "distributed_type"}
     assert used - {"--config_file"} | {key for key, _ in config.unused} | checked == set(ONE_DEVICE)
 
 
-def test_many_processes_on_the_cpu(tmp_path: Path) -> None:
+def test_multi_cpu(tmp_path: Path) -> None:
+    """Many processes on the CPU."""
     config = reading(tmp_path, {**ONE_DEVICE, "distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2})
     assert (config.device.cpu, config.launch.num_processes) == (True, 2)
 
 
-def test_the_word_for_many_processes_on_the_cpu_is_enough(tmp_path: Path) -> None:
+def test_multi_cpu_without_use_cpu(tmp_path: Path) -> None:
+    """The word for many processes on the CPU is enough."""
     config = reading(tmp_path, {"distributed_type": "MULTI_CPU", "num_processes": 2})
     assert config.device.cpu is True
     assert config.origin("cpu").where.endswith(": distributed_type")
 
 
-def test_a_bare_no_that_yaml_reads_as_false_is_the_word(tmp_path: Path) -> None:
+def test_bare_no_is_word(tmp_path: Path) -> None:
+    """A bare no that YAML reads as false is the word."""
     path = tmp_path / "c.yaml"
     path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nmixed_precision: no\ndowncast_bf16: no\n")
     assert resolve(config_file=path, environ={}).compute.mixed_precision == "no"
 
 
-def test_the_nested_block_of_the_compiler_is_used(tmp_path: Path) -> None:
+def test_dynamo_block(tmp_path: Path) -> None:
+    """The nested block of the compiler is used."""
     block = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune", "dynamo_use_dynamic": True, "dynamo_use_fullgraph": False}
     config = reading(tmp_path, {**SEVERAL, "dynamo_config": block})
     compute = config.compute
@@ -96,16 +102,19 @@ def test_the_nested_block_of_the_compiler_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [None, {}])
-def test_an_empty_block_of_the_compiler_says_nothing(block: object, tmp_path: Path) -> None:
+def test_empty_dynamo_block(block: object, tmp_path: Path) -> None:
+    """An empty block of the compiler says nothing."""
     assert reading(tmp_path, {**SEVERAL, "dynamo_config": block}).compute.dynamo_backend == "no"
 
 
-def test_flags_overrule_the_file_without_contradicting_it(tmp_path: Path) -> None:
+def test_flags_override_file(tmp_path: Path) -> None:
+    """Flags override the file without contradicting it."""
     assert reading(tmp_path, SEVERAL, flags={"cpu": True, "num_processes": "1"}).device.cpu is True
     assert reading(tmp_path, ONE_DEVICE, flags={"num_processes": "2"}).launch.num_processes == 2
 
 
-def test_minus_one_leaves_the_number_of_processes_open(tmp_path: Path) -> None:
+def test_minus_one_processes(tmp_path: Path) -> None:
+    """Minus one leaves the number of processes open."""
     config = reading(tmp_path, {**SEVERAL, "num_processes": -1})
     assert config.launch.num_processes is None
     assert "num_processes" in {key for key, _ in config.unused}
@@ -125,7 +134,8 @@ def test_minus_one_leaves_the_number_of_processes_open(tmp_path: Path) -> None:
         ({"commands": None}, "commands"),
     ],
 )
-def test_a_block_that_asks_for_nothing_is_listed_with_the_reason(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_unused_block_with_reason(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+    """A block that asks for nothing is listed with the reason."""
     assert dict(reading(tmp_path, {**SEVERAL, **changes}).unused)[key]
 
 
@@ -146,7 +156,8 @@ def test_a_block_that_asks_for_nothing_is_listed_with_the_reason(changes: dict[s
         ({"ec2_instance_type": "ml.p3"}, "SageMaker"),
     ],
 )
-def test_a_key_that_asks_for_a_feature_that_is_not_there_is_an_error(changes: dict[str, Any], feature: str, tmp_path: Path) -> None:
+def test_missing_feature_is_error(changes: dict[str, Any], feature: str, tmp_path: Path) -> None:
+    """A key that asks for a feature that is not there is an error."""
     text = complaint(tmp_path, {**SEVERAL, **changes})
     assert "not available in this version" in text
     assert feature in text
@@ -161,7 +172,8 @@ def test_a_key_that_asks_for_a_feature_that_is_not_there_is_an_error(changes: di
         ({"distributed_type": "MULTI_GPU", "use_cpu": True}, ["distributed_type: MULTI_GPU", "use_cpu: true"]),
     ],
 )
-def test_a_file_that_contradicts_itself_is_an_error_that_names_both_keys(changes: dict[str, Any], named: list[str], tmp_path: Path) -> None:
+def test_contradiction_names_both_keys(changes: dict[str, Any], named: list[str], tmp_path: Path) -> None:
+    """A file that contradicts itself is an error that names both keys."""
     text = complaint(tmp_path, {**SEVERAL, **changes})
     assert all(entry in text for entry in named)
 
@@ -181,11 +193,13 @@ def test_a_file_that_contradicts_itself_is_an_error_that_names_both_keys(changes
         ({"machine_rank": 1}, "machine_rank=1"),
     ],
 )
-def test_a_mistake_in_such_a_file_is_an_error(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_mistakes_are_errors(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    """A mistake in such a file is an error."""
     assert why in complaint(tmp_path, {**SEVERAL, **changes})
 
 
-def test_the_same_file_as_json(tmp_path: Path) -> None:
+def test_same_file_as_json(tmp_path: Path) -> None:
+    """The same file as JSON."""
     import json
 
     path = tmp_path / "default_config.json"

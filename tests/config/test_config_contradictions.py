@@ -23,7 +23,8 @@ from slipstream.config.resolved_config import device_ids
         ({"num_machines": 2, "main_process_port": 0}, {}, ["main_process_port=0 (from", "num_machines=2 (from"]),
     ],
 )
-def test_a_contradiction_names_both_sides(flags: dict[str, object], environ: dict[str, str], named: list[str]) -> None:
+def test_contradiction_names_both_sides(flags: dict[str, object], environ: dict[str, str], named: list[str]) -> None:
+    """A contradiction names both sides."""
     with pytest.raises(ConfigError) as caught:
         resolve(flags=flags, environ=environ)
     assert all(entry in str(caught.value) for entry in named), str(caught.value)
@@ -43,12 +44,14 @@ def test_a_contradiction_names_both_sides(flags: dict[str, object], environ: dic
         {"module": True},
     ],
 )
-def test_what_goes_together_is_accepted(flags: dict[str, object]) -> None:
+def test_compatible_options_accepted(flags: dict[str, object]) -> None:
+    """What goes together is accepted."""
     assert set(resolve(flags=flags, environ={}).given()) == set(flags)
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(0, 8))
-def test_processes_machines_and_rank_fit_together_or_are_refused(processes: int, machines: int, rank: int) -> None:
+def test_processes_machines_rank(processes: int, machines: int, rank: int) -> None:
+    """Processes machines and rank fit together or are refused."""
     flags = {"num_processes": processes, "num_machines": machines, "machine_rank": rank}
     try:
         resolve(flags=flags, environ={})
@@ -60,7 +63,8 @@ def test_processes_machines_and_rank_fit_together_or_are_refused(processes: int,
 
 
 @given(st.integers(1, 64), st.integers(2, 8))
-def test_the_suggested_number_of_processes_is_accepted(processes: int, machines: int) -> None:
+def test_suggested_process_count_accepted(processes: int, machines: int) -> None:
+    """The suggested number of processes is accepted."""
     try:
         resolve(flags={"num_processes": processes, "num_machines": machines}, environ={})
     except ConfigError as error:
@@ -68,7 +72,8 @@ def test_the_suggested_number_of_processes_is_accepted(processes: int, machines:
         resolve(flags={"num_processes": suggested, "num_machines": machines}, environ={})
 
 
-def test_an_argument_in_the_script_that_contradicts_the_launch_is_an_error() -> None:
+def test_script_argument_contradicts_launch() -> None:
+    """An argument in the script that contradicts the launch is an error."""
     sent = resolved_config.dump(resolve(flags={"gpu_ids": "0,1"}, environ={}))
     with pytest.raises(ConfigError, match=r"gpu_ids=0,1 \(from --gpu_ids\) contradicts cpu=true \(from Accelerator\(cpu=...\)\)"):
         for_worker({"cpu": True}, {resolved_config.VARIABLE: sent})
@@ -85,7 +90,8 @@ def test_an_argument_in_the_script_that_contradicts_the_launch_is_an_error() -> 
         ({"num_machines": 2, "rdzv_conf": "endpoint=node0:29400"}, False),
     ],
 )
-def test_several_machines_need_a_place_to_meet_when_the_launcher_asks(flags: dict[str, object], fine: bool) -> None:
+def test_machines_need_meeting_point(flags: dict[str, object], fine: bool) -> None:
+    """Several machines need a place to meet when the launcher asks."""
     config = resolve(flags=flags, environ={})
     if fine:
         config.require_main_process()
@@ -95,4 +101,5 @@ def test_several_machines_need_a_place_to_meet_when_the_launcher_asks(flags: dic
 
 
 def test_device_ids() -> None:
+    """Device ids."""
     assert (device_ids("3, 1"), device_ids("ALL"), device_ids(None)) == (["3", "1"], None, None)

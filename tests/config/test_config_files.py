@@ -29,7 +29,8 @@ def complaint(path: Path, text: str | bytes) -> str:
     return str(caught.value)
 
 
-def test_a_file_of_our_own(tmp_path: Path) -> None:
+def test_own_file(tmp_path: Path) -> None:
+    """A file of our own."""
     config = reading(tmp_path / "c.yaml", "version: 1\nnum_processes: 4\nmixed_precision: no\ncpu: true\nrole: null\n")
     assert (config.launch.num_processes, config.compute.mixed_precision, config.device.cpu) == (4, "no", True)
     assert str(config.origin("num_processes")) == f"from {tmp_path / 'c.yaml'}: num_processes"
@@ -37,19 +38,23 @@ def test_a_file_of_our_own(tmp_path: Path) -> None:
     assert config.unused == ()
 
 
-def test_a_file_without_a_version_is_read_like_one_of_today(tmp_path: Path) -> None:
+def test_file_without_version(tmp_path: Path) -> None:
+    """A file without a version is read like one of today."""
     assert reading(tmp_path / "c.yaml", "timeout: 5\n").safety.timeout == 5.0
 
 
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+def test_empty_file(tmp_path: Path) -> None:
+    """An empty file says nothing."""
     assert reading(tmp_path / "c.yaml", "# nothing yet\n").given().keys() == {"config_file"}
 
 
-def test_a_json_file_is_read_too(tmp_path: Path) -> None:
+def test_json_file(tmp_path: Path) -> None:
+    """A JSON file is read too."""
     assert reading(tmp_path / "c.json", json.dumps({"version": 1, "num_processes": 2})).launch.num_processes == 2
 
 
-def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_directory_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home directory is expanded."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.yaml").write_text("debug: true\n")
     assert resolve(config_file="~/c.yaml", environ={}).safety.debug is True
@@ -84,7 +89,8 @@ def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monkey
         ("timeout: 2024-01-01\n", "is not a number"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_a_short_error_with_its_path(text: str | bytes, why: str, tmp_path: Path) -> None:
+def test_bad_file_error_names_path(text: str | bytes, why: str, tmp_path: Path) -> None:
+    """A file that cannot be used is a short error with its path."""
     assert why in complaint(tmp_path / "c.yaml", text)
 
 
@@ -97,22 +103,26 @@ def test_a_file_that_cannot_be_used_is_a_short_error_with_its_path(text: str | b
         ("[" * 100_000, "is nested too deeply"),
     ],
 )
-def test_a_json_file_that_cannot_be_used(text: str, why: str, tmp_path: Path) -> None:
+def test_bad_json_file(text: str, why: str, tmp_path: Path) -> None:
+    """A JSON file that cannot be used."""
     assert why in complaint(tmp_path / "c.json", text)
 
 
-def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
+    """A file that does not exist."""
     with pytest.raises(ConfigError, match=r"nowhere.yaml does not exist.\nMake one with: slipstream config --config_file "):
         resolve(config_file=tmp_path / "nowhere.yaml", environ={})
 
 
-def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+def test_folder_is_not_file(tmp_path: Path) -> None:
+    """A folder is not a file."""
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         resolve(config_file=tmp_path, environ={})
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+def test_unreadable_file(tmp_path: Path) -> None:
+    """A file that may not be read."""
     path = tmp_path / "c.yaml"
     path.write_text("debug: true\n")
     path.chmod(0)
@@ -122,7 +132,8 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.text() | st.dictionaries(st.sampled_from([*OPTIONS, "version", "fsdp_config", "distributed_type"]), st.text()).map(json.dumps))
-def test_any_file_is_a_config_or_a_config_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_file_config_or_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    """Any file is a config or a config error."""
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode("utf-8", "replace"))
     try:
@@ -141,11 +152,13 @@ def test_any_file_is_a_config_or_a_config_error(tmp_path_factory: pytest.TempPat
         ({"HOME": "/home/me"}, "/home/me/.config/slipstream/config.yaml"),
     ],
 )
-def test_where_the_default_file_is(environ: dict[str, str], path: str) -> None:
+def test_default_file_location(environ: dict[str, str], path: str) -> None:
+    """Where the default file is."""
     assert default_file_path(environ).as_posix() == path
 
 
-def test_what_we_write_is_what_we_read(tmp_path: Path) -> None:
+def test_written_file_reads_back(tmp_path: Path) -> None:
+    """What we write is what we read."""
     values = {name: samples(option)[0] for name, option in OPTIONS.items() if option.in_file and name not in ("gpu_ids", "machine_rank")}
     for suffix in ("yaml", "json"):
         path = write_file(tmp_path / f"c.{suffix}", values)
@@ -154,21 +167,25 @@ def test_what_we_write_is_what_we_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["1:3", "0:3,1:1"])
-def test_a_text_that_yaml_would_take_for_a_number_survives(value: str, tmp_path: Path) -> None:
+def test_text_like_number_survives(value: str, tmp_path: Path) -> None:
+    """A text that YAML would take for a number survives."""
     assert resolve(config_file=write_file(tmp_path / "c.yaml", {"tee": value}), environ={}).launch.tee == value
 
 
-def test_what_belongs_to_the_command_line_is_not_written() -> None:
+def test_command_options_not_written() -> None:
+    """What belongs to the command line is not written."""
     assert "quiet" not in file_text({"quiet": True})
 
 
-def test_a_file_is_for_its_owner_alone_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_file_private_and_alone(tmp_path: Path) -> None:
+    """A file is for its owner alone and leaves nothing beside it."""
     path = write_file(tmp_path / "new" / "folder" / "c.yaml", {"debug": True})
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == ["c.yaml"]
 
 
-def test_an_existing_file_is_kept_unless_asked(tmp_path: Path) -> None:
+def test_existing_file_kept(tmp_path: Path) -> None:
+    """An existing file is kept unless asked."""
     path = write_file(tmp_path / "c.yaml", {"debug": True})
     with pytest.raises(ConfigError, match="exists already.\nGive another --config_file, or --overwrite"):
         write_file(path, {"debug": False})
@@ -177,7 +194,8 @@ def test_an_existing_file_is_kept_unless_asked(tmp_path: Path) -> None:
     assert read_file(path)["debug"] is False
 
 
-def test_a_link_to_the_file_stays_a_link(tmp_path: Path) -> None:
+def test_link_stays_link(tmp_path: Path) -> None:
+    """A link to the file stays a link."""
     target = write_file(tmp_path / "real.yaml", {"debug": True})
     link = tmp_path / "link.yaml"
     link.symlink_to(target)
@@ -186,7 +204,8 @@ def test_a_link_to_the_file_stays_a_link(tmp_path: Path) -> None:
     assert read_file(target)["debug"] is False
 
 
-def test_a_place_that_cannot_be_written_is_a_short_error(tmp_path: Path) -> None:
+def test_unwritable_path_error(tmp_path: Path) -> None:
+    """A place that cannot be written is a short error."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_file(tmp_path / "file" / "c.yaml", {})
@@ -194,7 +213,8 @@ def test_a_place_that_cannot_be_written_is_a_short_error(tmp_path: Path) -> None
         write_file(tmp_path, {}, overwrite=True)
 
 
-def test_backups_do_not_replace_each_other(tmp_path: Path) -> None:
+def test_backups_kept(tmp_path: Path) -> None:
+    """Backups do not replace each other."""
     path = tmp_path / "c.yaml"
     path.write_text("first")
     first = back_up(path)
@@ -204,7 +224,8 @@ def test_backups_do_not_replace_each_other(tmp_path: Path) -> None:
     assert (second.name, second.read_text()) == ("c.yaml.bak2", "second")
 
 
-def test_write_basic_config_writes_a_minimal_file_and_keeps_an_existing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_basic_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write basic config writes a minimal file and keeps an existing one."""
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
     assert write_basic_config("bf16") == tmp_path / "config.yaml"
     assert read_file(tmp_path / "config.yaml") == {"version": 1, "mixed_precision": "bf16"}

@@ -23,7 +23,8 @@ from slipstream.config.names import FEATURES, nearest
         ("main_ip", "--main_process_ip"),
     ],
 )
-def test_a_misspelt_flag_gets_the_right_one(typed: str, meant: str) -> None:
+def test_misspelt_flag(typed: str, meant: str) -> None:
+    """A misspelt flag gets the right one."""
     with pytest.raises(ConfigError) as caught:
         resolve(flags={typed: "1"}, environ={})
     first, hint = str(caught.value).splitlines()
@@ -32,14 +33,16 @@ def test_a_misspelt_flag_gets_the_right_one(typed: str, meant: str) -> None:
     assert meant in hint
 
 
-def test_a_misspelt_variable_gets_the_right_one() -> None:
+def test_misspelt_variable() -> None:
+    """A misspelt variable gets the right one."""
     with pytest.raises(ConfigError) as caught:
         resolve(environ={"SLIPSTREAM_TIME_OUT": "5"})
     assert str(caught.value).splitlines()[0] == "SLIPSTREAM_TIME_OUT is not an option of Slipstream."
     assert "Did you mean SLIPSTREAM_TIMEOUT" in str(caught.value)
 
 
-def test_a_misspelt_key_gets_the_right_one_and_its_file(tmp_path: Path) -> None:
+def test_misspelt_key(tmp_path: Path) -> None:
+    """A misspelt key gets the right one and its file."""
     path = tmp_path / "c.yaml"
     path.write_text("version: 1\nnum_procesess: 2\n")
     with pytest.raises(ConfigError) as caught:
@@ -50,11 +53,13 @@ def test_a_misspelt_key_gets_the_right_one_and_its_file(tmp_path: Path) -> None:
     ]
 
 
-def test_a_name_that_resembles_nothing_says_where_the_options_are_listed() -> None:
+def test_unknown_name_points_to_help() -> None:
+    """A name that resembles nothing says where the options are listed."""
     assert str(unknown_flag("--xylophone")).endswith("`slipstream launch --help` lists the options.")
 
 
-def test_the_value_given_to_an_unknown_name_is_never_shown(tmp_path: Path) -> None:
+def test_unknown_value_never_shown(tmp_path: Path) -> None:
+    """The value given to an unknown name is never shown."""
     path = tmp_path / "c.yaml"
     path.write_text("api_token: hunter2\n")
     for use in (
@@ -90,7 +95,8 @@ def test_the_value_given_to_an_unknown_name_is_never_shown(tmp_path: Path) -> No
         ("aws_access_key_id", "SageMaker"),
     ],
 )
-def test_a_feature_that_is_not_there_is_an_error_in_every_source(name: str, title: str, tmp_path: Path) -> None:
+def test_missing_feature_every_source(name: str, title: str, tmp_path: Path) -> None:
+    """A feature that is not there is an error in every source."""
     path = tmp_path / "c.yaml"
     path.write_text(f"version: 1\n{name}: 1\n")
     for use, shown in (
@@ -106,17 +112,20 @@ def test_a_feature_that_is_not_there_is_an_error_in_every_source(name: str, titl
         assert instead
 
 
-def test_a_feature_flag_is_recognised_as_it_was_typed() -> None:
+def test_missing_feature_flag_as_typed() -> None:
+    """A feature flag is recognised as it was typed."""
     assert str(unknown_flag("--fsdp-version=2")).startswith("--fsdp-version asks for something")
 
 
-def test_no_feature_claims_an_option() -> None:
+def test_no_feature_claims_option() -> None:
+    """No feature claims an option."""
     assert not [name for name in OPTIONS for feature in FEATURES if feature.claims(name)]
     assert missing_feature("num_processes") is None
 
 
 @pytest.mark.parametrize("name", ["quiet", "show", "module", "no_python", "multi_gpu"])
-def test_what_belongs_to_a_command_line_is_refused_elsewhere(name: str, tmp_path: Path) -> None:
+def test_command_options_refused_elsewhere(name: str, tmp_path: Path) -> None:
+    """What belongs to a command line is refused elsewhere."""
     path = tmp_path / "c.yaml"
     path.write_text(f"{name}: true\n")
     with pytest.raises(ConfigError, match=f"SLIPSTREAM_{name.upper()} cannot be used here.*\nWrite it as a flag: --{name}"):
@@ -125,18 +134,21 @@ def test_what_belongs_to_a_command_line_is_refused_elsewhere(name: str, tmp_path
         resolve(config_file=path, environ={})
 
 
-def test_our_own_variables_are_no_mistake() -> None:
+def test_internal_variables_accepted() -> None:
+    """Our own variables are no mistake."""
     environ = {"SLIPSTREAM_HOME": "/nowhere", "SLIPSTREAM_INTERNAL_RUN": "1", "SLIPSTREAM_CONFIG": "", "SLIPSTREAMER": "1"}
     assert resolve(environ=environ).given() == {}
 
 
 @given(st.text(max_size=30))
-def test_any_flag_gets_an_answer(typed: str) -> None:
+def test_any_flag_gets_answer(typed: str) -> None:
+    """Any flag gets an answer."""
     assert len(str(unknown_flag("--" + typed)).splitlines()) == 2
 
 
 @given(st.sampled_from(sorted(OPTIONS)), st.data())
-def test_one_wrong_letter_still_finds_the_option(name: str, data: st.DataObject) -> None:
+def test_one_wrong_letter(name: str, data: st.DataObject) -> None:
+    """One wrong letter still finds the option."""
     place = data.draw(st.integers(0, len(name) - 1))
     typed = name[:place] + "x" + name[place + 1 :]
     if len(name) > 5:

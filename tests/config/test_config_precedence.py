@@ -48,7 +48,8 @@ def resolved(name: str, given: Mapping[str, Value], path: Path) -> Config:
 
 @pytest.mark.parametrize(("stronger", "weaker"), list(itertools.combinations(KINDS, 2)))
 @pytest.mark.parametrize("option", IN_FILE, ids=lambda option: option.name)
-def test_the_stronger_of_two_sources_wins(option: Option, stronger: str, weaker: str, tmp_path: Path) -> None:
+def test_stronger_source_wins(option: Option, stronger: str, weaker: str, tmp_path: Path) -> None:
+    """The stronger of two sources wins."""
     winning, losing = two_values(option)
     config = resolved(option.name, {stronger: winning, weaker: losing}, tmp_path / "c.yaml")
     assert config.value(option.name) == winning
@@ -58,7 +59,8 @@ def test_the_stronger_of_two_sources_wins(option: Option, stronger: str, weaker:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("option", [entry for entry in IN_FILE if entry.default not in (None, "")], ids=lambda option: option.name)
-def test_every_source_is_stronger_than_the_default_even_when_it_says_the_same(option: Option, kind: str, tmp_path: Path) -> None:
+def test_any_source_beats_default(option: Option, kind: str, tmp_path: Path) -> None:
+    """Every source is stronger than the default even when it says the same."""
     config = resolved(option.name, {kind: option.default}, tmp_path / "c.yaml")
     assert (config.value(option.name), config.origin(option.name).kind) == (option.default, kind)
 
@@ -74,7 +76,8 @@ def test_every_source_is_stronger_than_the_default_even_when_it_says_the_same(op
         )
     )
 )
-def test_the_strongest_of_any_set_of_sources_wins(case: tuple[Option, dict[str, Value]]) -> None:
+def test_strongest_of_any_set(case: tuple[Option, dict[str, Value]]) -> None:
+    """The strongest of any set of sources wins."""
     option, given_in = case
     with tempfile.TemporaryDirectory() as folder:
         config = resolved(option.name, given_in, Path(folder) / "c.yaml")
@@ -84,7 +87,8 @@ def test_the_strongest_of_any_set_of_sources_wins(case: tuple[Option, dict[str, 
 
 
 @pytest.mark.parametrize("option", list(ROUNDTRIP_OPTIONS), ids=lambda option: option.name)
-def test_a_value_is_the_same_in_every_place_it_can_be_written(option: Option, tmp_path: Path) -> None:
+def test_same_value_every_source(option: Option, tmp_path: Path) -> None:
+    """A value is the same in every place it can be written."""
     for value in samples(option):
         arrived = pass_through_sources(option, value, tmp_path)
         assert {place: choice.value for place, choice in arrived.items()} == dict.fromkeys(arrived, value)
@@ -94,7 +98,7 @@ def test_a_value_is_the_same_in_every_place_it_can_be_written(option: Option, tm
             assert arrived["worker"].origin == arrived["transport"].origin == arrived["flag"].origin
 
 
-def test_a_worker_applies_the_order_again(tmp_path: Path) -> None:
+def test_worker_applies_order(tmp_path: Path) -> None:
     """Sent flags stay above variables that are set now, and those above the sent file."""
     path = write_file(tmp_path / "c.yaml", {"timeout": 1.0, "hang_warning": 1.0, "role": "file", "log_level": "INFO"})
     launcher = resolve(flags={"timeout": "2", "debug": True}, environ={"SLIPSTREAM_LOG_LEVEL": "ERROR"}, config_file=path)
@@ -115,13 +119,15 @@ def test_a_worker_applies_the_order_again(tmp_path: Path) -> None:
     assert str(config.origin("role")) == f"from {path}: role"
 
 
-def test_a_variable_that_is_set_now_is_stronger_than_what_the_launcher_saw() -> None:
+def test_current_variable_beats_sent() -> None:
+    """A variable that is set now is stronger than what the launcher saw."""
     sent = resolved_config.dump(resolve(environ={"SLIPSTREAM_TIMEOUT": "1", "SLIPSTREAM_ROLE": "seen"}))
     config = for_worker(environ={resolved_config.VARIABLE: sent, "SLIPSTREAM_TIMEOUT": "2"})
     assert (config.safety.timeout, config.launch.role) == (2.0, "seen")
 
 
-def test_a_script_without_launcher_reads_variables_and_never_the_default_file(tmp_path: Path) -> None:
+def test_script_ignores_default_file(tmp_path: Path) -> None:
+    """A script without launcher reads variables and never the default file."""
     write_file(tmp_path / "config.yaml", {"debug": True})
     environ = {"SLIPSTREAM_HOME": str(tmp_path), "SLIPSTREAM_TIMEOUT": "7"}
     config = for_worker(environ=environ)
@@ -129,12 +135,14 @@ def test_a_script_without_launcher_reads_variables_and_never_the_default_file(tm
     assert resolve(environ=environ, default_file=True).safety.debug is True
 
 
-def test_a_script_without_launcher_reads_the_file_that_a_variable_names(tmp_path: Path) -> None:
+def test_script_reads_named_file(tmp_path: Path) -> None:
+    """A script without launcher reads the file that a variable names."""
     path = write_file(tmp_path / "mine.yaml", {"debug": True})
     assert for_worker(environ={"SLIPSTREAM_CONFIG_FILE": str(path)}).safety.debug is True
 
 
-def test_the_file_of_a_flag_is_read_instead_of_that_of_a_variable_and_of_the_default_one(tmp_path: Path) -> None:
+def test_flag_file_beats_variable_file(tmp_path: Path) -> None:
+    """The file of a flag is read instead of that of a variable and of the default one."""
     paths = {name: write_file(tmp_path / f"{name}.yaml", {"role": name}) for name in ("flag", "variable", "config")}
     environ = {"SLIPSTREAM_HOME": str(tmp_path), "SLIPSTREAM_CONFIG_FILE": str(paths["variable"])}
     assert resolve(flags={"config_file": str(paths["flag"])}, environ=environ, default_file=True).launch.role == "flag"
@@ -142,11 +150,13 @@ def test_the_file_of_a_flag_is_read_instead_of_that_of_a_variable_and_of_the_def
     assert resolve(environ={"SLIPSTREAM_HOME": str(tmp_path)}, default_file=True).launch.role == "config"
 
 
-def test_a_default_file_that_is_not_there_is_no_mistake(tmp_path: Path) -> None:
+def test_missing_default_file(tmp_path: Path) -> None:
+    """A default file that is not there is no mistake."""
     assert resolve(environ={"SLIPSTREAM_HOME": str(tmp_path)}, default_file=True).given() == {}
 
 
-def test_replace_has_the_last_word_and_leaves_the_original_alone() -> None:
+def test_replace_wins_and_copies() -> None:
+    """Replace wins and leaves the original alone."""
     before = resolve(flags={"mixed_precision": "fp16"}, environ={})
     after = before.replace(mixed_precision="bf16", cpu=None, caller="PartialState")
     assert (before.compute.mixed_precision, after.compute.mixed_precision) == ("fp16", "bf16")
@@ -154,14 +164,16 @@ def test_replace_has_the_last_word_and_leaves_the_original_alone() -> None:
     assert after.origin("cpu").kind == "default"
 
 
-def test_replace_checks_like_any_other_source() -> None:
+def test_replace_checks_values() -> None:
+    """Replace checks like any other source."""
     with pytest.raises(ConfigError, match=r"num_processes=0 \(from Accelerator\(num_processes=...\)\) is less than 1"):
         resolve(environ={}).replace(num_processes=0)
     with pytest.raises(ConfigError, match=r"The argument Accelerator\(mixed_precison=...\) is not an option.*\nDid you mean mixed_p"):
         resolve(environ={}).replace(mixed_precison="bf16")
 
 
-def test_asking_a_config_for_a_name_that_is_no_option_is_an_error() -> None:
+def test_unknown_option_name() -> None:
+    """Asking a config for a name that is no option is an error."""
     config = resolve(environ={})
     with pytest.raises(ConfigError, match="no option 'colour'"):
         config.value("colour")
@@ -169,7 +181,8 @@ def test_asking_a_config_for_a_name_that_is_no_option_is_an_error() -> None:
         config.origin("colour")
 
 
-def test_the_environment_is_read_when_asked_and_cannot_be_written_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_read_only_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is read when asked and cannot be written through."""
     from slipstream.config.sources import environment
 
     monkeypatch.setenv("SLIPSTREAM_TIMEOUT", "11")

@@ -13,18 +13,21 @@ from slipstream.config import OPTIONS, ConfigError, Origin, for_worker, resolve,
 
 @given(st.sets(st.sampled_from([name for name, option in OPTIONS.items() if option.in_file and name not in ("machine_rank", "cpu")])))
 def test_every_value_and_origin_arrives(names: set[str]) -> None:
+    """Every value and origin arrives."""
     sent = resolve(flags={name: samples(OPTIONS[name])[0] for name in names}, environ={})
     arrived = resolved_config.load(resolved_config.dump(sent))
     assert arrived == sent
     assert arrived.origins == sent.origins
 
 
-def test_what_belongs_to_the_command_line_stays_behind() -> None:
+def test_command_options_stay_behind() -> None:
+    """What belongs to the command line stays behind."""
     sent = resolve(flags={"quiet": True, "module": True, "cpu": True}, environ={})
     assert set(resolved_config.load(resolved_config.dump(sent)).given()) == {"cpu"}
 
 
-def test_a_value_sent_by_a_call_is_stronger_than_a_flag_and_weaker_than_the_script() -> None:
+def test_sent_call_between_flag_and_script() -> None:
+    """A value sent by a call is stronger than a flag and weaker than the script."""
     sent = resolved_config.dump(
         resolve(constructor={"mixed_precision": "bf16"}, flags={"debug": True}, environ={}, caller="notebook_launcher")
     )
@@ -33,7 +36,8 @@ def test_a_value_sent_by_a_call_is_stronger_than_a_flag_and_weaker_than_the_scri
     assert for_worker({"mixed_precision": "no"}, {resolved_config.VARIABLE: sent}).compute.mixed_precision == "no"
 
 
-def test_a_newer_version_is_refused_by_number() -> None:
+def test_newer_version_refused() -> None:
+    """A newer version is refused by number."""
     with pytest.raises(
         ConfigError, match=f"has version {resolved_config.VERSION + 1}; this Slipstream understands .* up to {resolved_config.VERSION}"
     ):
@@ -61,7 +65,8 @@ def test_a_newer_version_is_refused_by_number() -> None:
         "[" * 100_000,
     ],
 )
-def test_a_text_that_we_did_not_write_is_a_short_error(text: str) -> None:
+def test_other_text_short_error(text: str) -> None:
+    """A text that we did not write is a short error."""
     with pytest.raises(ConfigError, match=r"^The variable SLIPSTREAM_CONFIG does not hold what `slipstream launch` writes there.\n.*$"):
         resolved_config.load(text)
 
@@ -71,6 +76,7 @@ DATA = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.te
 
 
 @given(st.text() | DATA.map(json.dumps) | DATA.map(lambda data: json.dumps({"version": 1, "options": {"cpu": data}})))
-def test_any_other_text_is_a_config_error(text: str) -> None:
+def test_any_text_is_config_error(text: str) -> None:
+    """Any other text is a config error."""
     with pytest.raises(ConfigError):
         resolved_config.load(text)

@@ -44,7 +44,8 @@ def complaint(name: str, raw: object, origin: Origin = FLAG) -> str:
         ("hang_warning", "0", 0.0),
     ],
 )
-def test_a_text_becomes_a_value(name: str, raw: object, value: object) -> None:
+def test_text_becomes_value(name: str, raw: object, value: object) -> None:
+    """A text becomes a value."""
     parsed = parse(OPTIONS[name], raw, FLAG)
     assert (parsed, type(parsed)) == (value, type(value))
 
@@ -88,7 +89,8 @@ def test_a_text_becomes_a_value(name: str, raw: object, value: object) -> None:
         ("rdzv_conf", "a=1,a=2", "gives a name twice"),
     ],
 )
-def test_a_value_that_cannot_be_is_named_with_its_origin_and_the_reason(name: str, raw: object, why: str) -> None:
+def test_bad_value_named_with_origin(name: str, raw: object, why: str) -> None:
+    """A value that cannot be is named with its origin and the reason."""
     text = complaint(name, raw)
     assert text.startswith(f"{name}=")
     assert f"(from --x) {why}" in text
@@ -105,21 +107,25 @@ def test_a_value_that_cannot_be_is_named_with_its_origin_and_the_reason(name: st
         (Origin("constructor", "Accelerator(num_processes=...)"), "num_processes=2"),
     ],
 )
-def test_the_suggestion_is_written_the_way_of_its_source(origin: Origin, suggestion: str) -> None:
+def test_suggestion_matches_source(origin: Origin, suggestion: str) -> None:
+    """The suggestion is written the way of its source."""
     assert complaint("num_processes", "zero", origin).endswith(f"for example: {suggestion}")
 
 
-def test_a_bad_switch_suggests_a_flag_without_a_value() -> None:
+def test_bad_switch_suggests_flag() -> None:
+    """A bad switch suggests a flag without a value."""
     assert complaint("cpu", "perhaps", Origin("flag", "--cpu")).endswith("for example: --cpu")
 
 
-def test_the_suggestion_for_a_call_is_python() -> None:
+def test_suggestion_for_call_is_python() -> None:
+    """The suggestion for a call is Python."""
     call = Origin("constructor", "Accelerator(...)")
     assert complaint("cpu", "perhaps", call).endswith("for example: cpu=True")
     assert complaint("mixed_precision", "fp64", call).endswith("for example: mixed_precision='bf16'")
 
 
-def test_a_choice_that_cannot_be_lists_the_choices() -> None:
+def test_bad_choice_lists_choices() -> None:
+    """A choice that cannot be lists the choices."""
     assert "one of no, fp16, bf16, fp8" in complaint("mixed_precision", "fp64")
 
 
@@ -127,7 +133,8 @@ ANYTHING = st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.bi
 
 
 @given(st.sampled_from(list(OPTIONS.values())), ANYTHING)
-def test_any_input_gives_a_value_of_the_declared_type_or_a_short_error(option: Option, raw: object) -> None:
+def test_any_input_value_or_error(option: Option, raw: object) -> None:
+    """Any input gives a value of the declared type or a short error."""
     try:
         value, text = parse(option, raw, FLAG), ""
     except ConfigError as error:
@@ -142,7 +149,8 @@ NUMBERS = [option for option in OPTIONS.values() if option.type in (int, float)]
 
 
 @given(st.sampled_from(NUMBERS), st.floats(-10, 1e6))
-def test_a_number_within_its_bounds_is_accepted_and_no_other(option: Option, number: float) -> None:
+def test_number_bounds(option: Option, number: float) -> None:
+    """A number within its bounds is accepted and no other."""
     raw = int(number) if option.type is int else number
     fits = (
         (option.minimum is None or raw >= option.minimum)
@@ -155,6 +163,7 @@ def test_a_number_within_its_bounds_is_accepted_and_no_other(option: Option, num
         assert complaint(option.name, str(raw))
 
 
-def test_none_means_not_given_everywhere() -> None:
+def test_none_means_not_given() -> None:
+    """None means not given everywhere."""
     config = resolve(constructor={"cpu": None}, flags={"cpu": None}, environ={"SLIPSTREAM_CPU": ""})
     assert config.origin("cpu").kind == "default"

@@ -20,7 +20,8 @@ from slipstream.config.redaction import HIDDEN, message_redactor, redact, redact
         *("X_SIGNATURE", "GITHUB_PAT"),
     ],
 )
-def test_a_variable_with_a_telling_name_is_hidden_whatever_its_value(name: str) -> None:
+def test_secret_name_hidden(name: str) -> None:
+    """A variable with a telling name is hidden whatever its value."""
     assert redact(name, "abc") == HIDDEN
 
 
@@ -39,15 +40,18 @@ def test_a_variable_with_a_telling_name_is_hidden_whatever_its_value(name: str) 
         ("OMP_PLACES", "{0:4}:8"),
     ],
 )
-def test_ordinary_values_are_shown_as_they_are(name: str, value: str) -> None:
+def test_ordinary_values_shown(name: str, value: str) -> None:
+    """Ordinary values are shown as they are."""
     assert redact(name, value) == value
 
 
-def test_an_empty_secret_is_shown_as_empty() -> None:
+def test_empty_secret_shown_empty() -> None:
+    """An empty secret is shown as empty."""
     assert redact("HF_TOKEN", "") == ""
 
 
-def test_tokens_as_services_make_them_are_hidden() -> None:
+def test_service_tokens_hidden() -> None:
+    """Tokens as services make them are hidden."""
     random = Random(0)  # the same ones in every run
     for _ in range(1000):
         for data in (random.randbytes(16).hex(), random.randbytes(33)):
@@ -70,20 +74,24 @@ def test_tokens_as_services_make_them_are_hidden() -> None:
         ("use ghp_0123456789 now", f"use {HIDDEN} now"),
     ],
 )
-def test_secrets_inside_texts_are_hidden(text: str, shown: str) -> None:
+def test_secrets_inside_text_hidden(text: str, shown: str) -> None:
+    """Secrets inside texts are hidden."""
     assert redact_text(text) == shown
 
 
 @given(st.text(alphabet=st.characters(codec="ascii", exclude_characters="@/ \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"), min_size=8, max_size=30))
-def test_whatever_stands_before_the_at_sign_of_an_address_is_hidden(password: str) -> None:
+def test_user_info_of_address_hidden(password: str) -> None:
+    """Whatever stands before the at sign of an address is hidden."""
     assert f"user:{password}" not in redact_text(f"http://user:{password}@proxy:3128")
 
 
-def test_an_identifier_of_a_device_is_hidden_rather_than_a_secret_shown() -> None:
+def test_device_identifier_hidden() -> None:
+    """An identifier of a device is hidden rather than a secret shown."""
     assert redact("SOME_SETTING", uuid.uuid4().hex) == HIDDEN
 
 
-def test_a_very_long_text_is_cut_without_showing_half_a_secret() -> None:
+def test_long_text_cut_safely() -> None:
+    """A very long text is cut without showing half a secret."""
     text = "word " * 399 + "Zm9vYmFyMTIzNDU2Nzg5MGFiY2RlZg" * 4000
     shown = redact_text(text)
     assert "Zm9v" not in shown
@@ -93,7 +101,7 @@ def test_a_very_long_text_is_cut_without_showing_half_a_secret() -> None:
 @pytest.mark.parametrize(
     "unit", ["x", "key", "-key", "a-", "a.b://", "a@", "password ", "password='", "bearer ", "?x-amz-", "-----BEGIN ", "sk-", "PRIVATE KEY"]
 )
-def test_the_work_grows_as_the_text_does(unit: str) -> None:
+def test_work_is_linear(unit: str) -> None:
     """Where it grew faster, these would take longer than a test may."""
     for start in ("", "a://password="):
         text = start + unit * (200_000 // len(unit)) + " https://me:pass@host"
@@ -101,12 +109,14 @@ def test_the_work_grows_as_the_text_does(unit: str) -> None:
     redact_text(unit * (1999 // len(unit)))
 
 
-def test_a_message_of_two_million_characters_stays_whole() -> None:
+def test_long_message_stays_whole() -> None:
+    """A message of two million characters stays whole."""
     text = "x" * 1_000_000
     assert message_redactor({})(f"{text} https://me:pass@host {text}") == f"{text} https://{HIDDEN}@host {text}"
 
 
-def test_structures_that_name_a_secret_are_hidden_whole():
+def test_structure_with_secret_hidden():
+    """Structures that name a secret are hidden whole."""
     for value in ('{"hyperparameters": {"hf_token": "canary"}}', '["--wandb_key", "canary"]', "-----BEGIN PRIVATE KEY-----\ncanary"):
         assert "canary" not in redact("SM_HPS", value)
     assert redact("SM_HPS", '{"epochs": 3}') == '{"epochs": 3}'

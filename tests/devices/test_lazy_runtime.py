@@ -24,16 +24,19 @@ def _runtime(hardware: str | None, started: bool = True) -> LazyRuntime:
 
 
 @pytest.mark.parametrize(("hardware", "available"), [("TPU", True), ("CUDA", True), ("CPU", False), (None, False)])
-def test_a_runtime_without_an_accelerator_is_not_available(hardware: str | None, available: bool) -> None:
+def test_no_accelerator_not_available(hardware: str | None, available: bool) -> None:
+    """A runtime without an accelerator is not available."""
     assert _runtime(hardware).is_available() is available
 
 
-def test_it_says_whether_it_was_started() -> None:
+def test_is_initialized() -> None:
+    """It says whether it was started."""
     assert _runtime("TPU").is_initialized()
     assert not _runtime("TPU", started=False).is_initialized()
 
 
-def test_random_states_come_back() -> None:
+def test_random_states_restored() -> None:
+    """Random states come back."""
     runtime = _runtime("TPU")
     state = runtime.get_rng_state()
     assert isinstance(state, torch.Tensor)
@@ -43,6 +46,7 @@ def test_random_states_come_back() -> None:
     assert int(runtime.get_rng_state()) == 5
 
 
-def test_free_memory_is_what_the_limit_leaves() -> None:
+def test_free_memory_from_limit() -> None:
+    """Free memory is what the limit leaves."""
     assert _runtime("TPU").mem_get_info() == (70, 100)
     assert _runtime("TPU").device_count() == 4

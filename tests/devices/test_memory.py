@@ -39,22 +39,26 @@ from slipstream.devices.memory import (
     ],
     ids=str,
 )
-def test_an_error_about_memory_is_recognised(error: Exception) -> None:
+def test_memory_error_recognised(error: Exception) -> None:
+    """An error about memory is recognised."""
     assert should_reduce_batch_size(error)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("CUDA out of memory."), KeyError("out of memory")], ids=str)
-def test_other_errors_are_left_alone(error: Exception) -> None:
+def test_other_errors_not_memory(error: Exception) -> None:
+    """Other errors are left alone."""
     assert not should_reduce_batch_size(error)
 
 
-def test_what_the_allocator_of_this_machine_raises_is_recognised() -> None:
+def test_allocator_error_recognised() -> None:
+    """What the allocator of this machine raises is recognised."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50)
     assert should_reduce_batch_size(caught.value)
 
 
-def test_released_objects_are_gone() -> None:
+def test_released_objects_gone() -> None:
+    """Released objects are gone."""
     class Thing:
         pass
 
@@ -71,7 +75,8 @@ def test_released_objects_are_gone() -> None:
         gc.enable()
 
 
-def test_the_cache_is_emptied_where_devices_were_used() -> None:
+def test_cache_emptied_where_used() -> None:
+    """The cache is emptied where devices were used."""
     used, unused, metal = FakeNamespace(initialised=True), FakeNamespace(), FakeMetal()
     clear_device_cache(families=(fake("cuda", used), fake("xpu", unused), fake("mps", metal), table.CPU))
     assert used.calls == [("empty_cache",)]
@@ -79,20 +84,23 @@ def test_the_cache_is_emptied_where_devices_were_used() -> None:
     assert metal.emptied == 1
 
 
-def test_free_device_memory_is_asked_of_the_namespace() -> None:
+def test_free_device_memory() -> None:
+    """Free device memory is asked of the namespace."""
     assert memory._free_on(fake("cuda", FakeNamespace(free=7)), "cuda:0") == 7
     assert memory._free_on(fake("mps", FakeMetal()), "mps") == 30
     assert memory._free_on(fake("npu", object()), "npu:0") is None
 
 
-def test_the_processor_has_what_the_host_has_left() -> None:
+def test_cpu_memory_is_host_memory() -> None:
+    """The processor has what the host has left."""
     free = available_memory("cpu")
     assert free is not None
     assert 0 < free <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 bytes"), (1024, "1.0 KB"), (5 * 2**40, "5.0 TB"), (2**60, "1024.0 PB")])
-def test_sizes_in_words(size: int, text: str) -> None:
+def test_convert_bytes(size: int, text: str) -> None:
+    """Sizes in words."""
     assert convert_bytes(size) == text
 
 
@@ -114,24 +122,28 @@ def _version_two(root: Path, limit: str, used: int, cached: int = 0) -> Path:
     return root
 
 
-def test_a_limit_of_an_outer_group_counts(tmp_path: Path) -> None:
+def test_outer_group_limit_counts(tmp_path: Path) -> None:
+    """A limit of an outer group counts."""
     root = _version_two(tmp_path, limit="1000", used=700, cached=200)
     assert host_memory(root).limit == 1000
     assert host_memory(root).available == 500
 
 
-def test_no_limit_leaves_what_the_host_has(tmp_path: Path) -> None:
+def test_no_group_limit(tmp_path: Path) -> None:
+    """No limit leaves what the host has."""
     root = _version_two(tmp_path, limit="max", used=700)
     found = host_memory(root)
     assert found.limit is None
     assert found.available > 2**20
 
 
-def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+def test_group_over_limit_has_nothing(tmp_path: Path) -> None:
+    """A group over its limit has nothing left."""
     assert host_memory(_version_two(tmp_path, limit="1000", used=2000)).available == 0
 
 
-def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None:
+def test_cgroup_version_one(tmp_path: Path) -> None:
+    """The first version of control groups is read too."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n")
     memory_group, cpu_group = tmp_path / "sys/fs/cgroup/memory", tmp_path / "sys/fs/cgroup/cpu"
@@ -145,7 +157,8 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
     assert available_cores(tmp_path) == 1
 
 
-def test_the_old_spelling_of_no_limit_is_understood(tmp_path: Path) -> None:
+def test_cgroup_one_unlimited(tmp_path: Path) -> None:
+    """The old spelling of no limit is understood."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("4:memory:/\n")
     group = tmp_path / "sys/fs/cgroup/memory"
@@ -155,15 +168,18 @@ def test_the_old_spelling_of_no_limit_is_understood(tmp_path: Path) -> None:
     assert host_memory(tmp_path).limit is None
 
 
-def test_a_quota_of_one_and_a_half_cores_is_two_cores_at_most(tmp_path: Path) -> None:
+def test_cpu_quota_rounded_up(tmp_path: Path) -> None:
+    """A quota of one and a half cores is two cores at most."""
     assert available_cores(_version_two(tmp_path, limit="max", used=1)) <= 2
 
 
-def test_without_control_groups_the_affinity_counts(tmp_path: Path) -> None:
+def test_no_cgroup_uses_affinity(tmp_path: Path) -> None:
+    """Without control groups the affinity counts."""
     assert available_cores(tmp_path) == len(psutil.Process().cpu_affinity())
 
 
-def test_allocators_tell_what_they_can_of_devices_that_are_in_use() -> None:
+def test_allocator_statistics() -> None:
+    """Allocators tell what they can of devices that are in use."""
     class Counting(FakeNamespace):
         def memory_allocated(self, index: int) -> int:
             return 10 * index

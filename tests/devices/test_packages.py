@@ -25,18 +25,21 @@ _VERSIONS = st.builds(
 
 
 @given(_VERSIONS, _VERSIONS)
-def test_versions_sort_as_the_reference_sorts_them(text: str, other: str) -> None:
+def test_version_order_matches_packaging(text: str, other: str) -> None:
+    """Versions sort as the reference sorts them."""
     left, right = parse_version(text), parse_version(other)
     assert (left < right, left == right) == (Version(text) < Version(other), Version(text) == Version(other))
 
 
 @given(_VERSIONS)
-def test_the_local_part_does_not_count(version: str) -> None:
+def test_local_version_ignored(version: str) -> None:
+    """The local part does not count."""
     assert parse_version(version + "+cpu") == parse_version(version)
 
 
 @given(st.text(max_size=8))
-def test_other_texts_are_errors(text: str) -> None:
+def test_bad_version_text(text: str) -> None:
+    """Other texts are errors."""
     try:
         Version(text)
     except ValueError:
@@ -46,24 +49,28 @@ def test_other_texts_are_errors(text: str) -> None:
         assume(False)
 
 
-def test_comparing_an_installed_library() -> None:
+def test_compare_installed_library() -> None:
+    """Comparing an installed library."""
     assert compare_versions("pytest", ">=", "8.0")
     assert not compare_versions("pytest", "<", "8.0")
 
 
-def test_comparing_something_that_is_not_there_is_an_error() -> None:
+def test_compare_missing_library() -> None:
+    """Comparing something that is not there is an error."""
     with pytest.raises(ConfigError, match="no-such-library"):
         compare_versions("no-such-library", ">", "1")
     with pytest.raises(ConfigError, match="=>"):
         compare_versions("1.0", "=>", "1.0")
 
 
-def test_a_nightly_torch_counts_as_the_release_it_leads_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nightly_torch_is_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nightly torch counts as the release it leads to."""
     monkeypatch.setattr(packages, "version_of", lambda name: "2.14.0.dev20260901+cu130")
     assert is_torch_version("==", "2.14")
 
 
-def test_every_question_has_a_row_and_an_honest_name() -> None:
+def test_every_check_has_row() -> None:
+    """Every question has a row and an matching name."""
     for name in PACKAGES:
         question = getattr(packages, f"is_{name}_available")
         assert question.__name__ == f"is_{name}_available"
@@ -71,7 +78,8 @@ def test_every_question_has_a_row_and_an_honest_name() -> None:
         assert question() in (True, False)
 
 
-def test_what_is_installed_is_found_and_not_imported() -> None:
+def test_installed_found_not_imported() -> None:
+    """What is installed is found and not imported."""
     code = (
         "import sys\nfrom slipstream.devices import packages as p\n"
         "assert p.is_numpy_available() and p.is_pytest_available() and p.is_rich_available() and p.is_tqdm_available()\n"
@@ -80,21 +88,24 @@ def test_what_is_installed_is_found_and_not_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_folder_of_the_same_name_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_not_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the same name is not a package."""
     (tmp_path / "folder_not_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(PACKAGES, "probe", Package(("folder_not_package",), ("probe",)))
     assert not installed("probe")
 
 
-def test_a_version_outside_the_bounds_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version outside the bounds does not count."""
     monkeypatch.setitem(PACKAGES, "old", Package(("pytest",), ("pytest",), below="2.0"))
     monkeypatch.setitem(PACKAGES, "new", Package(("pytest",), ("pytest",), minimum="999"))
     monkeypatch.setitem(PACKAGES, "any", Package(("pytest",), ("no-such-distribution", "pytest"), minimum="1.0"))
     assert [installed(name) for name in ("old", "new", "any")] == [False, False, True]
 
 
-def test_a_function_that_needs_a_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that needs a package says so."""
     @packages.deepspeed_required
     def train() -> str:
         return "trained"
@@ -106,7 +117,8 @@ def test_a_function_that_needs_a_package_says_so(monkeypatch: pytest.MonkeyPatch
     assert train() == "trained"
 
 
-def test_torch_has_what_the_supported_versions_have() -> None:
+def test_torch_feature_checks() -> None:
+    """Torch has what the supported versions have."""
     assert packages.is_torch_distributed_available()
     assert packages.is_pippy_available()
     assert packages.is_weights_only_available()

@@ -42,7 +42,8 @@ def _through_files(state: object) -> object:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 3))
-def test_restored_states_draw_the_same_numbers(seed: int, drawn: int) -> None:
+def test_restored_states_draw_same(seed: int, drawn: int) -> None:
+    """Restored states draw the same numbers."""
     set_seed(seed)
     for _ in range(drawn):
         _draw()
@@ -53,7 +54,8 @@ def test_restored_states_draw_the_same_numbers(seed: int, drawn: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
-def test_a_kind_is_restored_alone(kind: str) -> None:
+def test_one_kind_restored_alone(kind: str) -> None:
+    """A kind is restored alone."""
     set_seed(1)
     state = capture([kind])
     first = _draw()
@@ -64,13 +66,15 @@ def test_a_kind_is_restored_alone(kind: str) -> None:
     assert all((first[position] == second[position]) == (position in same) for position in range(4))
 
 
-def test_by_default_the_states_of_used_devices_come_along() -> None:
+def test_default_kinds_include_used_devices() -> None:
+    """By default the states of used devices are included."""
     rows = (fake("cuda", FakeNamespace(initialised=True)), fake("xpu", FakeNamespace()), fake("mps", FakeMetal()), table.CPU)
     assert rng.default_kinds(rows) == ("python", "numpy", "torch", "cuda", "mps")
     assert list(capture(families=rows)) == ["python", "numpy", "torch", "cuda", "mps"]
 
 
-def test_device_states_are_put_back_device_by_device() -> None:
+def test_device_states_restored_each() -> None:
+    """Device states are put back device by device."""
     namespace, metal = FakeNamespace(initialised=True), FakeMetal()
     rows = (fake("cuda", namespace), fake("mps", metal), table.CPU)
     state = capture(["cuda", "mps"], families=rows)
@@ -81,25 +85,29 @@ def test_device_states_are_put_back_device_by_device() -> None:
     assert int(metal.state[0]) == 0
 
 
-def test_states_of_devices_that_are_not_here_are_named() -> None:
+def test_missing_devices_named() -> None:
+    """States of devices that are not here are named."""
     state = capture(["cuda", "torch"], families=(fake("cuda", FakeNamespace(initialised=True)), table.CPU))
     assert restore(state, families=(fake("cuda", FakeNamespace(count=1)), table.CPU)) == ("cuda",)
     assert restore(state, families=(fake("cuda", FakeNamespace(count=0)), table.CPU)) == ("cuda",)
 
 
-def test_an_unknown_kind_is_an_error() -> None:
+def test_unknown_kind() -> None:
+    """An unknown kind is an error."""
     with pytest.raises(ConfigError, match="'dice'.*python"):
         capture(["dice"])
 
 
-def test_the_same_seed_draws_the_same_numbers() -> None:
+def test_same_seed_same_numbers() -> None:
+    """The same seed draws the same numbers."""
     set_seed(7)
     first = _draw()
     set_seed(7)
     assert _draw() == first
 
 
-def test_device_specific_seeds_differ_between_ranks_only() -> None:
+def test_device_specific_seed_by_rank() -> None:
+    """Device specific seeds differ between ranks only."""
     assert set_seed(7, rank=3) == 7
     assert set_seed(7, device_specific=True, rank=3) == 10
     drawn = _draw()
@@ -107,7 +115,8 @@ def test_device_specific_seeds_differ_between_ranks_only() -> None:
     assert _draw() == drawn
 
 
-def test_large_seeds_differ_for_numpy_too() -> None:
+def test_large_seeds_differ_numpy() -> None:
+    """Large seeds differ for numpy too."""
     set_seed(5)
     small = numpy.random.random()
     set_seed(5 + 2**32)
@@ -115,12 +124,14 @@ def test_large_seeds_differ_for_numpy_too() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "3", True, None])
-def test_a_seed_that_is_not_one_is_an_error(seed: object) -> None:
+def test_bad_seed(seed: object) -> None:
+    """A seed that is not one is an error."""
     with pytest.raises(ConfigError, match="seed"):
         set_seed(seed)  # type: ignore[arg-type]
 
 
-def test_deterministic_is_passed_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_deterministic_passed_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Deterministic is passed to torch."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch imports its compiler here, which sets this if it is not set
     set_seed(1)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -131,14 +142,16 @@ def test_deterministic_is_passed_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_p
         torch.use_deterministic_algorithms(False)
 
 
-def test_plugins_are_seeded_and_their_absence_is_not_an_import() -> None:
+def test_plugins_seeded_without_import() -> None:
+    """Plugins are seeded and their absence is not an import."""
     namespace = FakeNamespace()
     set_seed(11, families=(fake("npu", namespace), table.CPU))
     assert namespace.calls == [("manual_seed_all", 11)]
 
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
-def test_a_fingerprint_follows_its_kind(kind: str) -> None:
+def test_fingerprint_follows_kind(kind: str) -> None:
+    """A fingerprint follows its kind."""
     set_seed(3)
     before = {name: fingerprint([name]) for name in ("python", "numpy", "torch")}
     {"python": random.random, "numpy": numpy.random.random, "torch": lambda: torch.rand(1)}[kind]()
@@ -146,7 +159,8 @@ def test_a_fingerprint_follows_its_kind(kind: str) -> None:
     assert [entry for entry in before if before[entry] != after[entry]] == [kind]
 
 
-def test_a_fingerprint_sees_device_states() -> None:
+def test_fingerprint_sees_device_states() -> None:
+    """A fingerprint sees device states."""
     namespace = FakeNamespace(initialised=True)
     rows = (fake("cuda", namespace), table.CPU)
     before = fingerprint(families=rows)
@@ -156,7 +170,8 @@ def test_a_fingerprint_sees_device_states() -> None:
 
 
 @pytest.mark.parametrize("change", [{"pos": 10**8}, {"pos": -1}, {"pos": "0"}, {"key": [1] * 623}, {"key": None}])
-def test_a_state_of_numpy_that_would_read_beyond_its_words_is_refused(change: dict[str, Any]) -> None:
+def test_bad_numpy_state_refused(change: dict[str, Any]) -> None:
+    """A state of numpy that would read beyond its words is refused."""
     state = capture(["numpy"])
     state["numpy"]["state"].update(change)
     with pytest.raises(ConfigError, match="no random state of numpy"):

@@ -26,38 +26,45 @@ def refusal(**arguments) -> str:
     return str(refused.value)
 
 
-def test_cpu_with_two_processes_starts_two():
+def test_two_cpu_processes():
+    """CPU with two processes starts two."""
     plan = plan_of(cpu=True, num_processes=2)
     assert (plan.local_processes, plan.num_processes, plan.single) == (2, 2, False)
 
 
-def test_one_process_takes_the_launchers_place():
+def test_single_process_exec():
+    """One process takes the launcher's place."""
     plan = plan_of(cpu=True)
     assert plan.single
     assert plan.command == ("python", __file__)
 
 
 @pytest.mark.parametrize("option", [{"max_restarts": 1}, {"log_dir": "logs"}, {"tee": "3"}])
-def test_one_process_that_needs_watching_gets_a_launcher(option):
+def test_single_process_under_launcher(option):
+    """One process that needs watching gets a launcher."""
     assert plan_of(cpu=True, **option).start_method == "fork"
 
 
-def test_the_number_of_processes_follows_the_accelerators_that_are_there():
+def test_process_count_from_accelerators():
+    """The number of processes follows the accelerators that are there."""
     assert plan_of(machine=MachineSpec(accelerators=VisibleAccelerators(4, "SOME_DEVICES"))).local_processes == 4
     assert plan_of(machine=MachineSpec(accelerators=VisibleAccelerators(4, "SOME_DEVICES")), cpu=True).local_processes == 1
 
 
-def test_named_accelerators_limit_what_processes_see():
+def test_gpu_ids_limit_visible_devices():
+    """Named accelerators limit what processes see."""
     plan = plan_of(machine=MachineSpec(accelerators=VisibleAccelerators(4, "SOME_DEVICES")), gpu_ids="1, 3")
     assert plan.local_processes == 2
     assert plan.environment["SOME_DEVICES"] == "1,3"
 
 
-def test_named_accelerators_on_a_machine_without_any_are_refused():
+def test_gpu_ids_without_accelerator():
+    """Named accelerators on a machine without any are refused."""
     assert "no accelerator was found" in refusal(gpu_ids="0")
 
 
-def test_processes_are_shared_out_over_machines():
+def test_processes_divided_over_machines():
+    """Processes are shared out over machines."""
     plan = plan_of(cpu=True, num_processes=8, num_machines=4, machine_rank=3, main_process_ip="a")
     assert (plan.local_processes, plan.num_processes, plan.hosts_store) == (2, 8, False)
 
@@ -70,19 +77,22 @@ def test_processes_are_shared_out_over_machines():
         ({"rdzv_backend": "c10d", "rdzv_conf": "endpoint=a:1"}, "spawn"),
     ],
 )
-def test_the_start_method_and_its_reason(flags, method):
+def test_start_method_and_reason(flags, method):
+    """The start method and its reason."""
     plan = plan_of(cpu=True, num_processes=2, **flags)
     assert plan.start_method == method
     assert plan.reason
 
 
-def test_fork_is_for_linux_unless_asked_for():
+def test_fork_only_on_linux():
+    """Fork is for linux unless asked for."""
     elsewhere = MachineSpec(platform="darwin")
     assert plan_of(machine=elsewhere, cpu=True, num_processes=2).start_method == "spawn"
     assert plan_of(machine=elsewhere, cpu=True, num_processes=2, start_method="fork").start_method == "fork"
 
 
-def test_threads_are_the_cores_divided_unless_somebody_said_otherwise():
+def test_threads_are_cores_divided():
+    """Threads are the cores divided unless an option says otherwise."""
     assert plan_of(cpu=True, num_processes=4).environment["OMP_NUM_THREADS"] == "2"
     assert plan_of(cpu=True, num_processes=64).environment["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in plan_of(environ={"OMP_NUM_THREADS": "3"}, cpu=True, num_processes=4).environment
@@ -90,32 +100,37 @@ def test_threads_are_the_cores_divided_unless_somebody_said_otherwise():
     assert "OMP_NUM_THREADS" not in plan_of(cpu=True).environment
 
 
-def test_one_machine_meets_on_the_loopback_interface_at_a_free_port():
+def test_one_machine_uses_loopback():
+    """One machine meets on the loopback interface at a free port."""
     plan = plan_of(cpu=True, num_processes=2)
     assert (plan.rendezvous.host, plan.rendezvous.port, plan.environment["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", None, "lo")
     assert plan_of(cpu=True, num_processes=2, main_process_port=0).rendezvous.port is None
     assert plan_of(cpu=True, num_processes=2, main_process_port=1234).rendezvous.port == 1234
 
 
-def test_the_workers_get_the_resolved_configuration():
+def test_workers_get_resolved_config():
+    """The workers get the resolved configuration."""
     plan = plan_of(cpu=True, num_processes=2, mixed_precision="bf16")
     assert resolved_config.load(plan.environment[resolved_config.VARIABLE]).compute.mixed_precision == "bf16"
 
 
-def test_several_machines_without_a_place_to_meet_are_refused():
+def test_machines_without_meeting_point():
+    """Several machines without a place to meet are refused."""
     assert "main_process_ip is not given" in refusal(num_machines=2, num_processes=2)
     assert "same_network=false" in refusal(num_machines=2, num_processes=2, main_process_ip="a", same_network=False)
 
 
 @pytest.mark.parametrize("name", ["missing.py", "no/such/script.py", "folder"])
-def test_a_script_that_cannot_be_run_is_refused(name, tmp_path, monkeypatch):
+def test_missing_script_refused(name, tmp_path, monkeypatch):
+    """A script that cannot be run is refused."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=name):
         plan_of(target=Target("script", name))
 
 
-def test_a_script_that_cannot_be_read_is_refused(tmp_path):
+def test_unreadable_script_refused(tmp_path):
+    """A script that cannot be read is refused."""
     script = tmp_path / "secret.py"
     script.touch(mode=0)
     tmp_path.chmod(0o755)
@@ -134,12 +149,14 @@ def test_a_script_that_cannot_be_read_is_refused(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_module_or_program_that_does_not_exist_is_refused():
+def test_missing_module_or_program_refused():
+    """A module or program that does not exist is refused."""
     assert "no module" in refusal(target=Target("module", "no_such_module.at_all"))
     assert "not on the PATH" in refusal(target=Target("executable", "no-such-program"))
 
 
-def test_a_script_that_looks_like_a_flag_stays_a_script(tmp_path, monkeypatch):
+def test_script_named_like_flag(tmp_path, monkeypatch):
+    """A script that looks like a flag stays a script."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-c").touch()
     assert plan_of(target=Target("script", "-c", ("print()",)), cpu=True).command == ("python", os.path.join(".", "-c"), "print()")
@@ -149,7 +166,8 @@ words = st.lists(st.text(st.characters(codec=None, exclude_categories=()), max_s
 
 
 @given(words, st.sampled_from(["exec", "fork", "spawn"]))
-def test_arguments_are_at_the_end_of_the_command_untouched(arguments, method):
+def test_arguments_unchanged_at_end(arguments, method):
+    """Arguments are at the end of the command untouched."""
     flags = {"cpu": True} if method == "exec" else {"cpu": True, "num_processes": 2, "start_method": method}
     plan = plan_of(target=Target("script", __file__, tuple(arguments)), **flags)
     assert plan.target.arguments == tuple(arguments)
@@ -157,7 +175,8 @@ def test_arguments_are_at_the_end_of_the_command_untouched(arguments, method):
 
 
 @given(words)
-def test_show_prints_one_line_per_fact_whatever_the_arguments(arguments):
+def test_show_one_line_per_fact(arguments):
+    """Show prints one line per fact whatever the arguments."""
     config = resolve(flags={"cpu": True, "num_processes": 2}, environ={})
     target = Target("script", __file__, tuple(arguments))
     text = describe_plan(make_plan(config, target, {}, MACHINE), config)
@@ -165,7 +184,8 @@ def test_show_prints_one_line_per_fact_whatever_the_arguments(arguments):
     assert all(line.isprintable() for line in text.splitlines())
 
 
-def test_show_says_where_values_come_from():
+def test_show_origins_of_values():
+    """Show says where values come from."""
     config = resolve(flags={"cpu": True}, environ={"SLIPSTREAM_NUM_PROCESSES": "2"})
     text = describe_plan(make_plan(config, SCRIPT, {}, MACHINE), config)
     assert "num_processes  2  from SLIPSTREAM_NUM_PROCESSES" in text
@@ -173,16 +193,19 @@ def test_show_says_where_values_come_from():
     assert "fork: safe here" in text
 
 
-def test_a_fresh_interpreter_gets_the_flags_of_this_one():
+def test_interpreter_flags_passed_on():
+    """A fresh interpreter gets the flags of this one."""
     assert MachineSpec().interpreter[0] == sys.executable
 
 
-def test_insisting_on_several_accelerators_where_there_are_none_is_refused():
+def test_multi_gpu_without_accelerators():
+    """Insisting on several accelerators where there are none is refused."""
     assert "but there are 0 accelerators to use on this machine" in refusal(multi_gpu=True)
     two = MachineSpec(accelerators=VisibleAccelerators(2, "VISIBLE"), interpreter=("python",))
     assert plan_of(machine=two, multi_gpu=True).local_processes == 2
 
 
-def test_a_number_of_processes_that_would_take_all_memory_is_refused():
+def test_too_many_processes_refused():
+    """A number of processes that would take all memory is refused."""
     assert "num_processes=3000 (from --num_processes) is 3000 on this machine, which has 8 cores" in refusal(cpu=True, num_processes=3000)
     assert plan_of(cpu=True, num_processes=512).local_processes == 512

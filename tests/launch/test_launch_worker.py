@@ -61,7 +61,8 @@ print(json.dumps([sys.argv, sys.path[0], {name: globals()[name] for name in name
 
 
 @pytest.mark.parametrize("place", ["train.py", "sub/train.py", "link.py"])
-def test_a_script_finds_itself_as_under_python(way, place, tmp_path):
+def test_script_identity(way, place, tmp_path):
+    """A script finds itself as under Python."""
     (tmp_path / "sub").mkdir()
     script(tmp_path, WHO)
     script(tmp_path, WHO, "sub/train.py")
@@ -72,7 +73,8 @@ def test_a_script_finds_itself_as_under_python(way, place, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train", "package", "package.inner"])
-def test_a_module_finds_itself_as_under_python(way, name, tmp_path):
+def test_module_identity(way, name, tmp_path):
+    """A module finds itself as under Python."""
     (tmp_path / "package").mkdir()
     for place in ("train.py", "package/__init__.py", "package/__main__.py", "package/inner.py"):
         script(tmp_path, WHO if "__init__" not in place else "", place)
@@ -101,7 +103,8 @@ ENDS = {
 
 
 @pytest.mark.parametrize("text", ENDS.values(), ids=ENDS.keys())
-def test_an_end_is_the_end_that_python_gives(way, text, tmp_path):
+def test_exit_like_python(way, text, tmp_path):
+    """An end is the end that Python gives."""
     script(tmp_path, text)
     expected = run([sys.executable, "train.py"], tmp_path)
     files = {path.name: path.read_text() for path in tmp_path.glob("out*")}
@@ -120,7 +123,8 @@ def test_an_end_is_the_end_that_python_gives(way, text, tmp_path):
         "class Odd(Exception): pass\nraise Odd()",
     ],
 )
-def test_an_exception_is_written_down_as_python_prints_it_and_not_printed(way, text, tmp_path):
+def test_exception_recorded_not_printed(way, text, tmp_path):
+    """An exception is recorded as Python prints it and not printed."""
     script(tmp_path, text)
     expected = run([sys.executable, "train.py"], tmp_path).stderr.decode()
     found = run([*way, "script", "train.py"], tmp_path)
@@ -128,13 +132,15 @@ def test_an_exception_is_written_down_as_python_prints_it_and_not_printed(way, t
     assert worker_error(tmp_path)["traceback"] == expected
 
 
-def test_an_exception_is_printed_where_it_cannot_be_written_down(way, tmp_path):
+def test_exception_printed_without_error_file(way, tmp_path):
+    """An exception is printed where it cannot be recorded."""
     script(tmp_path, "raise ValueError('boom')")
     found = run([*way, "script", "train.py"], tmp_path, SLIPSTREAM_INTERNAL_ERROR_FILE=str(tmp_path / "no" / "such"))
     assert b"ValueError: boom" in found.stderr
 
 
-def test_an_excepthook_of_the_user_is_called(way, tmp_path):
+def test_user_excepthook_called(way, tmp_path):
+    """An excepthook of the user is called."""
     script(tmp_path, "import sys\nsys.excepthook = lambda kind, error, traceback: print('hook', kind.__name__)\nraise ValueError('boom')")
     assert run([*way, "script", "train.py"], tmp_path).stdout == b"hook ValueError\n"
 
@@ -148,7 +154,8 @@ def test_an_excepthook_of_the_user_is_called(way, tmp_path):
         ("import sys; sys.exit('a message')", "exit", 1),
     ],
 )
-def test_kinds_of_ends_are_told_apart(way, text, kind, code, tmp_path):
+def test_error_kinds(way, text, kind, code, tmp_path):
+    """Kinds of ends are told apart."""
     script(tmp_path, text)
     assert run([*way, "script", "train.py"], tmp_path).returncode == code
     assert worker_error(tmp_path)["kind"] == kind
@@ -156,12 +163,14 @@ def test_kinds_of_ends_are_told_apart(way, text, kind, code, tmp_path):
         assert worker_error(tmp_path)["traceback"] == ""
 
 
-def test_our_own_variables_do_not_reach_the_script(way, tmp_path):
+def test_internal_variables_removed(way, tmp_path):
+    """Our own variables do not reach the script."""
     script(tmp_path, "import os; print([name for name in os.environ if name.startswith('SLIPSTREAM_INTERNAL')])")
     assert run([*way, "script", "train.py"], tmp_path).stdout == b"[]\n"
 
 
-def test_a_crash_leaves_the_stack_of_the_moment(way, tmp_path):
+def test_crash_writes_stack(way, tmp_path):
+    """A crash leaves the stack of the moment."""
     script(tmp_path, "import os, signal\ndef f():\n    os.kill(os.getpid(), signal.SIGSEGV)\nf()")
     stack = tmp_path / "stack.txt"
     assert run([*way, "script", "train.py"], tmp_path, SLIPSTREAM_INTERNAL_STACK_FILE=str(stack)).returncode == -signal.SIGSEGV
@@ -169,6 +178,7 @@ def test_a_crash_leaves_the_stack_of_the_moment(way, tmp_path):
 
 
 def test_lines_arrive_at_once(way, tmp_path):
+    """Lines arrive at once."""
     script(tmp_path, "import os; print('a line'); os._exit(0)")
     assert run([*way, "script", "train.py"], tmp_path).stdout == b"a line\n"
 
@@ -181,14 +191,16 @@ def test_lines_arrive_whole(way, tmp_path, unbuffered):
     assert found.stdout == b"a line\n"
 
 
-def test_forked_workers_do_not_share_random_states(tmp_path):
+def test_forked_random_states_differ(tmp_path):
+    """Forked workers do not share random states."""
     draw = script(tmp_path, "import random, sys; print(random.random(), sys.modules['numpy'].random.random())")
     program = f"import numpy as np, numpy.random, random; random.seed(1); np.random.seed(1)\n{FORKED}"
     drawn = [run([sys.executable, "-c", program, "script", draw], tmp_path).stdout.split() for _ in range(2)]
     assert len({number for pair in drawn for number in pair}) == 4
 
 
-def test_a_module_that_is_missing_is_a_configuration_error_and_one_that_it_misses_is_not(way, tmp_path):
+def test_missing_module_is_config_error(way, tmp_path):
+    """A module that is missing is a configuration error and one that it misses is not."""
     assert run([*way, "module", "no_such_module_here"], tmp_path).returncode == 2
     script(tmp_path, "import no_such_module_either")
     assert run([*way, "module", "train"], tmp_path).returncode == 1

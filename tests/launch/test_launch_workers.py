@@ -66,28 +66,32 @@ def _become(program: str) -> None:
     os.execv(sys.executable, python(program))
 
 
-def test_exit_codes_and_signals_come_back_as_they_were(workers):
+def test_exit_codes_and_signals(workers):
+    """Exit codes and signals come back as they were."""
     workers.execute(0, python("raise SystemExit(7)"), os.environ)
     workers.execute(1, python("import os; os.kill(os.getpid(), 9)"), os.environ)
     workers.fork(2, lambda: os._exit(5))
     assert all_ends(workers) == {0: 7, 1: -9, 2: 5}
 
 
-def test_of_two_ends_seen_at_once_the_killed_one_comes_first(workers):
+def test_killed_exit_comes_first(workers):
+    """Of two ends seen at once the killed one comes first."""
     workers.execute(0, python(""), os.environ)
     workers.execute(1, python("import os; os.kill(os.getpid(), 9)"), os.environ)
     assert eventually(lambda: all(gone(pid) for pid in workers.pids.values()))
     assert [end.local_rank for end in workers.poll()] == [1, 0]
 
 
-def test_a_forked_child_never_returns_into_our_stack(workers, capfd):
+def test_forked_child_never_returns(workers, capfd):
+    """A forked child never returns into our stack."""
     workers.fork(0, lambda: 1 / 0)
     workers.fork(1, lambda: None)
     assert all_ends(workers) == {0: 1, 1: 1}
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_what_was_printed_before_a_fork_is_printed_once(capfd):
+def test_buffered_output_printed_once(capfd):
+    """What was printed before a fork is printed once."""
     program = """
 import sys
 from slipstream.launch.workers import WorkerProcesses
@@ -99,12 +103,14 @@ workers.wait(30)
     assert subprocess.run(python(program), stdout=subprocess.PIPE, timeout=PATIENT, check=True).stdout == b"before"
 
 
-def test_stop_waits_for_those_who_end_by_themselves(workers):
+def test_stop_waits_for_exit(workers):
+    """Stop waits for those who end by themselves."""
     sleeper(workers, 0, after="time.sleep(0.2); os._exit(3)")
     assert [end.exit_code for end in workers.stop(grace=PATIENT)] == [3]
 
 
-def test_stop_ends_a_child_that_ignores_the_signal_and_one_that_is_stopped(workers):
+def test_stop_ignored_or_stopped_child(workers):
+    """Stop ends a child that ignores the signal and one that is stopped."""
     sleeper(workers, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     sleeper(workers, 1)
     os.kill(workers.pids[1], signal.SIGSTOP)
@@ -114,19 +120,22 @@ def test_stop_ends_a_child_that_ignores_the_signal_and_one_that_is_stopped(worke
     assert not workers.running
 
 
-def test_stop_reaches_what_a_child_has_started(workers, tmp_path):
+def test_stop_reaches_grandchildren(workers, tmp_path):
+    """Stop reaches what a child has started."""
     note = tmp_path / "pid"
     sleeper(workers, 0, f"p = subprocess.Popen(['sleep', '60']); open({str(note)!r}, 'w').write(str(p.pid))")
     workers.stop()
     assert eventually(lambda: gone(int(note.read_text())))
 
 
-def test_a_hurry_ends_patience(workers):
+def test_hurry_kills_at_once(workers):
+    """When hurry returns True, the wait for the children ends."""
     sleeper(workers, 0, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     assert [end.exit_code for end in workers.stop(grace=0, patience=PATIENT * 10, hurry=lambda: True)] == [-signal.SIGKILL]
 
 
-def test_children_die_with_their_parent(tmp_path):
+def test_children_die_with_parent(tmp_path):
+    """Children die with their parent."""
     note = tmp_path / "pids"
     program = f"""
 import os, sys, time
@@ -148,7 +157,8 @@ time.sleep(60)
     assert eventually(lambda: all(gone(int(pid)) for pid in note.read_text().split()))
 
 
-def test_orphans_of_children_are_found_and_ended():
+def test_orphans_found_and_ended():
+    """Orphans of children are found and ended."""
     program = """
 import os, subprocess, sys
 from slipstream.launch.workers import WorkerProcesses, become_subreaper, terminate_descendants
@@ -166,12 +176,14 @@ print(terminate_descendants())
     assert gone(int(pid))
 
 
-def test_no_descendants_is_no_work():
+def test_no_descendants_no_work():
+    """No descendants is no work."""
     program = "import sys; from slipstream.launch.workers import terminate_descendants as end; print(end(), 'psutil' in sys.modules)"
     assert subprocess.run(python(program), capture_output=True, timeout=PATIENT, check=True).stdout == b"[] False\n"
 
 
-def test_a_signal_is_noted_and_wakes_but_does_not_interrupt():
+def test_signal_recorded_and_wakes():
+    """A signal is noted and wakes but does not interrupt."""
     with capture_signals() as requests:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
@@ -184,7 +196,8 @@ def test_a_signal_is_noted_and_wakes_but_does_not_interrupt():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_hangup_stays_ignored_where_it_was_ignored():
+def test_ignored_hangup_stays_ignored():
+    """A hangup stays ignored where it was ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with capture_signals() as requests:
@@ -194,7 +207,8 @@ def test_a_hangup_stays_ignored_where_it_was_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_system_tells_of_open_files_and_memory_kills():
+def test_open_descriptors_and_oom_counts():
+    """The system reports open files and memory kills."""
     before = open_descriptors()
     with open(os.devnull) as file:
         assert open_descriptors() - before == {file.fileno()}

@@ -26,18 +26,21 @@ def three(tmp_path: Path) -> list[WarningDedup]:
     return [WarningDedup(WorkerOutput(claims=str(tmp_path)), rank, 3, {}) for rank in range(3)]
 
 
-def test_the_first_to_claim_is_heard_also_when_it_says_it_again(three):
+def test_first_claim_prints_repeatedly(three):
+    """The first process to claim a warning prints it, also when it repeats it."""
     assert [three[rank].is_first("a") for rank in (1, 0, 2, 1, 0)] == [True, False, False, True, False]
     assert three[0].is_first("b")
 
 
-def test_without_a_folder_everybody_is_heard(three, tmp_path):
+def test_without_folder_all_print(three, tmp_path):
+    """Without a folder for claims every process prints."""
     for dedup in (WarningDedup(WorkerOutput(claims=str(tmp_path / "gone")), 1, 2, {}), WarningDedup(WorkerOutput(), 1, 2, {})):
         three[0].is_first("a")
         assert dedup.is_first("a")
 
 
-def test_a_process_with_very_many_different_warnings_is_heard_with_all_of_them(three, monkeypatch):
+def test_many_different_warnings_all_print(three, monkeypatch):
+    """A process with very many different warnings prints all of them."""
     monkeypatch.setattr("slipstream.launch.warning_dedup._MAX_CLAIMS", 2)
     for text in "abc":
         three[0].is_first(text)
@@ -53,7 +56,8 @@ def heard(dedup: WarningDedup, record: logging.LogRecord) -> str | None:
     return record.getMessage() if dedup.is_printed(record, handler) else None
 
 
-def test_a_warning_of_a_library_is_heard_once_with_its_rank(three):
+def test_library_warning_printed_once(three):
+    """A warning of a library is printed once, with its rank."""
     assert [heard(three[rank], logged()) for rank in (2, 0, 1)] == ["[RANK 2] careful 1", None, None]
     assert [heard(three[rank], logged(args=(rank,))) for rank in (2, 0)] == ["[RANK 2] careful 2", "careful 0"]
 
@@ -69,11 +73,13 @@ def test_a_warning_of_a_library_is_heard_once_with_its_rank(three):
     ],
     ids=["an error", "information", "the user's own code", "with a traceback", "of every process on purpose"],
 )
-def test_what_is_never_dropped(three, record):
+def test_never_dropped(three, record):
+    """What is never dropped."""
     assert [heard(dedup, record()) for dedup in three] == [record().getMessage()] * 3
 
 
-def test_a_record_whose_arguments_do_not_fit_does_no_harm(three):
+def test_record_with_wrong_arguments(three):
+    """A record whose arguments do not fit does no harm."""
     assert three[0].is_printed(logged(args=("x", "y")), logging.StreamHandler(io.StringIO()))
 
 
@@ -98,7 +104,8 @@ for rank in range(2):
         ([], ["always", "x"], 1),
     ],
 )
-def test_warnings_are_left_alone_where_somebody_wants_all_of_them(tmp_path, flags, filters, count):
+def test_user_wants_all_warnings(tmp_path, flags, filters, count):
+    """Warnings are left alone if the user wants all of them."""
     done = subprocess.run(
         [sys.executable, *flags, "-c", SHOW, str(tmp_path), *filters], capture_output=True, text=True, timeout=60, check=True
     )
@@ -124,7 +131,8 @@ print(told)
 """
 
 
-def test_warnings_that_are_shown_are_told_once():
+def test_printed_warnings_notified_once():
+    """Warnings that are shown are reported once."""
     done = subprocess.run([sys.executable, "-c", HEARD], capture_output=True, text=True, timeout=60, check=True)
     told = [("py.warnings", "UserWarning: careful"), ("other", "lost 1"), ("other", "twice")]
     assert done.stdout.startswith(repr(told)[:-1] + ", ('ours', \"bad %d ('x',) (these do not fit"), done.stdout + done.stderr
@@ -148,7 +156,8 @@ sys.stderr.write("\\r 99%")
 """
 
 
-def test_what_python_prints_is_json_on_lines_of_its_own():
+def test_python_messages_as_json():
+    """What Python prints is JSON on lines of its own."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stderr.split("\n")
     found = [json.loads(line) for line in lines if line.startswith("{")]
@@ -165,7 +174,8 @@ def test_what_python_prints_is_json_on_lines_of_its_own():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.sampled_from(["a", "b", ""]), min_size=1, max_size=3), st.booleans()), max_size=8))
-def test_hidden_texts_are_in_the_file_and_not_on_the_terminal(tmp_path_factory, texts):
+def test_hidden_lines_not_on_terminal(tmp_path_factory, texts):
+    """Hidden texts are in the file and not on the terminal."""
     folder = tmp_path_factory.mktemp("hidden")
     source, hidden, terminal = folder / "source", folder / "hidden.2", folder / "terminal"
     source.touch()
@@ -194,7 +204,8 @@ def test_hidden_texts_are_in_the_file_and_not_on_the_terminal(tmp_path_factory, 
     assert len(source.read_text().splitlines()) == sum(len(lines) for _, lines, _ in texts)
 
 
-def test_lines_of_json_get_no_prefix(tmp_path, capfd):
+def test_json_lines_without_prefix(tmp_path, capfd):
+    """Lines of JSON get no prefix."""
     (tmp_path / "log").write_text('{"rank": 1}\nplain\n')
     for json_lines in (True, False):
         tee = Tee()
@@ -217,7 +228,8 @@ def test_lines_of_json_get_no_prefix(tmp_path, capfd):
         (False, {0: 3, 1: 0}, (), [3, 0], [True, True], []),
     ],
 )
-def test_with_a_folder_every_rank_has_files_and_without_one_nothing_is_lost(tmp_path, log_dir, tee, direct, files, shown, not_shown):
+def test_files_by_rank_and_tee(tmp_path, log_dir, tee, direct, files, shown, not_shown):
+    """With a folder every rank has files and without one nothing is lost."""
     folder = LogFolder(str(tmp_path) if log_dir else None, "run", tee, direct)
     files_of = [folder.worker_files(0, 10 + local, local) for local in range(2)]
     assert [worker.files for worker in files_of] == files
@@ -230,7 +242,8 @@ def test_with_a_folder_every_rank_has_files_and_without_one_nothing_is_lost(tmp_
     assert folder.path.exists() == log_dir
 
 
-def test_json_of_one_process_needs_the_launcher():
+def test_json_needs_launcher():
+    """JSON of one process needs the launcher."""
     methods = {}
     for form in ("text", "json"):
         config = resolve(flags={"cpu": True, "log_format": form}, environ={})
@@ -238,7 +251,8 @@ def test_json_of_one_process_needs_the_launcher():
     assert methods == {"text": "exec", "json": "fork"}
 
 
-def test_a_traceback_of_the_launcher_is_the_exception_of_its_record():
+def test_launcher_traceback_in_record():
+    """A traceback of the launcher is the exception of its record."""
     found = json.loads(as_json_line("slipstream: rank 1 failed", logging.ERROR, 1, 2, "Traceback\nValueError: bad"))
     assert (found["rank"], found["world"], found["level"], found["file"]) == (1, 2, "ERROR", None)
     assert (found["message"], found["exception"]) == ("rank 1 failed", "Traceback\nValueError: bad")

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.launched
 TWO = resolve(flags={"cpu": True, "num_processes": 2}, environ={})
 
 
-def test_a_closure_runs_on_every_rank_and_its_output_comes_back(tmp_path):
+def test_closure_on_every_rank(tmp_path):
+    """A closure runs on every rank and its output comes back."""
     factor = 21
 
     def work(note, number):
@@ -38,7 +39,8 @@ def test_a_closure_runs_on_every_rank_and_its_output_comes_back(tmp_path):
     assert os.getpid() not in parents
 
 
-def test_a_failure_raises_with_the_users_frames_and_its_exit_code():
+def test_failure_with_user_frames():
+    """A failure raises with the user's frames and its exit code."""
     def work():
         import os
 
@@ -53,7 +55,8 @@ def test_a_failure_raises_with_the_users_frames_and_its_exit_code():
     assert "launch/worker.py" not in str(failed.value)
 
 
-def test_several_machines_are_refused():
+def test_several_machines_refused():
+    """Several machines are refused."""
     config = resolve(flags={"num_machines": 2, "main_process_ip": "a"}, environ={})
     with pytest.raises(ConfigError, match="one machine"):
         launch_function(print, config=config)

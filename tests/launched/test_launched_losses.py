@@ -65,7 +65,8 @@ def kept(path: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("way", "lost"), [("map", 2), ("loop", 0)])
-def test_the_others_finish_what_a_killed_worker_leaves(command, script, tmp_path, way, lost):
+def test_others_finish_items_of_killed(command, script, tmp_path, way, lost):
+    """The others finish what a killed worker leaves."""
     running = command("--cpu", "--num_processes", "4", script(WORK), way, "", "")
     pids = running.pids(4)
     assert eventually(lambda: len(worked(tmp_path, by=lost)) > 4)
@@ -83,7 +84,8 @@ def test_the_others_finish_what_a_killed_worker_leaves(command, script, tmp_path
     assert {by for _, by in entry} == set(range(4)), "and what the lost one had finished counts"
 
 
-def test_with_restarts_all_come_back_and_nothing_finished_is_done_again(command, script, tmp_path):
+def test_restart_repeats_no_finished_item(command, script, tmp_path):
+    """With restarts all come back and nothing finished is done again."""
     path = tmp_path / "results.jsonl"
     running = command("--cpu", "--num_processes", "4", "--max_restarts", "1", script(WORK), "map", str(path), "meet")
     pids = running.pids(4)
@@ -96,7 +98,8 @@ def test_with_restarts_all_come_back_and_nothing_finished_is_done_again(command,
     assert [results(tmp_path, 1)[rank] for rank in range(4)] == [kept(path)] * 4
 
 
-def test_where_nobody_is_left_the_next_attempt_goes_on(launch, script, tmp_path):
+def test_next_attempt_when_nobody_left(launch, script, tmp_path):
+    """Where nobody is left the next attempt continues."""
     path = tmp_path / "results.jsonl"
     dying = script(WORK.replace("time.sleep(0.02)", "time.sleep(0.02); attempt == '0' and number >= 30 and os.kill(os.getpid(), 9)"))
     finished = launch("--cpu", "--num_processes", "2", "--max_restarts", "1", dying, "map", str(path), "")
@@ -105,7 +108,8 @@ def test_where_nobody_is_left_the_next_attempt_goes_on(launch, script, tmp_path)
     assert [number for number, _ in kept(path)] == list(range(COUNT))
 
 
-def test_a_run_that_was_killed_altogether_goes_on_at_another_number_of_processes(command, script, launch, tmp_path):
+def test_killed_run_resumes_other_size(command, script, launch, tmp_path):
+    """A run that was killed resumes with another number of processes."""
     path = tmp_path / "results.jsonl"
     running = command("--cpu", "--num_processes", "3", script(WORK), "loop", str(path), "")
     pids = running.pids(3)
@@ -122,7 +126,8 @@ def test_a_run_that_was_killed_altogether_goes_on_at_another_number_of_processes
     assert [number for number, _ in kept(path)] == list(range(COUNT))
 
 
-def test_a_worker_that_fails_by_itself_still_ends_all(command, script, tmp_path):
+def test_own_failure_ends_all(command, script, tmp_path):
+    """A worker that fails by itself still ends all."""
     train = script(WORK.replace("time.sleep(0.02)", "time.sleep(0.02); assert number != 50"))
     finished = command("--cpu", "--num_processes", "2", train, "map", "", "").finish()
     assert finished.code == 1
@@ -132,7 +137,8 @@ def test_a_worker_that_fails_by_itself_still_ends_all(command, script, tmp_path)
     assert results(tmp_path) == {}
 
 
-def test_leaving_with_exit_code_0_in_the_middle_is_a_failure(command, script, tmp_path):
+def test_exit_zero_with_items_fails(command, script, tmp_path):
+    """Leaving with exit code 0 in the middle is a failure."""
     train = script(WORK.replace("time.sleep(0.02)", "time.sleep(0.02); number > 20 and os._exit(0)"))
     finished = command("--cpu", "--num_processes", "2", train, "map", "", "").finish()
     assert finished.code == 1
@@ -140,7 +146,8 @@ def test_leaving_with_exit_code_0_in_the_middle_is_a_failure(command, script, tm
     assert results(tmp_path) == {}
 
 
-def test_who_fails_before_the_work_begins_is_the_cause_in_the_summary(command, script, tmp_path):
+def test_failure_before_work_is_cause(command, script, tmp_path):
+    """Who fails before the work begins is the cause in the summary."""
     train = script(WORK.replace("range(120), checkpoint", "range(120), key=lambda number: 1 // (rank == 0), checkpoint"))
     finished = command("--cpu", "--num_processes", "2", train, "map", "", "").finish()
     assert finished.code == 1
@@ -148,7 +155,8 @@ def test_who_fails_before_the_work_begins_is_the_cause_in_the_summary(command, s
     assert "slipstream: rank 1 of 2" in finished.err
 
 
-def test_the_processes_of_another_machine_go_on_too(command, script, tmp_path):
+def test_other_machine_continues(command, script, tmp_path):
+    """The processes of another machine continue too."""
     path = tmp_path / "results.jsonl"
     words = ("--cpu", "--num_machines", "2", "--num_processes", "4", "--main_process_ip", "127.0.0.1")
     words += ("--main_process_port", free_port())
@@ -164,7 +172,8 @@ def test_the_processes_of_another_machine_go_on_too(command, script, tmp_path):
     assert list(results(tmp_path).values()) == [kept(path)] * 3
 
 
-def test_an_item_that_ends_every_process_does_not_take_all_of_them(command, script, tmp_path):
+def test_poison_item_spares_some(command, script, tmp_path):
+    """An item that ends every process does not end all of them."""
     path = tmp_path / "results.jsonl"
     deadly = script(WORK.replace("time.sleep(0.02)", "time.sleep(0.02); number == 50 and os.kill(os.getpid(), 9)"))
     finished = command("--cpu", "--num_processes", "4", deadly, "map", str(path), "").finish()

@@ -27,7 +27,8 @@ state.wait_for_everyone()
 """
 
 
-def test_the_rank_is_told_with_what_was_alive(launch, script, tmp_path):
+def test_oom_rank_with_live_tensors(launch, script, tmp_path):
+    """The rank that ran out of memory is named, with the tensors that were alive."""
     folder = tmp_path / "kept"
     finished = launch("--cpu", "--num_processes", "2", script(SCRIPT), str(folder))
     assert finished.code == 1, finished.err

@@ -58,7 +58,8 @@ def counts(text: str, *words: str) -> dict[str, int]:
 SAID = ("from all", "library of all", "error of all", "own code of all", "from one", "library of one", "UserWarning: always")
 
 
-def test_what_all_ranks_warn_of_is_shown_once_and_what_one_warns_of_with_its_rank(launch, warn):
+def test_shared_warnings_shown_once(launch, warn):
+    """A warning of all ranks is shown once; a warning of one rank is shown with its rank."""
     finished = launch(*TWO, warn("warnings.showwarning = lambda *_: print('mine', file=sys.stderr)\nwarnings.warn('x')"))
     assert finished.code == 0, finished
     assert list(counts(finished.err, *SAID, "mine").values()) == [1, 2, 2, 2, 1, 1, 2, 2], finished.err
@@ -81,7 +82,8 @@ if rank == "1":
 """
 
 
-def test_json_lines_stay_whole_and_the_cause_comes_last_and_once(launch, warn, tmp_path):
+def test_json_lines_whole_cause_last(launch, warn, tmp_path):
+    """JSON lines stay whole and the cause comes last and once."""
     finished = launch(*TWO, "--log_format", "json", "--log_dir", "logs", warn(FAIL), MY_API_KEY="topsecret123")
     assert finished.code == 1, finished
     records = [json.loads(line) for line in finished.err.splitlines()]
@@ -103,7 +105,8 @@ def test_json_lines_stay_whole_and_the_cause_comes_last_and_once(launch, warn, t
     assert records[-1]["message"].endswith(f"Its output: {folder / '1' / 'stderr.log'}")
 
 
-def test_a_rank_that_the_terminal_does_not_show_has_its_files_and_the_launcher_says_so(launch, warn, tmp_path):
+def test_hidden_rank_output_in_files(launch, warn, tmp_path):
+    """A rank that the terminal does not show has its files and the launcher says so."""
     finished = launch(*TWO, "--log_dir", "logs", "--tee", "0:3", "--all_warnings", "--start_method", "spawn", warn())
     assert finished.code == 0, finished
     note, *rest = finished.err.splitlines()
@@ -131,7 +134,7 @@ rows.undefined()
 """
 
 
-def test_the_error_stands_last(launch, script):
+def test_error_stands_last(launch, script):
     """Of a script with a mistake and unseeded data: one line of warning that names the loop, then the error."""
     done = launch(*TWO, script(MISTAKEN))
     lines = done.err.strip().splitlines()

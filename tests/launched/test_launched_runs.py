@@ -35,7 +35,8 @@ def told(folder: Path):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_as_many_ranks_as_asked_for_with_their_arguments_byte_for_byte(launch, script, tmp_path, method):
+def test_ranks_and_arguments_unchanged(launch, script, tmp_path, method):
+    """As many ranks as asked for with their arguments byte for byte."""
     train = script(REPORT)
     finished = launch("--cpu", "--num-processes", "2", "--start_method", method, train, *NASTY)
     assert (finished.code, finished.err) == (0, "")
@@ -61,7 +62,8 @@ def test_as_many_ranks_as_asked_for_with_their_arguments_byte_for_byte(launch, s
     assert len({rank["run"] for rank in ranks}) == 1
 
 
-def test_one_process_takes_the_launchers_place(command, script):
+def test_single_process_exec(command, script):
+    """One process takes the launcher's place."""
     running = command("--cpu", script("import os, sys; print(os.getpid(), os.environ['SLIPSTREAM_CONFIG'], sys.argv[1:])"), *NASTY)
     finished = running.finish()
     assert finished.code == 0
@@ -71,7 +73,8 @@ def test_one_process_takes_the_launchers_place(command, script):
     assert finished.out.endswith(f"{NASTY}\n")
 
 
-def test_a_module_and_its_output_in_files_and_on_the_terminal(launch, script, tmp_path):
+def test_module_output_files_and_terminal(launch, script, tmp_path):
+    """A module and its output in files and on the terminal."""
     script("import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)", "mod.py")
     finished = launch("--cpu", "--num_processes", "2", "--log_dir", "logs", "--role", "trainer", "-m", "mod")
     assert finished.code == 0
@@ -81,7 +84,8 @@ def test_a_module_and_its_output_in_files_and_on_the_terminal(launch, script, tm
     assert logs == {f"attempt_0/{rank}/std{name}.log": f"{name} {rank}\n" for rank in (0, 1) for name in ("out", "err")}
 
 
-def test_a_program_of_its_own(launch):
+def test_program_without_python(launch):
+    """A program of its own."""
     program = 'echo "$RANK of $WORLD_SIZE: $1"; exit $((RANK * 5))'
     finished = launch("--cpu", "--num_processes", "2", "--no_python", "sh", "-c", program, "sh", "a b")
     assert sorted(finished.out.splitlines()) == ["0 of 2: a b", "1 of 2: a b"]
@@ -90,13 +94,15 @@ def test_a_program_of_its_own(launch):
 
 
 def test_show_starts_nothing(launch, script, tmp_path):
+    """Show starts nothing."""
     finished = launch("--show", "--cpu", "--num_processes", "2", script("open('started', 'w')"))
     assert finished.code == 0
     assert "fork: safe here" in finished.out
     assert not (tmp_path / "started").exists()
 
 
-def test_four_launches_at_once_all_succeed(command, script):
+def test_four_launches_at_once(command, script):
+    """Four launches at once all succeed."""
     train = script("import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('met')")
     launches = [command("--cpu", "--num_processes", "2", train) for _ in range(4)]
     finished = [launch.finish() for launch in launches]
@@ -129,7 +135,8 @@ def listeners(pids: set[int]) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables")
-def test_nothing_of_a_job_on_one_machine_listens_off_the_loopback_interface(command, script, tmp_path):
+def test_listens_on_loopback_only(command, script, tmp_path):
+    """Nothing of a job on one machine listens off the loopback interface."""
     running = command("--cpu", "--num_processes", "2", script(HOLD))
     pids = {running.process.pid, *running.pids().values()}
     found = listeners(pids)
@@ -143,7 +150,7 @@ def opened(pid: int) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables")
-def test_a_worker_has_no_file_of_the_launcher_open(command, script, tmp_path):
+def test_worker_inherits_no_launcher_file(command, script, tmp_path):
     """Neither its sockets nor its pipes: a worker that outlived the launcher would keep them alive."""
     running = command("--cpu", "--num_processes", "2", script(HOLD.replace("dist.", "0 and dist.")))
     workers = [opened(pid) for pid in running.pids().values()]
@@ -164,13 +171,15 @@ dist.destroy_process_group()
 """
 
 
-def test_unseeded_ranks_draw_different_numbers(launch, script):
+def test_unseeded_ranks_differ(launch, script):
+    """Unseeded ranks draw different numbers."""
     finished = launch("--cpu", "--num_processes", "2", script(DRAW))
     draws = [line.rpartition(" ")[2] for line in finished.out.splitlines()]
     assert len(set(draws)) == 2, finished
 
 
-def test_one_process_overrules_what_is_left_of_another_job(launch, script):
+def test_single_process_overrides_leftovers(launch, script):
+    """One process overrides what is left of another job."""
     left = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     finished = launch("--cpu", "--num_processes", "1", script(DRAW), **left)
     assert finished.out.startswith("rank 0 of 1 drew"), finished

@@ -33,7 +33,8 @@ def session(pytester):
     return run
 
 
-def test_a_clean_test_passes(session):
+def test_clean_test_passes(session):
+    """A clean test passes."""
     session(
         """
         import os, subprocess, sys, threading
@@ -47,7 +48,8 @@ def test_a_clean_test_passes(session):
     ).assert_outcomes(passed=1)
 
 
-def test_something_about_to_end_is_given_a_moment(session):
+def test_ending_thread_gets_moment(session):
+    """Something about to end is given a moment."""
     session(
         """
         import threading, time
@@ -58,7 +60,8 @@ def test_something_about_to_end_is_given_a_moment(session):
     ).assert_outcomes(passed=1)
 
 
-def test_a_thread_is_named(session):
+def test_thread_named(session):
+    """A thread is named."""
     threading.let_go = threading.Event()
     try:
         result = session(
@@ -84,7 +87,8 @@ def test_a_thread_is_named(session):
         ("del os.environ['LANG']", "LANG (removed)"),
     ],
 )
-def test_a_variable_is_named_without_its_value_and_put_back(session, monkeypatch, statement, change):
+def test_variable_named_and_restored(session, monkeypatch, statement, change):
+    """A variable is named without its value and put back."""
     monkeypatch.setenv("LANG", "C.UTF-8")
     result = session(
         f"""
@@ -104,7 +108,8 @@ def test_a_variable_is_named_without_its_value_and_put_back(session, monkeypatch
     assert "secret" not in "".join(line for line in result.outlines if "left behind" in line or "variable" in line)
 
 
-def test_a_child_process_is_named_and_ended(session):
+def test_child_named_and_ended(session):
+    """A child process is named and ended."""
     result = session(
         """
         import os, sys
@@ -120,7 +125,8 @@ def test_a_child_process_is_named_and_ended(session):
     assert not psutil.pid_exists(pid)
 
 
-def test_a_process_group_is_named_and_closed(session):
+def test_group_named_and_closed(session):
+    """A process group is named and closed."""
     result = session(
         """
         import torch.distributed as dist
@@ -136,7 +142,8 @@ def test_a_process_group_is_named_and_closed(session):
     result.stdout.fnmatch_lines(["  torch.distributed process group*"])
 
 
-def test_the_pools_of_the_session_are_no_leak(session):
+def test_session_pools_no_leak(session):
+    """The pools of the session are no leak."""
     session(
         """
         def test_runs(ranks):
@@ -145,7 +152,8 @@ def test_the_pools_of_the_session_are_no_leak(session):
     ).assert_outcomes(passed=1)
 
 
-def test_variables_that_torch_sets_for_its_compiler_are_no_leak_and_stay(session, monkeypatch):
+def test_compiler_variables_no_leak(session, monkeypatch):
+    """Variables that torch sets for its compiler are no leak and stay."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
     session(
         """
@@ -164,7 +172,8 @@ def test_variables_that_torch_sets_for_its_compiler_are_no_leak_and_stay(session
     ).assert_outcomes(passed=3, errors=1)
 
 
-def test_a_model_in_torch_ddp_leaves_nothing_behind_in_a_rank(ranks):
+def test_ddp_leaves_nothing(ranks):
+    """A model in torch DDP leaves nothing behind in a rank."""
     def run():
         state = PartialState()
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))

@@ -33,16 +33,19 @@ def total() -> float:
     return tensor.item()
 
 
-def test_results_come_back_by_rank(ranks):
+def test_results_by_rank(ranks):
+    """Results come back by rank."""
     assert ranks(3).run(rank) == [0, 1, 2]
 
 
-def test_closures_and_arguments_travel(ranks):
+def test_closures_and_arguments(ranks):
+    """Closures and arguments travel."""
     offset = 10
     assert ranks(2).run(lambda scale, *, shift: offset + scale * rank() + shift, 5, shift=0.5) == [10.5, 15.5]
 
 
-def test_tensors_and_own_classes_come_back(ranks):
+def test_tensors_and_classes_return(ranks):
+    """Tensors and own classes come back."""
     @dataclasses.dataclass
     class Pair:
         name: str
@@ -53,16 +56,19 @@ def test_tensors_and_own_classes_come_back(ranks):
     assert (first.name, second.value.tolist()) == ("rank 0", [1, 1])
 
 
-def test_collectives_run_and_again_in_the_next_run(ranks):
+def test_collectives_in_each_run(ranks):
+    """Collectives run and again in the next run."""
     assert [ranks(2).run(total) for _ in range(3)] == [[3.0, 3.0]] * 3
 
 
-def test_the_group_of_one_run_is_closed_before_the_next(ranks):
+def test_group_closed_between_runs(ranks):
+    """The group of one run is closed before the next."""
     ranks(2).run(total)
     assert ranks(2).run(dist.is_initialized) == [False, False]
 
 
-def test_every_run_starts_from_the_same_variables_folder_and_seeds(ranks):
+def test_runs_start_equal(ranks):
+    """Every run starts from the same variables folder and seeds."""
     def disturb():
         os.environ["LEFT_OVER"] = "1"
         del os.environ["RANK"]
@@ -80,23 +86,27 @@ def test_every_run_starts_from_the_same_variables_folder_and_seeds(ranks):
     assert ranks(2).run(look) == before
 
 
-def test_a_run_can_be_given_variables(ranks):
+def test_run_with_variables(ranks):
+    """A run can be given variables."""
     assert ranks(2).run(lambda: os.environ["EXTRA"], environ={"EXTRA": "yes"}) == ["yes", "yes"]
     assert ranks(2).run(lambda: "EXTRA" in os.environ) == [False, False]
 
 
-def test_a_rank_is_told_who_it_is_as_under_the_elastic_agent(ranks):
+def test_rank_environment(ranks):
+    """A rank is reported who it is as under the elastic agent."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS")
     assert ranks(2).run(lambda: [os.environ[name] for name in names]) == [[r, r, "2", "2", "127.0.0.1", "True", "1"] for r in "01"]
 
 
-def test_attempts_differ_between_runs(ranks):
+def test_attempts_differ(ranks):
+    """Attempts differ between runs."""
     first, second = (ranks(2).run(lambda: int(os.environ["TORCHELASTIC_RESTART_COUNT"])) for _ in range(2))
     assert len(set(first)) == len(set(second)) == 1
     assert second[0] > first[0]
 
 
-def test_the_first_failure_is_shown_with_its_traceback_and_all_are_listed(ranks):
+def test_first_failure_with_traceback(ranks):
+    """The first failure is shown with its traceback and all are listed."""
     def uneven():
         if rank() == 0:
             time.sleep(0.2)
@@ -113,13 +123,15 @@ def test_the_first_failure_is_shown_with_its_traceback_and_all_are_listed(ranks)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_outcomes_collect_what_run_would_raise(ranks):
+def test_outcomes_collect_failures(ranks):
+    """Outcomes collect what run would raise."""
     good, bad = ranks(2).outcomes(lambda: 1 // (1 - rank()))
     assert (good.value, good.failed) == (1, False)
     assert isinstance(bad.error, ZeroDivisionError)
 
 
-def test_an_exception_that_cannot_travel_is_still_named(ranks):
+def test_unpicklable_exception_named(ranks):
+    """An exception that cannot travel is still named."""
     class Odd(Exception):
         def __init__(self, a, b):
             super().__init__(f"{a}{b}")
@@ -130,12 +142,14 @@ def test_an_exception_that_cannot_travel_is_still_named(ranks):
     assert "Odd: nope" in str(ranks(2).outcomes(fail)[0].error)
 
 
-def test_a_value_that_cannot_travel_is_explained(ranks):
+def test_unpicklable_value_explained(ranks):
+    """A value that cannot travel is explained."""
     with pytest.raises(RankFailure, match=r"returned lock, which cannot travel .*return plain data or tensors"):
         ranks(2).run(threading.Lock)
 
 
-def test_asserts_are_explained_as_pytest_does(ranks):
+def test_asserts_explained(ranks):
+    """Asserts are explained as pytest does."""
     def check():
         values = [1, 2, 3]
         assert sum(values) == 7
@@ -144,13 +158,15 @@ def test_asserts_are_explained_as_pytest_does(ranks):
         ranks(2).run(check)
 
 
-def test_system_exit_is_an_outcome_and_not_the_end_of_the_rank(ranks):
+def test_system_exit_is_outcome(ranks):
+    """System exit is an outcome and not the end of the rank."""
     pids = ranks(2).pids
     assert [outcome.error.code for outcome in ranks(2).outcomes(sys.exit, 3)] == [3, 3]
     assert ranks(2).pids == pids
 
 
-def test_output_is_kept_in_order_and_printed_by_rank(ranks, capsys):
+def test_output_by_rank_in_order(ranks, capsys):
+    """Output is kept in order and printed by rank."""
     def talk():
         print("one")
         print("two", file=sys.stderr)
@@ -160,7 +176,8 @@ def test_output_is_kept_in_order_and_printed_by_rank(ranks, capsys):
     assert "[rank 1] two" in capsys.readouterr().out
 
 
-def test_a_killed_rank_is_named_with_its_signal_and_the_pool_is_whole_again(ranks):
+def test_killed_rank_named_and_replaced(ranks):
+    """A killed rank is named with its signal and the pool is whole again."""
     def die():
         dist.init_process_group("gloo")
         if rank() == 1:
@@ -173,12 +190,14 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_pool_is_whole_again(rank
     assert ranks(2).run(total) == [3.0, 3.0]
 
 
-def test_run_reports_a_death_first(ranks):
+def test_death_reported_first(ranks):
+    """Run reports a death first."""
     with pytest.raises(RankFailure, match=r"rank 1 failed first:\nrank 1 .* ended with exit code 7"):
         ranks(2).run(lambda: os._exit(7) if rank() else 1 / 0)
 
 
-def test_the_notice_of_a_dead_rank_reaches_the_survivors_store(ranks):
+def test_exit_notice_of_dead_rank(ranks):
+    """The notice of a dead rank reaches the survivors' store."""
     def survive():
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -191,7 +210,8 @@ def test_the_notice_of_a_dead_rank_reaches_the_survivors_store(ranks):
     assert (notice.rank, notice.signal_name) == (1, "SIGTERM")
 
 
-def test_the_notice_of_a_failed_rank_gives_the_exception(ranks):
+def test_exit_notice_of_failed_rank(ranks):
+    """The notice of a failed rank gives the exception."""
     def survive():
         if rank() == 1:
             raise ValueError("wrong input")
@@ -202,7 +222,8 @@ def test_the_notice_of_a_failed_rank_gives_the_exception(ranks):
     assert "ValueError: wrong input" in ranks(2).outcomes(survive)[0].value
 
 
-def test_a_stuck_rank_is_reported_with_its_stack_and_replaced(ranks):
+def test_stuck_rank_stack_and_replaced(ranks):
+    """A stuck rank is reported with its stack and replaced."""
     def stay():
         if rank() == 1:
             print("before")
@@ -217,13 +238,15 @@ def test_a_stuck_rank_is_reported_with_its_stack_and_replaced(ranks):
     assert ranks(2).run(rank) == [0, 1]
 
 
-def test_a_stopped_rank_is_replaced_too(ranks):
+def test_stopped_rank_replaced(ranks):
+    """A stopped rank is replaced too."""
     stuck = ranks(2).outcomes(lambda: os.kill(os.getpid(), signal.SIGSTOP), timeout=0.5)
     assert [outcome.stuck for outcome in stuck] == [True, True]
     assert ranks(2).run(rank) == [0, 1]
 
 
-def test_a_rank_that_ends_between_two_runs_is_replaced_without_blame(ranks):
+def test_rank_ended_between_runs(ranks):
+    """A rank that ends between two runs is replaced without blame."""
     victim = ranks(2).pids[1]
     os.kill(victim, signal.SIGKILL)
     while psutil.pid_exists(victim):
@@ -232,7 +255,8 @@ def test_a_rank_that_ends_between_two_runs_is_replaced_without_blame(ranks):
     assert ranks(2).pids[1] != victim
 
 
-def test_a_thread_left_in_a_rank_fails_the_run_by_name(ranks):
+def test_left_thread_fails_run(ranks):
+    """A thread left in a rank fails the run by name."""
     def leave():
         threading.Thread(target=time.sleep, args=(60,), name="forgotten", daemon=True).start()
 
@@ -240,7 +264,8 @@ def test_a_thread_left_in_a_rank_fails_the_run_by_name(ranks):
         ranks(2).run(leave)
 
 
-def test_a_child_left_by_a_rank_fails_the_run(ranks):
+def test_left_child_fails_run(ranks):
+    """A child left by a rank fails the run."""
     def leave():
         leave.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
@@ -248,7 +273,8 @@ def test_a_child_left_by_a_rank_fails_the_run(ranks):
         ranks(1).run(leave)
 
 
-def test_an_interrupted_run_does_not_confuse_the_next(ranks):
+def test_interrupted_run_then_next(ranks):
+    """An interrupted run does not confuse the next."""
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -263,7 +289,8 @@ def test_an_interrupted_run_does_not_confuse_the_next(ranks):
     assert ranks(1).run(rank) == [0]
 
 
-def test_nothing_listens_off_the_loopback_interface(ranks):
+def test_listens_on_loopback_only(ranks):
+    """Nothing listens off the loopback interface."""
     def listeners():
         total()
         processes = [psutil.Process(), psutil.Process().parent()]
@@ -274,7 +301,8 @@ def test_nothing_listens_off_the_loopback_interface(ranks):
     assert ranks(2).run(listeners) == [{"127.0.0.1"}] * 2
 
 
-def test_no_process_is_left_when_the_test_process_is_killed(tmp_path):
+def test_no_process_after_kill(tmp_path):
+    """No process is left when the test process is killed."""
     script = tmp_path / "session.py"
     script.write_text(
         "import os, signal, time\n"
@@ -294,6 +322,7 @@ def test_no_process_is_left_when_the_test_process_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, -1, "2", 1.5, True])
-def test_a_pool_has_a_sensible_size(size):
+def test_pool_size_checked(size):
+    """A pool has a sensible size."""
     with pytest.raises(ConfigError, match=r"write ranks\(2\)"):
         pool_of(size)

@@ -26,7 +26,8 @@ def _run_all() -> list[SelfCheckResult]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_check_passes_here(ranks: RankPools, size: int, compiler: dict[str, str]) -> None:
+def test_every_check_passes(ranks: RankPools, size: int, compiler: dict[str, str]) -> None:
+    """Every check passes here."""
     for outcomes in ranks(size).run(_run_all, timeout=60, environ=compiler):
         assert [outcome.name for outcome in outcomes if outcome.failed] == [], outcomes
         assert len(outcomes) == len(selfcheck.CHECKS)
@@ -40,12 +41,13 @@ def _with_a_failure_on_rank_one() -> list[SelfCheckResult]:
 
     state = PartialState(cpu=True)
     mine = selfcheck.run(state, [("picky", picky), ("reduce", dict(selfcheck.CHECKS)["reduce"])])
-    joined = selfcheck._joined(state, mine)
+    joined = selfcheck._combine(state, mine)
     state.destroy_process_group()
     return joined
 
 
-def test_a_failure_on_one_process_is_a_failure_for_all_and_is_named(ranks: RankPools) -> None:
+def test_failure_on_one_named_for_all(ranks: RankPools) -> None:
+    """A failure on one process is a failure for all and is named."""
     first, second = ranks(2).run(_with_a_failure_on_rank_one)
     assert first[0].failed
     assert second[0].failed
@@ -68,7 +70,8 @@ def _training_without_synchronisation() -> list[SelfCheckResult]:
         state.destroy_process_group()
 
 
-def test_a_training_that_does_not_synchronise_is_found(ranks: RankPools, compiler: dict[str, str]) -> None:
+def test_unsynchronised_training_found(ranks: RankPools, compiler: dict[str, str]) -> None:
+    """A training that does not synchronise is found."""
     for outcomes in ranks(2).run(_training_without_synchronisation, timeout=60, environ=compiler):
         assert outcomes[0].failed
         assert "weights differ" in outcomes[0].text
@@ -89,13 +92,15 @@ def _silent_mismatch() -> list[SelfCheckResult]:
     return outcomes
 
 
-def test_a_mistake_that_raises_nothing_is_found(ranks: RankPools) -> None:
+def test_silent_mistake_found(ranks: RankPools) -> None:
+    """A mistake that raises nothing is found."""
     for outcomes in ranks(2).run(_silent_mismatch):
         assert outcomes[0].failed
         assert "no error was raised" in outcomes[0].text
 
 
-def test_on_one_process_the_mistake_is_said_not_to_apply() -> None:
+def test_one_process_skips_mistake() -> None:
+    """On one process the mistake is said not to apply."""
     state = PartialState(cpu=True)
     (outcome,) = selfcheck.run(state, [("mistake", selfcheck._check_mismatch)])
     assert outcome.text.startswith("not applicable")

@@ -50,7 +50,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A library that Slipstream needs: the least version, and the one found."""
+    """A library that Slipstream needs: the minimum version, and the version found."""
 
     name: str
     wanted: str
@@ -59,7 +59,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device; None where it does not tell."""
+    """Free bytes of one device; None if unknown."""
 
     name: str
     free: int | None
@@ -67,26 +67,26 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What the checks look at. Every field has a harmless default, so a test states only what it is about."""
+    """What the checks look at. Every field has a harmless default, so a test sets only what it needs."""
 
     system: str = "Linux"
     kernel: str = "6.1.0"
     python: str = "3.11.0"
     requirements: tuple[Requirement, ...] = ()
     shared_memory: tuple[int, int] | None = None
-    """Free and total bytes of /dev/shm; None where there is no such thing."""
+    """Free and total bytes of /dev/shm; None if it does not exist."""
     open_files: tuple[int, int] | None = None
     """Soft and hard limit."""
     port_range: tuple[int, int] | None = None
-    """The ports that the kernel hands out by itself."""
+    """The ephemeral ports of the kernel."""
     main_process_port: int | None = None
     port_problem: str | None = None
-    """Why main_process_port cannot be listened on here; None if it can, or if nobody asked."""
+    """Why this machine cannot listen on main_process_port; None if it can or need not."""
     interfaces: tuple[Interface, ...] = (Interface("lo", True, ("127.0.0.1",)),)
     chosen_interface: str | None = None
     """GLOO_SOCKET_IFNAME."""
     route_interface: str | None = None
-    """Over which interface the main process is reached; `slipstream launch` gives it to gloo."""
+    """The interface towards the main process; `slipstream launch` gives it to gloo."""
     hostname: str = "localhost"
     host_addresses: tuple[str, ...] = ("127.0.0.1",)
     """What the host name resolves to; empty if it does not."""
@@ -110,7 +110,7 @@ class MachineFacts:
 
 
 def collect_facts(config: Config, environ: Mapping[str, str], *, with_devices: bool = True) -> MachineFacts:
-    """The facts of this machine, as far as a run with this configuration is concerned."""
+    """Return the facts of this machine that matter for a run with this configuration."""
     launch = config.launch
     family, devices = count_without_torch(environ)
     if config.device.cpu:
@@ -156,7 +156,7 @@ def collect_facts(config: Config, environ: Mapping[str, str], *, with_devices: b
 
 
 def requirements(declared: list[str] | None = None) -> tuple[Requirement, ...]:
-    """What the metadata of this installation asks for, and what is there; extras are left out."""
+    """Return the requirements in the metadata of this installation, without extras, and the versions found."""
     from importlib import metadata
 
     if declared is None:
@@ -170,7 +170,7 @@ def requirements(declared: list[str] | None = None) -> tuple[Requirement, ...]:
 
 
 def resolve_name(name: str, seconds: float = _NAME_SERVICE_SECONDS) -> tuple[tuple[str, ...], str | None]:
-    """The addresses of a name, and what went wrong; a name service that does not answer is not waited for.
+    """Return the addresses of a name, and the error; the wait for the name service is limited.
 
     >>> resolve_name("127.0.0.1")
     (('127.0.0.1',), None)
@@ -191,7 +191,7 @@ def resolve_name(name: str, seconds: float = _NAME_SERVICE_SECONDS) -> tuple[tup
 
 
 def port_problem(port: int) -> str | None:
-    """Why this machine cannot listen on a port; None if it can."""
+    """Return why this machine cannot listen on a port; None if it can."""
     try:
         with socket.create_server(("", port), backlog=1):
             return None
@@ -269,7 +269,7 @@ _OLDEST_KERNEL: Final = "5.5"
 _FILES_PER_PROCESS: Final = 1024
 _SHARED_PER_PROCESS: Final = 64 * 2**20
 _MEMORY_PER_PROCESS: Final = _GIB // 2
-"""About what a process with torch imported and a small model takes."""
+"""About the memory of a process with torch and a small model."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ def _check_loopback(facts: MachineFacts) -> _Result:
 
 
 def _check_interface(facts: MachineFacts) -> _Result:
-    """Which interface gloo takes: the one it is told; the launcher tells it the one that leads to the main process."""
+    """Check the interface that gloo uses: GLOO_SOCKET_IFNAME, or the one towards the main process, which the launcher sets."""
     if facts.chosen_interface is not None:
         return _chosen_interface(facts, facts.chosen_interface)
     if facts.num_machines == 1:

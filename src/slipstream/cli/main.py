@@ -40,7 +40,7 @@ _ALIASES: Final[Mapping[str, str]] = MappingProxyType({"estimate-memory": "estim
 
 
 class _Commands(click.Group):
-    """Commands that are imported when they are called for."""
+    """Commands that are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -92,25 +92,25 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point: runs a command and returns its exit code."""
+    """Run a command and return its exit code."""
     try:
         code = cli.main(list(arguments) if arguments is not None else None, prog_name="slipstream", standalone_mode=False)
     except ConfigError as error:
-        return _refuse(str(error), 2)
+        return _print_error(str(error), 2)
     except LaunchError as error:
-        return _refuse(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
     except SlipstreamError as error:
-        return _refuse(str(error), 1)
+        return _print_error(str(error), 1)
     except click.ClickException as error:
-        return _refuse(error.format_message(), error.exit_code)
+        return _print_error(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone, which is no failure of ours
+        sys.stderr.close()  # the reader of our output is gone, which is no failure
         return 141
     return code if isinstance(code, int) else 0
 
 
-def _refuse(message: str, exit_code: int) -> int:
+def _print_error(message: str, exit_code: int) -> int:
     print(f"slipstream: {message}", file=sys.stderr, flush=True)
     return exit_code

@@ -27,11 +27,11 @@ __all__ = ["command"]
 
 _JOB: Final = "slipstream.testing.selfcheck"
 _PATIENCE: Final = {"timeout": "120", "barrier_timeout": "120"}
-"""A check should not wait as long as a training does, unless someone says so."""
+"""A check waits less long than training, unless the user says otherwise."""
 
 
 def _configuration(arguments: Sequence[str]) -> Config:
-    """What the options of `launch` give; raises where a job would be refused, and where they are not about a check."""
+    """Return the configuration of the options of `launch`; raise if a job would be refused, or if they do not fit a check."""
     given: dict[str, Any] = launch_command.make_context("test", list(arguments)).params
     words = given.pop("words")
     if words:
@@ -50,7 +50,7 @@ def _command_line(arguments: Sequence[str], config: Config, report: Path) -> lis
 
 
 def _run(command_line: Sequence[str], *, stdout: int | None) -> int:
-    """The exit code of the job; an interrupt reaches the launcher by itself, which then ends the job and us with it."""
+    """Return the exit code of the job; an interrupt reaches the launcher by itself, which then ends the job."""
     with subprocess.Popen(command_line, stdout=stdout, preexec_fn=tie_to_parent(os.getpid())) as process:
         try:
             return process.wait()

@@ -36,7 +36,7 @@ VERSION: Final = 1
 
 
 class ConfigFile(NamedTuple):
-    """What a file said: the options, the keys that have no effect here, and whether we wrote it as we would today."""
+    """The content of a file: the options, and the keys that have no effect here."""
 
     choices: Mapping[str, Choice]
     unused: tuple[UnusedKey, ...] = ()
@@ -45,7 +45,7 @@ class ConfigFile(NamedTuple):
 
 
 def parse_config_file(data: Mapping[str, Any], path: str) -> ConfigFile:
-    """The options in the mapping that was read from `path`."""
+    """Return the options in the mapping that was read from `path`."""
     if accelerate_config.recognise(data):
         entries, unused = accelerate_config.translate(data, path)
         return ConfigFile(_choices(entries, path, also=accelerate_config.KEYS), tuple(unused), foreign=True)
@@ -56,7 +56,7 @@ def parse_config_file(data: Mapping[str, Any], path: str) -> ConfigFile:
 
 
 def _choices(entries: Iterable[tuple[str, Any, str]], path: str, also: Iterable[str] = ()) -> dict[str, Choice]:
-    """From (key, what it was given, how the key is shown) to choices."""
+    """Return the choices of (key, value, key as shown in messages) entries."""
     by_key: dict[str, Option] = {key: option for option in OPTIONS.values() for key in option.keys}
     choices: dict[str, Choice] = {}
     for key, raw, shown in entries:
@@ -93,11 +93,11 @@ def _check_flat(data: Mapping[str, Any], path: str) -> None:
             )
 
 
-_HEADER: Final = "# Options of Slipstream. `slipstream launch --help` explains them; flags and SLIPSTREAM_ variables overrule this file.\n"
+_HEADER: Final = "# Options of Slipstream. `slipstream launch --help` explains them; flags and SLIPSTREAM_ variables override this file.\n"
 
 
 def file_text(values: Mapping[str, Value], *, as_json: bool = False) -> str:
-    """The text of a file that sets these options; None leaves one out.
+    """Return the text of a file that sets these options; None leaves an option out.
 
     >>> print(file_text({"mixed_precision": "no", "num_processes": 2}).split("\\n", 1)[1], end="")
     version: 1
@@ -115,7 +115,7 @@ def file_text(values: Mapping[str, Value], *, as_json: bool = False) -> str:
 
 
 def write_file(path: str | os.PathLike[str], values: Mapping[str, Value], *, overwrite: bool = False) -> Path:
-    """Write a file that sets these options, and say where it is."""
+    """Write a file that sets these options; return its path."""
     place = Path(os.path.expanduser(path))
     if place.exists() and not overwrite:
         raise ConfigError(f"The file {place} exists already.\nGive another --config_file, or --overwrite to replace it.")
@@ -124,7 +124,7 @@ def write_file(path: str | os.PathLike[str], values: Mapping[str, Value], *, ove
 
 
 def back_up(path: str | os.PathLike[str]) -> Path:
-    """Copy a file beside itself under a name that is free, and say where the copy is."""
+    """Copy a file to a free name beside it; return the path of the copy."""
     place = Path(os.path.expanduser(path))
     number = 1
     while (copy := place.with_name(f"{place.name}.bak{number if number > 1 else ''}")).exists():

@@ -18,14 +18,14 @@ __all__ = ["GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandle
 
 @dataclass
 class KwargsHandler:
-    """The base of handlers: a dataclass that knows which of its fields were changed."""
+    """The base of handlers: a dataclass that returns which of its fields differ from the defaults."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A deep copy of all fields."""
+        """Return a deep copy of all fields."""
         return {field_.name: copy.deepcopy(getattr(self, field_.name)) for field_ in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         usual = {
             field_.name: field_.default_factory() if field_.default_factory is not MISSING else field_.default for field_ in fields(self)
         }
@@ -47,7 +47,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are added up over several batches before an update.
+    """How gradients are accumulated over several batches before an update.
 
     >>> GradientAccumulationPlugin(num_steps=4).num_steps
     4
@@ -106,7 +106,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Sets the root folder, and the folder of trackers where none was named."""
+        """Set the root folder, and the folder of trackers if none was given."""
         self.project_dir = None if project_dir is None else str(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir

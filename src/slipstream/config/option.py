@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Everything that is known of one option; made by `declare` in a section of `schema.py`.
+    """The declaration of one option; made by `declare` in a section of `schema.py`.
 
     >>> from slipstream.config import OPTIONS
     >>> OPTIONS["timeout"].variable, OPTIONS["timeout"].default, OPTIONS["cpu"].keys
@@ -65,25 +65,25 @@ class Option:
     """Like `minimum`, but the bound itself is not allowed."""
     maximum: float | None = None
     check: Callable[[str], str | None] | None = None
-    """For text: says what is wrong with it ("is not ..."), or None when it is fine; with `choices`, about words that are none of them."""
+    """For text: returns what is wrong with it ("is not ..."), or None; with `choices`, called for words that are none of them."""
     example: str = ""
-    """A value to show in messages; derived from the type when empty."""
+    """A value to show in messages; derived from the type if empty."""
     short: str | None = None
     file_aliases: tuple[str, ...] = ()
     """Further keys that mean this option in a file (the spelling of related tools)."""
     question: str | None = None
     """What the interview asks; None: not asked."""
     asked_when: Callable[[Mapping[str, Value]], bool] | None = None
-    """Looks at the answers so far and says whether the question matters; None: always."""
+    """Returns from the answers so far whether the question is relevant; None: always."""
     unset: str = "none"
-    """The word that leaves the option unset when the interview asks for it; for options that have no default."""
+    """The answer that leaves the option unset in the interview; for options without a default."""
     in_file: bool = True
-    """False for what belongs to one command line only: no file key, and no variable unless `in_environment`."""
+    """False for an option of one command line only: no file key, and no variable unless `in_environment`."""
     in_environment: bool = True
 
     @property
     def variable(self) -> str | None:
-        """The name of the environment variable, or None where there is none."""
+        """The name of the environment variable, or None."""
         return _PREFIX + self.name.upper() if self.in_environment else None
 
     @property
@@ -97,7 +97,7 @@ class Option:
 
     @property
     def has_negative(self) -> bool:
-        """A yes-or-no option that can be in a file needs a flag that says no, or a flag could not overrule the file."""
+        """Whether there is a flag that says no: a switch that can be in a file needs one to override the file."""
         return self.is_switch and self.in_file
 
     @property
@@ -113,7 +113,7 @@ class Option:
 
     @property
     def wanted(self) -> str:
-        """What may be written, as the end of a sentence: "a whole number of at least 1"."""
+        """The allowed values, as the end of a sentence: "a whole number of at least 1"."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         noun = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.type]
@@ -127,7 +127,7 @@ class Option:
 
 
 def declare(default: Value, **details: Any) -> Any:
-    """A field of a section that is an option; `details` are the further fields of `Option`.
+    """Return a field of a section that is an option; `details` are the further fields of `Option`.
 
     Typed as Any, like `dataclasses.field`, so that the annotation of the field says the type.
     """
@@ -135,7 +135,7 @@ def declare(default: Value, **details: Any) -> Any:
 
 
 def from_field(name: str, section: str, hint: Any, default: object, details: Mapping[str, Any]) -> Option:
-    """The option that a declared field stands for; `hint` is its annotation, `T` or `T | None`."""
+    """Return the option of a declared field; `hint` is its annotation, `T` or `T | None`."""
     members = [member for member in getattr(hint, "__args__", (hint,)) if member is not type(None)]
     if len(members) != 1 or members[0] not in (bool, int, float, str) or default is MISSING:
         raise TypeError(f"option {name}: declare it as bool, int, float or str (or that and None), with a default")
@@ -143,7 +143,7 @@ def from_field(name: str, section: str, hint: Any, default: object, details: Map
 
 
 def flag_names(option: Option) -> list[str]:
-    """The flags that set an option, in both spellings; for a yes-or-no option the ones that say yes.
+    """Return the flags that set an option, in both spellings; for a switch those that say yes.
 
     >>> from slipstream.config import OPTIONS
     >>> flag_names(OPTIONS["num_processes"])
@@ -155,7 +155,7 @@ def flag_names(option: Option) -> list[str]:
 
 
 def negative_flag_names(option: Option) -> list[str]:
-    """The flags that say no, for a yes-or-no option that can also be set elsewhere; otherwise none.
+    """Return the flags that say no, for a switch that can also be set elsewhere; otherwise none.
 
     >>> from slipstream.config import OPTIONS
     >>> negative_flag_names(OPTIONS["cpu"]), negative_flag_names(OPTIONS["quiet"])
@@ -169,7 +169,7 @@ def _both_spellings(flag: str) -> list[str]:
 
 
 def spelled(option: Option, value: object, kind: Kind) -> str:
-    """How to write a value of an option in one kind of source: what an error suggests to write instead."""
+    """Return how to write a value of an option in one kind of source, for the suggestion of an error."""
     text = option_text(value)
     if kind == "environment" and option.variable:
         return f"{option.variable}={text}"
@@ -189,7 +189,7 @@ def option_text(value: object) -> str:
 
 
 def shown(text: str) -> str:
-    """What somebody wrote, fit for one line of a message.
+    """Return a text in a form that fits on one line of a message.
 
     >>> shown("2"), shown("two\\nlines")
     ('2', "'two\\\\nlines'")
@@ -199,7 +199,7 @@ def shown(text: str) -> str:
 
 
 def parse(option: Option, raw: object, origin: Origin) -> Value:
-    """The value that `raw` stands for, or a ConfigError that says what was given, where, why not, and what to write.
+    """Return the value of `raw`; raise a ConfigError that says what was given, where, why it is wrong, and what to write.
 
     >>> from slipstream.config import OPTIONS
     >>> parse(OPTIONS["num_processes"], "4", Origin("flag", "--num_processes"))
@@ -207,15 +207,15 @@ def parse(option: Option, raw: object, origin: Origin) -> Value:
     """
     try:
         return _within(option, _READERS[option.type](option, raw))
-    except _Unfit as unfit:
+    except _InvalidValue as invalid:
         given = shown(option_text(raw) if isinstance(raw, (str, int, float)) else repr(raw))
         suggestion = spelled(option, option.shown_example, origin.kind)
         hint = f"Write {option.wanted}, for example: {suggestion}"
-        raise ConfigError(f"{option.name}={given} ({origin}) {unfit}.\n{hint}") from None
+        raise ConfigError(f"{option.name}={given} ({origin}) {invalid}.\n{hint}") from None
 
 
-class _Unfit(Exception):
-    """Why a text is not a value of an option: the end of a sentence that starts with the value."""
+class _InvalidValue(Exception):
+    """Why a text is not a value of an option, as the end of a sentence that starts with the value."""
 
 
 def _read_bool(option: Option, raw: object) -> bool:
@@ -224,7 +224,7 @@ def _read_bool(option: Option, raw: object) -> bool:
     word = str(raw).strip().lower()
     if isinstance(raw, (str, int)) and word in _TRUE | _FALSE:
         return word in _TRUE
-    raise _Unfit("is neither yes nor no")
+    raise _InvalidValue("is neither yes nor no")
 
 
 def _read_int(option: Option, raw: object) -> int:
@@ -232,24 +232,24 @@ def _read_int(option: Option, raw: object) -> int:
         text = raw.strip()
         if text.lstrip("+-").isascii() and text.lstrip("+-").isdigit() and len(text) < 20:
             return int(text)
-        raise _Unfit("is not a whole number")
+        raise _InvalidValue("is not a whole number")
     if isinstance(raw, bool):
-        raise _Unfit("is not a whole number")
+        raise _InvalidValue("is not a whole number")
     try:
         return operator.index(raw)  # type: ignore[arg-type]
     except TypeError:
-        raise _Unfit("is not a whole number") from None
+        raise _InvalidValue("is not a whole number") from None
 
 
 def _read_float(option: Option, raw: object) -> float:
     if isinstance(raw, bool) or not (isinstance(raw, str) or hasattr(raw, "__float__")):
-        raise _Unfit("is not a number")
+        raise _InvalidValue("is not a number")
     try:
         number = float(raw)
     except (ValueError, OverflowError):
-        raise _Unfit("is not a number") from None
+        raise _InvalidValue("is not a number") from None
     if not math.isfinite(number):
-        raise _Unfit("is not a finite number")
+        raise _InvalidValue("is not a finite number")
     return number
 
 
@@ -257,30 +257,30 @@ def _read_str(option: Option, raw: object) -> str:
     if isinstance(raw, bool) and option.choices:
         raw = "yes" if raw else "no"  # YAML reads a bare `no` as false; for a choice named "no" it was meant as the word
     if isinstance(raw, bool) or not isinstance(raw, (str, int)):
-        raise _Unfit("is not text")
+        raise _InvalidValue("is not text")
     text = str(raw)
     if "\0" in text or "\n" in text:
-        raise _Unfit("holds a line break or a NUL character")
+        raise _InvalidValue("holds a line break or a NUL character")
     if not option.choices:
         return text
     for choice in option.choices:
         if choice.lower() == text.strip().lower():
             return choice
-    raise _Unfit((option.check(text) if option.check else None) or "is not one of the choices")
+    raise _InvalidValue((option.check(text) if option.check else None) or "is not one of the choices")
 
 
 def _within(option: Option, value: bool | int | float | str) -> Value:
     if isinstance(value, str):
         complaint = option.check(value) if option.check else None
         if complaint:
-            raise _Unfit(complaint)
+            raise _InvalidValue(complaint)
         return value
     if option.minimum is not None and value < option.minimum:
-        raise _Unfit(f"is less than {option.minimum:g}")
+        raise _InvalidValue(f"is less than {option.minimum:g}")
     if option.above is not None and value <= option.above:
-        raise _Unfit(f"is not above {option.above:g}")
+        raise _InvalidValue(f"is not above {option.above:g}")
     if option.maximum is not None and value > option.maximum:
-        raise _Unfit(f"is more than {option.maximum:g}")
+        raise _InvalidValue(f"is more than {option.maximum:g}")
     return value
 
 

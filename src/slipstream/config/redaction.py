@@ -68,7 +68,7 @@ def message_redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def redact(name: str, value: str) -> str:
-    """The value of a variable as it may be shown.
+    """Return the value of a variable with secrets hidden.
 
     >>> redact("WANDB_API_KEY", "abc"), redact("NCCL_DEBUG", "INFO"), redact("HTTPS_PROXY", "http://me:secret@proxy:3128")
     ('[redacted]', 'INFO', 'http://[redacted]@proxy:3128')
@@ -79,7 +79,7 @@ def redact(name: str, value: str) -> str:
 
 
 def redact_values(name: str, value: Any) -> Any:
-    """Settings as they may be shown: nested data whose texts are looked at under the names above them.
+    """Return nested settings with secrets hidden, judged by their names and values.
 
     >>> redact_values("config", {"lr": 0.1, "hub": {"token": "abc", "tokenizer": "mine"}, "sizes": [1, 2]})
     {'lr': 0.1, 'hub': {'token': '[redacted]', 'tokenizer': 'mine'}, 'sizes': [1, 2]}
@@ -92,12 +92,12 @@ def redact_values(name: str, value: Any) -> Any:
 
 
 def _holds_secrets(value: str) -> bool:
-    """A structure (JSON, a list of arguments, a key file) that names a secret is hidden whole: its quoting has too many forms."""
+    """Return whether a structure (JSON, a list of arguments, a key file) names a secret and is hidden whole."""
     return "PRIVATE KEY" in value or (value.lstrip()[:1] in ("{", "[") and _SECRET_NAME.search(value) is not None)
 
 
 def redact_text(text: str) -> str:
-    """A text as it may be shown, whatever it is part of.
+    """Return a text with secrets hidden.
 
     >>> redact_text("endpoint=node0:29400,password=abc")
     'endpoint=node0:29400,password=[redacted]'
@@ -119,7 +119,7 @@ def _hide_random(match: re.Match[str]) -> str:
 
 
 def _looks_random(word: str) -> bool:
-    """Hexadecimal of some length, or letters and digits that change their kind too often for a name."""
+    """Return whether a word is long hexadecimal, or changes between letters and digits too often for a name."""
     if re.fullmatch(r"(?=.*\d)(?=.*[a-f])[0-9a-f]{24,}|(?=.*\d)(?=.*[A-F])[0-9A-F]{24,}", word):
         return True
     if word.startswith("/") and _entropy(word) < 4.6:  # a path
@@ -138,6 +138,6 @@ def _kind(character: str) -> str:
 
 
 def _entropy(word: str) -> float:
-    """Bits per character."""
+    """Return the bits per character."""
     counts = Counter(word).values()
     return -sum(count / len(word) * math.log2(count / len(word)) for count in counts)

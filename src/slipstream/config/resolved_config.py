@@ -187,7 +187,7 @@ class Config:
             raise ConfigError(f"There is no option {name!r}.")
         return Choice(getattr(getattr(self, OPTIONS[name].section), name), self.origins[name])
 
-    def said(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Return an option with its value and origin, for messages: "num_processes=2 (from --num_processes)"."""
         return describe_option(self.choices(), name)
 
@@ -215,7 +215,7 @@ class Config:
         has_endpoint = launch.rdzv_backend != "static" and "endpoint" in split_pairs(launch.rdzv_conf)
         if launch.num_machines > 1 and launch.main_process_ip is None and not has_endpoint:
             raise ConfigError(
-                f"{self.said('num_machines')}, but main_process_ip is not given, and no cluster says which machine is the first.\n"
+                f"{self.describe('num_machines')}, but main_process_ip is not given, and no cluster says which machine is the first.\n"
                 "Write --main_process_ip with the host name or address of machine 0, the same on every machine."
             )
 

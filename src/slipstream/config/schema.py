@@ -22,7 +22,7 @@ _LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def split_pairs(text: str) -> dict[str, str]:
-    """The settings in a text like that of `rdzv_conf`.
+    """Return the settings in a text like that of `rdzv_conf`.
 
     >>> split_pairs("timeout=900,endpoint=node0:29400")
     {'timeout': '900', 'endpoint': 'node0:29400'}

@@ -27,7 +27,7 @@ _NO: Final = ("n", "no", "f", "false", "off", "0")
 
 
 def environment() -> Mapping[str, str]:
-    """The variables of this process as they are now; a copy that cannot be written to."""
+    """Return a read-only copy of the variables of this process."""
     return MappingProxyType(dict(os.environ))
 
 
@@ -127,7 +127,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def default_file_path(environ: Mapping[str, str]) -> Path:
-    """Where the configuration file of this user is, whether or not it exists.
+    """Return the path of the configuration file of this user, whether or not it exists.
 
     >>> default_file_path({"SLIPSTREAM_HOME": "/opt/site"}).as_posix()
     '/opt/site/config.yaml'
@@ -142,7 +142,7 @@ def default_file_path(environ: Mapping[str, str]) -> Path:
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file, as plain data."""
+    """Return the mapping in a YAML or JSON file, as plain data."""
     shown = os.fspath(path)
     text = _read_text(shown)
     data = _parse_json(text, shown) if shown.endswith(".json") else _parse_yaml(text, shown)
@@ -161,7 +161,7 @@ def _read_text(shown: str) -> str:
     place = os.path.expanduser(shown)
     try:
         if os.path.isfile(place) and os.path.getsize(place) > _LARGEST_FILE:
-            raise ConfigError(f"The file {shown} is larger than a mebibyte, so it is hardly one.\nGive the path of another file.")
+            raise ConfigError(f"The file {shown} is larger than a mebibyte, which no configuration is.\nGive the path of another file.")
         with open(place, "rb") as file:
             return file.read(_LARGEST_FILE).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -192,7 +192,7 @@ def _parse_yaml(text: str, shown: str) -> Any:
     import yaml  # only here: most commands read no file
 
     class Loader(yaml.SafeLoader):
-        """Plain data only; the same key twice in one mapping is an error, where YAML would keep the last silently."""
+        """Loads plain data only; a duplicate key is an error, where YAML would keep the last silently."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()

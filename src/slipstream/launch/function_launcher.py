@@ -47,7 +47,7 @@ def launch_function(
     failure.
     """
     if config.launch.num_machines > 1:
-        raise ConfigError(f"{config.said('num_machines')}, but a function can only be started on one machine.\nUse `slipstream launch`.")
+        raise ConfigError(f"{config.describe('num_machines')}, but a function can only run on one machine.\nUse `slipstream launch`.")
     with tempfile.TemporaryDirectory(prefix="slipstream-") as name:  # created with mode 0700
         folder = Path(name)
         plan = make_plan(config, Target("function", str(_pickle_call(function, arguments, folder))), environment(), machine)

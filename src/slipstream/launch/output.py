@@ -37,7 +37,7 @@ __all__ = [
 
 STDOUT: Final = 1
 STDERR: Final = 2
-_CLAIMS: Final = ".said"
+_CLAIMS: Final = ".claims"
 
 
 def parse_tee(text: str, local_processes: int) -> dict[int, int]:

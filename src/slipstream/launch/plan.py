@@ -165,7 +165,7 @@ def make_plan(config: Config, target: Target, environ: Mapping[str, str], machin
     most = _MAX_PROCESSES_PER_CORE * machine.cores
     if local_processes > most:
         raise ConfigError(
-            f"{config.said('num_processes')} is {local_processes} on this machine, which has {machine.cores} cores: "
+            f"{config.describe('num_processes')} is {local_processes} on this machine, which has {machine.cores} cores: "
             f"more than {most} would only take its memory.\nGive fewer."
         )
     start_method, reason = _start_method(config, target, machine, local_processes)
@@ -216,11 +216,11 @@ def _local_processes(config: Config, accelerators: VisibleAccelerators) -> int:
     usable = 0 if config.device.cpu else accelerators.count
     if config.launch.gpu_ids is not None and not config.device.cpu:
         if not accelerators.count:
-            raise ConfigError(f"{config.said('gpu_ids')}, but no accelerator was found on this machine.\nLeave it out.")
+            raise ConfigError(f"{config.describe('gpu_ids')}, but no accelerator was found on this machine.\nLeave it out.")
         usable = min(usable, len(device_ids(config.launch.gpu_ids) or range(usable)))
     if config.command.multi_gpu and usable < 2:
         found = "is 1 accelerator" if usable == 1 else f"are {usable} accelerators"
-        raise ConfigError(f"{config.said('multi_gpu')}, but there {found} to use on this machine.\nLeave --multi_gpu out.")
+        raise ConfigError(f"{config.describe('multi_gpu')}, but there {found} to use on this machine.\nLeave --multi_gpu out.")
     wanted = config.launch.num_processes
     return max(1, usable) if wanted is None else wanted // config.launch.num_machines
 
@@ -235,11 +235,11 @@ def _start_method(config: Config, target: Target, machine: MachineSpec, local_pr
     if target.kind == "executable":
         return "spawn", "a program of its own cannot be forked"
     if wanted != "auto":
-        return ("fork" if wanted == "fork" else "spawn"), config.said("start_method")
+        return ("fork" if wanted == "fork" else "spawn"), config.describe("start_method")
     if machine.platform != "linux":
         return "spawn", f"fork is not safe on {machine.platform}"
     if config.launch.rdzv_backend != "static":
-        return "spawn", f"{config.said('rdzv_backend')} keeps a thread, with which fork is not safe"
+        return "spawn", f"{config.describe('rdzv_backend')} keeps a thread, with which fork is not safe"
     return "fork", "safe here, and torch is imported once for all processes"
 
 
@@ -278,7 +278,7 @@ def _rendezvous_spec(config: Config) -> RendezvousSpec:
         return RendezvousSpec(backend=launch.rdzv_backend, host=LOOPBACK, port=launch.main_process_port or None, settings=settings)
     if own and not launch.same_network:
         raise ConfigError(
-            f"{config.said('same_network')}: the machines need a place to meet that all of them reach, but rdzv_backend is static.\n"
+            f"{config.describe('same_network')}: the machines need a place to meet that all of them reach, but rdzv_backend is static.\n"
             "Write --rdzv_backend c10d --rdzv_conf endpoint=HOST:PORT, or leave --no_same_network out."
         )
     config.require_main_process()

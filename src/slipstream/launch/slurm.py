@@ -16,7 +16,7 @@ __all__ = ["fill_from_slurm", "first_host"]
 
 
 def fill_from_slurm(config: Config, environ: Mapping[str, str]) -> Config:
-    """The configuration with Slurm's answers where the user gave none; the same one outside such a job step.
+    """Return the configuration with the options that Slurm provides and the user did not set; unchanged outside such a job step.
 
     >>> from slipstream.config import resolve
     >>> step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
@@ -37,12 +37,12 @@ def fill_from_slurm(config: Config, environ: Mapping[str, str]) -> Config:
     }
     if config.origin("num_machines").kind != "default":
         return config
-    open_questions = {name: value for name, value in known.items() if config.origin(name).kind == "default"}
-    return config.replace(caller="Slurm", **open_questions)
+    not_given = {name: value for name, value in known.items() if config.origin(name).kind == "default"}
+    return config.replace(caller="Slurm", **not_given)
 
 
 def first_host(nodes: str) -> str | None:
-    """The first name in Slurm's notation for lists of nodes.
+    """Return the first name in Slurm's notation for lists of nodes.
 
     >>> first_host("gpu[07-09,12],login1"), first_host("a1,b2"), first_host("rack[2]-n[1-4]"), first_host("")
     ('gpu07', 'a1', 'rack2-n1', None)
@@ -52,6 +52,6 @@ def first_host(nodes: str) -> str | None:
 
 
 def _job_port(job: str, step: str) -> int:
-    """Between 20000 and 29999: below the ports that the system hands out, and different for neighbouring jobs and steps."""
+    """Return a port from 20000 to 29999: below the ephemeral ports, and different for neighbouring jobs and steps."""
     number = int(job) if job.isdigit() else 0
     return 20000 + (number * 7 + int(step)) % 10000

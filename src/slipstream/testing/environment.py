@@ -16,7 +16,7 @@ __all__ = ["rank_variables", "replace", "snapshot"]
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of this process's variables."""
+    """Return a copy of this process's variables."""
     return dict(sources.environment())
 
 
@@ -28,7 +28,7 @@ def replace(variables: Mapping[str, str]) -> None:
 
 
 def rank_variables(rank: int, size: int, *, run_id: str, attempt: int, port: int) -> dict[str, str]:
-    """What the elastic agent would have set for this rank of a job on one machine, with gloo kept on the loopback interface.
+    """Return what the elastic agent would set for this rank of a job on one machine, with gloo on the loopback interface.
 
     >>> rank_variables(1, 2, run_id="pool", attempt=3, port=4000)["TORCHELASTIC_RESTART_COUNT"]
     '3'

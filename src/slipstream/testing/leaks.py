@@ -27,7 +27,7 @@ _PROGRAMS_OF_OTHERS = ("multiprocessing.resource_tracker", "multiprocessing.fork
 
 @dataclass(frozen=True)
 class ProcessSnapshot:
-    """What was there when the test began."""
+    """The state of the process when the test began."""
 
     threads: frozenset[threading.Thread]
     children: frozenset[int]
@@ -37,7 +37,7 @@ class ProcessSnapshot:
 
 
 def observe(variables: Mapping[str, str] | None = None) -> ProcessSnapshot:
-    """Look at this process now.
+    """Return the state of this process.
 
     >>> before = observe()
     >>> still_running = threading.Event()
@@ -58,7 +58,7 @@ def observe(variables: Mapping[str, str] | None = None) -> ProcessSnapshot:
 
 
 def wait_for_none(before: ProcessSnapshot, *, seconds: float = 2.0, expected: Collection[int] = ()) -> list[str]:
-    """What is left that was not there before, in words; waits up to `seconds` for it to end. `expected` are process ids that may stay."""
+    """Return what is left that was not there before, as text; wait up to `seconds` for it to end. `expected` process ids may stay."""
     deadline = time.monotonic() + seconds
     pause = 0.001
     while True:
@@ -97,12 +97,12 @@ def _compared_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_set_by_others(name: str) -> bool:
-    """Not by the test: by what runs it, or by torch, which writes such variables once, when something imports its compiler."""
+    """Return whether the test runner sets a variable, or torch, which does so once when its compiler is imported."""
     return name in _SET_BY_THE_TEST_RUNNER or name.startswith(_SET_BY_THE_COMPILER)
 
 
 def _variables(before: ProcessSnapshot) -> Iterable[str]:
-    """Names alone: a value may be a secret."""
+    """Yield changed variables by name; a value may be a secret."""
     was, now = _compared_variables(before.variables), _compared_variables(environment.snapshot())
     for name in sorted(was.keys() | now.keys()):
         if was.get(name) != now.get(name):
@@ -122,7 +122,7 @@ def _processes(before: ProcessSnapshot, expected: Collection[int]) -> Iterable[s
         try:
             yield f"child process {child.pid} ({' '.join(child.cmdline()) or child.name()})"
         except psutil.Error:
-            continue  # it has ended between the two looks, which is what we wait for
+            continue  # it has ended meanwhile, which is what we wait for
 
 
 def _new_children(before: ProcessSnapshot, expected: Collection[int]) -> list[psutil.Process]:
@@ -134,7 +134,7 @@ def _children() -> list[psutil.Process]:
 
 
 def _has_children() -> bool:
-    """A system call instead of a walk through the process table: most tests have no child at all."""
+    """Return whether there is a child, by one system call: most tests have none."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -61,7 +61,7 @@ def _exactly(channel: socket.socket, length: int) -> bytes:
 
 
 def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """One call as bytes.
+    """Return a call as bytes.
 
     >>> base = 40
     >>> call, args, kwargs = unpack(pack(lambda x: base + x, (2,), {}))
@@ -77,7 +77,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` was given, or what a rank sent back."""
+    """Return what `pack` received, or what a rank sent back."""
     return _cloudpickle().loads(data)
 
 
@@ -91,7 +91,7 @@ def _cloudpickle() -> ModuleType:
 
 
 def _test_modules(function: Callable[..., Any]) -> Iterator[ModuleType]:
-    """Modules whose asserts pytest has rewritten, and the function's own if a fresh interpreter could not import it by name."""
+    """Yield modules whose asserts pytest has rewritten, and the function's own if a fresh interpreter cannot import it."""
     own = getattr(function, "__module__", None)
     for name, module in list(sys.modules.items()):
         if name == "__main__" or not isinstance(module, ModuleType):

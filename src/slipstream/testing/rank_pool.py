@@ -46,12 +46,12 @@ _START_SECONDS = 240.0  # a cold import of torch on a busy machine
 
 @dataclass
 class PoolServer:
-    """One server and its ranks."""
+    """The connection to one server and its ranks."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
     log: IO[bytes]
-    """What the server itself printed: of interest only if it could not start."""
+    """The output of the server itself, for the error if it could not start."""
     size: int
     channels: list[socket.socket] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
@@ -73,17 +73,17 @@ class PoolServer:
             start_new_session=True,  # control-C reaches the test process alone, which then closes the pool
         )
         theirs.close()
-        link = cls(process=process, control=ours, log=log, size=size)
+        server = cls(process=process, control=ours, log=log, size=size)
         try:
             ours.settimeout(_START_SECONDS)
-            link._answer("ready")
+            server._answer("ready")
         except BaseException:
-            link.close()
+            server.close()
             raise
-        return link
+        return server
 
     def fork(self) -> None:
-        """A full set of fresh ranks; those that were there are ended."""
+        """Fork a full set of fresh ranks; end the present ones."""
         self._drop_ranks()
         pids = self.ask("start", "started")["pids"]
         _, descriptors, _, _ = socket.recv_fds(self.control, 1, 2 * self.size)
@@ -92,19 +92,19 @@ class PoolServer:
         self.outputs = list(descriptors[self.size :])
 
     def ask(self, kind: str, answer: str, **values: Any) -> dict[str, Any]:
-        """A command and its answer."""
-        self.tell(kind, **values)
+        """Send a command and return its answer."""
+        self.send(kind, **values)
         return self._answer(answer)
 
-    def tell(self, kind: str, **values: Any) -> None:
-        """A command that has no answer."""
+    def send(self, kind: str, **values: Any) -> None:
+        """Send a command that has no answer."""
         try:
             messages.send(self.control, {"kind": kind, **values})
         except OSError as error:
             raise self._gone() from error
 
-    def hear(self) -> dict[str, Any]:
-        """The next message of the server; the end of a rank is remembered in `deaths` as it passes."""
+    def receive(self) -> dict[str, Any]:
+        """Return the next message of the server; the end of a rank is added to `deaths`."""
         try:
             message, _ = messages.receive(self.control)
         except (EOFError, OSError) as error:
@@ -115,7 +115,7 @@ class PoolServer:
         return message
 
     def printed(self, rank: int) -> str:
-        """What a rank has printed since the last call."""
+        """Return what a rank has printed since the last call."""
         size = os.fstat(self.outputs[rank]).st_size
         text = os.pread(self.outputs[rank], size, 0).decode(errors="replace")
         os.ftruncate(self.outputs[rank], 0)
@@ -133,7 +133,7 @@ class PoolServer:
         self.log.close()
 
     def _answer(self, kind: str) -> dict[str, Any]:
-        while (message := self.hear())["kind"] != kind:
+        while (message := self.receive())["kind"] != kind:
             pass
         return message
 
@@ -152,7 +152,7 @@ class PoolServer:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one rank gave back.
+    """The result of one rank.
 
     >>> Outcome(rank=0, value=3).failed, Outcome(rank=1, error=ValueError("no")).summary
     (False, 'ValueError: no')
@@ -165,7 +165,7 @@ class Outcome:
     exit: ExitNotice | None = None
     """How the process ended, if it did."""
     traceback: str = ""
-    """The traceback as text; of a stuck rank, the stacks of its threads where they could be had."""
+    """The traceback as text; of a stuck rank, the stacks of its threads if known."""
     output: str = ""
     """What the rank printed, to either stream."""
     stuck: bool = False
@@ -205,7 +205,7 @@ class RankFailure(SlipstreamError, AssertionError):
 
 
 def rank_failure(name: str, outcomes: Sequence[Outcome], left: Sequence[str] = ()) -> RankFailure:
-    """The exception for a run of which some part failed, or that left something behind (`left`, one line each)."""
+    """Return the exception for a run in which a rank failed or left something behind (`left`, one line each)."""
     failed = sorted((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: (outcome.when, outcome.rank))
     lines = [f"{len(failed)} of {len(outcomes)} ranks failed in {name}" if failed else f"every rank returned from {name}, but not clean"]
     lines += [f"  rank {outcome.rank}: {outcome.summary}" for outcome in outcomes] if failed else []
@@ -238,7 +238,7 @@ Result = TypeVar("Result")
 
 
 def ranks(size: int) -> RankPool:
-    """A pool of `size` ranks: use it with `with`, or `close()` it. Nothing is started before the first run.
+    """Return a pool of `size` ranks: use it with `with`, or `close()` it. Nothing starts before the first run.
 
     >>> with ranks(2) as pool:
     ...     results = pool.run(lambda word: word * 2, "ha")
@@ -259,8 +259,8 @@ class RankPool:
             raise ConfigError(f"ranks({size!r}): a pool has at least one rank; write ranks(2)")
         self.size = size
         self._attempt = 0
-        self._link: PoolServer | None = None
-        self._whole = False
+        self._server: PoolServer | None = None
+        self._complete = False
 
     def run(
         self,
@@ -271,7 +271,7 @@ class RankPool:
         environ: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Result]:
-        """Call `function(*args, **kwargs)` on every rank and give back the results, by rank.
+        """Call `function(*args, **kwargs)` on every rank and return the results by rank.
 
         Raises `RankFailure` if a rank raises, dies or does not finish within `timeout` seconds. `environ` adds variables for this run.
         """
@@ -291,16 +291,16 @@ class RankPool:
         environ: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """As `run`, for what should go wrong: every rank's value, exception or end, by rank.
+        """Run a function that may fail; return every rank's value, exception or exit, by rank.
 
-        Where a rank is meant to be stuck, `patience` ends the run so many seconds after the last of the others has finished.
+        If a rank is expected to be stuck, `patience` ends the run that many seconds after the last of the others has finished.
         """
         __tracebackhide__ = True
         body = messages.pack(function, args, kwargs)
         try:
-            outcomes, left = self._one_run(body, timeout, patience, dict(environ or {}))
+            outcomes, left = self._run(body, timeout, patience, dict(environ or {}))
         except BaseException:
-            self.close()  # interrupted in the middle of a conversation (control-C, a time limit of pytest): begin anew next time
+            self.close()  # interrupted in the middle of an exchange (Ctrl-C, a time limit of pytest): start anew next time
             raise
         for outcome in outcomes:
             sys.stdout.write("".join(f"[rank {outcome.rank}] {line}\n" for line in outcome.output.splitlines()))
@@ -308,16 +308,16 @@ class RankPool:
             raise rank_failure(_name(function), outcomes, left)
         return outcomes
 
-    def _one_run(self, body: bytes, timeout: float, patience: float, environ: dict[str, str]) -> tuple[list[Outcome], list[str]]:
-        link, port = self._begin()
-        run = _Run(link, deadline=time.monotonic() + timeout, seconds=timeout, patience=patience)
+    def _run(self, body: bytes, timeout: float, patience: float, environ: dict[str, str]) -> tuple[list[Outcome], list[str]]:
+        server, port = self._begin()
+        run = _Run(server, deadline=time.monotonic() + timeout, seconds=timeout, patience=patience)
         run.send({"attempt": self._attempt, "port": port, "environ": environ}, body)
         run.collect()
         left = run.clean_up()
         outcomes = [run.outcome(rank) for rank in range(self.size)]
         if run.lost or left:
-            self._whole = False
-            link.ask("stop", "stopped")  # now, not at the next run: a stuck rank may be using a core
+            self._complete = False
+            server.ask("stop", "stopped")  # now, not at the next run: a stuck rank may be using a core
         return outcomes, left
 
     @property
@@ -328,33 +328,33 @@ class RankPool:
     @property
     def server_pid(self) -> int | None:
         """The process id of the interpreter that ranks are forked from, if it runs."""
-        return self._link.process.pid if self._link is not None else None
+        return self._server.process.pid if self._server is not None else None
 
     def close(self) -> None:
         """End the ranks and their server. A closed pool starts again at its next run."""
-        if self._link is not None:
-            link, self._link, self._whole = self._link, None, False
-            link.close()
+        if self._server is not None:
+            server, self._server, self._complete = self._server, None, False
+            server.close()
 
     def _begin(self) -> tuple[PoolServer, int]:
-        """A whole pool, and the port of this run's store."""
+        """Return a complete pool, and the port of this run's store."""
         while True:
-            link = self._ready()
+            server = self._ready()
             self._attempt += 1
-            port: int = link.ask("begin", "begun", attempt=self._attempt)["port"]
-            if not link.deaths:
-                return link, port
-            self._whole = False  # a rank ended between two runs: that is nobody's outcome
+            port: int = server.ask("begin", "begun", attempt=self._attempt)["port"]
+            if not server.deaths:
+                return server, port
+            self._complete = False  # a rank ended between two runs, which is no outcome of a run
 
     def _ready(self) -> PoolServer:
-        if self._link is not None and self._link.process.poll() is not None:
+        if self._server is not None and self._server.process.poll() is not None:
             self.close()
-        if self._link is None:
-            self._link = PoolServer.start(size=self.size, preload=_preload())
-        if not self._whole:
-            self._link.fork()
-            self._whole = True
-        return self._link
+        if self._server is None:
+            self._server = PoolServer.start(size=self.size, preload=_preload())
+        if not self._complete:
+            self._server.fork()
+            self._complete = True
+        return self._server
 
     def __enter__(self) -> RankPool:
         return self
@@ -365,9 +365,9 @@ class RankPool:
 
 @dataclass
 class _Run:
-    """One function on every rank: sent, collected, cleaned up after."""
+    """One function on every rank: send it, collect the replies, clean up."""
 
-    link: PoolServer
+    server: PoolServer
     deadline: float
     seconds: float
     patience: float = math.inf
@@ -380,77 +380,77 @@ class _Run:
     @property
     def lost(self) -> set[int]:
         """Ranks that the pool can no longer use."""
-        return self.stuck | self.link.deaths.keys()
+        return self.stuck | self.server.deaths.keys()
 
     def send(self, header: dict[str, Any], body: bytes) -> None:
-        for channel in self.link.channels:
+        for channel in self.server.channels:
             channel.settimeout(self.seconds)
             with contextlib.suppress(*_DEAD_OR_STUCK):
                 messages.send(channel, header, body)
 
     def collect(self) -> None:
-        """Wait for every rank's reply or end, until the deadline; a failure is made known to the ranks that still wait."""
+        """Wait for the reply or exit of every rank, until the deadline; ranks that still wait learn of a failure."""
         self.stuck = self._gather(self.replies, self.deadline, self.patience)
         if self.stuck:
-            self.printed = {rank: self.link.printed(rank) for rank in self.stuck}
-            self.link.ask("stacks", "asked", ranks=sorted(self.stuck))
+            self.printed = {rank: self.server.printed(rank) for rank in self.stuck}
+            self.server.ask("stacks", "asked", ranks=sorted(self.stuck))
             time.sleep(_STACKS_SECONDS)
 
     def clean_up(self) -> list[str]:
-        """Let the ranks close what the run opened; one line for everything that is left. Lost ranks make a new pool instead."""
+        """Let the ranks close what the run opened; return one line for everything left. Lost ranks are replaced instead."""
         if self.lost:
             return []
-        for channel in self.link.channels:
+        for channel in self.server.channels:
             with contextlib.suppress(*_DEAD_OR_STUCK):
                 messages.send(channel, {"kind": "reset"})
         clean: dict[int, tuple[dict[str, Any], bytes]] = {}
         silent = self._gather(clean, time.monotonic() + _CLEANING_SECONDS)
         lines = [f"rank {rank} did not finish closing its runtime within {_CLEANING_SECONDS:.0f} s" for rank in sorted(silent)]
-        lines += [f"rank {notice.rank} ended while it closed its runtime: {notice}" for notice in self.link.deaths.values()]
+        lines += [f"rank {notice.rank} ended while it closed its runtime: {notice}" for notice in self.server.deaths.values()]
         for rank, (header, _) in sorted(clean.items()):
-            lines += [f"rank {rank} could not close its runtime:\n{header['trouble']}"] if header["trouble"] else []
+            lines += [f"rank {rank} could not close its runtime:\n{header['close_error']}"] if header["close_error"] else []
             lines += [f"rank {rank} left behind: {thing}" for thing in header["left"]]
         return lines
 
     def outcome(self, rank: int) -> Outcome:
         header, body = self.replies.get(rank, ({}, b""))
-        base = Outcome(rank=rank, output=self.link.printed(rank), traceback=header.get("text", ""), when=header.get("when", float("inf")))
+        base = Outcome(rank=rank, output=self.server.printed(rank), traceback=header.get("text", ""), when=header.get("when", float("inf")))
         if rank in self.stuck:
             lag = "" if math.isinf(self.patience) else f", or {self.patience:g} s after the others"
             limit = TimeoutError(f"rank {rank} did not finish within {self.seconds:g} s{lag}")
             stacks = base.output.partition(_FIRST_FRAME_OF_OURS)[0].rstrip() or "unknown: it did not answer"
             return replace(base, error=limit, traceback=f"{limit}; its threads were at\n{stacks}", output=self.printed[rank], stuck=True)
-        if rank in self.link.deaths and not header:
-            return replace(base, exit=self.link.deaths[rank], when=0.0)  # a death comes before the failures that it causes
+        if rank in self.server.deaths and not header:
+            return replace(base, exit=self.server.deaths[rank], when=0.0)  # a death comes before the failures that it causes
         if header["kind"] == "error":
             return replace(base, error=messages.unpack(body))
         return replace(base, value=messages.unpack(body))
 
     def _gather(self, into: dict[int, tuple[dict[str, Any], bytes]], deadline: float, patience: float = math.inf) -> set[int]:
-        """One frame from each rank that lives; gives back the ranks that sent none in time."""
+        """Receive one frame from each living rank; return the ranks that sent none in time."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self.link.control, selectors.EVENT_READ)
-            for rank, channel in enumerate(self.link.channels):
+            selector.register(self.server.control, selectors.EVENT_READ)
+            for rank, channel in enumerate(self.server.channels):
                 selector.register(channel, selectors.EVENT_READ, rank)
-            while pending := set(range(self.link.size)) - into.keys() - self.link.deaths.keys():
+            while pending := set(range(self.server.size)) - into.keys() - self.server.deaths.keys():
                 ready = selector.select(deadline - time.monotonic()) if deadline > time.monotonic() else []
                 if not ready:
                     return pending
                 for key, _ in ready:
                     if key.data is None:
-                        self.link.hear()
+                        self.server.receive()
                     else:
                         selector.unregister(key.fileobj)
-                        self._take(key.data, into)
+                        self._receive_from(key.data, into)
                         deadline = min(deadline, time.monotonic() + patience)
         return set()
 
-    def _take(self, rank: int, into: dict[int, tuple[dict[str, Any], bytes]]) -> None:
-        """One frame of one rank; of a rank that has just died, nothing: the server is about to say so."""
+    def _receive_from(self, rank: int, into: dict[int, tuple[dict[str, Any], bytes]]) -> None:
+        """Receive one frame of one rank; nothing from a rank that has just died, which the server reports."""
         with contextlib.suppress(*_DEAD_OR_STUCK):
-            into[rank] = messages.receive(self.link.channels[rank])
+            into[rank] = messages.receive(self.server.channels[rank])
             if into[rank][0]["kind"] == "error":
-                self.link.tell("failed", rank=rank, reason=into[rank][0]["summary"])
+                self.server.send("failed", rank=rank, reason=into[rank][0]["summary"])
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -458,5 +458,5 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _preload() -> list[str]:
-    """What the server imports before it forks; with pytest its assertion rewriter, which rewritten asserts refer to."""
+    """Return what the server imports before it forks; with pytest also its assertion rewriter, which rewritten asserts use."""
     return [*_PRELOAD, *(["_pytest.assertion.rewrite"] if "_pytest.assertion.rewrite" in sys.modules else [])]

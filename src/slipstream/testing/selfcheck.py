@@ -33,12 +33,12 @@ _SAMPLES_PER_PROCESS = 4
 
 
 class _Failed(Exception):
-    """A check saw something else than it expected."""
+    """A check did not get what it expected."""
 
 
 @dataclass(frozen=True)
 class SelfCheckResult:
-    """What came of one check: on this process, or, joined, on all of them."""
+    """The result of one check, on this process or combined over all."""
 
     name: str
     text: str
@@ -199,8 +199,8 @@ def run(state: PartialState, checks: Sequence[tuple[str, Callable[[PartialState]
     return outcomes
 
 
-def _joined(state: PartialState, mine: list[SelfCheckResult]) -> list[SelfCheckResult]:
-    """The outcomes of all processes as one list: the problems named by rank, the longest time."""
+def _combine(state: PartialState, mine: list[SelfCheckResult]) -> list[SelfCheckResult]:
+    """Combine the outcomes of all processes: problems by rank, and the longest time."""
     everyone: list[list[dict[str, Any]]] = state.gather_object([[asdict(outcome) for outcome in mine]])
     joined = []
     for position, outcome in enumerate(mine):
@@ -210,7 +210,7 @@ def _joined(state: PartialState, mine: list[SelfCheckResult]) -> list[SelfCheckR
     return joined
 
 
-def _shown(outcomes: Sequence[SelfCheckResult]) -> str:
+def _as_text(outcomes: Sequence[SelfCheckResult]) -> str:
     lines = []
     for outcome in outcomes:
         first, *rest = outcome.text.splitlines() or [""]
@@ -232,18 +232,18 @@ def _report(state: PartialState, outcomes: Sequence[SelfCheckResult], hosts: Seq
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every check on this process, tell the main process, and give the exit code."""
+    """Run every check on this process, report on the main process, and return the exit code."""
     parser = argparse.ArgumentParser(description="Check that processes can work together here.")
     parser.add_argument("--report", metavar="FILE", help="also write the outcome as JSON, on the main process")
     options = parser.parse_args(arguments)
     state = PartialState()
-    outcomes = _joined(state, run(state))
+    outcomes = _combine(state, run(state))
     hosts = state.gather_object([socket.gethostname()])
     if state.is_main_process:
         report = _report(state, outcomes, hosts)
         through = f" through {state.backend}" if state.use_distributed else ""
         print(f"processes: {state.num_processes}, machines: {', '.join(report['hosts'])}, device: {state.device.type}{through}")
-        print(f"{_shown(outcomes)}\n{report['verdict']}", flush=True)
+        print(f"{_as_text(outcomes)}\n{report['verdict']}", flush=True)
         if options.report:
             Path(options.report).write_text(json.dumps(report))
     state.destroy_process_group()

@@ -32,7 +32,7 @@ STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Who a forked process is, and what it speaks through."""
+    """The identity of a forked rank, and its channel."""
 
     rank: int
     size: int
@@ -71,17 +71,17 @@ def _serve_run(me: RankProcess) -> None:
     messages.send(me.channel, reply, result)
     if reply["kind"] == "value":
         messages.receive(me.channel)  # every rank has finished: until then a peer may still need this one's half of a collective
-        trouble = _close_runtime()
+        close_error = _close_runtime()
     else:
-        trouble = _close_runtime()  # at once: peers that wait for this rank learn that it is gone
+        close_error = _close_runtime()  # at once: peers that wait for this rank learn that it is gone
         messages.receive(me.channel)
     gc.collect()
     left = leaks.wait_for_none(before)
-    messages.send(me.channel, {"kind": "clean", "trouble": trouble, "left": left})
+    messages.send(me.channel, {"kind": "clean", "close_error": close_error, "left": left})
 
 
 def _run_variables(me: RankProcess, header: Mapping[str, Any]) -> dict[str, str]:
-    """The variables of one run: what the server had, what makes a rank, and what the test asked for."""
+    """Return the variables of one run: those of the server, of the rank, and of the test."""
     made = environment.rank_variables(me.rank, me.size, run_id=me.run_id, attempt=header["attempt"], port=header["port"])
     return {**me.variables, **made, **header["environ"]}
 
@@ -117,7 +117,7 @@ def _pickled_value(value: Any) -> tuple[dict[str, Any], bytes]:
 
 
 def _pickled_error(error: BaseException) -> bytes:
-    """The exception as bytes; one that does not survive the journey (not every class can be built again) goes as its type and text."""
+    """Return the exception as bytes; one that cannot be pickled and loaded becomes its type and text."""
     import cloudpickle
 
     try:
@@ -136,7 +136,7 @@ def _seed() -> None:
 
 
 def _close_runtime() -> str:
-    """Close what the run opened; the text of what went wrong, or nothing."""
+    """Close what the run opened; return the traceback of a failure, or nothing."""
     try:
         reset()
         distributed = sys.modules["torch.distributed"]
